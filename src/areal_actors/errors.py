@@ -1,0 +1,309 @@
+"""Every error that leaves this library, on one page: the tree first, the definitions after it.
+
+::
+
+    ArealError
+    ├── ConfigError                 the configuration says something that cannot be meant       (config)
+    ├── ActorError                  an ask did not end in a reply                               (actor)
+    │   ├── RemoteError             the handler raised; carries text, never a live exception
+    │   ├── ActorStopped            the actor is gone, or refuses new messages
+    │   ├── Unreachable             the connection is gone; says whether the message was sent
+    │   ├── DeadlineExceeded        the time was up, queued or running
+    │   ├── DeadlockError           the ask would wait for itself
+    │   ├── MailboxFull             only the ``nowait`` forms
+    │   └── ProtocolError           an actor class or message that does not fit its protocol
+    ├── RequestError                a client asked for something; has an HTTP status            (request)
+    │   ├── InvalidRequest          400
+    │   │   ├── UnsupportedParameter    400: would change the answer, cannot be honoured
+    │   │   └── ContextLengthExceeded   400: code ``context_length_exceeded``
+    │   ├── Unauthorized            401
+    │   ├── NotFound                404
+    │   ├── Conflict                409
+    │   ├── SessionEnded            410
+    │   ├── PayloadTooLarge         413
+    │   ├── Unprocessable           422
+    │   ├── CapacityExhausted       429: carries ``retry_after_seconds``
+    │   └── Unavailable             503: starting, stopping, or the engine is gone
+    ├── RewardError                 a reward that is no finite number, or names nothing         (session)
+    ├── ExportError                 rows that cannot be built from this session                 (session)
+    ├── RenderError                 messages that the chat template refuses                     (request)
+    ├── EngineError                 the engine failed                                           (engine)
+    │   ├── GenerationAborted       somebody asked for it
+    │   └── CaptureViolation        ids, logprobs or versions that cannot be true
+    ├── EpisodeError                an agent's episode failed; it is rejected, its siblings live (episode)
+    ├── ModelError                  a model that cannot be found, read or converted             (config)
+    ├── DatasetError                problems that cannot be found or read                       (config)
+    ├── WorkflowError               a workflow that cannot be imported or run                   (config)
+    ├── CheckpointError             a checkpoint that cannot be written or does not fit         (trainer)
+    └── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
+
+A message says what happened, to what, and what to do about it. HTTP statuses are attributes, chosen so that
+client libraries retry exactly what is worth retrying (408, 409, 429 and 5xx are retried by the SDKs; the rest is not).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "ActorError",
+    "ActorStopped",
+    "ArealError",
+    "CapacityExhausted",
+    "CaptureViolation",
+    "CheckpointError",
+    "ConfigError",
+    "Conflict",
+    "ContextLengthExceeded",
+    "DatasetError",
+    "DeadlineExceeded",
+    "DeadlockError",
+    "EngineError",
+    "EpisodeError",
+    "ExportError",
+    "GenerationAborted",
+    "InvalidRequest",
+    "MailboxFull",
+    "ModelError",
+    "NotFound",
+    "PayloadTooLarge",
+    "ProtocolError",
+    "RemoteError",
+    "RenderError",
+    "RequestError",
+    "RewardError",
+    "SessionEnded",
+    "TrainingDiverged",
+    "Unauthorized",
+    "Unavailable",
+    "Unprocessable",
+    "Unreachable",
+    "UnsupportedParameter",
+    "WorkflowError",
+]
+
+
+class ArealError(Exception):
+    """Root of everything that this library raises on purpose."""
+
+
+class ConfigError(ArealError):
+    """The configuration cannot be meant. ``problems`` lists every mistake, each with its path."""
+
+    def __init__(self, problems: tuple[str, ...] | str) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        head = "" if len(self.problems) == 1 else f"{len(self.problems)} mistakes in the configuration:\n  "
+        super().__init__(head + "\n  ".join(self.problems))
+
+
+# --------------------------------------------------------------------------------------------------- actors
+
+
+class ActorError(ArealError):
+    """An ask did not end in a reply."""
+
+
+class RemoteError(ActorError):
+    """The handler raised. Type name, message and traceback travel as text; no exception object crosses a border."""
+
+    def __init__(self, actor: str, type_name: str, message: str, traceback: str = "") -> None:
+        super().__init__(f"{actor}: {type_name}: {message}")
+        self.actor = actor
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+
+
+class ActorStopped(ActorError):
+    """The actor has stopped, or stopped before it came to this message."""
+
+
+class Unreachable(ActorError):
+    """The connection to the actor is gone. ``sent`` tells whether the message may have arrived."""
+
+    def __init__(self, message: str, *, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
+class DeadlineExceeded(ActorError, TimeoutError):
+    """The deadline passed while the message was queued or its handler ran."""
+
+
+class DeadlockError(ActorError):
+    """The ask would wait for an actor that waits for the asker."""
+
+
+class MailboxFull(ActorError):
+    """The mailbox is at its bound, and the caller asked not to wait."""
+
+
+class ProtocolError(ActorError):
+    """An actor class, a handler or a message that does not fit its protocol."""
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+class RequestError(ArealError):
+    """A client's request cannot be served; ``status``, ``type`` and ``code`` are what its SDK will read.
+
+    ``param`` names the request field at fault where there is one.
+    """
+
+    status: ClassVar[int] = 400
+    type: ClassVar[str] = "invalid_request_error"
+    code: ClassVar[str | None] = None
+    retry_after_seconds: float | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """The request is malformed."""
+
+
+class UnsupportedParameter(InvalidRequest):
+    """The field would change the answer and cannot be honoured here."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt does not fit; worded so that every known client recognises it."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, *, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(
+            f"prompt is too long: This model's maximum context length is {max_tokens} tokens, "
+            f"however the request has {num_tokens} tokens. Shorten the messages or ask for fewer new tokens.",
+            param="messages",
+        )
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
+class Unauthorized(RequestError):
+    """No key, or a key that does not open this."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(RequestError):
+    """No such session, interaction or route."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class Conflict(RequestError):
+    """The request contradicts the present state."""
+
+    status = 409
+    code = "conflict"
+
+
+class SessionEnded(RequestError):
+    """The session is over; completions come too late."""
+
+    status = 410
+    code = "session_ended"
+
+
+class PayloadTooLarge(RequestError):
+    """The body is larger than the proxy takes."""
+
+    status = 413
+    code = "payload_too_large"
+
+
+class Unprocessable(RequestError):
+    """The body is well-formed and has the wrong shape."""
+
+    status = 422
+    code = "unprocessable"
+
+
+class CapacityExhausted(RequestError):
+    """No room for another session now."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "capacity_exhausted"
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Unavailable(RequestError):
+    """The service is starting, stopping, or lost its engine."""
+
+    status = 503
+    type = "server_error"
+    code = "unavailable"
+    retry_after_seconds = 1.0
+
+
+# ----------------------------------------------------------------------------------------- sessions, tokens
+
+
+class RewardError(ArealError):
+    """A reward that is not a finite number, or that names an interaction that does not exist."""
+
+
+class ExportError(ArealError):
+    """Training rows cannot be built."""
+
+
+class RenderError(ArealError):
+    """The chat template refuses these messages."""
+
+
+# -------------------------------------------------------------------------------------------------- engines
+
+
+class EngineError(ArealError):
+    """The engine failed to generate, to load weights, or to pause."""
+
+
+class GenerationAborted(EngineError):
+    """The generation was aborted on request; what had been sampled was delivered before."""
+
+
+class CaptureViolation(EngineError):
+    """The engine reported ids, logprobs or versions that cannot be true."""
+
+
+# ---------------------------------------------------------------------------------------- episodes, training
+
+
+class EpisodeError(ArealError):
+    """One episode failed. It is recorded and rejected; its siblings go on."""
+
+
+class ModelError(ArealError):
+    """The model cannot be found, read or converted."""
+
+
+class DatasetError(ArealError):
+    """The problems cannot be found or read."""
+
+
+class WorkflowError(ArealError):
+    """The workflow cannot be imported, or is none."""
+
+
+class CheckpointError(ArealError):
+    """A checkpoint cannot be written, or does not fit the run."""
+
+
+class TrainingDiverged(ArealError):
+    """The loss or the gradient norm is not a finite number."""

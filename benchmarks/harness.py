@@ -1,0 +1,53 @@
+"""How this project measures: CPU time per operation, the minimum of several rounds, and ratios taken in one run.
+
+Machines that run this are noisy, so absolute times mean little; a ratio against a baseline measured a moment ago means
+more. A benchmark module exposes ``run(quick) -> list[Result]``; ``python -m benchmarks`` runs them all, prints one table
+with the gates beside the figures, and writes JSON that ``python -m benchmarks compare`` reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from attrs import asdict, field, frozen
+
+
+@frozen(kw_only=True)
+class Result:
+    """One figure. ``gate`` is the bound it should respect (``None``: informative); ``unit`` names what ``value`` counts."""
+
+    benchmark: str
+    name: str
+    value: float
+    unit: str
+    gate: float | None = None
+    higher_is_better: bool = False
+    baseline: str | None = None
+    """Name of the figure of the same run that ``value`` is a multiple of, where it is a ratio."""
+    detail: dict[str, Any] = field(factory=dict)
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the gate is respected; ``None`` without a gate."""
+        if self.gate is None:
+            return None
+        return self.value >= self.gate if self.higher_is_better else self.value <= self.gate
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for ``json.dump``."""
+        return asdict(self) | {"passed": self.passed}
+
+
+def cpu_us_per_operation(operation: Callable[[], object], *, num_operations: int, rounds: int = 5) -> float:
+    """CPU microseconds (user + system, this process) per operation: the minimum of ``rounds`` runs of ``operation``.
+
+    ``operation`` performs ``num_operations`` operations each time that it is called.
+    """
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.process_time()
+        operation()
+        best = min(best, time.process_time() - start)
+    return best / num_operations * 1e6

@@ -1,4 +1,4 @@
-"""What an inference engine must do to be trained through: the ``Engine`` protocol and its values.
+"""What an inference engine must do to be trained through: the ``Engine`` protocol.
 
 An engine takes prompt ids and streams what it samples: ids, log-probabilities and the version of the weights behind each
 token. Nothing here knows messages, chat templates or HTTP. ``engines/torch`` runs in this process; servers plug in at the
@@ -7,101 +7,13 @@ same protocol, and one contract suite (``areal_actors.testing.engine_contract``)
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from enum import StrEnum
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from attrs import field, frozen
-
-from areal_actors.domain import FinishReason, Floats, Ints, SampleKey, Sampling, TopLogprob, as_floats, as_ints
+from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 
 __all__ = ["Chunk", "Engine", "EngineInfo", "EngineRequest", "EngineStatistics", "PauseMode", "Snapshot"]
-
-
-@frozen(kw_only=True)
-class EngineRequest:
-    """One generation. ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs.
-
-    ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are added.
-    """
-
-    id: str
-    prompt: Ints = field(converter=as_ints, eq=False)
-    sampling: Sampling = field(factory=Sampling)
-    key: SampleKey
-    stop_token_ids: tuple[int, ...] = ()
-
-
-@frozen(kw_only=True)
-class Chunk:
-    """Tokens that were sampled since the last chunk, all under one version; the last chunk carries ``finish``.
-
-    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered as it was sampled. ``num_cached_tokens`` of
-    the prompt came from the prefix cache (set in the first chunk).
-    """
-
-    token_ids: Ints = field(converter=as_ints, eq=False)
-    logprobs: Floats = field(converter=as_floats, eq=False)
-    raw_logprobs: Floats = field(converter=as_floats, eq=False)
-    version: int
-    finish: FinishReason | None = None
-    top_logprobs: tuple[tuple[TopLogprob, ...], ...] = ()
-    num_cached_tokens: int = 0
-
-
-class PauseMode(StrEnum):
-    """What happens to running generations when the engine pauses. New ones wait in every mode."""
-
-    KEEP = "keep"
-    """They stop where they are and go on at ``resume``, under whatever weights are loaded then."""
-    WAIT = "wait"
-    """They finish first."""
-    ABORT = "abort"
-    """They end with ``FinishReason.ABORT``."""
-
-
-@frozen(kw_only=True)
-class Snapshot:
-    """Weights to load: in memory (``state``: parameter name to tensor, shared, not copied) or a directory of safetensors.
-
-    ``state`` stays valid and unchanged until ``Engine.load`` has returned.
-    """
-
-    version: int
-    state: Mapping[str, Any] | None = field(default=None, repr=False, eq=False)
-    path: Path | None = None
-
-
-@frozen(kw_only=True)
-class EngineInfo:
-    """What an engine can do. ``context_length`` bounds prompt plus output, ``vocab_size`` bounds the ids that it accepts.
-
-    ``logprobs_follow_truncation`` tells whether reported log-probabilities are those after top-p, top-k and min-p.
-    """
-
-    name: str
-    model: str
-    vocab_size: int
-    context_length: int
-    dtype: str
-    device: str
-    max_concurrent: int
-    logprobs_follow_truncation: bool = True
-
-
-@frozen(kw_only=True)
-class EngineStatistics:
-    """Counters since the engine opened; ``running`` and ``waiting`` are of this moment."""
-
-    running: int = 0
-    waiting: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    sampled_tokens: int = 0
-    aborted: int = 0
-    busy_seconds: float = 0.0
 
 
 class Engine(Protocol):

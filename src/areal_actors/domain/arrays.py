@@ -1,0 +1,31 @@
+"""Read-only token arrays: a tuple of Python integers costs nine times the memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import cmp_using
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+array_equality = cmp_using(eq=np.array_equal, class_name="array")
+"""What ``field(eq=...)`` takes for an array."""
+
+
+def as_ints(values: Any) -> Ints:
+    """A read-only int32 array of ``values`` (copied only if it has to be)."""
+    return _read_only(np.asarray(values, dtype=np.int32).reshape(-1))
+
+
+def as_floats(values: Any) -> Floats:
+    """A read-only float32 array of ``values`` (copied only if it has to be)."""
+    return _read_only(np.asarray(values, dtype=np.float32).reshape(-1))
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view

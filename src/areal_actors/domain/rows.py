@@ -1,0 +1,124 @@
+"""Training rows, and the episodes and groups that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from attrs import field, frozen
+
+from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
+from areal_actors.domain.chat import InteractionId, SessionId
+from areal_actors.domain.tree import GroupId
+
+
+class UntrainedReason(StrEnum):
+    """Why sampled tokens are in no training row, or masked in it."""
+
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    NOT_STORED = "not_stored"
+    NO_REWARD = "no_reward"
+    NON_LEAF_PREFIX = "non_leaf_prefix"
+    TOO_LONG = "too_long"
+
+
+@frozen(kw_only=True)
+class Untrained:
+    """Sampled tokens that no row trains, with the reason that the report shows."""
+
+    interaction: InteractionId
+    num_tokens: int
+    reason: UntrainedReason
+
+
+@frozen(kw_only=True)
+class Trajectory:
+    """One training row of T tokens: ids, and for each token whether it is trained, under what it was sampled, what it earned.
+
+    ``input_ids`` int32 [T]; ``loss_mask`` int32 [T], 1 on sampled tokens that this row trains; ``logprobs`` float32 [T],
+    0 off the mask; ``versions`` int32 [T], -1 on tokens that were not sampled; ``returns`` float32 [T], each turn's own
+    return on its sampled tokens; ``turns`` int32 [T], the index into ``interactions`` of the turn that sampled the token, -1
+    elsewhere. ``reward`` is the return of the row's last interaction.
+    """
+
+    session: SessionId
+    interactions: tuple[InteractionId, ...]
+    input_ids: Ints = field(converter=as_ints, eq=array_equality)
+    loss_mask: Ints = field(converter=as_ints, eq=array_equality)
+    logprobs: Floats = field(converter=as_floats, eq=array_equality)
+    versions: Ints = field(converter=as_ints, eq=array_equality)
+    returns: Floats = field(converter=as_floats, eq=array_equality)
+    turns: Ints = field(converter=as_ints, eq=array_equality)
+    reward: float
+    tag: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens with ``loss_mask`` 1."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def head_version(self) -> int:
+        """The oldest weights that sampled a token of this row; -1 if none did."""
+        sampled = self.versions[self.versions >= 0]
+        return int(sampled.min()) if len(sampled) else -1
+
+    @property
+    def tail_version(self) -> int:
+        """The newest weights that sampled a token of this row; -1 if none did."""
+        return int(self.versions.max()) if len(self.versions) else -1
+
+
+@frozen(kw_only=True)
+class Problem:
+    """One item of a dataset. ``position`` counts problems over all epochs; ``data`` is what the agent's ``run`` receives."""
+
+    position: int
+    data: Mapping[str, Any]
+
+
+@frozen(kw_only=True)
+class Episode:
+    """One run of an agent on a problem. A failed one has a ``failure`` and no trajectories.
+
+    ``reward`` is the sum of the rewards that were assigned to its interactions, before any propagation.
+    """
+
+    session: SessionId
+    member: int
+    reward: float = 0.0
+    trajectories: tuple[Trajectory, ...] = ()
+    untrained: tuple[Untrained, ...] = ()
+    num_turns: int = 0
+    seconds: float = 0.0
+    failure: str | None = None
+
+
+@frozen(kw_only=True)
+class Group:
+    """The episodes of one problem: the unit of capacity, of staleness and of group-relative advantages."""
+
+    id: GroupId
+    problem: Problem
+    episodes: tuple[Episode, ...]
+
+    @property
+    def head_version(self) -> int:
+        """The oldest weights that sampled a token of the group; -1 if there is none."""
+        versions = [t.head_version for e in self.episodes for t in e.trajectories if t.head_version >= 0]
+        return min(versions, default=-1)
+
+
+@frozen(kw_only=True)
+class DataPosition:
+    """How far the problems have been consumed: all below ``next`` but for ``pending``, which are to be run first."""
+
+    next: int = 0
+    pending: tuple[int, ...] = ()

@@ -1,0 +1,75 @@
+"""Conversation trees: what a session remembers of each request and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NewType
+
+from attrs import field, frozen
+
+from areal_actors.domain.arrays import Ints, array_equality, as_ints
+from areal_actors.domain.chat import ChatMessage, InteractionId, SessionId
+from areal_actors.domain.sampling import Completion
+
+GroupId = NewType("GroupId", str)
+
+
+class InteractionStatus(StrEnum):
+    """How far an interaction came. Only completed ones are trained by default."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class ForkReason(StrEnum):
+    """Why a turn does not extend the exact tokens of the turn before it."""
+
+    ROOT = "root"
+    TEMPLATE_REWROTE_HISTORY = "template_rewrote_history"
+    CLIENT_EDITED_HISTORY = "client_edited_history"
+    NEW_SYSTEM_PROMPT = "new_system_prompt"
+    TOOLS_CHANGED = "tools_changed"
+    TEMPLATE_OPTIONS_CHANGED = "template_options_changed"
+    PARENT_UNFINISHED = "parent_unfinished"
+
+
+@frozen(kw_only=True)
+class Interaction:
+    """One request and its answer within a session's tree.
+
+    Two parents: ``parent`` is the turn whose answer this one continues, and carries rewards; ``token_parent`` is the one
+    whose exact tokens are a prefix of this prompt, and carries packing and KV reuse. A fork has the first without the
+    second, and says why in ``fork``. ``prompt_suffix`` holds the prompt ids beyond the token parent's prompt and output
+    (the whole prompt where there is no token parent). ``messages`` are those beyond the conversational parent's prompt and
+    answer (all of them for a root). ``order`` counts requests, ``completed_order`` counts completions in a session.
+    """
+
+    id: InteractionId
+    order: int
+    parent: InteractionId | None = None
+    token_parent: InteractionId | None = None
+    fork: ForkReason | None = None
+    messages: tuple[ChatMessage, ...] = ()
+    prompt_suffix: Ints = field(converter=as_ints, eq=array_equality)
+    num_prompt_tokens: int
+    completion: Completion | None = None
+    output: ChatMessage | None = None
+    status: InteractionStatus = InteractionStatus.PENDING
+    completed_order: int | None = None
+    reward: float | None = None
+    is_stored: bool = True
+    tag: str | None = None
+
+
+@frozen(kw_only=True)
+class SessionRecord:
+    """A session as it stands: what export, journal and report read. ``interactions`` are in order of request."""
+
+    id: SessionId
+    interactions: tuple[Interaction, ...] = ()
+    is_ended: bool = False
+    group: GroupId | None = None
+    metadata: Mapping[str, Any] = field(factory=dict)

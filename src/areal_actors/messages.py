@@ -1,0 +1,440 @@
+"""Every message between actors, grouped by the address that it is sent to. Read from top to bottom, this is the process graph.
+
+::
+
+    Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training
+      │                ▲                                            │ ▲
+      │                │ collects                             tells │ │ leases
+      └──asks──▶ Exports ◀──delivers── Rollouts ──asks──▶ Capacity ◀┘ Exports
+                                          ▲
+                       Training ──asks────┘ (evaluation)      everybody ──tells──▶ Progress
+
+What is asked is an imperative (``EndSession``); what is told is news (``VersionAdvanced``). Each message names the type of
+its reply; an actor class declares the addresses whose messages it handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from areal_actors.core import Message, StreamMessage
+from areal_actors.domain import (
+    Answer,
+    Chunk,
+    CompletionRequest,
+    Credential,
+    DataPosition,
+    Delta,
+    EngineInfo,
+    EngineRequest,
+    EngineStatistics,
+    Episode,
+    Group,
+    GroupId,
+    InteractionId,
+    PauseMode,
+    Problem,
+    SampleKey,
+    SessionId,
+    SessionRecord,
+    Snapshot,
+)
+
+# ------------------------------------------------------------------------------------------------- capacity
+
+
+class Capacity:
+    """Address of the capacity granter: how many episode groups may be live."""
+
+
+@frozen(kw_only=True)
+class Permit:
+    """The right to run one group; a lease of its holder. ``version`` is that of the newest weights when it was granted."""
+
+    id: int
+    version: int
+
+
+@frozen(kw_only=True)
+class CapacityView:
+    """The granter's counters. ``available`` may be negative after a change of limits."""
+
+    version: int
+    running: int
+    accepted: int
+    reserved: int
+    available: int
+
+
+@frozen(kw_only=True)
+class AcquirePermit(Message[Capacity, Permit]):
+    """Wait until one more group may run, first come first served."""
+
+    holder: str
+
+
+@frozen(kw_only=True)
+class ReservePermit(Message[Capacity, CapacityView]):
+    """Put one permit aside for a session that an external agent will start (``POST /grant_capacity``).
+
+    Raises ``CapacityExhausted`` at once when there is none.
+    """
+
+
+@frozen(kw_only=True)
+class ClaimPermit(Message[Capacity, Permit]):
+    """Take a reserved permit, or else a free one; raises ``CapacityExhausted`` at once when there is neither."""
+
+    holder: str
+
+
+@frozen(kw_only=True)
+class SettlePermit(Message[Capacity, None]):
+    """The group of a permit is over: accepted as training data, or rejected, which refunds it. Settling twice is harmless."""
+
+    permit: int
+    is_accepted: bool
+
+
+@frozen(kw_only=True)
+class RefundGroup(Message[Capacity, None]):
+    """An accepted group was dropped before it was trained (too stale): another may take its place."""
+
+
+@frozen(kw_only=True)
+class VersionAdvanced(Message[Capacity, None]):
+    """News: a batch was consumed and new weights are served."""
+
+    version: int
+
+
+@frozen(kw_only=True)
+class DescribeCapacity(Message[Capacity, CapacityView]):
+    """The counters, for progress and checkpoints."""
+
+
+# ------------------------------------------------------------------------------------------------- sessions
+
+
+class Sessions:
+    """Address of the session manager: sessions, their keys, their interaction trees, their rewards."""
+
+
+@frozen(kw_only=True)
+class SessionOpened:
+    """A new session and the key that opens it."""
+
+    session: SessionId
+    api_key: str = field(repr=False)
+
+
+@frozen(kw_only=True)
+class SessionClosed:
+    """An ended session."""
+
+    session: SessionId
+    num_interactions: int
+
+
+@frozen(kw_only=True)
+class OpenSession(Message[Sessions, SessionOpened]):
+    """Start a session. ``task`` becomes the readable prefix of its id; ``key`` seeds its samples.
+
+    ``permit`` is given back when the session ends or expires, where it was claimed for this session alone. Raises
+    ``Conflict`` when ``api_key`` is in use by a live session.
+    """
+
+    task: str
+    api_key: str | None = field(default=None, repr=False)
+    group: GroupId | None = None
+    key: SampleKey | None = None
+    permit: int | None = None
+    metadata: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class Complete(Message[Sessions, tuple[Answer, ...]]):
+    """Answer a request: one ``Answer`` per choice, remembered as siblings in the session's tree.
+
+    Raises the ``RequestError`` that the client should read. Cancelling the ask aborts the generation and keeps what was
+    sampled as a cancelled interaction.
+    """
+
+    credential: Credential
+    request: CompletionRequest
+
+
+@frozen(kw_only=True)
+class StreamComplete(StreamMessage[Sessions, Delta | Answer]):
+    """As ``Complete``, with deltas while tokens are sampled; each choice ends with its ``Answer``."""
+
+    credential: Credential
+    request: CompletionRequest
+
+
+@frozen(kw_only=True)
+class SetReward(Message[Sessions, InteractionId]):
+    """Assign a reward to one interaction, or to the last completed one; replies with its id. Setting twice replaces."""
+
+    credential: Credential
+    reward: float
+    interaction: InteractionId | None = None
+
+
+@frozen(kw_only=True)
+class EndSession(Message[Sessions, SessionClosed]):
+    """End a session: completions come too late from now on, rewards are taken during the grace window."""
+
+    credential: Credential
+    final_reward: float | None = None
+
+
+@frozen(kw_only=True)
+class CollectSession(Message[Sessions, SessionRecord]):
+    """A copy of a session as it stands. It is not forgotten by being read."""
+
+    session: SessionId
+
+
+@frozen(kw_only=True)
+class ForgetSession(Message[Sessions, None]):
+    """Its rows were delivered: free its memory. Unknown sessions are ignored."""
+
+    session: SessionId
+
+
+# ----------------------------------------------------------------------------------------------- generation
+
+
+class Generation:
+    """Address of the generation actor: it owns one engine."""
+
+
+@frozen(kw_only=True)
+class Generate(StreamMessage[Generation, Chunk]):
+    """Sample; the stream ends after the chunk with ``finish``. Leaving the stream early aborts in the engine."""
+
+    request: EngineRequest
+
+
+@frozen(kw_only=True)
+class PublishWeights(Message[Generation, int]):
+    """Load new weights between two tokens; replies with the version that is served from now on."""
+
+    snapshot: Snapshot
+
+
+@frozen(kw_only=True)
+class PauseGeneration(Message[Generation, None]):
+    """Stop sampling until ``ResumeGeneration``; requests wait, they are not refused."""
+
+    mode: PauseMode = PauseMode.KEEP
+
+
+@frozen(kw_only=True)
+class ResumeGeneration(Message[Generation, None]):
+    """Go on sampling."""
+
+
+@frozen(kw_only=True)
+class EngineView:
+    """The engine's facts, its counters and its version at this moment."""
+
+    info: EngineInfo
+    statistics: EngineStatistics
+    version: int
+
+
+@frozen(kw_only=True)
+class DescribeEngine(Message[Generation, EngineView]):
+    """What the engine is and how it does."""
+
+
+# -------------------------------------------------------------------------------------------------- exports
+
+
+class Exports:
+    """Address of the exporter: from ended sessions to training rows, and the queue of finished groups."""
+
+
+@frozen(kw_only=True)
+class ExportSession(Message[Exports, Episode]):
+    """The training rows of an ended session. Asking again, also with another discount, builds them again."""
+
+    session: SessionId
+    discount: float | None = None
+    style: str | None = None
+    member: int = 0
+
+
+@frozen(kw_only=True)
+class DeliverGroup(Message[Exports, bool]):
+    """A finished group. Replies whether it is accepted as training data; delivering it twice queues it once."""
+
+    group: Group
+
+
+@frozen(kw_only=True)
+class Lease:
+    """Groups on loan to the trainer. ``dropped`` counts groups that had become too stale since the last lease."""
+
+    id: int
+    groups: tuple[Group, ...]
+    dropped: int = 0
+
+
+@frozen(kw_only=True)
+class LeaseGroups(Message[Exports, Lease]):
+    """Wait for ``num_groups`` groups that are at most ``max_staleness`` versions older than ``version``.
+
+    They come in order of their problems. An unacknowledged lease is offered again, as it was.
+    """
+
+    num_groups: int
+    version: int
+    max_staleness: int
+
+
+@frozen(kw_only=True)
+class AcknowledgeLease(Message[Exports, DataPosition]):
+    """The groups of a lease were trained: forget them. Replies with how far the problems have been consumed."""
+
+    lease: int
+
+
+# ------------------------------------------------------------------------------------------------- rollouts
+
+
+class Rollouts:
+    """Address of the rollout runner: it runs agents, in groups, each episode in a scope of its own."""
+
+
+@frozen(kw_only=True)
+class Evaluate(Message[Rollouts, tuple[Group, ...]]):
+    """Run the agent once on every held-out problem with the weights now served, and report the episodes."""
+
+    version: int
+
+
+@frozen(kw_only=True)
+class RunProblem(Message[Rollouts, Group]):
+    """Run one group by hand, outside the training data and its capacity."""
+
+    problem: Problem
+    num_episodes: int = 1
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+class Training:
+    """Address of the trainer."""
+
+
+@frozen(kw_only=True)
+class RequestStop(Message[Training, None]):
+    """Finish the step that is running, write a checkpoint, and stop."""
+
+    reason: str
+
+
+@frozen(kw_only=True)
+class TrainingSummary:
+    """How a run ended."""
+
+    steps: int
+    version: int
+    is_finished: bool
+    """Whether all steps were done, or training stopped early because its goal was reached."""
+    stop_reason: str | None = None
+
+
+@frozen(kw_only=True)
+class AwaitTraining(Message[Training, TrainingSummary]):
+    """Wait for the end of training."""
+
+
+# ------------------------------------------------------------------------------------------------- progress
+
+
+class Progress:
+    """Address of the reporter: metrics, dumps, display."""
+
+
+@frozen(kw_only=True)
+class PhaseChanged(Message[Progress, None]):
+    """News: the run entered a phase that a person may wait for (loading, evaluating, saving …)."""
+
+    phase: str
+    detail: str = ""
+
+
+@frozen(kw_only=True)
+class EpisodeFinished(Message[Progress, None]):
+    """News: an episode is over."""
+
+    episode: Episode
+    problem: Problem
+    version: int
+    is_eval: bool = False
+
+
+@frozen(kw_only=True)
+class SessionArchived(Message[Progress, None]):
+    """News: the whole tree of a session, for dumps and the run report."""
+
+    record: SessionRecord
+    episode: Episode
+    problem: Problem
+    is_eval: bool = False
+
+
+@frozen(kw_only=True)
+class StepFinished(Message[Progress, None]):
+    """News: a training step, as one flat record of numbers (see ``docs/metrics.md`` for every key)."""
+
+    step: int
+    metrics: Mapping[str, float | int | None]
+
+
+@frozen(kw_only=True)
+class EvaluationFinished(Message[Progress, None]):
+    """News: the mean reward on held-out problems under ``version``."""
+
+    version: int
+    reward: float
+    num_episodes: int
+    num_failed: int
+    seconds: float
+
+
+# ---------------------------------------------------------------------------------------------------- proxy
+
+
+class Serving:
+    """Address of the HTTP proxy."""
+
+
+@frozen(kw_only=True)
+class Endpoint:
+    """Where the proxy listens. ``base_url`` ends in ``/v1``."""
+
+    url: str
+    admin_key: str = field(repr=False)
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI SDK takes."""
+        return f"{self.url}/v1"
+
+    def session_base_url(self, session: SessionId) -> str:
+        """The OpenAI base URL of one session."""
+        return f"{self.url}/{session}/v1"
+
+
+@frozen(kw_only=True)
+class DescribeEndpoint(Message[Serving, Endpoint]):
+    """The address and the admin key, once the socket is bound."""

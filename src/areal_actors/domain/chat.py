@@ -57,10 +57,15 @@ class ToolChoice(StrEnum):
 
 @frozen(kw_only=True)
 class Credential:
-    """Who asks: a session named by its URL, a key, or both. At least one is present."""
+    """Who asks: a session named by its URL, a key, or both. At least one is present.
+
+    ``is_capability`` tells that the session id stood in the URL's path, where knowing it is enough; an id from a query or
+    a body needs its key beside it.
+    """
 
     session: SessionId | None = None
     key: str | None = field(default=None, repr=False)
+    is_capability: bool = True
 
 
 @frozen(kw_only=True)

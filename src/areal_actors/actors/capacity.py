@@ -1,0 +1,166 @@
+"""The capacity granter: the one owner of how many episode groups may be live.
+
+The arithmetic is ``staleness.py``. A permit is a lease: whoever holds it settles it, and one that nobody settles in time
+(its holder was killed) is taken back as rejected, so that a crash cannot leak capacity.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+from attrs import field, frozen
+from attrs.validators import gt
+
+from areal_actors.core import Actor, Context
+from areal_actors.errors import CapacityExhausted
+from areal_actors.messages import (
+    AcquirePermit,
+    Capacity,
+    CapacityView,
+    ClaimPermit,
+    DescribeCapacity,
+    Permit,
+    RefundGroup,
+    ReservePermit,
+    SettlePermit,
+    VersionAdvanced,
+)
+from areal_actors.staleness import CapacityState
+from areal_actors.telemetry import get_logger
+
+__all__ = ["CapacityConfig", "CapacityGranter"]
+
+_log = get_logger(__name__)
+
+
+@frozen(kw_only=True)
+class CapacityConfig:
+    """How long permits last. The limits themselves come from ``rollout`` and ``batch_size``."""
+
+    lease_seconds: float = field(default=7200.0, validator=gt(0))
+    """A permit that was not settled for so long is taken back. Longer than the longest episode."""
+
+
+@frozen(kw_only=True)
+class _Lease:
+    holder: str
+    expires_at: float
+
+
+class CapacityGranter(Actor[Capacity]):
+    """Grants permits first come, first served, within the bounds of ``CapacityState``."""
+
+    def __init__(self, state: CapacityState, *, config: CapacityConfig | None = None) -> None:
+        self._state = state
+        self._config = config or CapacityConfig()
+        self._leases: dict[int, _Lease] = {}
+        self._waiting: deque[anyio.Event] = deque()
+        self._next_permit = 0
+        self._clock: Callable[[], float] = anyio.current_time
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Take expired leases back while the actor lives."""
+        context.tasks.start_soon(self._reclaim_expired)
+        yield
+
+    @AcquirePermit.handler(concurrency=100_000)
+    async def acquire(self, message: AcquirePermit) -> Permit:
+        """Wait in line. Who is cancelled while waiting leaves the line, and passes the turn on."""
+        if self._state.available <= len(self._waiting):
+            await self._wait_for_turn()
+        return self._grant(message.holder, self._state.start())
+
+    async def _wait_for_turn(self) -> None:
+        turn = anyio.Event()
+        self._waiting.append(turn)
+        try:
+            await turn.wait()
+        except BaseException:
+            self._waiting.remove(turn)
+            self._wake()
+            raise
+        self._waiting.remove(turn)
+
+    @ReservePermit.handler
+    async def reserve(self, message: ReservePermit) -> CapacityView:  # noqa: ARG002
+        """Put one aside, or refuse at once."""
+        self._require_room()
+        self._state = self._state.reserve()
+        return self._view()
+
+    @ClaimPermit.handler
+    async def claim(self, message: ClaimPermit) -> Permit:
+        """Use a reserved permit first."""
+        if self._state.reserved > 0:
+            return self._grant(message.holder, self._state.claim_reserved())
+        self._require_room()
+        return self._grant(message.holder, self._state.start())
+
+    @SettlePermit.handler
+    async def settle(self, message: SettlePermit) -> None:
+        """End a lease. Settling it again, or after it expired, changes nothing."""
+        if self._leases.pop(message.permit, None) is not None:
+            self._change(self._state.settle(is_accepted=message.is_accepted))
+
+    @RefundGroup.handler
+    async def refund(self, message: RefundGroup) -> None:  # noqa: ARG002
+        """Let another group take the place of a dropped one."""
+        self._change(self._state.refund())
+
+    @VersionAdvanced.handler
+    async def advance(self, message: VersionAdvanced) -> None:
+        """New weights are served: B more groups may start."""
+        self._change(self._state.advance(message.version))
+
+    @DescribeCapacity.handler
+    async def describe(self, message: DescribeCapacity) -> CapacityView:  # noqa: ARG002
+        """The counters as they stand."""
+        return self._view()
+
+    def _grant(self, holder: str, state: CapacityState) -> Permit:
+        self._state = state
+        permit = Permit(id=self._next_permit, version=state.version)
+        self._next_permit += 1
+        expires_at = self._clock() + self._config.lease_seconds
+        self._leases[permit.id] = _Lease(holder=holder, expires_at=expires_at)
+        return permit
+
+    def _change(self, state: CapacityState) -> None:
+        self._state = state
+        self._wake()
+
+    def _wake(self) -> None:
+        """Give the first in line a turn each while there is room. A turn keeps its place, and its room, until it is taken."""
+        for turn, _ in zip(self._waiting, range(self._state.available), strict=False):
+            turn.set()
+
+    def _require_room(self) -> None:
+        if self._state.available <= len(self._waiting):
+            raise CapacityExhausted(
+                f"No capacity for another session: {self._state.running} groups are running and "
+                f"{self._state.accepted} were accepted at version {self._state.version}. "
+                "Try again when one ends or new weights are published."
+            )
+
+    def _view(self) -> CapacityView:
+        state = self._state
+        return CapacityView(
+            version=state.version,
+            running=state.running,
+            accepted=state.accepted,
+            reserved=state.reserved,
+            available=state.available,
+        )
+
+    async def _reclaim_expired(self) -> None:
+        while True:
+            await anyio.sleep(self._config.lease_seconds / 10)
+            now = self._clock()
+            for permit, lease in list(self._leases.items()):
+                if lease.expires_at <= now:
+                    _log.warning("permit_expired", permit=permit, holder=lease.holder)
+                    await self.settle(SettlePermit(permit=permit, is_accepted=False))

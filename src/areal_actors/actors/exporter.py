@@ -1,0 +1,159 @@
+"""The exporter: from ended sessions to training rows, and the queue between rollouts and the trainer.
+
+Delivery has two phases. Groups are leased to the trainer and forgotten only when it acknowledges that it has trained them;
+a lease that was not acknowledged is offered again as it was. Staleness is enforced here, when a batch is consumed, beside
+the bound at admission (``capacity.py``): a group that waited too long is dropped, and its place is refunded.
+"""
+
+from __future__ import annotations
+
+import anyio
+from attrs import field, frozen
+from attrs.validators import ge, in_, le
+
+from areal_actors.actors.positions import ConsumedPositions
+from areal_actors.cache import STYLES, export_trajectories, total_reward
+from areal_actors.cache.rewards import RULES
+from areal_actors.core import Actor, Ref
+from areal_actors.domain import DataPosition, Episode, Group, GroupId, SessionId
+from areal_actors.errors import Conflict
+from areal_actors.messages import (
+    AcknowledgeLease,
+    Capacity,
+    CollectSession,
+    DeliverGroup,
+    Exports,
+    ExportSession,
+    ForgetSession,
+    Lease,
+    LeaseGroups,
+    RefundGroup,
+    Sessions,
+)
+from areal_actors.staleness import is_too_stale
+from areal_actors.telemetry import get_logger
+
+__all__ = ["ExportConfig", "Exporter"]
+
+_log = get_logger(__name__)
+
+
+@frozen(kw_only=True)
+class ExportConfig:
+    """How rows are built where a request does not say."""
+
+    style: str = field(default="individual", validator=in_(tuple(STYLES)))
+    discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
+    rule: str = field(default="mean", validator=in_(tuple(RULES)))
+
+
+class Exporter(Actor[Exports]):
+    """Builds rows from what the session manager remembers, and lends finished groups to the trainer."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Ref[Sessions],
+        capacity: Ref[Capacity],
+        config: ExportConfig | None = None,
+        start: DataPosition | None = None,
+    ) -> None:
+        self._sessions = sessions
+        self._capacity = capacity
+        self._config = config or ExportConfig()
+        self._consumed = ConsumedPositions(start)
+        self._ready: dict[GroupId, Group] = {}
+        self._verdicts: dict[GroupId, bool] = {}
+        self._lease: Lease | None = None
+        self._next_lease = 0
+        self._delivered = anyio.Event()
+
+    @ExportSession.handler(concurrency=64)
+    async def export(self, message: ExportSession) -> Episode:
+        """Read the session and build its rows; nothing is forgotten by that."""
+        record = await self._sessions.ask(CollectSession(session=message.session))
+        exported = export_trajectories(
+            record,
+            style=message.style or self._config.style,
+            discount=self._config.discount if message.discount is None else message.discount,
+            rule=self._config.rule,
+        )
+        return Episode(
+            session=message.session,
+            member=message.member,
+            reward=total_reward(record),
+            trajectories=exported.trajectories,
+            untrained=exported.untrained,
+            num_turns=len(record.interactions),
+        )
+
+    @DeliverGroup.handler
+    async def deliver(self, message: DeliverGroup) -> bool:
+        """Queue a group that has something to train; count the problem of any other as consumed."""
+        group = message.group
+        if group.id in self._verdicts:
+            return self._verdicts[group.id]
+        if group.problem.position in self._consumed:
+            return False
+        is_accepted = any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
+        self._verdicts[group.id] = is_accepted
+        if is_accepted:
+            self._ready[group.id] = group
+            self._delivered.set()
+        else:
+            await self._consume(group)
+        return is_accepted
+
+    @LeaseGroups.handler(concurrency=2)
+    async def lease(self, message: LeaseGroups) -> Lease:
+        """Wait for enough groups that are fresh enough, and lend those whose problems come first."""
+        if self._lease is not None:
+            return self._lease
+        dropped = 0
+        while True:
+            dropped += await self._drop_stale(message)
+            if len(self._ready) >= message.num_groups:
+                return self._lend(message.num_groups, dropped)
+            self._delivered = anyio.Event()
+            await self._delivered.wait()
+
+    def _lend(self, num_groups: int, dropped: int) -> Lease:
+        chosen = sorted(self._ready.values(), key=lambda group: group.problem.position)[:num_groups]
+        for group in chosen:
+            del self._ready[group.id]
+        self._lease = Lease(id=self._next_lease, groups=tuple(chosen), dropped=dropped)
+        self._next_lease += 1
+        return self._lease
+
+    async def _drop_stale(self, wanted: LeaseGroups) -> int:
+        stale = [
+            group
+            for group in self._ready.values()
+            if is_too_stale(group.head_version, version=wanted.version, max_staleness=wanted.max_staleness)
+        ]
+        for group in stale:
+            del self._ready[group.id]
+            _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
+            await self._capacity.tell(RefundGroup())
+            await self._consume(group)
+        return len(stale)
+
+    @AcknowledgeLease.handler
+    async def acknowledge(self, message: AcknowledgeLease) -> DataPosition:
+        """Forget what was trained. Acknowledging twice is harmless; acknowledging what was never lent is not."""
+        if message.lease >= self._next_lease:
+            raise Conflict(f"Lease {message.lease} was never given; acknowledge the lease that LeaseGroups returned.")
+        if self._lease is not None and self._lease.id == message.lease:
+            lease, self._lease = self._lease, None
+            for group in lease.groups:
+                await self._consume(group)
+        return self._consumed.summary()
+
+    async def _consume(self, group: Group) -> None:
+        self._consumed.add(group.problem.position)
+        self._verdicts.pop(group.id, None)
+        for episode in group.episodes:
+            await self._forget(episode.session)
+
+    async def _forget(self, session: SessionId) -> None:
+        await self._sessions.tell(ForgetSession(session=session))

@@ -1,0 +1,285 @@
+"""The session manager: the one owner of sessions, their conversation trees and their rewards.
+
+It composes the pure parts: ``cache`` finds the parent of a request and plans its exact prompt, ``rendering`` turns messages
+into ids and back, and the generation actor samples. Handlers interleave only where they wait, so a tree is never seen
+half-changed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import anyio
+from attrs import define, field, frozen
+
+from areal_actors.actors.turns import Choice, SampleKeys, engine_request
+from areal_actors.cache import PromptPlan, Session, SessionSettings, SessionStore, plan_prompt
+from areal_actors.core import Actor, Context, Ref
+from areal_actors.domain import (
+    Answer,
+    Chunk,
+    CompletionRequest,
+    Credential,
+    Delta,
+    EngineRequest,
+    InteractionId,
+    SampleKey,
+    SessionId,
+    SessionRecord,
+)
+from areal_actors.errors import ActorStopped, ArealError, NotFound, SessionEnded, Unavailable
+from areal_actors.messages import (
+    Capacity,
+    CollectSession,
+    Complete,
+    DescribeEngine,
+    EndSession,
+    ForgetSession,
+    Generate,
+    Generation,
+    OpenSession,
+    SessionClosed,
+    SessionOpened,
+    Sessions,
+    SetReward,
+    SettlePermit,
+    StreamComplete,
+)
+from areal_actors.rendering import Renderer
+from areal_actors.telemetry import get_logger
+
+__all__ = ["SessionManager", "SessionsConfig"]
+
+_log = get_logger(__name__)
+
+
+@frozen(kw_only=True)
+class SessionsConfig:
+    """How long sessions are kept."""
+
+    lifetimes: SessionSettings = field(factory=SessionSettings)
+    sweep_seconds: float = 30.0
+    """How often idle sessions are looked for."""
+
+
+@define(kw_only=True)
+class _Extras:
+    """What the actor keeps beside a session of the store."""
+
+    keys: SampleKeys
+    permit: int | None
+
+
+@frozen(kw_only=True)
+class _Turn:
+    """A request that has begun: one choice and one engine request per answer."""
+
+    session: Session
+    plan: PromptPlan
+    choices: tuple[Choice, ...]
+    requests: tuple[EngineRequest, ...]
+
+
+class SessionManager(Actor[Sessions]):
+    """Answers for sessions. ``seed`` keys the samples of sessions that bring no key of their own."""
+
+    def __init__(
+        self,
+        *,
+        renderer: Renderer,
+        generation: Ref[Generation],
+        capacity: Ref[Capacity] | None = None,
+        config: SessionsConfig | None = None,
+        seed: int = 0,
+        token_factory: Callable[[], str] = lambda: secrets.token_urlsafe(16),
+    ) -> None:
+        self._renderer = renderer
+        self._generation = generation
+        self._capacity = capacity
+        self._config = config or SessionsConfig()
+        self._seed = seed
+        self._token = token_factory
+        self._store = SessionStore(token_factory=token_factory, settings=self._config.lifetimes)
+        self._extras: dict[SessionId, _Extras] = {}
+        self._context_length = 0
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Learn the engine's bounds, and end idle sessions while the actor lives."""
+        view = await self._generation.ask(DescribeEngine())
+        self._context_length = view.info.context_length
+        context.tasks.start_soon(self._expire_idle)
+        yield
+
+    # ------------------------------------------------------------------------------------------- lifecycle
+
+    @OpenSession.handler
+    async def open(self, message: OpenSession) -> SessionOpened:
+        """Issue an id and a key."""
+        issued = self._store.create(
+            message.task,
+            now=anyio.current_time(),
+            key=message.api_key,
+            group=message.group,
+            metadata=message.metadata,
+        )
+        base = message.key or SampleKey(seed=self._seed, path=(issued.id,))
+        self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit)
+        return SessionOpened(session=issued.id, api_key=issued.key)
+
+    @EndSession.handler
+    async def end(self, message: EndSession) -> SessionClosed:
+        """Set the final reward, if there is one, and refuse completions from now on. Ending twice is harmless."""
+        now = anyio.current_time()
+        session = self._resolve(message.credential)
+        if message.final_reward is not None:
+            self._store.for_reward(message.credential, now, is_capability=message.credential.is_capability)
+            session.tree.set_reward(None, message.final_reward)
+        self._store.end(session.id, now)
+        await self._settle(session, is_accepted=session.tree.num_completed > 0)
+        return SessionClosed(session=session.id, num_interactions=len(session.tree))
+
+    @SetReward.handler
+    async def set_reward(self, message: SetReward) -> InteractionId:
+        """Assign or replace a reward."""
+        session = self._store.for_reward(
+            message.credential, anyio.current_time(), is_capability=message.credential.is_capability
+        )
+        return session.tree.set_reward(message.interaction, message.reward).id
+
+    @CollectSession.handler
+    async def collect(self, message: CollectSession) -> SessionRecord:
+        """Copy a session as it stands."""
+        return self._store.get(message.session).snapshot()
+
+    @ForgetSession.handler
+    async def forget(self, message: ForgetSession) -> None:
+        """Free a session whose rows have arrived; one that is still live ends by that."""
+        self._extras.pop(message.session, None)
+        with suppress(NotFound):
+            self._store.end(message.session, anyio.current_time())
+        self._store.acknowledge(message.session)
+
+    def _resolve(self, credential: Credential) -> Session:
+        return self._store.resolve(credential, is_capability=credential.is_capability)
+
+    async def _settle(self, session: Session, *, is_accepted: bool) -> None:
+        extras = self._extras.get(session.id)
+        if self._capacity is None or extras is None or extras.permit is None:
+            return
+        permit, extras.permit = extras.permit, None
+        await self._capacity.tell(SettlePermit(permit=permit, is_accepted=is_accepted))
+
+    async def _expire_idle(self) -> None:
+        while True:
+            await anyio.sleep(self._config.sweep_seconds)
+            for session_id in self._store.expire(anyio.current_time()):
+                _log.warning("session_expired", session=session_id)
+                await self._settle(self._store.get(session_id), is_accepted=False)
+
+    # ----------------------------------------------------------------------------------------- completions
+
+    @Complete.handler(concurrency=100_000)
+    async def complete(self, message: Complete) -> tuple[Answer, ...]:
+        """Answer in one piece."""
+        turn = self._begin(message.credential, message.request, is_streaming=False)
+        answers = []
+        async with self._sampling(turn) as streams:
+            for choice, chunks in zip(turn.choices, streams, strict=True):
+                async for chunk in chunks:
+                    choice.feed(chunk)
+                answers.append(_finish(turn, choice))
+        return tuple(answers)
+
+    @StreamComplete.handler(concurrency=100_000)
+    async def stream_complete(self, message: StreamComplete) -> AsyncIterator[Delta | Answer]:
+        """Answer as tokens are sampled; the choices of one request are sampled together and told one after another."""
+        turn = self._begin(message.credential, message.request, is_streaming=True)
+        async with self._sampling(turn) as streams:
+            for choice, chunks in zip(turn.choices, streams, strict=True):
+                async for chunk in chunks:
+                    for delta in choice.feed(chunk):
+                        yield delta
+                for delta in choice.flush():
+                    yield delta
+                yield _finish(turn, choice)
+
+    def _begin(self, credential: Credential, request: CompletionRequest, *, is_streaming: bool) -> _Turn:
+        session = self._store.for_completion(
+            credential, anyio.current_time(), is_capability=credential.is_capability
+        )
+        plan = plan_prompt(session.tree, self._renderer, request)
+        keys = self._extras[session.id].keys.keys(request, plan.token_ids)
+        names = _names(f"chatcmpl-{self._token()}", request.num_choices)
+        requests = tuple(
+            engine_request(
+                request_id=name,
+                plan=plan,
+                key=key,
+                stop_token_ids=self._renderer.stop_token_ids,
+                context_length=self._context_length,
+            )
+            for name, key in zip(names, keys, strict=True)
+        )
+        choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
+        return _Turn(session=session, plan=plan, choices=choices, requests=requests)
+
+    def _choice(
+        self, session: Session, plan: PromptPlan, name: tuple[int, str], *, is_streaming: bool
+    ) -> Choice:
+        index, interaction = name[0], InteractionId(name[1])
+        session.tree.begin(interaction, plan)
+        return Choice(
+            interaction=interaction,
+            index=index,
+            plan=plan,
+            tree=session.tree,
+            renderer=self._renderer,
+            call_ids=lambda: f"call_{secrets.token_hex(12)}",
+            is_streaming=is_streaming,
+        )
+
+    @asynccontextmanager
+    async def _sampling(self, turn: _Turn) -> AsyncIterator[list[AsyncIterator[Chunk]]]:
+        """The engine's streams, one per choice, all running; ends every choice, however the block is left."""
+        try:
+            async with AsyncExitStack() as stack:
+                yield [
+                    await stack.enter_async_context(
+                        self._generation.stream(
+                            Generate(request=request), buffer_size=_buffer_size(request, len(turn.requests))
+                        )
+                    )
+                    for request in turn.requests
+                ]
+        except ActorStopped as error:
+            for choice in turn.choices:
+                choice.fail("the generation actor stopped")
+            raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
+        except ArealError as error:
+            for choice in turn.choices:
+                choice.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            for choice in turn.choices:
+                choice.cancel()
+
+
+def _finish(turn: _Turn, choice: Choice) -> Answer:
+    if choice.was_aborted:
+        raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
+    if turn.session.is_ended:
+        raise SessionEnded(f"Session {turn.session.id} ended while this request was answered; start a new one.")
+    return choice.complete()
+
+
+def _names(first: str, num_choices: int) -> list[str]:
+    """The first choice's interaction has the id that the client sees; the others' are numbered."""
+    return [first, *(f"{first}-{index}" for index in range(1, num_choices))]
+
+
+def _buffer_size(request: EngineRequest, num_choices: int) -> int:
+    """Choices that are told later must not hold their generation up; a single one may: that is back-pressure."""
+    return 16 if num_choices == 1 else request.sampling.max_new_tokens + 1

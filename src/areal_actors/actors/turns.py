@@ -1,0 +1,187 @@
+"""One request on its way to its answers: from a planned prompt to engine requests, from chunks to a completion.
+
+Plain objects that the session manager drives; they wait for nothing and know no actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+from attrs import evolve, frozen
+
+from areal_actors.cache import ConversationTree, PromptPlan
+from areal_actors.domain import (
+    Answer,
+    ChatMessage,
+    Chunk,
+    Completion,
+    CompletionRequest,
+    Delta,
+    EngineRequest,
+    FinishReason,
+    InteractionId,
+    Ints,
+    SampleKey,
+    Usage,
+)
+from areal_actors.errors import ContextLengthExceeded
+from areal_actors.rendering import Renderer, StreamParser
+
+__all__ = ["Choice", "SampleKeys", "engine_request"]
+
+
+class SampleKeys:
+    """Keys for the random numbers of one session's requests.
+
+    A request that names its own seed is repeatable. Any other is keyed by the session, by what it asks, and by how often
+    the session has asked that before: the order in which parallel requests arrive changes nothing.
+    """
+
+    def __init__(self, base: SampleKey) -> None:
+        self._base = base
+        self._asked: dict[str, int] = {}
+
+    def keys(self, request: CompletionRequest, prompt: Ints) -> list[SampleKey]:
+        """One key per choice."""
+        digest = blake2b(prompt.tobytes(), digest_size=8).hexdigest()
+        choices = range(request.num_choices)
+        if request.seed is not None:
+            return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]
+        occurrence = self._asked.get(digest, 0)
+        self._asked[digest] = occurrence + 1
+        return [evolve(self._base, path=(*self._base.path, digest, occurrence, choice)) for choice in choices]
+
+
+def engine_request(
+    *, request_id: str, plan: PromptPlan, key: SampleKey, stop_token_ids: tuple[int, ...], context_length: int
+) -> EngineRequest:
+    """What the engine is asked for one choice, bounded by the room that the prompt leaves.
+
+    Raises ``ContextLengthExceeded`` if there is no room for a token.
+    """
+    room = context_length - len(plan.token_ids)
+    sampling = plan.request.sampling
+    if room < 1:
+        wanted = len(plan.token_ids) + sampling.max_new_tokens
+        raise ContextLengthExceeded(num_tokens=wanted, max_tokens=context_length)
+    sampling = evolve(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+    return EngineRequest(
+        id=request_id, prompt=plan.token_ids, sampling=sampling, key=key, stop_token_ids=stop_token_ids
+    )
+
+
+@frozen(kw_only=True)
+class _Sampled:
+    """What the chunks so far say, joined."""
+
+    completion: Completion
+    num_cached_tokens: int
+
+
+class Choice:
+    """One answer in the making: collects chunks, parses them as they come, and ends its interaction exactly once."""
+
+    def __init__(
+        self,
+        *,
+        interaction: InteractionId,
+        index: int,
+        plan: PromptPlan,
+        tree: ConversationTree,
+        renderer: Renderer,
+        call_ids: Callable[[], str],
+        is_streaming: bool,
+    ) -> None:
+        self.interaction = interaction
+        self._index = index
+        self._plan = plan
+        self._tree = tree
+        self._renderer = renderer
+        self._call_ids = call_ids
+        self._parser: StreamParser | None = self._open_parser() if is_streaming else None
+        self._deltas: list[Delta] = []
+        self._chunks: list[Chunk] = []
+        self.is_ended = False
+
+    def _open_parser(self) -> StreamParser:
+        request = self._plan.request
+        return self._renderer.open_stream(
+            tools=request.tools,
+            stop=request.sampling.stop,
+            template_kwargs=request.template_kwargs,
+            call_ids=self._call_ids,
+        )
+
+    def feed(self, chunk: Chunk) -> Sequence[Delta]:
+        """Keep a chunk; returns what the client may read of it."""
+        self._chunks.append(chunk)
+        if self._parser is None or len(chunk.token_ids) == 0:
+            return ()
+        return self._note(self._parser.feed(chunk.token_ids))
+
+    def flush(self) -> Sequence[Delta]:
+        """What the parser had held back, once nothing follows."""
+        return () if self._parser is None else self._note(self._parser.finish())
+
+    def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        if self._index:
+            deltas = [evolve(delta, choice=self._index) for delta in deltas]
+        self._deltas.extend(deltas)
+        return deltas
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether the engine ended it on somebody's request."""
+        return not self._chunks or self._chunks[-1].finish in (None, FinishReason.ABORT)
+
+    def complete(self) -> Answer:
+        """Record the answer in the tree."""
+        sampled = self._sampled()
+        message = self._message(sampled.completion)
+        self.is_ended = True
+        self._tree.complete(self.interaction, sampled.completion, message)
+        usage = Usage(
+            prompt_tokens=len(self._plan.token_ids),
+            completion_tokens=len(sampled.completion.token_ids),
+            cached_tokens=sampled.num_cached_tokens,
+        )
+        return Answer(interaction=self.interaction, message=message, completion=sampled.completion, usage=usage)
+
+    def cancel(self) -> None:
+        """Record that nobody waits any more; what was sampled is kept. Does nothing once ended."""
+        if not self.is_ended:
+            self.is_ended = True
+            self._tree.cancel(self.interaction, self._sampled().completion if self._chunks else None)
+
+    def fail(self, reason: str) -> None:
+        """Record why no answer came. Does nothing once ended."""
+        if not self.is_ended:
+            self.is_ended = True
+            self._tree.fail(self.interaction, reason)
+
+    def _message(self, completion: Completion) -> ChatMessage:
+        """The message, with the ids of tool calls that were streamed already."""
+        streamed = iter([delta.id for delta in self._deltas if hasattr(delta, "id")])
+        request = self._plan.request
+        return self._renderer.parse(
+            completion.token_ids,
+            tools=request.tools,
+            stop=request.sampling.stop,
+            template_kwargs=request.template_kwargs,
+            call_ids=lambda: next(streamed, None) or self._call_ids(),
+        )
+
+    def _sampled(self) -> _Sampled:
+        chunks = self._chunks
+        versions = [np.full(len(chunk.token_ids), chunk.version, dtype=np.int32) for chunk in chunks]
+        completion = Completion(
+            token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+            logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+            raw_logprobs=np.concatenate([chunk.raw_logprobs for chunk in chunks]),
+            versions=np.concatenate(versions),
+            finish=chunks[-1].finish or FinishReason.ABORT,
+            top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
+        )
+        return _Sampled(completion=completion, num_cached_tokens=chunks[0].num_cached_tokens)

@@ -1,0 +1,81 @@
+"""How many episode groups may be live, as arithmetic on frozen values; the actor that owns them is ``actors/capacity.py``.
+
+With C the most groups that may run at once, B the groups that one training step consumes, v the version served and η the
+staleness that is tolerated, there is room for ::
+
+    capacity = min(C - running, (η + v + 1)·B - (accepted + running))
+
+groups: whatever runs or waits when version v is served will be consumed at version v + η at the latest. η = 0 makes
+training synchronous. A permit put aside for an external agent counts as running. (AReaL, arXiv 2505.24298, equation 3.)
+"""
+
+from __future__ import annotations
+
+from attrs import evolve, field, frozen
+from attrs.validators import ge
+
+__all__ = ["CapacityLimits", "CapacityState", "is_too_stale"]
+
+
+@frozen(kw_only=True)
+class CapacityLimits:
+    """C, η and B of the formula."""
+
+    max_concurrent: int = field(validator=ge(1))
+    max_staleness: int = field(default=0, validator=ge(0))
+    batch_size: int = field(validator=ge(1))
+
+
+@frozen(kw_only=True)
+class CapacityState:
+    """The counters. ``accepted`` counts every group that was accepted as training data since the first version."""
+
+    limits: CapacityLimits
+    version: int = 0
+    running: int = 0
+    reserved: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def at_version(cls, limits: CapacityLimits, version: int) -> CapacityState:
+        """As a run that consumed exactly its batches stands at ``version``: what a recovery starts from.
+
+        Groups that were running or waiting at the crash are not counted: they are lost and will be run again.
+        """
+        return cls(limits=limits, version=version, accepted=version * limits.batch_size)
+
+    @property
+    def available(self) -> int:
+        """How many more groups may start; negative where limits or versions moved under running groups."""
+        live = self.running + self.reserved
+        budget = (self.limits.max_staleness + self.version + 1) * self.limits.batch_size
+        return min(self.limits.max_concurrent - live, budget - self.accepted - live)
+
+    def start(self) -> CapacityState:
+        """One more group runs."""
+        return evolve(self, running=self.running + 1)
+
+    def reserve(self) -> CapacityState:
+        """One permit is put aside."""
+        return evolve(self, reserved=self.reserved + 1)
+
+    def claim_reserved(self) -> CapacityState:
+        """A permit that was put aside is used."""
+        return evolve(self, reserved=self.reserved - 1, running=self.running + 1)
+
+    def settle(self, *, is_accepted: bool) -> CapacityState:
+        """A running group is over; a rejected one leaves no trace."""
+        return evolve(self, running=self.running - 1, accepted=self.accepted + is_accepted)
+
+    def refund(self) -> CapacityState:
+        """An accepted group was dropped before it was trained."""
+        return evolve(self, accepted=self.accepted - 1)
+
+    def advance(self, version: int) -> CapacityState:
+        """A newer version is served. An older one is news that came late, and changes nothing."""
+        return evolve(self, version=max(self.version, version))
+
+
+def is_too_stale(head_version: int, *, version: int, max_staleness: int) -> bool:
+    """Whether a group whose oldest token is of ``head_version`` is too old to train ``version`` with."""
+    return version - head_version > max_staleness

@@ -1,0 +1,96 @@
+"""Agents: anything with ``async def run(self, data, **extra_kwargs)`` that returns a reward.
+
+The agent knows nothing of training. It is given a base URL, a key and an HTTP client, talks to the model as it would to any
+other, and returns a number for its last completion or a ``dict`` of numbers by completion id. What it returns is checked here;
+how an episode is opened, rewarded and exported around it is ``actors/rollouts.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import httpx
+from attrs import field, frozen
+
+from areal_actors.domain import InteractionId
+from areal_actors.errors import ArealError, EpisodeError
+
+__all__ = ["Agent", "Injected", "Reward", "parse_result", "run_agent"]
+
+
+@runtime_checkable
+class Agent(Protocol):
+    """A user's agent. ``data`` is one problem; ``extra_kwargs`` hold ``base_url``, ``api_key`` and ``http_client``."""
+
+    async def run(self, data: Any, **extra_kwargs: Any) -> Any:
+        """One episode; returns its reward."""
+        ...
+
+
+@frozen(kw_only=True)
+class Injected:
+    """What an episode gives its agent. ``base_url`` ends in ``/v1``."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+    http_client: httpx.AsyncClient = field(repr=False, eq=False)
+
+
+@frozen(kw_only=True)
+class Reward:
+    """What an agent returned: one number for its last completion, or numbers by completion id."""
+
+    last: float | None = None
+    by_interaction: Mapping[InteractionId, float] = field(factory=dict)
+
+
+async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
+    """Run one episode inline.
+
+    Raises ``EpisodeError`` when the agent raises, or returns what is no reward. Cancellation passes through.
+    """
+    try:
+        result = await agent.run(
+            data, base_url=injected.base_url, api_key=injected.api_key, http_client=injected.http_client
+        )
+    except Exception as error:
+        raise EpisodeError(f"{type(agent).__name__}.run raised {_summary(error)}") from error
+    return parse_result(result, agent=type(agent).__name__)
+
+
+def parse_result(result: Any, *, agent: str = "agent") -> Reward:
+    """What an agent returned, as rewards. Raises ``EpisodeError`` naming what it was and what it may be."""
+    if isinstance(result, Mapping):
+        return Reward(by_interaction={InteractionId(str(key)): _number(value, agent) for key, value in result.items()})
+    return Reward(last=_number(result, agent))
+
+
+def _number(value: Any, agent: str) -> float:
+    """A float of a number or of a numpy or torch scalar. Whether it is finite is checked where rewards are kept."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        try:
+            value = item()
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise EpisodeError(f"{agent}.run returned a {type(value).__name__} that is no scalar: {error}") from error
+    if isinstance(value, bool | int | float):
+        return float(value)
+    raise EpisodeError(
+        f"{agent}.run returned {_shorten(value)} of type {type(value).__name__}; "
+        "return a number, or a dict from completion ids to numbers."
+    )
+
+
+def _summary(error: BaseException) -> str:
+    """One line of an exception; of an exception group, its first cause."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = _shorten(str(error), limit=300)
+    is_ours = isinstance(error, ArealError)
+    return text if is_ours and text else f"{type(error).__name__}: {text}"
+
+
+def _shorten(value: Any, *, limit: int = 80) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -1,0 +1,34 @@
+"""The kernel: typed actors in structured concurrency, on asyncio and trio. It knows nothing of reinforcement learning."""
+
+from __future__ import annotations
+
+from areal_actors.core.actor import Actor, BackgroundTasks, Context
+from areal_actors.core.failure import root_cause
+from areal_actors.core.message import Address, Message, StreamMessage
+from areal_actors.core.portal import Portal
+from areal_actors.core.ref import Ref
+from areal_actors.core.statistics import ActorState, ActorStatistics, SystemStatistics
+from areal_actors.core.supervision import Down, DownReason, Escalate, Restart, Stop, Supervision
+from areal_actors.core.system import ActorSystem
+
+__all__ = [
+    "Actor",
+    "ActorState",
+    "ActorStatistics",
+    "ActorSystem",
+    "Address",
+    "BackgroundTasks",
+    "Context",
+    "Down",
+    "DownReason",
+    "Escalate",
+    "Message",
+    "Portal",
+    "Ref",
+    "Restart",
+    "Stop",
+    "StreamMessage",
+    "Supervision",
+    "SystemStatistics",
+    "root_cause",
+]

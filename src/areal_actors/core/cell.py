@@ -1,0 +1,326 @@
+"""The cell: one actor's task, from its first incarnation to its last.
+
+::
+
+    run ─┬─▶ incarnate: task group ▸ lifespan ▸ serve (messages, one by one or in tasks) ──▶ stopped
+         │        │ crash
+         └── back-off ◀── supervision ──▶ Stop: gone │ Escalate: the error leaves the system's task group
+
+The nesting of scopes is what makes the end orderly. ``life`` surrounds the lifespan and is shielded, with a deadline,
+only while it is left; ``work`` surrounds the handling of messages, and its deadline is the grace of a stop; the task
+group outside both holds concurrent handlers and background tasks, and is cancelled before the lifespan is left.
+
+Handling messages is in ``serving``, decisions in ``supervision``, the sender's side in ``local``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from attrs import define, field, frozen
+
+from areal_actors.core.actor import Actor, Context
+from areal_actors.core.contract import Handler, check_complete
+from areal_actors.core.envelope import Ask, Frame, Phase, current_frame
+from areal_actors.core.failure import root_cause
+from areal_actors.core.local import LocalRef
+from areal_actors.core.mailbox import Mailbox
+from areal_actors.core.message import Address, AnyMessage
+from areal_actors.core.serving import Serving
+from areal_actors.core.statistics import ActorState, ActorStatistics
+from areal_actors.core.supervision import Down, DownReason, Escalate, Restart, RestartHistory, Supervision
+from areal_actors.errors import ActorStopped, ConfigError, ProtocolError
+
+if TYPE_CHECKING:
+    from areal_actors.core.system import ActorSystem
+
+__all__ = ["Blueprint", "Cell", "Counters"]
+
+logger = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True, eq=False)
+class Blueprint:
+    """What an actor is made from: its first instance, the factory of the following ones, and how it is run."""
+
+    name: str
+    first: Actor[Any]
+    create: Callable[[], Actor[Any]] | None
+    supervision: Supervision
+    mailbox_size: int
+
+    def __attrs_post_init__(self) -> None:
+        check_complete(type(self.first), self.first.handlers)
+        if isinstance(self.supervision, Restart) and self.create is None:
+            kind = type(self.first).__name__
+            raise ConfigError(
+                f"actor {self.name!r} is to be restarted, which needs fresh state: "
+                f"spawn a factory (lambda: {kind}(...)) instead of an instance"
+            )
+
+    def recreate(self) -> Actor[Any]:
+        """Fresh state for the next incarnation."""
+        actor = self.first if self.create is None else self.create()
+        if type(actor) is not type(self.first):
+            raise ProtocolError(
+                f"the factory of actor {self.name!r} made a {type(self.first).__name__} first and a "
+                f"{type(actor).__name__} at its restart; it must always make the same class"
+            )
+        return actor
+
+
+@define
+class Counters:
+    """What an actor has done since its first start."""
+
+    handled: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    dropped: int = 0
+
+
+class Cell:
+    """Runs one actor; outlives its incarnations. Only the kernel touches it: others hold a ref."""
+
+    def __init__(self, system: ActorSystem, blueprint: Blueprint, random: Random) -> None:
+        self.system = system
+        self.name = blueprint.name
+        self.blueprint = blueprint
+        self.incarnation = 0
+        self.state = ActorState.STARTING
+        self.handlers: dict[type[AnyMessage[Any]], Handler] = blueprint.first.handlers
+        self.tellable = frozenset(message for message, handler in self.handlers.items() if not handler.is_stream)
+        self.serial: dict[type, Callable[[Any, Any], Awaitable[Any]]] = {
+            message: handler.function
+            for message, handler in self.handlers.items()
+            if handler.concurrency == 1 and not handler.is_stream
+        }
+        self.mailbox = Mailbox(blueprint.mailbox_size)
+        self.counters = Counters()
+        self.frame = Frame(self)
+        self.occupying: Frame = self.frame
+        self.born, self.gone = anyio.Event(), anyio.Event()
+        self.birth_error: Exception | None = None
+        # The concrete classes of the running event loop: going through anyio's front costs a look-up each time.
+        self.new_event: Callable[[], anyio.Event] = type(self.born)
+        self.new_scope: Callable[..., anyio.CancelScope] = type(anyio.CancelScope())
+        self.ref: LocalRef[Any] = LocalRef(self, Address(node=system.name, name=self.name))
+        policy = blueprint.supervision
+        self._history = RestartHistory(policy, random) if isinstance(policy, Restart) else None
+        self._serving: Serving | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._stopping = anyio.Event()
+        self._stop_deadline = math.inf
+        self._crash: Exception | None = None
+        self._watchers: dict[Cell | Callable[[Down], object], None] = {}
+        self._last_words: Down | None = None
+
+    @property
+    def cleanup_seconds(self) -> float:
+        """How long what is shielded during an end may take."""
+        return self.system.cleanup_seconds
+
+    def occupant(self) -> Frame | None:
+        """The frame that keeps the loop from the next message; ``None`` while it is idle."""
+        return self.occupying if self.mailbox.wake is None else None
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Live, crash and be restarted, until stopped, given up or cancelled."""
+        current_frame.set(self.frame)
+        error: Exception | None = None
+        try:
+            while (error := await self._incarnate()) is not None:
+                delay = self._restart_delay()
+                if delay is None:
+                    break
+                self._report_down(DownReason.CRASHED, error, is_restarting=True)
+                if not await self._back_off(delay, error):
+                    error = None
+                    break
+        finally:
+            self._bury(error)
+        if error is not None and self._is_escalating():
+            raise error
+
+    async def _incarnate(self) -> Exception | None:
+        """One life of the actor; the error that ended it, or ``None`` if it was stopped or never born."""
+        self.incarnation += 1
+        self._crash = None
+        try:
+            await self._live(self.blueprint.first if self.incarnation == 1 else self.blueprint.recreate())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the supervision policy is its handler
+            cause = self._crash or root_cause(error)
+            crash = cause if isinstance(cause, Exception) else error
+            if self.born.is_set():
+                return crash
+            self.birth_error = crash
+        return None
+
+    async def _live(self, actor: Actor[Any]) -> None:
+        async with anyio.create_task_group() as tasks:
+            serving = self._serving = Serving(self, actor, tasks)
+            with self.new_scope(deadline=self._stop_deadline) as life:
+                self._scope = life
+                async with _lifespan_of(actor, Context(self, self.incarnation)), self._working(life, serving):
+                    self.state = ActorState.STOPPING if self.mailbox.closed else ActorState.RUNNING
+                    self.born.set()
+                    await serving.serve()
+            tasks.cancel_scope.cancel()
+            if life.cancelled_caught and self.born.is_set():
+                logger.warning("actor %r did not end within %s s and was cut off", self.name, self.cleanup_seconds)
+        if self._crash is not None:
+            raise self._crash  # a lifespan sees the error, but must not swallow it
+        if not self.born.is_set():
+            raise ActorStopped(f"actor {self.name!r} was stopped before its lifespan was entered")
+
+    @asynccontextmanager
+    async def _working(self, life: anyio.CancelScope, serving: Serving) -> AsyncIterator[None]:
+        """Surround the handling of messages; afterwards end every task, shielded, before the lifespan is left."""
+        try:
+            with self.new_scope(deadline=self._stop_deadline) as self._scope:
+                life.deadline = math.inf
+                yield
+        except Exception as error:
+            self._crash = error
+            raise
+        finally:
+            self._scope = None
+            life.deadline = anyio.current_time() + self.cleanup_seconds
+            life.shield = True
+            await serving.end_tasks()
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def request_stop(self, grace: float | None) -> None:
+        """Close the mailbox and let the actor end within ``grace`` seconds (``None``: the system's); idempotent."""
+        deadline = anyio.current_time() + (self.system.grace if grace is None else grace)
+        self._stop_deadline = min(self._stop_deadline, deadline)
+        if self._scope is not None:
+            self._scope.deadline = min(self._scope.deadline, self._stop_deadline)
+        if not self.mailbox.closed:
+            if self.state is ActorState.RUNNING:
+                self.state = ActorState.STOPPING
+            self._stopping.set()
+            self.mailbox.close()
+
+    def abandon(self, ask: Ask) -> None:
+        """Nobody waits for ``ask`` any longer: forget it if it is queued, cancel its handler if it runs."""
+        if ask.phase is Phase.QUEUED:
+            self.mailbox.discard(ask)
+            self.counters.cancelled += 1
+            ask.fail(ActorStopped("the asker left"))
+        elif ask.phase is Phase.RUNNING and ask.scope is not None:
+            ask.scope.cancel()
+
+    def _restart_delay(self) -> float | None:
+        if self._history is None or self.mailbox.closed:
+            return None
+        return self._history.next_delay(anyio.current_time())
+
+    def _is_escalating(self) -> bool:
+        policy = self.blueprint.supervision
+        return isinstance(policy.then if isinstance(policy, Restart) else policy, Escalate)
+
+    async def _back_off(self, delay: float, error: Exception) -> bool:
+        """Wait before a restart; ``False`` if a stop came first."""
+        self.state = ActorState.RESTARTING
+        logger.warning("actor %r crashed and restarts in %.2f s", self.name, delay, exc_info=error)
+        with anyio.move_on_after(delay):
+            await self._stopping.wait()
+        self.state = ActorState.STARTING
+        return not self._stopping.is_set()
+
+    def _bury(self, error: Exception | None) -> None:
+        self.mailbox.close()
+        self.state = ActorState.STOPPED if error is None else ActorState.CRASHED
+        dropped = [entry for entry in self.mailbox.drain() if not self._fail_queued(entry)]
+        self.counters.dropped += len(dropped)
+        if dropped:
+            logger.warning("actor %r ended with %d told messages unhandled", self.name, len(dropped))
+        if error is not None:
+            logger.error("actor %r crashed", self.name, exc_info=error)
+        reason = DownReason.STOPPED if error is None else DownReason.CRASHED
+        self._last_words = self._report_down(reason, error, is_restarting=False)
+        self.system.forget(self)
+        self.born.set()
+        self.gone.set()
+
+    def _fail_queued(self, entry: object) -> bool:
+        """End an ask that was never handled; ``True`` for what nobody needs to hear of."""
+        if isinstance(entry, Ask):
+            entry.fail(ActorStopped(f"actor {self.name!r} ended before it came to {type(entry.message).__name__}"))
+        return isinstance(entry, (Ask, Down))
+
+    # ------------------------------------------------------------------------------------------------ watching
+
+    def watch(self, watcher: Cell | Callable[[Down], object]) -> None:
+        """Report the end of each incarnation to ``watcher``; at once if there will be no more."""
+        if self._last_words is None:
+            self._watchers[watcher] = None
+        else:
+            _deliver(watcher, self._last_words)
+
+    def unwatch(self, watcher: Cell | Callable[[Down], object]) -> None:
+        """Forget a watcher, if it was one."""
+        self._watchers.pop(watcher, None)
+
+    def _report_down(self, reason: DownReason, error: Exception | None, *, is_restarting: bool) -> Down:
+        down = Down(
+            ref=self.ref,
+            incarnation=self.incarnation,
+            reason=reason,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+            is_restarting=is_restarting,
+        )
+        for watcher in tuple(self._watchers):
+            _deliver(watcher, down)
+        return down
+
+    # ------------------------------------------------------------------------------------------------ tasks, figures
+
+    def start_background(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
+        """Run ``function`` beside the present incarnation."""
+        assert self._serving is not None, "a context exists only within an incarnation"
+        self._serving.start_background(function, name)
+
+    def statistics(self) -> ActorStatistics:
+        """A snapshot of the figures."""
+        mailbox, counters = self.mailbox, self.counters
+        is_busy = mailbox.wake is None and self.state in (ActorState.RUNNING, ActorState.STOPPING)
+        return ActorStatistics(
+            name=self.name,
+            state=self.state,
+            incarnation=self.incarnation,
+            num_queued=len(mailbox),
+            num_parked=mailbox.num_parked,
+            num_waiting_senders=len(mailbox.senders),
+            num_running=is_busy + (0 if self._serving is None else self._serving.num_concurrent),
+            mailbox_size=mailbox.bound,
+            num_handled=counters.handled,
+            num_failed=counters.failed,
+            num_cancelled=counters.cancelled,
+            num_dropped=counters.dropped,
+            mailbox_peak=mailbox.peak,
+        )
+
+
+def _deliver(watcher: Cell | Callable[[Down], object], down: Down) -> None:
+    if not isinstance(watcher, Cell):
+        watcher(down)
+    elif not watcher.mailbox.closed:
+        watcher.mailbox.push_control(down)
+
+
+def _lifespan_of(actor: Actor[Any], context: Context) -> AbstractAsyncContextManager[None]:
+    manager = actor.lifespan(context)
+    if not isinstance(manager, AbstractAsyncContextManager):
+        raise ProtocolError(f"{type(actor).__name__}.lifespan must be decorated with @asynccontextmanager")
+    return manager

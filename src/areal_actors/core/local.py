@@ -1,0 +1,180 @@
+"""A ref to an actor in this process: messages are handed over by reference, replies come back the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import anyio
+import anyio.lowlevel
+from anyio import current_effective_deadline, current_time
+
+from areal_actors.core.contract import Handler
+from areal_actors.core.deadlock import asking_frame, refuse_deadlock, refuse_self_stop
+from areal_actors.core.envelope import Ask, Frame, Phase, StreamCall
+from areal_actors.core.mailbox import Ticket
+from areal_actors.core.message import Address, Message, StreamMessage
+from areal_actors.core.ref import Ref
+from areal_actors.core.statistics import ActorStatistics
+from areal_actors.core.stream import Stream
+from areal_actors.errors import ActorStopped, DeadlineExceeded, MailboxFull, ProtocolError
+
+if TYPE_CHECKING:
+    from areal_actors.core.cell import Cell
+
+__all__ = ["LocalRef"]
+
+P_contra = TypeVar("P_contra", contravariant=True)
+R = TypeVar("R")
+Item = TypeVar("Item")
+
+
+class LocalRef(Ref[P_contra], Generic[P_contra]):
+    """See ``Ref`` for the contract."""
+
+    __slots__ = ("_address", "cell")
+
+    def __init__(self, cell: Cell, address: Address) -> None:
+        self.cell = cell
+        self._address = address
+
+    @property
+    def address(self) -> Address:
+        """Where the actor is found, with its present incarnation."""
+        if self._address.incarnation != self.cell.incarnation:
+            self._address = Address(
+                node=self._address.node, name=self._address.name, incarnation=max(self.cell.incarnation, 1)
+            )
+        return self._address
+
+    async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
+        """See ``Ref.ask``."""
+        ask = Ask(message, self._handler(message, is_stream=False), self.cell, asking_frame(), math.inf)
+        ask.deadline = current_effective_deadline()
+        if timeout is None:
+            return await self._await_reply(ask)  # type: ignore[no-any-return]
+        deadline = current_time() + timeout
+        ask.deadline = min(ask.deadline, deadline)
+        with anyio.CancelScope(deadline=deadline):
+            return await self._await_reply(ask)  # type: ignore[no-any-return]
+        raise ask.overdue()
+
+    async def tell(self, message: Message[P_contra, Any]) -> None:
+        """See ``Ref.tell``."""
+        cell = self.cell
+        if message.__class__ not in cell.tellable:
+            raise self._unhandled(message)
+        if not cell.mailbox.offer(message):
+            await self._tell_slowly(message)
+
+    def tell_nowait(self, message: Message[P_contra, Any]) -> None:
+        """See ``Ref.tell_nowait``."""
+        cell = self.cell
+        if message.__class__ not in cell.tellable:
+            raise self._unhandled(message)
+        if cell.mailbox.offer(message):
+            return
+        if cell.mailbox.closed:
+            raise self._stopped(message)
+        raise MailboxFull(
+            f"the mailbox of actor {cell.name!r} holds {cell.mailbox.bound} messages and is full; "
+            f"use 'await tell' to wait for room, or spawn it with a larger mailbox_size"
+        )
+
+    def stream(
+        self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
+    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
+        """See ``Ref.stream``."""
+        if buffer_size < 1:
+            raise ValueError(f"buffer_size={buffer_size} leaves no room for an item; give at least 1")
+        return Stream(self, message, buffer_size)
+
+    async def stop(self, *, grace: float | None = None) -> None:
+        """See ``Ref.stop``."""
+        refuse_self_stop(self.cell)
+        self.cell.request_stop(grace)
+        await self.cell.gone.wait()
+
+    def statistics(self) -> ActorStatistics:
+        """What the actor is doing, and has done."""
+        return self.cell.statistics()
+
+    def open_call(self, message: StreamMessage[P_contra, Any], buffer_size: int) -> StreamCall:
+        """Send a stream message; the caller reads from the call and must give it to ``close_call``."""
+        handler = self._handler(message, is_stream=True)
+        call = StreamCall(message, handler, self.cell, asking_frame(), current_effective_deadline(), limit=buffer_size)
+        self._send(call)
+        return call
+
+    def close_call(self, call: StreamCall) -> None:
+        """The consumer has left; nobody waits for this call any longer."""
+        if call.parent is not None:
+            call.parent.waits.discard(call)
+
+    async def _await_reply(self, ask: Ask) -> Any:
+        self._send(ask)
+        try:
+            await ask.event.wait()
+            if ask.error is not None and type(ask.error) is DeadlineExceeded:
+                # A scope of the caller with the same deadline goes first: it expects its own cancellation.
+                await anyio.lowlevel.checkpoint()
+        except BaseException:
+            self.cell.abandon(ask)
+            raise
+        finally:
+            if ask.parent is not None:
+                ask.parent.waits.discard(ask)
+        if ask.error is not None:
+            raise ask.error
+        return ask.reply
+
+    def _send(self, ask: Ask) -> None:
+        cell = self.cell
+        if cell.mailbox.closed:
+            raise self._stopped(ask.message)
+        if ask.parent is not None:
+            refuse_deadlock(ask.parent, cell, type(ask.message).__name__)
+            ask.parent.waits.add(ask)
+        if not cell.mailbox.offer(ask):
+            # An ask waits for its reply anyway, and needs no word when it is admitted: only when it is refused.
+            cell.mailbox.queue(Ticket(ask, lambda admitted: None if admitted else ask.fail(self._stopped(ask.message))))
+
+    async def _tell_slowly(self, message: Any) -> None:
+        cell = self.cell
+        waiter, wait = asking_frame(), Frame(cell, phase=Phase.QUEUED)
+        if waiter is not None and not cell.mailbox.closed:
+            refuse_deadlock(waiter, cell, f"telling {type(message).__name__} to a full mailbox")
+            waiter.waits.add(wait)
+        decided = cell.new_event()
+        ticket = Ticket(message, lambda _: decided.set())
+        cell.mailbox.queue(ticket)
+        try:
+            await decided.wait()
+        except BaseException:
+            cell.mailbox.discard_ticket(ticket)
+            raise
+        finally:
+            if waiter is not None:
+                waiter.waits.discard(wait)
+        if not ticket.admitted:
+            raise self._stopped(message)
+
+    def _handler(self, message: Any, *, is_stream: bool) -> Handler:
+        handler = self.cell.handlers.get(message.__class__)
+        if handler is None or handler.is_stream is not is_stream:
+            raise self._unhandled(message)
+        return handler
+
+    def _unhandled(self, message: object) -> ProtocolError:
+        known = ", ".join(sorted(known.__name__ for known in self.cell.handlers)) or "nothing"
+        return ProtocolError(
+            f"actor {self.cell.name!r} does not take {type(message).__name__} this way; it handles {known}. "
+            "Ask or tell a Message, stream a StreamMessage."
+        )
+
+    def _stopped(self, message: object) -> ActorStopped:
+        return ActorStopped(
+            f"actor {self.cell.name!r} takes no more messages ({self.cell.state}); {type(message).__name__} was not sent"
+        )

@@ -1,0 +1,207 @@
+"""What actors say to each other: typed messages, and the decorator that binds a handler to one.
+
+A message names two things in its type: the protocol (the address it may be sent to) and what comes back::
+
+    class Capacity:
+        '''Address of the capacity granter.'''
+
+    @frozen(kw_only=True)
+    class Grant(Message[Capacity, Granted]):
+        n: int = 1
+
+``Ref[Capacity].ask(Grant())`` is a ``Granted`` for the type checker, and no other mailbox takes a ``Grant``. Both
+parameters are phantoms: nothing is stored for them. A message registers with its protocol when attrs has built it, so
+that an actor can be checked for completeness and the wire can find classes by name.
+
+How handlers are collected into an actor's table lives in ``contract``; how messages become plain data, in ``wire``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from inspect import isasyncgenfunction, iscoroutinefunction
+from typing import Any, ForwardRef, Generic, Self, TypeVar, get_args, get_origin, overload
+
+import attrs
+
+from areal_actors.errors import ProtocolError
+
+__all__ = ["Address", "AnyMessage", "HandlerMark", "Message", "StreamMessage", "System", "messages_of", "protocol_of"]
+
+P_co = TypeVar("P_co", covariant=True)
+R_co = TypeVar("R_co", covariant=True)
+Item_co = TypeVar("Item_co", covariant=True)
+A = TypeVar("A")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARKS = "__areal_handles__"
+_REGISTRY = "__areal_messages__"
+
+
+class System:
+    """Protocol of the kernel's own news, which every actor may handle and none must."""
+
+
+@attrs.frozen(kw_only=True)
+class Address:
+    """Where an actor is found: the node (the system's name), its own name there, and which life of it is meant.
+
+    ``incarnation`` counts from 1 and grows with each restart.
+    """
+
+    node: str
+    name: str
+    incarnation: int = 1
+
+
+@attrs.frozen(kw_only=True)
+class HandlerMark:
+    """Left on a function by ``@SomeMessage.handler``: which message it handles, and how many at a time."""
+
+    message: type[AnyMessage[Any]]
+    concurrency: int
+
+
+class AnyMessage(Generic[P_co]):
+    """What messages of both kinds share: a protocol, a registry entry, a binding to handlers."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __attrs_init_subclass__(cls) -> None:
+        """Register with the protocol; attrs calls this once the final class exists."""
+        protocol = protocol_of(cls)
+        if protocol is None:
+            return
+        registry = protocol.__dict__.get(_REGISTRY)
+        if registry is None:
+            registry = {}
+            setattr(protocol, _REGISTRY, registry)
+        registry[cls.__qualname__] = cls
+
+    @classmethod
+    def _bind(cls, function: F, concurrency: int) -> F:
+        """Mark ``function`` as the handler of this message.
+
+        Raises:
+            ProtocolError: the message is no frozen attrs class of a protocol, or ``concurrency`` is below one.
+        """
+        if "__attrs_attrs__" not in cls.__dict__ or protocol_of(cls) is None:
+            raise ProtocolError(
+                f"{cls.__name__} cannot have handlers; make it @frozen(kw_only=True) and name its protocol, "
+                f"as in class {cls.__name__}(Message[SomeProtocol, SomeReply])"
+            )
+        if concurrency < 1:
+            raise ProtocolError(f"the handler of {cls.__name__} has concurrency={concurrency}; give at least 1")
+        marks: tuple[HandlerMark, ...] = getattr(function, _MARKS, ())
+        setattr(function, _MARKS, (*marks, HandlerMark(message=cls, concurrency=concurrency)))
+        return function
+
+
+class Message(AnyMessage[P_co], Generic[P_co, R_co]):
+    """Something to ask (one reply of type ``R_co``) or to tell (no reply). Subclasses are frozen attrs classes."""
+
+    __slots__ = ()
+
+    @overload
+    @classmethod
+    def handler(
+        cls, function: Callable[[A, Self], Coroutine[Any, Any, R_co]], /
+    ) -> Callable[[A, Self], Coroutine[Any, Any, R_co]]: ...
+
+    @overload
+    @classmethod
+    def handler(
+        cls, /, *, concurrency: int
+    ) -> Callable[
+        [Callable[[A, Self], Coroutine[Any, Any, R_co]]],
+        Callable[[A, Self], Coroutine[Any, Any, R_co]],
+    ]: ...
+
+    @classmethod
+    def handler(cls, function: Callable[..., Any] | None = None, /, *, concurrency: int = 1) -> Any:
+        """Bind an ``async def`` method to this message.
+
+        With ``concurrency=1`` (the default) the actor does one thing at a time: nothing else of it runs while the
+        handler does. With more, each message gets a task of its own, up to that many at once; the rest wait without
+        holding up messages of other kinds.
+
+        Raises:
+            ProtocolError: the function is no coroutine function, or the message is no frozen attrs class.
+        """
+
+        def bind(method: Callable[..., Any]) -> Callable[..., Any]:
+            if not iscoroutinefunction(method):
+                raise ProtocolError(f"{method.__qualname__} handles {cls.__name__} and must be a plain 'async def'")
+            return cls._bind(method, concurrency)
+
+        return bind if function is None else bind(function)
+
+
+class StreamMessage(AnyMessage[P_co], Generic[P_co, Item_co]):
+    """Something answered by a stream of ``Item_co``. It can only be streamed, not asked or told."""
+
+    __slots__ = ()
+
+    @overload
+    @classmethod
+    def handler(
+        cls, function: Callable[[A, Self], AsyncIterator[Item_co]], /
+    ) -> Callable[[A, Self], AsyncIterator[Item_co]]: ...
+
+    @overload
+    @classmethod
+    def handler(
+        cls, /, *, concurrency: int
+    ) -> Callable[[Callable[[A, Self], AsyncIterator[Item_co]]], Callable[[A, Self], AsyncIterator[Item_co]]]: ...
+
+    @classmethod
+    def handler(cls, function: Callable[..., Any] | None = None, /, *, concurrency: int = 1) -> Any:
+        """Bind an async generator method to this message; ``concurrency`` as in ``Message.handler``.
+
+        Raises:
+            ProtocolError: the function is no async generator, or the message is no frozen attrs class.
+        """
+
+        def bind(method: Callable[..., Any]) -> Callable[..., Any]:
+            if not isasyncgenfunction(method):
+                raise ProtocolError(f"{method.__qualname__} handles {cls.__name__} and must 'yield' from 'async def'")
+            return cls._bind(method, concurrency)
+
+        return bind if function is None else bind(function)
+
+
+def marks_of(function: object) -> tuple[HandlerMark, ...]:
+    """The messages that ``function`` was declared to handle."""
+    marks: tuple[HandlerMark, ...] = getattr(function, _MARKS, ())
+    return marks
+
+
+def protocol_of(message: type[AnyMessage[Any]]) -> type | None:
+    """The protocol that the class of a message names, or ``None`` while it is still a type variable."""
+    protocol = _argument(message, 0)
+    return protocol if isinstance(protocol, type) else None
+
+
+def reply_of(message: type[AnyMessage[Any]]) -> Any:
+    """The type of a reply (of an item, for streams), with names given as strings resolved where the message lives."""
+    reply = _argument(message, 1)
+    if isinstance(reply, ForwardRef):
+        # Only classes of this program are evaluated: the string stands in the source of the message's own module.
+        reply = eval(reply.__forward_arg__, vars(sys.modules[message.__module__]))  # noqa: S307
+    return reply
+
+
+def messages_of(protocol: type) -> tuple[type[AnyMessage[Any]], ...]:
+    """Every message registered with ``protocol`` so far, in order of definition."""
+    registry: dict[str, type[AnyMessage[Any]]] = protocol.__dict__.get(_REGISTRY, {})
+    return tuple(registry.values())
+
+
+def _argument(message: type[AnyMessage[Any]], position: int) -> Any:
+    for ancestor in message.__mro__:
+        for base in ancestor.__dict__.get("__orig_bases__", ()):
+            if get_origin(base) in (Message, StreamMessage):
+                return get_args(base)[position]
+    return None

@@ -1,0 +1,95 @@
+"""What happens after an actor crashed: the three policies, the restart arithmetic, and the news of an end.
+
+An actor crashes when a told message, its lifespan or a background task raises. Its policy then says
+
+* ``Escalate`` (default): the error leaves the system's task group, as any task's error would: plain structured concurrency;
+* ``Stop``: the actor ends, it is logged, watchers are told;
+* ``Restart``: a fresh instance takes over the ref and the mailbox; state and the failing message are lost.
+
+The waiting and restarting itself is done in ``cell``; here are the decisions, without clock and without waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+from random import Random
+from typing import Any
+
+from attrs import field, frozen, validators
+
+from areal_actors.core.message import Message, System
+from areal_actors.core.ref import Ref
+
+__all__ = ["Down", "DownReason", "Escalate", "Restart", "RestartHistory", "Stop", "Supervision"]
+
+
+class DownReason(StrEnum):
+    """Why an incarnation of an actor is gone."""
+
+    STOPPED = "stopped"
+    CRASHED = "crashed"
+    UNREACHABLE = "unreachable"
+
+
+@frozen(kw_only=True)
+class Down(Message[System, None]):
+    """An incarnation of a watched actor is gone; delivered on the watcher's control lane, ahead of its queue.
+
+    ``is_restarting`` tells whether the same ref will answer again, with fresh state, as the next incarnation.
+    """
+
+    ref: Ref[Any]
+    incarnation: int
+    reason: DownReason
+    error: str | None = None
+    is_restarting: bool = False
+
+
+@frozen(kw_only=True)
+class Stop:
+    """A crash ends the actor, and nothing else."""
+
+
+@frozen(kw_only=True)
+class Escalate:
+    """A crash ends the whole system with the error."""
+
+
+@frozen(kw_only=True)
+class Restart:
+    """A crash is answered by a fresh instance, at most ``max_restarts`` times within ``window_seconds``.
+
+    The n-th restart within the window waits ``backoff_seconds * 2**(n-1)``, at most ``max_backoff_seconds``, times a
+    random factor from ``1 - jitter`` to ``1 + jitter``. One crash too many is handed to ``then``.
+    """
+
+    max_restarts: int = field(default=3, validator=validators.ge(0))
+    window_seconds: float = field(default=60.0, validator=validators.gt(0))
+    backoff_seconds: float = field(default=0.1, validator=validators.ge(0))
+    max_backoff_seconds: float = field(default=30.0, validator=validators.ge(0))
+    jitter: float = field(default=0.1, validator=[validators.ge(0), validators.le(1)])
+    then: Stop | Escalate = field(factory=Escalate)
+
+
+Supervision = Stop | Restart | Escalate
+
+
+class RestartHistory:
+    """Remembers when an actor crashed, and grants restarts as its policy allows."""
+
+    def __init__(self, policy: Restart, random: Random) -> None:
+        self._policy = policy
+        self._random = random
+        self._crashes: deque[float] = deque()
+
+    def next_delay(self, now: float) -> float | None:
+        """Seconds to wait before the restart that a crash at ``now`` calls for; ``None``: too many in the window."""
+        policy = self._policy
+        while self._crashes and self._crashes[0] <= now - policy.window_seconds:
+            self._crashes.popleft()
+        if len(self._crashes) >= policy.max_restarts:
+            return None
+        self._crashes.append(now)
+        backoff = policy.backoff_seconds * 2.0 ** min(len(self._crashes) - 1, 64)
+        return min(backoff, policy.max_backoff_seconds) * self._random.uniform(1 - policy.jitter, 1 + policy.jitter)

@@ -62,16 +62,18 @@ _array = cmp_using(eq=np.array_equal, class_name="array")
 
 def as_ints(values: Any) -> Ints:
     """A read-only int32 array of ``values`` (copied only if it has to be)."""
-    return _read_only(np.asarray(values, dtype=np.int32).reshape(-1))
+    return _read_only(np.asarray(values, dtype=np.int32))
 
 
 def as_floats(values: Any) -> Floats:
     """A read-only float32 array of ``values`` (copied only if it has to be)."""
-    return _read_only(np.asarray(values, dtype=np.float32).reshape(-1))
+    return _read_only(np.asarray(values, dtype=np.float32))
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    view = array.view()
+    if array.ndim == 1 and not array.flags.writeable:
+        return array  # so that a changed copy of a value holds its parts and not views of views of them
+    view = array.reshape(-1).view()
     view.flags.writeable = False
     return view
 
@@ -274,7 +276,8 @@ class Interaction:
     whose exact tokens are a prefix of this prompt, and carries packing and KV reuse. A fork has the first without the
     second, and says why in ``fork``. ``prompt_suffix`` holds the prompt ids beyond the token parent's prompt and output
     (the whole prompt where there is no token parent). ``messages`` are those beyond the conversational parent's prompt and
-    answer (all of them for a root). ``order`` counts requests, ``completed_order`` counts completions in a session.
+    answer (all of them for a root); new instructions come first where ``fork`` is ``NEW_SYSTEM_PROMPT``. ``order`` counts requests,
+    ``completed_order`` counts completions in a session. ``failure`` says why a failed one failed.
     """
 
     id: InteractionId
@@ -292,6 +295,7 @@ class Interaction:
     reward: float | None = None
     is_stored: bool = True
     tag: str | None = None
+    failure: str | None = None
 
 
 @frozen(kw_only=True)

@@ -1,0 +1,1 @@
+"""What tests of this library, and of code that uses it, may lean on: strategies, fakes and contract checks."""

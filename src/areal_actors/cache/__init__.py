@@ -1,0 +1,46 @@
+"""What was said, sampled and earned: sessions, their conversation trees, rewards and training rows.
+
+All of it is plain code on frozen values, without waiting: ``canonical`` and ``links`` find parents, ``tree`` owns the
+interactions of a session and ``session`` the sessions, ``prompts`` plans exact prompts, ``rewards`` propagates,
+``export``, ``arrays`` and ``document`` make training rows of it.
+"""
+
+from areal_actors.cache.arrays import to_arrays, to_tensors
+from areal_actors.cache.document import from_document, to_document
+from areal_actors.cache.export import STYLES, Exported, export_trajectories
+from areal_actors.cache.history import full_history, lookup_in
+from areal_actors.cache.links import Match
+from areal_actors.cache.prompts import PromptPlan, PromptRenderer, plan_prompt
+from areal_actors.cache.rewards import RULES, RewardTree, Rule, backpropagate, parse_reward, total_reward
+from areal_actors.cache.session import IssuedSession, Session, SessionSettings, SessionStore
+from areal_actors.cache.tokens import full_ids, prompt_ids
+from areal_actors.cache.tree import ConversationTree
+
+__all__ = [
+    "RULES",
+    "STYLES",
+    "ConversationTree",
+    "Exported",
+    "IssuedSession",
+    "Match",
+    "PromptPlan",
+    "PromptRenderer",
+    "RewardTree",
+    "Rule",
+    "Session",
+    "SessionSettings",
+    "SessionStore",
+    "backpropagate",
+    "export_trajectories",
+    "from_document",
+    "full_history",
+    "full_ids",
+    "lookup_in",
+    "parse_reward",
+    "plan_prompt",
+    "prompt_ids",
+    "to_arrays",
+    "to_document",
+    "to_tensors",
+    "total_reward",
+]

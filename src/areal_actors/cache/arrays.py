@@ -1,0 +1,59 @@
+"""Training rows as padded arrays, and as tensors at the very last step.
+
+==================  =========  ========  ============================  =======
+name                dtype      shape     off the row's own tokens      padding
+==================  =========  ========  ============================  =======
+``input_ids``       int32      [B, T]                                  0
+``attention_mask``  bool       [B, T]                                  False
+``loss_mask``       int32      [B, T]    0 where not trained           0
+``logprobs``        float32    [B, T]    0 where not trained           0
+``versions``        int32      [B, T]    -1 where not sampled          -1
+``returns``         float32    [B, T]    0 where not sampled           0
+``rewards``         float32    [B]       return of the last turn
+==================  =========  ========  ============================  =======
+
+Rows are padded on the right to the longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_actors.domain import Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["to_arrays", "to_tensors"]
+
+_PADDED: tuple[tuple[str, type[np.generic], int], ...] = (
+    ("input_ids", np.int32, 0),
+    ("loss_mask", np.int32, 0),
+    ("logprobs", np.float32, 0),
+    ("versions", np.int32, -1),
+    ("returns", np.float32, 0),
+)
+
+
+def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray[Any]]:
+    """The rows as padded arrays, named and typed as in the table above. No rows give arrays with B = T = 0."""
+    shape = (len(trajectories), max((row.num_tokens for row in trajectories), default=0))
+    lengths = np.array([row.num_tokens for row in trajectories], np.int64)
+    arrays: dict[str, npt.NDArray[Any]] = {name: np.full(shape, pad, dtype) for name, dtype, pad in _PADDED}
+    for position, row in enumerate(trajectories):
+        for name in ("input_ids", "loss_mask", "logprobs", "versions", "returns"):
+            arrays[name][position, : row.num_tokens] = getattr(row, name)
+    arrays["attention_mask"] = np.arange(shape[1])[None, :] < lengths[:, None]
+    arrays["rewards"] = np.array([row.reward for row in trajectories], np.float32)
+    return arrays
+
+
+def to_tensors(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """What ``to_arrays`` gives, as torch tensors that share its memory."""
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in to_arrays(trajectories).items()}

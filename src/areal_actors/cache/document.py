@@ -1,0 +1,104 @@
+"""Exported rows as a versioned JSON document, and back: the form that HTTP clients and files get.
+
+::
+
+    {"format": "areal-actors/trajectories", "version": 1, "session_id": "task-0-…",
+     "interactions": {"<id of the row's last interaction>": {
+         "interaction_id": "…", "reward": 0.9, "turn_ids": ["…"], "tag": null, "turns": [-1, 0, …],
+         "tensor_dict": {"input_ids": [[…]], "attention_mask": [[…]], "loss_mask": [[…]], "logprobs": [[…]],
+                         "versions": [[…]], "returns": [[…]], "rewards": [0.9]}}},
+     "untrained": [{"interaction_id": "…", "num_tokens": 7, "reason": "cancelled"}]}
+
+The tensors of a row have a leading axis of one row, names and dtypes as in ``arrays``. A float32 is written as the
+double that equals it, so that reading gives the same bits; ``reward`` is a double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from areal_actors.cache.arrays import to_arrays
+from areal_actors.cache.export import Exported
+from areal_actors.domain import InteractionId, SessionId, Trajectory, Untrained, UntrainedReason
+from areal_actors.errors import ExportError
+
+__all__ = ["FORMAT", "VERSION", "from_document", "to_document"]
+
+FORMAT = "areal-actors/trajectories"
+VERSION = 1
+
+
+def to_document(exported: Exported) -> dict[str, Any]:
+    """``exported`` in plain dicts, lists, strings and numbers.
+
+    Raises ``ExportError`` if a log-probability or return is not finite, since JSON cannot say so.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "session_id": exported.session,
+        "interactions": {row.interactions[-1]: _format_row(row) for row in exported.trajectories},
+        "untrained": [
+            {"interaction_id": entry.interaction, "num_tokens": entry.num_tokens, "reason": str(entry.reason)}
+            for entry in exported.untrained
+        ],
+    }
+
+
+def _format_row(row: Trajectory) -> dict[str, Any]:
+    arrays = to_arrays([row])
+    for name in ("logprobs", "returns"):
+        if not np.isfinite(arrays[name]).all():
+            raise ExportError(f"The {name} of interaction {row.interactions[-1]} are not finite; do not train on it.")
+    return {
+        "interaction_id": row.interactions[-1],
+        "reward": row.reward,
+        "turn_ids": list(row.interactions),
+        "tag": row.tag,
+        "turns": row.turns.tolist(),
+        "tensor_dict": {name: array.tolist() for name, array in arrays.items()},
+    }
+
+
+def from_document(document: Mapping[str, Any]) -> Exported:
+    """What ``to_document`` was given. Raises ``ExportError`` for another format or version, or a malformed document."""
+    found = document.get("format"), document.get("version")
+    if found != (FORMAT, VERSION):
+        raise ExportError(f"This is {found[0]!r} version {found[1]!r}; only {FORMAT!r} version {VERSION} can be read.")
+    try:
+        session = SessionId(document["session_id"])
+        return Exported(
+            session=session,
+            trajectories=tuple(_parse_row(session, row) for row in document["interactions"].values()),
+            untrained=tuple(_parse_untrained(entry) for entry in document["untrained"]),
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ExportError(f"The document of trajectories is malformed: {error!r}.") from error
+
+
+def _parse_row(session: SessionId, row: Mapping[str, Any]) -> Trajectory:
+    tensors = row["tensor_dict"]
+    columns = {name: tensors[name][0] for name in ("input_ids", "loss_mask", "logprobs", "versions", "returns")}
+    lengths = {len(column) for column in (*columns.values(), row["turns"])}
+    if len(lengths) != 1:
+        msg = f"the columns of row {row['interaction_id']} differ in length: {sorted(lengths)}"
+        raise ValueError(msg)
+    return Trajectory(
+        session=session,
+        interactions=tuple(InteractionId(turn) for turn in row["turn_ids"]),
+        turns=row["turns"],
+        reward=float(row["reward"]),
+        tag=row["tag"],
+        **columns,
+    )
+
+
+def _parse_untrained(entry: Mapping[str, Any]) -> Untrained:
+    return Untrained(
+        interaction=InteractionId(entry["interaction_id"]),
+        num_tokens=entry["num_tokens"],
+        reason=UntrainedReason(entry["reason"]),
+    )

@@ -1,0 +1,276 @@
+"""From a session to training rows: which tokens are trained, with what return, and why the others are not.
+
+Two styles, chosen by name. ``individual`` makes a row per interaction in which only its own output is trained.
+``concat`` makes a row per leaf of the token tree, with every output on the way trained; an output that several leaves
+share is trained in the first of them (in order of request) and masked in the others::
+
+    A ──▶ B ──▶ C        individual:  A   A·B   A·B·C   A·D        (only the last output of each is trained)
+    └───▶ D              concat:      A·B·C   a·D                  (a: masked, trained in the first row)
+
+Both train every sampled token exactly once or list it in ``untrained`` with a reason, and both agree on the id, the
+log-probability, the version and the return of each. Rows are built front to back from stored ids, in time linear in
+their length; lengths are checked against what was recorded when the prompt was planned.
+
+Padded arrays are in ``arrays``, the JSON document in ``document``, what returns are in ``rewards``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from attrs import frozen
+
+from areal_actors.cache.history import Lookup, lookup_in
+from areal_actors.cache.rewards import Rule, backpropagate
+from areal_actors.cache.tokens import full_ids, token_path
+from areal_actors.domain import (
+    Completion,
+    Interaction,
+    InteractionId,
+    InteractionStatus,
+    Ints,
+    SessionId,
+    SessionRecord,
+    Trajectory,
+    Untrained,
+    UntrainedReason,
+)
+from areal_actors.errors import ExportError
+
+__all__ = ["STYLES", "Exported", "export_trajectories"]
+
+
+@frozen(kw_only=True)
+class Exported:
+    """The rows of one session, and the sampled tokens that are in none of them."""
+
+    session: SessionId
+    trajectories: tuple[Trajectory, ...] = ()
+    untrained: tuple[Untrained, ...] = ()
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Sampled tokens that exactly one row trains."""
+        return sum(row.num_trained_tokens for row in self.trajectories)
+
+    @property
+    def num_untrained_tokens(self) -> int:
+        """Sampled tokens that no row trains."""
+        return sum(entry.num_tokens for entry in self.untrained)
+
+
+def export_trajectories(
+    record: SessionRecord,
+    *,
+    discount: float,
+    style: str,
+    rule: str | Rule = "mean",
+    max_tokens: int | None = None,
+    skip_unrewarded: bool = False,
+) -> Exported:
+    """The training rows of a session. A pure view: asking twice gives the same.
+
+    Args:
+        record: The session as it stands.
+        discount: How much of a child's return reaches its parent.
+        style: A name in ``STYLES``.
+        rule: How returns combine, a name in ``rewards.RULES`` or a function like theirs.
+        max_tokens: Interactions with a longer prompt and output are left out (``too_long``); what fits is kept.
+        skip_unrewarded: Leave out conversations in which no turn was rewarded (``no_reward``), such as side calls.
+
+    Raises:
+        ExportError: for an unknown style or rule, or a record whose parts do not fit together.
+        RewardError: for a discount or returns that are not finite.
+    """
+    if style not in STYLES:
+        raise ExportError(f"There is no export style {style!r}; choose one of {', '.join(sorted(STYLES))}.")
+    returns = backpropagate(record, discount, rule)
+    lookup = lookup_in(record)
+    rewarded = _rewarded_conversations(record) if skip_unrewarded else None
+    trained: list[Interaction] = []
+    untrained: list[Untrained] = []
+    for turn in record.interactions:
+        if num_tokens := _num_sampled(turn):
+            reason = _reason(turn, max_tokens, rewarded)
+            if reason is None:
+                trained.append(turn)
+            else:
+                untrained.append(Untrained(interaction=turn.id, num_tokens=num_tokens, reason=reason))
+    rows = STYLES[style](_Source(record.id, tuple(trained), returns, lookup))
+    return Exported(session=record.id, trajectories=tuple(rows), untrained=tuple(untrained))
+
+
+def _num_sampled(turn: Interaction) -> int:
+    return 0 if turn.completion is None else len(turn.completion.token_ids)
+
+
+def _reason(
+    turn: Interaction, max_tokens: int | None, rewarded: frozenset[InteractionId] | None
+) -> UntrainedReason | None:
+    """Why the turn's tokens are not trained, ``None`` if they are."""
+    if turn.status is InteractionStatus.FAILED:
+        return UntrainedReason.FAILED
+    if turn.status is not InteractionStatus.COMPLETED:
+        return UntrainedReason.CANCELLED
+    if not turn.is_stored:
+        return UntrainedReason.NOT_STORED
+    if max_tokens is not None and turn.num_prompt_tokens + _num_sampled(turn) > max_tokens:
+        return UntrainedReason.TOO_LONG
+    if rewarded is not None and turn.id not in rewarded:
+        return UntrainedReason.NO_REWARD
+    return None
+
+
+def _rewarded_conversations(record: SessionRecord) -> frozenset[InteractionId]:
+    """The interactions of those conversations (a root and all its descendants) in which a turn was rewarded."""
+    roots: dict[InteractionId, InteractionId] = {}
+    rewarded: set[InteractionId] = set()
+    for turn in record.interactions:  # parents precede their children
+        roots[turn.id] = turn.id if turn.parent is None else roots.get(turn.parent, turn.id)
+        if turn.reward is not None and turn.status is InteractionStatus.COMPLETED:
+            rewarded.add(roots[turn.id])
+    return frozenset(turn for turn, root in roots.items() if root in rewarded)
+
+
+# ------------------------------------------------------------------------------------------------------- rows
+
+
+@frozen
+class _Source:
+    """What rows are built from: the turns to train, in order of request, and the return of every completed one."""
+
+    session: SessionId
+    trained: tuple[Interaction, ...]
+    returns: Mapping[InteractionId, float]
+    lookup: Lookup
+
+
+def _individual_rows(source: _Source) -> list[Trajectory]:
+    rows: list[Trajectory] = []
+    ids: dict[InteractionId, Ints] = {}  # a child's prompt begins with the ids of its parent's row
+    for turn in source.trained:
+        prompt = _prompt_ids(turn, ids, source.lookup)
+        row = _build_row(source, [prompt, turn], trained=frozenset([turn.id]))
+        ids[turn.id] = row.input_ids
+        rows.append(row)
+    return rows
+
+
+def _prompt_ids(turn: Interaction, ids: Mapping[InteractionId, Ints], lookup: Lookup) -> Ints:
+    if turn.token_parent is None:
+        return turn.prompt_suffix
+    parent = ids[turn.token_parent] if turn.token_parent in ids else full_ids(lookup(turn.token_parent), lookup)
+    return np.concatenate([parent, turn.prompt_suffix])
+
+
+def _concat_rows(source: _Source) -> list[Trajectory]:
+    eligible = frozenset(turn.id for turn in source.trained)
+    done: set[InteractionId] = set()
+    rows: list[Trajectory] = []
+    for path in _leaf_paths(source):
+        trained = frozenset(turn.id for turn in path if turn.id in eligible and turn.id not in done)
+        done |= trained
+        parts: list[_Part] = []
+        for turn in path:
+            parts += [turn.prompt_suffix, turn]
+        rows.append(_build_row(source, parts, trained=trained))
+    return rows
+
+
+def _leaf_paths(source: _Source) -> list[list[Interaction]]:
+    """The token paths to those trained turns that no other trained turn extends, in order of request."""
+    inner: set[InteractionId] = set()
+    paths: list[list[Interaction]] = []
+    for turn in reversed(source.trained):  # descendants first, so that an inner turn is known when it comes up
+        if turn.id in inner:
+            continue
+        path = token_path(turn, source.lookup)
+        inner.update(ancestor.id for ancestor in path)
+        paths.append(path)
+    paths.reverse()
+    return paths
+
+
+_Part = Ints | Interaction
+"""Either ids that were read, or a turn whose output was sampled."""
+
+
+def _build_row(source: _Source, parts: Sequence[_Part], *, trained: frozenset[InteractionId]) -> Trajectory:
+    """Join the parts; outputs in ``trained`` are trained, the others are context that was sampled."""
+    row = _Row()
+    for part in parts:
+        if isinstance(part, Interaction):
+            row.sampled(part, is_trained=part.id in trained, value=source.returns.get(part.id, 0.0))
+        else:
+            row.read(part)
+    last = row.turns_seen[-1]
+    return Trajectory(
+        session=source.session,
+        interactions=tuple(turn.id for turn in row.turns_seen),
+        input_ids=np.concatenate(row.input_ids),
+        loss_mask=np.concatenate(row.loss_mask),
+        logprobs=np.concatenate(row.logprobs),
+        versions=np.concatenate(row.versions),
+        returns=np.concatenate(row.returns),
+        turns=np.concatenate(row.turns),
+        reward=source.returns[last.id],
+        tag=last.tag,
+    )
+
+
+class _Row:
+    """The columns of a row that is being built, as lists of pieces."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.turns_seen: list[Interaction] = []
+        self.input_ids: list[Ints] = []
+        self.loss_mask: list[Ints] = []
+        self.logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
+        self.versions: list[Ints] = []
+        self.returns: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
+        self.turns: list[Ints] = []
+
+    def read(self, ids: Ints) -> None:
+        """Add tokens that were read, not sampled."""
+        n = len(ids)
+        self.num_tokens += n
+        self.input_ids.append(ids)
+        self.loss_mask.append(np.zeros(n, np.int32))
+        self.logprobs.append(np.zeros(n, np.float32))
+        self.versions.append(np.full(n, -1, np.int32))
+        self.returns.append(np.zeros(n, np.float32))
+        self.turns.append(np.full(n, -1, np.int32))
+
+    def sampled(self, turn: Interaction, *, is_trained: bool, value: float) -> None:
+        """Add a turn's output."""
+        completion = _checked_completion(turn, self.num_tokens)
+        n = len(completion.token_ids)
+        self.num_tokens += n
+        self.input_ids.append(completion.token_ids)
+        self.loss_mask.append(np.full(n, is_trained, np.int32))
+        self.logprobs.append(completion.logprobs if is_trained else np.zeros(n, np.float32))
+        self.versions.append(completion.versions)
+        self.returns.append(np.full(n, value, np.float32))
+        self.turns.append(np.full(n, len(self.turns_seen), np.int32))
+        self.turns_seen.append(turn)
+
+
+def _checked_completion(turn: Interaction, num_tokens: int) -> Completion:
+    """The turn's completion, if it stands where it was sampled and its columns have one length."""
+    if turn.completion is None:
+        raise ExportError(f"Interaction {turn.id} has no tokens but was continued; the session's record is damaged.")
+    if turn.num_prompt_tokens != num_tokens:
+        raise ExportError(
+            f"Interaction {turn.id} was sampled after {turn.num_prompt_tokens} tokens, but its ancestors hold "
+            f"{num_tokens}; the session's record is damaged."
+        )
+    lengths = {len(turn.completion.token_ids), len(turn.completion.logprobs), len(turn.completion.versions)}
+    if len(lengths) > 1:
+        raise ExportError(f"The ids, logprobs and versions of interaction {turn.id} differ in number: {lengths}.")
+    return turn.completion
+
+
+STYLES: Mapping[str, Callable[[_Source], list[Trajectory]]] = {"individual": _individual_rows, "concat": _concat_rows}
+"""How rows are cut, by name."""

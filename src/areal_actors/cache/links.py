@@ -1,0 +1,254 @@
+"""Which interaction a request continues: look-up by digests of prefixes, in time that depends on the new messages only.
+
+The conversational parent is the completed interaction whose messages and answer are the longest prefix of the request's
+messages. Completed interactions stand in buckets by the digest of messages + answer; a request is digested prefix by
+prefix, and the longest prefix with a bucket wins. Histories that were seen a moment ago are remembered with their
+digests, so that an agent that goes on talking costs one comparison per old message and one digest per new one.
+
+Instructions, tools and template options (the ``Frame``) stand apart from the digests: where only they changed, the
+parent is found nonetheless and the reason for the fork is known.
+
+What makes two messages the same is in ``canonical``; the lifecycle of interactions is in ``tree``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attrs import define, field, frozen
+
+from areal_actors.cache.canonical import (
+    DIGEST_SIZE,
+    ROOT_DIGEST,
+    extend_digest,
+    has_same_calls,
+    is_echo,
+    num_leading_instructions,
+    options_digest,
+    prefix_digests,
+    system_digest,
+    tools_digest,
+)
+from areal_actors.cache.history import Lookup, full_history, without_instructions
+from areal_actors.domain import ChatMessage, CompletionRequest, ForkReason, Interaction, InteractionId
+
+__all__ = ["Frame", "History", "Match", "ParentIndex"]
+
+_MAX_RECENT = 4  # an agent and a few sub-agents that talk in turns
+
+
+@frozen
+class Frame:
+    """Digests of what surrounds the messages of a request."""
+
+    system: bytes
+    tools: bytes
+    options: bytes
+
+
+@frozen
+class History:
+    """The messages of one request, with the digest of each prefix (16 bytes each) and what surrounds them."""
+
+    messages: tuple[ChatMessage, ...]
+    digests: bytes
+    frame: Frame
+
+    def digest(self, num_messages: int) -> bytes:
+        """The digest of the first ``num_messages`` messages."""
+        return self.digests[(num_messages - 1) * DIGEST_SIZE : num_messages * DIGEST_SIZE] or ROOT_DIGEST
+
+
+@frozen(kw_only=True)
+class Match:
+    """Where a request hangs in the tree.
+
+    ``new_messages`` are those beyond the parent's prompt and answer (all of them without a parent; changed instructions
+    come first). ``fork_hint`` is why the parent's tokens cannot be extended, ``None`` where they may be.
+    """
+
+    parent: Interaction | None
+    new_messages: tuple[ChatMessage, ...]
+    fork_hint: ForkReason | None
+    history: History = field(repr=False)
+
+
+@define(eq=False)
+class _Entry:
+    """What the index knows of an interaction."""
+
+    id: InteractionId
+    frame: Frame
+    prompt_digest: bytes
+
+
+@frozen
+class _Recent:
+    """A history that was just seen, and the interactions that were asked with exactly it."""
+
+    history: History
+    ids: tuple[InteractionId, ...]
+
+
+@frozen(order=True)
+class _Evidence:
+    """How surely an answer is the one that was echoed; of equals, the most recently completed wins."""
+
+    has_same_system: bool
+    has_same_calls: bool
+    has_same_reasoning: bool
+    has_same_frame: bool
+    completed_order: int
+
+
+class ParentIndex:
+    """Finds parents among the interactions of one session. Owned by the session's tree."""
+
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = lookup
+        self._entries: dict[InteractionId, _Entry] = {}
+        self._answers: dict[bytes, tuple[_Entry, ...]] = {}
+        self._prompts: set[bytes] = set()
+        self._frames: dict[Frame, Frame] = {}
+        self._recent: tuple[_Recent, ...] = ()
+
+    def match(self, request: CompletionRequest) -> Match:
+        """Find the parent of ``request`` among the completed interactions."""
+        history, recent = self._digest(request)
+        hint: ForkReason | None = None
+        for position in _answer_positions(history.messages):
+            entries = self._answers.get(history.digest(position + 1), ())
+            parent, reason = self._choose(entries, history, position, recent)
+            if parent is not None:
+                return _linked(parent, history, position, reason)
+            hint = hint or reason or self._edit_reason(history, position)
+        return Match(parent=None, new_messages=history.messages, fork_hint=hint or ForkReason.ROOT, history=history)
+
+    def begin(self, interaction_id: InteractionId, history: History) -> None:
+        """Remember that ``history`` was asked under this id."""
+        digest = history.digest(len(history.messages))
+        self._entries[interaction_id] = _Entry(interaction_id, history.frame, digest)
+        self._prompts.add(digest)
+        self._remember(history, interaction_id)
+
+    def answer(self, interaction_id: InteractionId, output: ChatMessage) -> None:
+        """Make the interaction findable by its answer (or by the part of an answer that its client has seen)."""
+        entry = self._entries[interaction_id]
+        digest = extend_digest(entry.prompt_digest, output)
+        self._answers[digest] = (*self._answers.get(digest, ()), entry)
+
+    def _digest(self, request: CompletionRequest) -> tuple[History, _Recent | None]:
+        """The request's history; digests are taken over from the recent history that shares most messages with it."""
+        messages = request.messages
+        frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
+        shared, recent = max(
+            ((_num_shared(recent.history.messages, messages), recent) for recent in self._recent),
+            key=lambda pair: pair[0],
+            default=(0, None),
+        )
+        known = b""
+        if recent is not None and shared > num_leading_instructions(messages):
+            known = recent.history.digests[: shared * DIGEST_SIZE]
+            messages = recent.history.messages[:shared] + messages[shared:]
+        history = History(messages, prefix_digests(messages, known=known), self._frames.setdefault(frame, frame))
+        is_whole = recent is not None and shared == len(recent.history.messages)
+        return history, recent if is_whole else None
+
+    def _choose(
+        self, entries: Sequence[_Entry], history: History, position: int, recent: _Recent | None
+    ) -> tuple[Interaction | None, ForkReason | None]:
+        """The best of those that answer like the message at ``position``, or why none of them is the parent."""
+        reason: ForkReason | None = None
+        best: tuple[_Evidence, Interaction] | None = None
+        for entry in entries:
+            interaction = self._lookup(entry.id)
+            if not self._is_path(entry, interaction, history, position, recent):
+                continue
+            if interaction.completed_order is None:
+                reason = reason or ForkReason.PARENT_UNFINISHED
+                continue
+            evidence = _weigh(interaction, entry, history, position)
+            if not (evidence.has_same_system or self._is_proven(interaction, history, position)):
+                reason = ForkReason.NEW_SYSTEM_PROMPT
+            elif best is None or evidence > best[0]:
+                best = evidence, interaction
+        if best is None:
+            return None, reason
+        return best[1], _frame_reason(self._entries[best[1].id].frame, history.frame)
+
+    def _is_path(
+        self, entry: _Entry, interaction: Interaction, history: History, position: int, recent: _Recent | None
+    ) -> bool:
+        """Whether the messages up to ``position`` are an echo of the interaction's own, message by message."""
+        if interaction.output is None or not is_echo(interaction.output, history.messages[position]):
+            return False
+        if recent is not None and position == len(recent.history.messages) and entry.id in recent.ids:
+            return True  # asked with exactly these messages
+        stored = without_instructions(full_history(interaction, self._lookup, with_answer=False))
+        echoed = without_instructions(history.messages[:position])
+        return len(stored) == len(echoed) and all(map(is_echo, stored, echoed))
+
+    def _is_proven(self, interaction: Interaction, history: History, position: int) -> bool:
+        """Under other instructions equal words may be a coincidence; call ids, given out once, prove the origin."""
+        stored = without_instructions(full_history(interaction, self._lookup))
+        echoed = without_instructions(history.messages[: position + 1])
+        return any(s.tool_calls and has_same_calls(s, e) for s, e in zip(stored, echoed, strict=True))
+
+    def _edit_reason(self, history: History, position: int) -> ForkReason | None:
+        """An answer that we did not give, after a prompt that we did answer, was edited by the client."""
+        is_known_prompt = position > 0 and history.digest(position) in self._prompts
+        return ForkReason.CLIENT_EDITED_HISTORY if is_known_prompt else None
+
+    def _remember(self, history: History, interaction_id: InteractionId) -> None:
+        same = [recent for recent in self._recent if recent.history.messages == history.messages]
+        ids = (*(i for recent in same for i in recent.ids), interaction_id)
+        others = [r for r in self._recent if not _is_prefix(r.history.messages, history.messages)]
+        self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
+
+
+def _answer_positions(messages: Sequence[ChatMessage]) -> Iterator[int]:
+    return (i for i in range(len(messages) - 1, -1, -1) if messages[i].role == "assistant")
+
+
+def _num_shared(known: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> int:
+    """How many messages both begin with."""
+    num_shared = 0
+    for left, right in zip(known, messages, strict=False):
+        if left is not right and left != right:
+            break
+        num_shared += 1
+    return num_shared
+
+
+def _is_prefix(known: tuple[ChatMessage, ...], messages: tuple[ChatMessage, ...]) -> bool:
+    """Whether ``messages`` took over all of ``known``: then the objects are the same, the last one too."""
+    return len(known) <= len(messages) and (not known or known[-1] is messages[len(known) - 1])
+
+
+def _weigh(interaction: Interaction, entry: _Entry, history: History, position: int) -> _Evidence:
+    output, echoed = interaction.output, history.messages[position]
+    assert output is not None
+    return _Evidence(
+        entry.frame.system == history.frame.system,
+        has_same_calls(output, echoed),
+        (output.reasoning or "") == (echoed.reasoning or ""),
+        entry.frame == history.frame,
+        interaction.completed_order or 0,
+    )
+
+
+def _frame_reason(parent: Frame, frame: Frame) -> ForkReason | None:
+    if parent.system != frame.system:
+        return ForkReason.NEW_SYSTEM_PROMPT
+    if parent.tools != frame.tools:
+        return ForkReason.TOOLS_CHANGED
+    if parent.options != frame.options:
+        return ForkReason.TEMPLATE_OPTIONS_CHANGED
+    return None
+
+
+def _linked(parent: Interaction, history: History, position: int, reason: ForkReason | None) -> Match:
+    new = history.messages[position + 1 :]
+    if reason is ForkReason.NEW_SYSTEM_PROMPT:
+        new = history.messages[: num_leading_instructions(history.messages)] + new
+    return Match(parent=parent, new_messages=new, fork_hint=reason, history=history)

@@ -1,0 +1,183 @@
+"""What a reward is, and how rewards flow from answers back to the turns that led to them: pure functions on a tree.
+
+The default rule is ``return(n) = reward(n) + discount * mean(return(children of n))``, leaves first, along the
+conversational parents. On a chain with reward 1 at its end and discount 0.9 that is 1.0, 0.9, 0.81, …; nothing flows
+between siblings or roots. A rule is a function from a ``RewardTree`` and a discount to returns, and can be chosen by name.
+
+Only completed interactions take part: a pending, cancelled or failed child neither receives nor dilutes anything. A
+reward that was never set counts as 0. Which tokens carry the returns is decided in ``export``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from attrs import frozen
+
+from areal_actors.domain import Interaction, InteractionId, InteractionStatus, SessionRecord
+from areal_actors.errors import ExportError, RewardError
+
+__all__ = ["RULES", "RewardTree", "Rule", "backpropagate", "parse_reward", "total_reward"]
+
+
+def parse_reward(value: Any) -> float:
+    """A finite float from a float, int, bool, or numpy or torch scalar.
+
+    Raises ``RewardError`` for everything else: text, ``None``, arrays, NaN and infinities.
+    """
+    scalar = _item(value)
+    if not isinstance(scalar, Real):
+        raise RewardError(f"A reward must be a number, not {type(value).__name__}: {_shorten(value)}.")
+    try:
+        reward = float(scalar)
+    except (OverflowError, ValueError):
+        raise RewardError(f"A reward must fit into a float: {_shorten(value)} does not.") from None
+    if not math.isfinite(reward):
+        raise RewardError(f"A reward must be finite, not {reward}; check what computed it.")
+    return reward
+
+
+def _item(value: Any) -> Any:
+    """The Python scalar within a numpy or torch scalar."""
+    item = getattr(value, "item", None)
+    if isinstance(value, Real) or not callable(item):
+        return value
+    try:
+        return item()
+    except (TypeError, ValueError, RuntimeError):
+        raise RewardError(f"A reward must be one number, not a {type(value).__name__} of several.") from None
+
+
+def _shorten(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+@frozen(kw_only=True)
+class RewardTree:
+    """The part of a session that rewards see: for each interaction its parent and its own reward, in order of request.
+
+    ``parents`` are positions in ``ids``, ``None`` for roots.
+    """
+
+    ids: tuple[InteractionId, ...]
+    parents: tuple[int | None, ...]
+    rewards: tuple[float, ...]
+
+    @classmethod
+    def of(cls, record: SessionRecord) -> RewardTree:
+        """The completed interactions of a session."""
+        completed = [turn for turn in record.interactions if turn.status is InteractionStatus.COMPLETED]
+        positions = {turn.id: position for position, turn in enumerate(completed)}
+        return cls(
+            ids=tuple(turn.id for turn in completed),
+            parents=tuple(_position(turn, positions) for turn in completed),
+            rewards=tuple(turn.reward or 0.0 for turn in completed),
+        )
+
+    def leaves_first(self) -> list[int]:
+        """Positions such that children precede their parents. Raises ``ExportError`` if the parents form a cycle."""
+        num_open = [0] * len(self.ids)
+        for parent in self.parents:
+            if parent is not None:
+                num_open[parent] += 1
+        order = [position for position, num in enumerate(num_open) if num == 0]
+        for position in order:  # grows while it is read: an interaction follows the last of its children
+            parent = self.parents[position]
+            if parent is not None:
+                num_open[parent] -= 1
+                if num_open[parent] == 0:
+                    order.append(parent)
+        if len(order) != len(self.ids):
+            raise ExportError("Interactions are each other's parents; the session's record is damaged.")
+        return order
+
+
+def _position(turn: Interaction, positions: Mapping[InteractionId, int]) -> int | None:
+    if turn.parent is None:
+        return None
+    if turn.parent not in positions:
+        raise ExportError(
+            f"Interaction {turn.id} continues {turn.parent}, which was not completed; the session's record is damaged."
+        )
+    return positions[turn.parent]
+
+
+Rule = Callable[[RewardTree, float], Sequence[float]]
+"""From a tree and a discount to one return per interaction, in the order of the tree."""
+
+
+def _along_tree(combine: Callable[[list[float]], float]) -> Rule:
+    """The rule that adds to each reward the discounted combination of the children's returns."""
+
+    def rule(tree: RewardTree, discount: float) -> Sequence[float]:
+        returns = list(tree.rewards)
+        children: list[list[float]] = [[] for _ in tree.ids]
+        for position in tree.leaves_first():
+            if children[position]:
+                returns[position] += discount * combine(children[position])
+            parent = tree.parents[position]
+            if parent is not None:
+                children[parent].append(returns[position])
+        return returns
+
+    return rule
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)  # fsum rounds once, so that the order of siblings changes nothing
+
+
+def _creation_order(tree: RewardTree, discount: float) -> Sequence[float]:
+    """A running value against the order of request, which ignores the tree: later siblings pay into earlier ones."""
+    returns = list(tree.rewards)
+    running = 0.0
+    for position in range(len(returns) - 1, -1, -1):
+        running = returns[position] + discount * running
+        returns[position] = running
+    return returns
+
+
+RULES: Mapping[str, Rule] = {
+    "mean": _along_tree(_mean),
+    "sum": _along_tree(math.fsum),
+    "max": _along_tree(max),
+    "creation-order": _creation_order,
+}
+"""The rules that can be chosen by name."""
+
+
+def backpropagate(
+    source: SessionRecord | RewardTree, discount: float, rule: str | Rule = "mean"
+) -> dict[InteractionId, float]:
+    """The return of every completed interaction. Changes nothing, and can be asked again with another discount.
+
+    ``rule`` is a name in ``RULES``, or a function like theirs. Raises ``RewardError`` for a discount or returns that
+    are not finite, ``ExportError`` for an unknown rule or a damaged record.
+    """
+    tree = source if isinstance(source, RewardTree) else RewardTree.of(source)
+    if not math.isfinite(discount):
+        raise RewardError(f"The discount must be a finite number, not {discount}.")
+    try:
+        returns = _find_rule(rule)(tree, discount)
+    except OverflowError:
+        returns = (math.inf,)
+    if not all(map(math.isfinite, returns)):
+        raise RewardError("The returns of this session exceed every float; scale its rewards down.")
+    return dict(zip(tree.ids, returns, strict=True))
+
+
+def _find_rule(rule: str | Rule) -> Rule:
+    if not isinstance(rule, str):
+        return rule
+    if rule not in RULES:
+        raise ExportError(f"There is no rule {rule!r} for rewards; choose one of {', '.join(sorted(RULES))}.")
+    return RULES[rule]
+
+
+def total_reward(record: SessionRecord) -> float:
+    """The sum of the rewards that were assigned to completed interactions, before any propagation."""
+    return math.fsum(RewardTree.of(record).rewards)

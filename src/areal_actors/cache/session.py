@@ -1,0 +1,247 @@
+"""The sessions that are open here: who may use them, when they end, and when they are forgotten.
+
+A session is created with an unguessable id and key; it is *live* until it ends (or is idle for too long), takes late
+rewards for a grace period after that, is *settled* then, and is forgotten when its export was acknowledged::
+
+    create ──▶ live ──end/expire──▶ in grace ──time──▶ settled ──acknowledge──▶ forgotten
+                                        └───────────acknowledge──────────────▶
+
+``SessionStore`` is the one mutable owner of many sessions and is itself owned by the session actor. It never waits; the
+time comes in as ``now`` (seconds of any monotonic clock), randomness as a token factory. Keys are stored as digests.
+What happened within a session is in its ``ConversationTree``.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
+from typing import Any
+
+from attrs import define, field, frozen
+from attrs.validators import ge, gt
+
+from areal_actors.cache.tree import ConversationTree
+from areal_actors.domain import Credential, GroupId, SessionId, SessionRecord
+from areal_actors.errors import Conflict, InvalidRequest, NotFound, SessionEnded, Unauthorized
+
+__all__ = ["IssuedSession", "Session", "SessionSettings", "SessionStore"]
+
+_MAX_PREFIX = 48
+_MIN_KEY = 8
+
+
+@frozen(kw_only=True)
+class SessionSettings:
+    """How long sessions are kept, in seconds.
+
+    ``grace_seconds``: rewards are taken for so long after the end. ``idle_seconds``: a session without a request for so
+    long (and with none in flight) is ended.
+    """
+
+    grace_seconds: float = field(default=60.0, validator=ge(0))
+    idle_seconds: float = field(default=3600.0, validator=gt(0))
+
+
+@frozen(kw_only=True)
+class IssuedSession:
+    """What the creator of a session gets, once: the key is not stored and cannot be read again."""
+
+    id: SessionId
+    key: str = field(repr=False)
+
+
+@define(eq=False, kw_only=True)
+class Session:
+    """One session. ``last_used_at`` and ``ended_at`` are seconds of the store's clock."""
+
+    id: SessionId
+    tree: ConversationTree
+    key_digest: bytes = field(repr=False)
+    last_used_at: float
+    ended_at: float | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether completions come too late."""
+        return self.ended_at is not None
+
+    def snapshot(self) -> SessionRecord:
+        """The session as it stands, frozen."""
+        return self.tree.snapshot(is_ended=self.is_ended)
+
+
+class SessionStore:
+    """Many sessions, by id and by key."""
+
+    def __init__(self, *, token_factory: Callable[[], str], settings: SessionSettings | None = None) -> None:
+        """``token_factory`` returns an unguessable URL-safe token each time, such as ``secrets.token_urlsafe``."""
+        self.settings = settings or SessionSettings()
+        self._token = token_factory
+        self._sessions: dict[SessionId, Session] = {}
+        self._by_key: dict[bytes, SessionId] = {}
+
+    def __len__(self) -> int:
+        """The number of sessions that are not forgotten."""
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        """The sessions that are not forgotten, oldest first."""
+        return iter(self._sessions.values())
+
+    @property
+    def num_live(self) -> int:
+        """The number of sessions that have not ended."""
+        return sum(not session.is_ended for session in self)
+
+    # ----------------------------------------------------------------------------------- opening and closing
+
+    def create(
+        self,
+        task: str = "",
+        *,
+        now: float,
+        key: str | None = None,
+        group: GroupId | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> IssuedSession:
+        """Open a session whose id begins with what can be read of ``task``.
+
+        A caller may bring its own ``key``, also one whose earlier session has ended. Raises ``Conflict`` if that key
+        belongs to a live session, ``InvalidRequest`` if it is too short to be a secret.
+        """
+        if key is not None and len(key) < _MIN_KEY:
+            raise InvalidRequest(f"A session key needs at least {_MIN_KEY} characters; leave it out to be given one.")
+        key = key or f"sk-{self._token()}"
+        digest = _digest(key)
+        owner = self._owner(digest)
+        if owner is not None and not owner.is_ended:
+            raise Conflict(f"This key belongs to session {owner.id}, which is live; end it or use another key.")
+        session_id = self._new_id(task)
+        tree = ConversationTree(session_id, group=group, metadata=metadata)
+        self._sessions[session_id] = Session(id=session_id, tree=tree, key_digest=digest, last_used_at=now)
+        self._by_key[digest] = session_id
+        return IssuedSession(id=session_id, key=key)
+
+    def _new_id(self, task: str) -> SessionId:
+        prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.")[:_MAX_PREFIX] or "session"
+        session_id = SessionId(f"{prefix}-{self._token()}")
+        if session_id in self._sessions:
+            raise Conflict(f"Session id {session_id} was drawn twice; the token factory is not random.")
+        return session_id
+
+    def end(self, session_id: SessionId, now: float) -> Session:
+        """End a session; ending it again changes nothing. Raises ``NotFound`` for an unknown id."""
+        session = self.get(session_id)
+        if session.ended_at is None:
+            session.ended_at = now
+        return session
+
+    def expire(self, now: float) -> tuple[SessionId, ...]:
+        """End the live sessions that were idle for too long; returns their ids. They can still be exported."""
+        idle = [session.id for session in self if self._is_idle(session, now)]
+        for session_id in idle:
+            self.end(session_id, now)
+        return tuple(idle)
+
+    def _is_idle(self, session: Session, now: float) -> bool:
+        is_busy = session.is_ended or session.tree.num_pending > 0
+        return not is_busy and now - session.last_used_at >= self.settings.idle_seconds
+
+    def acknowledge(self, session_id: SessionId) -> bool:
+        """Forget an ended session whose export has arrived; returns whether there was something to forget.
+
+        Acknowledging twice is harmless. Raises ``Conflict`` for a live session.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            return False
+        if not session.is_ended:
+            raise Conflict(f"Session {session_id} is live; end it before its export is acknowledged.")
+        del self._sessions[session_id]
+        if self._by_key.get(session.key_digest) == session_id:
+            del self._by_key[session.key_digest]
+        return True
+
+    # ------------------------------------------------------------------------------------------------ using
+
+    def get(self, session_id: SessionId) -> Session:
+        """The session, live or ended. Raises ``NotFound`` for an unknown or forgotten id."""
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise NotFound(f"There is no session {session_id}; start one, or check the base URL.") from None
+
+    def resolve(self, credential: Credential, *, is_capability: bool = True) -> Session:
+        """The session that ``credential`` opens, live or ended.
+
+        A session id from a URL path is a capability (``is_capability``): no key is needed beside it and any is accepted,
+        unless it is the key of another session. A session id from anywhere else needs the key that owns it. A key alone
+        opens its session.
+
+        Raises ``NotFound`` for an unknown session, ``Unauthorized`` for a missing or wrong key.
+        """
+        owner = None if credential.key is None else self._owner(_digest(credential.key))
+        if credential.session is None:
+            return _required(owner)
+        if not is_capability and _required(owner).id != credential.session:
+            raise Unauthorized(f"This key does not open session {credential.session}; use the key it was started with.")
+        session = self.get(credential.session)
+        if owner is not None and owner is not session:
+            raise Unauthorized(f"This key belongs to another session; {session.id} was started with a key of its own.")
+        return session
+
+    def for_completion(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
+        """The live session that ``credential`` opens, marked as used.
+
+        Raises ``SessionEnded`` if it has ended, and what ``resolve`` raises.
+        """
+        session = self.resolve(credential, is_capability=is_capability)
+        if session.ended_at is not None:
+            raise SessionEnded(
+                f"Session {session.id} ended {_age(session.ended_at, now)} ago; "
+                "start a new one before sending completions."
+            )
+        session.last_used_at = now
+        return session
+
+    def for_reward(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
+        """The session that ``credential`` opens, if it is live or ended a short while ago; marked as used.
+
+        Raises ``SessionEnded`` after the grace period, and what ``resolve`` raises.
+        """
+        session = self.resolve(credential, is_capability=is_capability)
+        if session.ended_at is not None and self.is_settled(session, now):
+            raise SessionEnded(
+                f"Session {session.id} ended {_age(session.ended_at, now)} ago and takes rewards for "
+                f"{self.settings.grace_seconds:g} s only; reward before that, or lengthen the grace period."
+            )
+        session.last_used_at = now
+        return session
+
+    def is_settled(self, session: Session, now: float) -> bool:
+        """Whether the session has ended and takes no more rewards, so that its export is final."""
+        return session.ended_at is not None and now - session.ended_at >= self.settings.grace_seconds
+
+    def _owner(self, digest: bytes) -> Session | None:
+        """The session whose key has this digest. Only digests are compared, so timing tells nothing about keys."""
+        session_id = self._by_key.get(digest)
+        session = None if session_id is None else self._sessions[session_id]
+        if session is None or not hmac.compare_digest(session.key_digest, digest):
+            return None
+        return session
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _required(owner: Session | None) -> Session:
+    if owner is None:
+        raise Unauthorized("No session was started with this key; pass the api_key that start_session returned.")
+    return owner
+
+
+def _age(ended_at: float, now: float) -> str:
+    return f"{max(now - ended_at, 0.0):.0f} s"

@@ -1,0 +1,260 @@
+"""The conversation tree of one session: the one mutable owner of its interactions.
+
+Interactions begin, and then complete, are cancelled or fail, each exactly once; completed ones can be rewarded and can
+become parents. All values that leave the tree are frozen. The tree stores suffixes only: what an interaction shares
+with its parents is found by walking to the root.
+
+Who the parent is comes from ``links``, which tokens a prompt has from ``prompts``, what rewards mean from ``rewards``.
+The tree never waits and keeps no clock; the actor that owns it serialises access.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from attrs import evolve, field, frozen
+
+from areal_actors.cache.history import full_history
+from areal_actors.cache.links import Match, ParentIndex
+from areal_actors.cache.rewards import parse_reward
+from areal_actors.cache.tokens import full_ids, prompt_ids
+from areal_actors.domain import (
+    ChatMessage,
+    Completion,
+    CompletionRequest,
+    ForkReason,
+    GroupId,
+    Interaction,
+    InteractionId,
+    InteractionStatus,
+    Ints,
+    SessionId,
+    SessionRecord,
+)
+from areal_actors.errors import Conflict, NotFound, RewardError
+
+__all__ = ["ConversationTree", "PromptPlan"]
+
+_UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
+
+
+@frozen(kw_only=True)
+class PromptPlan:
+    """The prompt of a request, and where the request hangs in the tree.
+
+    ``token_ids`` int32 [T] is the whole prompt, ``suffix`` its part beyond the token parent's prompt and output.
+    ``fork`` says why the conversational parent's tokens are not extended, ``None`` where they are.
+    """
+
+    request: CompletionRequest = field(repr=False)
+    match: Match = field(repr=False)
+    token_ids: Ints = field(eq=False, repr=False)
+    suffix: Ints = field(eq=False, repr=False)
+    token_parent: InteractionId | None
+    fork: ForkReason | None
+
+    @property
+    def parent(self) -> InteractionId | None:
+        """The conversational parent."""
+        return None if self.match.parent is None else self.match.parent.id
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """The messages beyond the conversational parent's prompt and answer."""
+        return self.match.new_messages
+
+
+class ConversationTree:
+    """The interactions of one session, by id, in order of request."""
+
+    def __init__(
+        self,
+        session: SessionId,
+        *,
+        group: GroupId | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.session = session
+        self.group = group
+        self.metadata: Mapping[str, Any] = dict(metadata or {})
+        self._interactions: dict[InteractionId, Interaction] = {}
+        self._index = ParentIndex(self.get)
+        self._num_pending = 0
+        self._num_completed = 0
+        self._last_completed: InteractionId | None = None
+        self._last_stored: InteractionId | None = None
+
+    def __len__(self) -> int:
+        """The number of interactions, finished or not."""
+        return len(self._interactions)
+
+    @property
+    def num_pending(self) -> int:
+        """Interactions that have begun and not ended."""
+        return self._num_pending
+
+    @property
+    def num_completed(self) -> int:
+        """Interactions whose answer is complete."""
+        return self._num_completed
+
+    def get(self, interaction_id: InteractionId) -> Interaction:
+        """The interaction as it stands. Raises ``NotFound`` for an unknown id."""
+        try:
+            return self._interactions[interaction_id]
+        except KeyError:
+            raise NotFound(
+                f"Session {self.session} has no interaction {interaction_id}; use the id of an answer that it gave."
+            ) from None
+
+    # ------------------------------------------------------------------------------------------- looking
+
+    def match(self, request: CompletionRequest) -> Match:
+        """Find the interaction that ``request`` continues."""
+        return self._index.match(request)
+
+    def history(self, interaction: Interaction) -> tuple[ChatMessage, ...]:
+        """All messages of an interaction as they were stored, its own answer last."""
+        return full_history(interaction, self.get)
+
+    def prompt_tokens(self, interaction: Interaction) -> Ints:
+        """The exact ids of the prompt, int32 [T]."""
+        return prompt_ids(interaction, self.get)
+
+    def full_tokens(self, interaction: Interaction) -> Ints:
+        """The exact ids of the prompt and of what was sampled, int32 [T]."""
+        return full_ids(interaction, self.get)
+
+    def snapshot(self, *, is_ended: bool = False) -> SessionRecord:
+        """The session as it stands, frozen."""
+        return SessionRecord(
+            id=self.session,
+            interactions=tuple(self._interactions.values()),
+            is_ended=is_ended,
+            group=self.group,
+            metadata=self.metadata,
+        )
+
+    # ----------------------------------------------------------------------------------------- lifecycles
+
+    def begin(self, interaction_id: InteractionId, plan: PromptPlan) -> Interaction:
+        """Add a pending interaction; several may begin with one plan (the choices of ``n > 1``).
+
+        Raises ``Conflict`` if the id is taken.
+        """
+        if interaction_id in self._interactions:
+            raise Conflict(f"Session {self.session} already has an interaction {interaction_id}; choose another id.")
+        interaction = Interaction(
+            id=interaction_id,
+            order=len(self._interactions),
+            parent=plan.parent,
+            token_parent=plan.token_parent,
+            fork=plan.fork,
+            messages=plan.messages,
+            prompt_suffix=_owned(plan.suffix),
+            num_prompt_tokens=len(plan.token_ids),
+            is_stored=plan.request.store,
+            tag=plan.request.tag,
+        )
+        self._index.begin(interaction_id, plan.match.history)
+        self._num_pending += 1
+        return self._put(interaction)
+
+    def complete(self, interaction_id: InteractionId, completion: Completion, output: ChatMessage) -> Interaction:
+        """Record the answer: ``completion`` as it was sampled, ``output`` as the client reads it.
+
+        Raises ``NotFound`` for an unknown id and ``Conflict`` if the interaction has ended already.
+        """
+        interaction = evolve(
+            self._pending(interaction_id),
+            completion=_compact(completion),
+            output=output,
+            status=InteractionStatus.COMPLETED,
+            completed_order=self._num_completed,
+        )
+        self._num_completed += 1
+        self._last_completed = interaction_id
+        if interaction.is_stored:
+            self._last_stored = interaction_id
+        return self._end(interaction)
+
+    def cancel(
+        self, interaction_id: InteractionId, partial: Completion | None = None, output: ChatMessage | None = None
+    ) -> Interaction:
+        """Record that the client hung up; ``partial`` is what had been sampled, ``output`` what the client has read.
+
+        A cancelled interaction is never trained and never a parent. Raises as ``complete`` does.
+        """
+        completion = None if partial is None else _compact(partial)
+        pending = self._pending(interaction_id)
+        return self._end(evolve(pending, completion=completion, output=output, status=InteractionStatus.CANCELLED))
+
+    def fail(self, interaction_id: InteractionId, reason: str) -> Interaction:
+        """Record that no answer came, and why. Raises as ``complete`` does."""
+        return self._end(evolve(self._pending(interaction_id), failure=reason, status=InteractionStatus.FAILED))
+
+    def _pending(self, interaction_id: InteractionId) -> Interaction:
+        interaction = self.get(interaction_id)
+        if interaction.status is not InteractionStatus.PENDING:
+            raise Conflict(f"Interaction {interaction_id} is {interaction.status} already; it ends once.")
+        return interaction
+
+    def _end(self, interaction: Interaction) -> Interaction:
+        self._num_pending -= 1
+        self._put(interaction)
+        if interaction.output is not None:
+            self._index.answer(interaction.id, interaction.output)
+        return interaction
+
+    def _put(self, interaction: Interaction) -> Interaction:
+        self._interactions[interaction.id] = interaction
+        return interaction
+
+    # -------------------------------------------------------------------------------------------- rewards
+
+    def set_reward(self, interaction_id: InteractionId | None, reward: Any) -> Interaction:
+        """Assign a reward (replacing an earlier one) to one interaction, or to the last completed one.
+
+        ``reward`` is a finite number: float, int, bool, or a numpy or torch scalar. Without an id, interactions that
+        the client asked not to store are passed over, unless there are no others. A pending interaction keeps its
+        reward until it completes. Raises ``NotFound`` for an unknown id; ``RewardError`` if ``reward`` is no such number, if
+        nothing has completed yet, or if the interaction was cancelled or has failed.
+        """
+        value = parse_reward(reward)
+        interaction = self._last() if interaction_id is None else self.get(interaction_id)
+        if interaction.status in _UNREWARDABLE:
+            raise RewardError(
+                f"Interaction {interaction.id} was not completed ({interaction.status}) and is not trained; "
+                "reward a completed one."
+            )
+        return self._put(evolve(interaction, reward=value))
+
+    def _last(self) -> Interaction:
+        last = self._last_stored or self._last_completed
+        if last is None:
+            raise RewardError(
+                f"Session {self.session} has no completed interaction to reward; wait for an answer, or name one by id."
+            )
+        return self._interactions[last]
+
+
+def _owned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A read-only copy that keeps no larger buffer alive."""
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def _compact(completion: Completion) -> Completion:
+    """The same completion in as little memory as it takes; plain and sampled log-probabilities are often the same."""
+    logprobs = _owned(completion.logprobs)
+    is_same = np.array_equal(completion.logprobs, completion.raw_logprobs)
+    return evolve(
+        completion,
+        token_ids=_owned(completion.token_ids),
+        logprobs=logprobs,
+        raw_logprobs=logprobs if is_same else _owned(completion.raw_logprobs),
+        versions=_owned(completion.versions),
+    )

@@ -1,0 +1,1 @@
+"""Training: advantages, objectives, packed forward passes, AdamW, checkpoints and exports. Knows no actor and no engine."""

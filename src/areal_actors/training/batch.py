@@ -1,0 +1,152 @@
+"""The rows of one update and its trained tokens, flattened: what objectives see of a batch.
+
+Token t of a row is predicted at position t - 1, so its log-probability under any weights is read there: ``sources``
+holds t - 1, ``positions`` t. Padding exists only inside a forward pass (``packing.py``); everything here is flat, in
+the order of rows and of tokens within a row, so that layouts agree by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import cmp_using, define, field, frozen
+
+from areal_actors.domain import Floats, Trajectory, as_floats
+from areal_actors.errors import CaptureViolation, ExportError
+from areal_actors.training.aggregation import Indices, token_weights
+from areal_actors.training.config import Aggregation
+
+__all__ = ["Batch", "TrainingRow", "shift_left"]
+
+_array = cmp_using(eq=np.array_equal, class_name="array")
+
+_LOGPROB_SLACK = 1e-3
+"""How far above 0 rounding may lift the log-probability of a certain token."""
+
+
+@frozen(kw_only=True)
+class TrainingRow:
+    """One trajectory with its advantages (float32 [T]); ``episode`` and ``group`` are indices within the batch.
+
+    ``proximal`` and ``reference`` are log-probabilities float32 [T] under the weights before the update and under the
+    frozen reference, where somebody computed them. Creating a row raises ``ExportError`` if its arrays do not fit
+    together, and ``CaptureViolation`` if a trained token has no version or a log-probability that cannot be one.
+    """
+
+    trajectory: Trajectory
+    advantages: Floats = field(converter=as_floats, eq=_array)
+    episode: int = 0
+    group: int = 0
+    proximal: Floats | None = field(default=None, eq=False)
+    reference: Floats | None = field(default=None, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Check what every later index relies on."""
+        row = self.trajectory
+        lengths = {len(row.input_ids), len(row.loss_mask), len(row.logprobs), len(row.versions), len(self.advantages)}
+        if len(lengths) != 1:
+            raise ExportError(f"The arrays of a row of session {row.session} differ in length: {sorted(lengths)}.")
+        if row.num_tokens and row.loss_mask[0]:
+            raise ExportError(f"Session {row.session} trains the first token of a row, which nothing predicts.")
+        _check_capture(row)
+
+    @property
+    def positions(self) -> Indices:
+        """Positions t of the trained tokens, int64 [n]."""
+        return np.flatnonzero(self.trajectory.loss_mask).astype(np.int64)
+
+    @property
+    def is_inert(self) -> bool:
+        """Whether no trained token has an advantage."""
+        return not self.advantages[self.positions].any()
+
+
+@define(kw_only=True, frozen=True, slots=False)
+class Batch:
+    """The rows of one update. All arrays are [N] over its trained tokens; ``offsets`` int64 [R + 1] bounds those of a row."""
+
+    rows: tuple[TrainingRow, ...]
+    weights: Floats = field(eq=False)
+
+    @classmethod
+    def create(cls, rows: Sequence[TrainingRow], *, aggregation: Aggregation, fixed_length: int = 1) -> Batch:
+        """The batch of ``rows`` with each token's share in the loss. Rows that train nothing are left out."""
+        kept = tuple(row for row in rows if row.trajectory.num_trained_tokens)
+        counts = [len(row.positions) for row in kept]
+        owners = {
+            "rows": np.repeat(np.arange(len(kept)), counts),
+            "episodes": np.repeat(np.array([row.episode for row in kept], dtype=np.int64), counts),
+            "groups": np.repeat(np.array([row.group for row in kept], dtype=np.int64), counts),
+        }
+        return cls(rows=kept, weights=token_weights(aggregation, fixed_length=fixed_length, **owners))
+
+    @cached_property
+    def offsets(self) -> Indices:
+        """Where the tokens of each row begin; the last entry is N."""
+        return np.concatenate([[0], np.cumsum([len(row.positions) for row in self.rows])]).astype(np.int64)
+
+    @cached_property
+    def advantages(self) -> Floats:
+        """Float32 [N]."""
+        return as_floats(self._gather(lambda row: row.advantages))
+
+    @cached_property
+    def behaviour(self) -> Floats:
+        """Log-probabilities that the tokens were sampled with, float32 [N]."""
+        return as_floats(self._gather(lambda row: row.trajectory.logprobs))
+
+    @cached_property
+    def versions(self) -> npt.NDArray[np.int32]:
+        """Versions of the weights that sampled the tokens, int32 [N]."""
+        return self._gather(lambda row: row.trajectory.versions).astype(np.int32)
+
+    def tokens_of(self, rows: Sequence[int]) -> Indices:
+        """Indices into the token arrays of the tokens of ``rows``, row by row."""
+        return np.concatenate([np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
+
+    def split(self, values: Floats) -> list[Floats]:
+        """From one value per trained token [N] to one array per row, float32 [T], 0 off the mask."""
+        result = []
+        for row, start, stop in zip(self.rows, self.offsets[:-1], self.offsets[1:], strict=True):
+            spread = np.zeros(row.trajectory.num_tokens, dtype=np.float32)
+            spread[row.positions] = values[start:stop]
+            result.append(as_floats(spread))
+        return result
+
+    @cached_property
+    def proximal(self) -> Floats | None:
+        """Log-probabilities under the weights before the update, float32 [N], where all rows have them."""
+        return self._optional([row.proximal for row in self.rows])
+
+    @cached_property
+    def reference(self) -> Floats | None:
+        """Log-probabilities under the reference, float32 [N], where all rows have them."""
+        return self._optional([row.reference for row in self.rows])
+
+    def _optional(self, arrays: Sequence[Floats | None]) -> Floats | None:
+        present = [array[row.positions] for row, array in zip(self.rows, arrays, strict=True) if array is not None]
+        return as_floats(np.concatenate(present)) if present and len(present) == len(self.rows) else None
+
+    def _gather(self, array_of: Callable[[TrainingRow], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        return np.concatenate([array_of(row)[row.positions] for row in self.rows] or [np.zeros(0)])
+
+
+def _check_capture(row: Trajectory) -> None:
+    trained = row.loss_mask == 1
+    logprobs = row.logprobs[trained]
+    if not np.isfinite(logprobs).all() or (logprobs > _LOGPROB_SLACK).any():
+        raise CaptureViolation(f"A trained token of session {row.session} has a log-probability that cannot be one.")
+    if (row.versions[trained] < 0).any():
+        raise CaptureViolation(f"A trained token of session {row.session} has no version: nothing sampled it.")
+
+
+def shift_left(values: npt.NDArray[Any], *, fill: float = 0) -> npt.NDArray[Any]:
+    """Align values of tokens [T] with the positions that predict them: entry t holds what belongs to token t + 1.
+
+    Log-probabilities, versions, masks and advantages shift alike; the last position predicts nothing and gets ``fill``.
+    """
+    return np.concatenate([values[1:], np.array([fill], dtype=values.dtype)]) if len(values) else values.copy()

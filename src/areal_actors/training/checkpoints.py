@@ -1,0 +1,107 @@
+"""Checkpoints: directories of safetensors and one JSON document, written whole or not at all. No pickle.
+
+::
+
+    <root>/step-00000012/
+        model.safetensors        float32 weights
+        optimizer.safetensors    Adam's moments
+        rng.safetensors          states of torch's generators
+        checkpoint.json          step, sizes of the files above, and the caller's counters
+
+Which one is the latest is found by looking, so no pointer can be wrong. A directory whose document is missing, cannot
+be read, or names sizes that the files do not have is incomplete and ignored. What the numbers in a checkpoint mean is
+known by ``trainer.py`` and its caller; exports for other programs are in ``weights.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from areal_actors.errors import CheckpointError
+from areal_actors.training.directories import REPLACED, atomic_directory, sweep
+
+__all__ = ["Checkpoint", "find_checkpoints", "find_latest", "save_checkpoint"]
+
+_DOCUMENT = "checkpoint.json"
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})(" + re.escape(REPLACED) + r")?")
+
+
+@frozen(kw_only=True)
+class Checkpoint:
+    """A complete checkpoint on disk. ``counters`` is what its writer gave to remember."""
+
+    path: Path
+    step: int
+    counters: Mapping[str, Any] = field(factory=dict)
+
+    def load(self, part: str) -> dict[str, Tensor]:
+        """The tensors of ``part`` ("model", "optimizer", "rng"), on the CPU. Raises ``CheckpointError`` if they cannot be read."""
+        try:
+            return load_file(self.path / f"{part}.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path / part}.safetensors cannot be read: {error}.") from error
+
+
+def save_checkpoint(
+    root: Path,
+    *,
+    step: int,
+    parts: Mapping[str, Mapping[str, Tensor]],
+    counters: Mapping[str, Any],
+    num_kept: int = 2,
+) -> Checkpoint:
+    """Write a checkpoint of ``step`` and remove all but the last ``num_kept``.
+
+    ``counters`` must be JSON. Raises ``CheckpointError`` if it cannot be written; older checkpoints are untouched then.
+    """
+    sweep(root)
+    path = root / f"step-{step:08d}"
+    num_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
+    with atomic_directory(path, num_bytes=num_bytes) as partial:
+        for name, tensors in parts.items():
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial / f"{name}.safetensors")
+        sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
+        document = {"format": _FORMAT, "step": step, "sizes": sizes, "counters": dict(counters)}
+        (partial / _DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
+    for old in find_checkpoints(root)[:-num_kept]:
+        shutil.rmtree(old.path, ignore_errors=True)
+    return Checkpoint(path=path, step=step, counters=dict(counters))
+
+
+def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:
+    """All complete checkpoints in ``root``, oldest first; none if it does not exist."""
+    names = sorted(root.glob("step-*"), key=lambda path: path.name) if root.is_dir() else []
+    found: dict[int, Checkpoint] = {}
+    for path in names:
+        checkpoint = _read(path)
+        if checkpoint is not None:
+            found.setdefault(checkpoint.step, checkpoint)  # sorted: a replaced one comes after its successor
+    return tuple(found[step] for step in sorted(found))
+
+
+def find_latest(root: Path) -> Checkpoint | None:
+    """The complete checkpoint of the highest step, or ``None``."""
+    return next(reversed(find_checkpoints(root)), None)
+
+
+def _read(path: Path) -> Checkpoint | None:
+    if not _NAME.fullmatch(path.name):
+        return None
+    try:
+        document = json.loads((path / _DOCUMENT).read_text(encoding="utf-8"))
+        sizes = {name: (path / name).stat().st_size for name in document["sizes"]}
+        is_complete = document["format"] == _FORMAT and sizes == document["sizes"]
+        return Checkpoint(path=path, step=document["step"], counters=document["counters"]) if is_complete else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,245 @@
+"""The trainer's settings. What they do is told beside the code that reads them; the defaults are those of the CPU recipe.
+
+Every class is frozen and checks itself when it is made. ``config.py`` of the library composes them; nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, instance_of, le, lt, optional
+
+__all__ = [
+    "AdvantageConfig",
+    "Aggregation",
+    "BehaviourConfig",
+    "ComputeDtype",
+    "Decay",
+    "KlConfig",
+    "KlEstimator",
+    "KlPlace",
+    "Layout",
+    "Level",
+    "Normalisation",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "OutOfRange",
+    "OverlongConfig",
+    "StatisticsUnit",
+    "Surrogate",
+    "TrainerConfig",
+]
+
+_positive: Any = gt(0)
+_not_negative: Any = ge(0)
+_fraction: Any = and_(ge(0), le(1))
+_below_one: Any = and_(ge(0), lt(1))
+_positive_or_none: Any = optional(_positive)
+
+
+class Layout(StrEnum):
+    """How rows become a forward pass. Both give the same loss and gradient; ``tree`` computes shared prefixes once."""
+
+    FLAT = "flat"
+    TREE = "tree"
+
+
+class ComputeDtype(StrEnum):
+    """In what the forward and backward pass compute; the weights that the optimiser keeps are float32 in any case."""
+
+    AUTO = "auto"
+    """bfloat16 autocast on CUDA and on CPUs with bfloat16 instructions, float32 elsewhere."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Normalisation(StrEnum):
+    """From returns to advantages; formulas in ``advantages.py``."""
+
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    RLOO = "rloo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    GROUP_MEAN_BATCH_STD = "group_mean_batch_std"
+    NONE = "none"
+
+
+class StatisticsUnit(StrEnum):
+    """What counts as one value in the statistics of a group."""
+
+    EPISODE = "episode"
+    """One value per episode, its total reward: a long episode weighs no more than a short one."""
+    ROW = "row"
+    """One value per training row, the return of its last turn."""
+    TURN_DEPTH = "turn_depth"
+    """One value per turn, its return, compared with turns of the same depth only."""
+
+
+class Surrogate(StrEnum):
+    """The policy loss; formulas in ``surrogates.py``."""
+
+    PPO = "ppo"
+    GSPO = "gspo"
+    REINFORCE = "reinforce"
+
+
+class Aggregation(StrEnum):
+    """How the losses of tokens become one number; formulas in ``aggregation.py``."""
+
+    TOKEN_MEAN = "token_mean"  # noqa: S105
+    SEQUENCE_MEAN = "sequence_mean"
+    EPISODE_MEAN = "episode_mean"
+    GROUP_MEAN = "group_mean"
+    FIXED_LENGTH = "fixed_length"
+
+
+class Level(StrEnum):
+    """Whether an importance weight belongs to a token or to its whole row."""
+
+    TOKEN = "token"  # noqa: S105
+    SEQUENCE = "sequence"
+
+
+class OutOfRange(StrEnum):
+    """What happens to an importance weight outside its bounds."""
+
+    CLAMP = "clamp"
+    """It is set to the nearer bound (truncated importance sampling)."""
+    MASK = "mask"
+    """It becomes 0: the token does not contribute (masked importance sampling)."""
+
+
+class KlEstimator(StrEnum):
+    """Estimators of KL(policy || reference) from one sample; formulas in ``penalties.py``."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class KlPlace(StrEnum):
+    """Where the distance to the reference is punished."""
+
+    LOSS = "loss"
+    REWARD = "reward"
+
+
+class Decay(StrEnum):
+    """What the learning rate does after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+@frozen(kw_only=True)
+class AdvantageConfig:
+    """How returns become advantages.
+
+    ``std_floor`` bounds the standard deviation that is divided by. ``drop_zero_variance`` removes groups whose
+    rewards are all equal before anything is averaged over the batch (the dynamic filter of DAPO); without it they
+    stay in the denominators and contribute 0.
+    """
+
+    normalisation: Normalisation = Normalisation.GRPO
+    unit: StatisticsUnit = StatisticsUnit.EPISODE
+    std_floor: float = field(default=1e-6, validator=_positive)
+    drop_zero_variance: bool = False
+
+
+@frozen(kw_only=True)
+class BehaviourConfig:
+    """Bounds on the weight proximal/behaviour that corrects for rows sampled by older weights."""
+
+    level: Level = Level.TOKEN
+    out_of_range: OutOfRange = OutOfRange.CLAMP
+    cap: float = field(default=5.0, validator=_positive)
+    floor: float = field(default=0.0, validator=_not_negative)
+
+
+@frozen(kw_only=True)
+class KlConfig:
+    """A penalty on the distance to the frozen reference model; ``coefficient`` 0 needs no reference."""
+
+    coefficient: float = field(default=0.0, validator=_not_negative)
+    estimator: KlEstimator = KlEstimator.K3
+    place: KlPlace = KlPlace.LOSS
+
+
+@frozen(kw_only=True)
+class OverlongConfig:
+    """The soft penalty on long episodes of DAPO: 0 up to ``max_tokens - buffer_tokens``, then linear down to -``scale``.
+
+    ``max_tokens`` ``None`` switches it off. Lengths count the sampled tokens of an episode that are trained.
+    """
+
+    max_tokens: int | None = field(default=None, validator=_positive_or_none)
+    buffer_tokens: int = field(default=256, validator=_positive)
+    scale: float = field(default=1.0, validator=_not_negative)
+
+
+@frozen(kw_only=True)
+class ObjectiveConfig:
+    """What is minimised.
+
+    ``is_decoupled`` takes the policy before the update as the centre of the clip and corrects for the behaviour
+    policy by an importance weight; otherwise the behaviour policy itself is the centre, as in PPO. ``fixed_length``
+    is the denominator of the aggregation of that name.
+    """
+
+    surrogate: Surrogate = Surrogate.PPO
+    clip_low: float = field(default=0.2, validator=_fraction)
+    clip_high: float = field(default=0.28, validator=_not_negative)
+    is_decoupled: bool = True
+    behaviour: BehaviourConfig = field(factory=BehaviourConfig)
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    fixed_length: int = field(default=1024, validator=_positive)
+    kl: KlConfig = field(factory=KlConfig)
+    entropy_coefficient: float = 0.0
+    overlong: OverlongConfig = field(factory=OverlongConfig)
+
+
+@frozen(kw_only=True)
+class OptimizerConfig:
+    """AdamW, its schedule and the bound on the gradient.
+
+    The rate rises linearly over ``num_warmup_steps`` updates to ``learning_rate``, then follows ``decay`` down to
+    ``final_fraction`` of it at ``num_decay_steps``. ``max_grad_norm`` ``None`` does not clip.
+    """
+
+    learning_rate: float = field(default=2e-5, validator=_positive)
+    beta1: float = field(default=0.9, validator=_below_one)
+    beta2: float = field(default=0.95, validator=_below_one)
+    epsilon: float = field(default=1e-8, validator=_positive)
+    weight_decay: float = field(default=0.0, validator=_not_negative)
+    num_warmup_steps: int = field(default=3, validator=_not_negative)
+    decay: Decay = Decay.CONSTANT
+    num_decay_steps: int = field(default=1000, validator=_positive)
+    final_fraction: float = field(default=0.1, validator=_fraction)
+    max_grad_norm: float | None = field(default=1.0, validator=_positive_or_none)
+
+
+@frozen(kw_only=True)
+class TrainerConfig:
+    """One training step: how groups become updates.
+
+    ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row goes alone). ``temperature`` is the one
+    that the rows were sampled at: log-probabilities are compared under it. ``num_epochs`` and ``num_minibatches`` are
+    passes over a batch and updates per pass. ``skips_inert_rows`` leaves out of the forward pass what cannot change
+    the gradient.
+    """
+
+    objective: ObjectiveConfig = field(factory=ObjectiveConfig)
+    advantages: AdvantageConfig = field(factory=AdvantageConfig)
+    optimizer: OptimizerConfig = field(factory=OptimizerConfig)
+    layout: Layout = Layout.TREE
+    max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
+    dtype: ComputeDtype = ComputeDtype.AUTO
+    temperature: float = field(default=1.0, validator=_positive)
+    num_epochs: int = field(default=1, validator=_positive)
+    num_minibatches: int = field(default=1, validator=_positive)
+    skips_inert_rows: bool = True
+    seed: int = 0

@@ -1,0 +1,231 @@
+"""From rows to forward passes: padded rows side by side, or token tries that compute a shared prefix once.
+
+In the ``tree`` layout the rows of a group are merged while their ids agree. A trie of U nodes becomes one packed row
+of U tokens; a node's position is its depth, and it attends to its ancestors and itself::
+
+    row 0   s u a b c            nodes      s u a b c d e x
+    row 1   s u a d e     ->     positions  0 1 2 3 4 3 4 2
+    row 2   s u x                d attends to s u a d; x to s u x
+
+A token that several rows train is one node and still one term per row: each row has its own weight and advantage. Nodes
+below which nothing is trained are not computed at all, as nothing reads their predictions (in both layouts).
+
+Where rows diverge is found by sorting them, so a trie costs vector operations per row and not a dictionary per token;
+the sorted order also makes ancestors precede descendants, hence the mask is lower triangular.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from areal_actors.domain import Ints
+from areal_actors.training.aggregation import Indices
+from areal_actors.training.batch import TrainingRow
+
+__all__ = ["Pack", "Trie", "build_trie", "pack_flat", "pack_tree"]
+
+_PAD = 0
+"""What fills the end of short rows. Any id does: no real token attends to it, and nothing reads what it predicts."""
+
+
+@frozen(kw_only=True)
+class Pack:
+    """One forward pass: R rows of L positions and where in it the trained tokens are predicted.
+
+    ``input_ids`` and ``position_ids`` int64 [R, L]; ``visible`` bool [R, L, L], whether query i attends to key j, or
+    ``None`` for plain causal rows. ``rows`` names the batch rows inside; for their trained tokens, row by row,
+    ``sources`` int64 [n] is the index into R·L that predicts the token, and ``targets`` int64 [n] its id.
+    ``num_tokens`` counts what is not padding.
+    """
+
+    input_ids: Indices = field(eq=False)
+    position_ids: Indices = field(eq=False)
+    visible: npt.NDArray[np.bool_] | None = field(eq=False)
+    rows: tuple[int, ...]
+    sources: Indices = field(eq=False)
+    targets: Indices = field(eq=False)
+    num_tokens: int
+
+
+@frozen(kw_only=True)
+class Trie:
+    """Merged rows. ``ids`` and ``depths`` int64 [U], ancestors first; ``paths`` gives each row's nodes, in order of ``rows``.
+
+    ``segments`` lists (start, stop, path to the first node exclusive) of the runs of nodes that each row added.
+    """
+
+    rows: tuple[int, ...]
+    ids: Indices = field(eq=False)
+    depths: Indices = field(eq=False)
+    paths: tuple[Indices, ...] = field(eq=False)
+    segments: tuple[tuple[int, int, Indices], ...] = field(eq=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """U."""
+        return len(self.ids)
+
+
+def pack_flat(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
+    """Forward passes of the rows ``indices``, right-padded, at most ``max_tokens`` positions each (a longer row goes alone).
+
+    Every one of these rows must train a token.
+    """
+    bins = _fill_bins([_needed(rows[index]) for index in indices], max_tokens=max_tokens)
+    return [_flat_pack(rows, [indices[slot] for slot in slots]) for slots in bins]
+
+
+def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
+    """Forward passes of tries of the rows ``indices``, at most ``max_tokens`` positions each (a longer row goes alone).
+
+    Only rows of the same group are merged. A group whose trie exceeds the bound is cut into several. Every one of these
+    rows must train a token.
+    """
+    tries = [trie for members in _by_group(rows, indices) for trie in _tries(rows, members, max_tokens=max_tokens)]
+    bins = _fill_bins([trie.num_nodes for trie in tries], max_tokens=max_tokens)
+    return [_tree_pack(rows, [tries[slot] for slot in slots]) for slots in bins]
+
+
+def build_trie(sequences: Sequence[Ints], rows: Sequence[int]) -> Trie:
+    """Merge ``sequences`` (int32 [T_i], none empty) by equal prefixes; ``rows`` are the names they get.
+
+    The result lists the sequences in lexicographic order, so that neighbours share the most.
+    """
+    order = sorted(range(len(sequences)), key=lambda index: _sort_key(sequences[index]))
+    paths: list[Indices] = []
+    ids: list[Ints] = []
+    segments: list[tuple[int, int, Indices]] = []
+    num_nodes, previous = 0, np.zeros(0, dtype=np.int32)
+    for index in order:
+        sequence = sequences[index]
+        shared = _common_prefix(previous, sequence)
+        ancestors = paths[-1][:shared] if paths else np.zeros(0, dtype=np.int64)
+        stop = num_nodes + len(sequence) - shared
+        paths.append(np.concatenate([ancestors, np.arange(num_nodes, stop)]))
+        ids.append(sequence[shared:])
+        if stop > num_nodes:
+            segments.append((num_nodes, stop, ancestors))
+        num_nodes, previous = stop, sequence
+    depths = [np.arange(len(ancestors), len(ancestors) + stop - start) for start, stop, ancestors in segments]
+    return Trie(
+        rows=tuple(rows[index] for index in order),
+        ids=np.concatenate(ids).astype(np.int64),
+        depths=np.concatenate(depths).astype(np.int64),
+        paths=tuple(paths),
+        segments=tuple(segments),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- tries
+
+
+def _tries(rows: Sequence[TrainingRow], members: list[int], *, max_tokens: int) -> Iterator[Trie]:
+    """The tries of one group, each within the bound: rows in lexicographic order, cut where the next would not fit."""
+    sequences = {index: _input_ids(rows[index]) for index in members}
+    ordered = sorted(members, key=lambda index: _sort_key(sequences[index]))
+    current: list[int] = []
+    size, previous = 0, np.zeros(0, dtype=np.int32)
+    for index in ordered:
+        added = len(sequences[index]) - _common_prefix(previous, sequences[index])
+        if current and size + added > max_tokens:
+            yield build_trie([sequences[i] for i in current], current)
+            current, size, added = [], 0, len(sequences[index])
+        current, size, previous = [*current, index], size + added, sequences[index]
+    if current:
+        yield build_trie([sequences[i] for i in current], current)
+
+
+def _by_group(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for index in indices:
+        groups.setdefault(rows[index].group, []).append(index)
+    return list(groups.values())
+
+
+def _sort_key(sequence: Ints) -> bytes:
+    return sequence.astype(">i4").tobytes()
+
+
+def _common_prefix(first: Ints, second: Ints) -> int:
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _visible(trie: Trie, length: int) -> npt.NDArray[np.bool_]:
+    """Bool [L, L]: each node sees its ancestors and itself; padding sees itself, for a softmax over nothing is no number."""
+    visible = np.eye(length, dtype=bool)
+    for start, stop, ancestors in trie.segments:
+        visible[start:stop, ancestors] = True
+        visible[start:stop, start:stop] = np.tri(stop - start, dtype=bool)
+    return visible
+
+
+# ------------------------------------------------------------------------------------------------------- packs
+
+
+def _flat_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
+    sequences = [_input_ids(rows[index]) for index in indices]
+    length = max(len(sequence) for sequence in sequences)
+    return Pack(
+        input_ids=np.stack([_pad(sequence, length) for sequence in sequences]),
+        position_ids=np.tile(np.arange(length), (len(sequences), 1)),
+        visible=None,
+        rows=tuple(indices),
+        sources=np.concatenate([rows[index].positions - 1 + slot * length for slot, index in enumerate(indices)]),
+        targets=_targets(rows, indices),
+        num_tokens=sum(len(sequence) for sequence in sequences),
+    )
+
+
+def _tree_pack(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
+    length = max(trie.num_nodes for trie in tries)
+    indices = [index for trie in tries for index in trie.rows]
+    sources = [
+        path[rows[index].positions - 1] + slot * length
+        for slot, trie in enumerate(tries)
+        for index, path in zip(trie.rows, trie.paths, strict=True)
+    ]
+    return Pack(
+        input_ids=np.stack([_pad(trie.ids, length) for trie in tries]),
+        position_ids=np.stack([_pad(trie.depths, length) for trie in tries]),
+        visible=np.stack([_visible(trie, length) for trie in tries]),
+        rows=tuple(indices),
+        sources=np.concatenate(sources),
+        targets=_targets(rows, indices),
+        num_tokens=sum(trie.num_nodes for trie in tries),
+    )
+
+
+def _fill_bins(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Items by falling length, each bin padded to its first: close lengths share a pass, and padding stays small."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= max_tokens:
+            bins[-1].append(index)
+        else:
+            bins.append([index])
+    return bins
+
+
+def _needed(row: TrainingRow) -> int:
+    """Tokens that must be computed: those that predict a trained token, and what they attend to."""
+    return int(row.positions[-1])
+
+
+def _input_ids(row: TrainingRow) -> Ints:
+    return row.trajectory.input_ids[: _needed(row)]
+
+
+def _targets(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Indices:
+    return np.concatenate([rows[index].trajectory.input_ids[rows[index].positions] for index in indices]).astype(
+        np.int64
+    )
+
+
+def _pad(values: npt.NDArray[np.integer], length: int) -> Indices:
+    return np.pad(values.astype(np.int64), (0, length - len(values)), constant_values=_PAD)

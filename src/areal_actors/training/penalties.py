@@ -1,0 +1,87 @@
+"""What is taken away: distance to the reference model, in the loss or in the reward, and overlong episodes.
+
+Penalties in the reward make new groups from old ones, before advantages are computed; they change no group in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from areal_actors.domain import Episode, Floats, Group, Trajectory, as_floats
+from areal_actors.training.config import KlEstimator, OverlongConfig
+
+__all__ = ["estimate_kl", "overlong_penalty", "penalise_kl", "penalise_overlong"]
+
+_MAX_DIFFERENCE = 20.0
+"""Bound on a log-ratio within k3, whose exponential would otherwise overflow on one absurd token."""
+
+
+def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimates [n] of KL(policy || reference) from tokens that the policy sampled; d = log π - log π_reference::
+
+    k1 = d                      unbiased, of high variance; in the loss its expected gradient is 0
+    k2 = d² / 2                 its gradient is that of the KL
+    k3 = exp(-d) - 1 + d        unbiased, never negative; the one of GRPO (arXiv:2402.03300)
+    """
+    difference = logprobs - reference
+    match estimator:
+        case KlEstimator.K1:
+            return difference
+        case KlEstimator.K2:
+            return difference.square() / 2
+        case KlEstimator.K3:
+            bounded = difference.clamp(-_MAX_DIFFERENCE, _MAX_DIFFERENCE)
+            return torch.exp(-bounded) - 1 + bounded
+
+
+def penalise_kl(groups: Sequence[Group], estimates: Mapping[int, Floats], *, coefficient: float) -> tuple[Group, ...]:
+    """Groups whose rewards pay for the distance to the reference.
+
+    ``estimates`` gives KL estimates float32 [T], 0 off the mask, by ``id`` of the trajectory. A token's return loses
+    the estimates from itself to the end of its row, an episode's reward those of all its rows, times ``coefficient``.
+    """
+    return tuple(
+        evolve(group, episodes=tuple(_pay_kl(episode, estimates, coefficient) for episode in group.episodes))
+        for group in groups
+    )
+
+
+def penalise_overlong(groups: Sequence[Group], config: OverlongConfig) -> tuple[Group, ...]:
+    """Groups whose long episodes have lower rewards and returns; the groups themselves where the penalty is off."""
+    if config.max_tokens is None:
+        return tuple(groups)
+    return tuple(evolve(group, episodes=tuple(_pay_length(e, config) for e in group.episodes)) for group in groups)
+
+
+def overlong_penalty(num_tokens: int, config: OverlongConfig) -> float:
+    """The soft overlong punishment of DAPO (arXiv:2503.14476), at most 0 and at least ``-scale``."""
+    if config.max_tokens is None:
+        return 0.0
+    excess = num_tokens - (config.max_tokens - config.buffer_tokens)
+    return -config.scale * min(max(excess / config.buffer_tokens, 0.0), 1.0)
+
+
+def _pay_kl(episode: Episode, estimates: Mapping[int, Floats], coefficient: float) -> Episode:
+    costs = [coefficient * estimates[id(row)].astype(np.float64) for row in episode.trajectories]
+    rows = tuple(
+        _pay_row(row, cost[::-1].cumsum()[::-1]) for row, cost in zip(episode.trajectories, costs, strict=True)
+    )
+    return evolve(episode, trajectories=rows, reward=episode.reward - float(sum(cost.sum() for cost in costs)))
+
+
+def _pay_length(episode: Episode, config: OverlongConfig) -> Episode:
+    cost = -overlong_penalty(sum(row.num_trained_tokens for row in episode.trajectories), config)
+    rows = tuple(_pay_row(row, np.full(row.num_tokens, cost)) for row in episode.trajectories)
+    return evolve(episode, trajectories=rows, reward=episode.reward - cost)
+
+
+def _pay_row(row: Trajectory, costs: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Trajectory:
+    """The row with ``costs`` [T] taken from the returns of its trained tokens; its reward pays what its last one pays."""
+    trained = np.flatnonzero(row.loss_mask)
+    last = float(costs[trained[-1]]) if len(trained) else 0.0
+    return evolve(row, returns=as_floats(row.returns - costs * (row.loss_mask == 1)), reward=row.reward - last)

@@ -1,0 +1,66 @@
+"""The final export: a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` and inference servers load as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_actors.training.directories import atomic_directory
+
+__all__ = ["export_model"]
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.tiktoken",
+    "spiece.model",
+)
+
+
+def export_model(
+    model: Any, directory: Path, *, tokenizer_directory: Path | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write ``model`` (a transformers causal LM) in ``dtype`` with config, generation config and tokenizer files.
+
+    Tokenizer files are copied as they are from ``tokenizer_directory``. An existing ``directory`` is replaced when
+    the new one is complete. Raises ``CheckpointError`` if it cannot be written.
+    """
+    state = _converted(model.state_dict(), dtype)
+    num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in state.values()}.values())
+    with atomic_directory(directory, num_bytes=num_bytes) as partial:
+        model.save_pretrained(partial, state_dict=state)
+        _write_dtype(partial / "config.json", dtype)
+        if tokenizer_directory is not None:
+            _copy_tokenizer(tokenizer_directory, partial)
+
+
+def _converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors in ``dtype`` on the CPU; names that shared one tensor still do, so that tied weights are written once."""
+    converted: dict[int, Tensor] = {}
+    for tensor in state.values():
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        converted.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", target))
+    return {name: converted[tensor.data_ptr()] for name, tensor in state.items()}
+
+
+def _write_dtype(config_path: Path, dtype: torch.dtype) -> None:
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in _TOKENIZER_FILES):
+            shutil.copyfile(path, target / path.name)

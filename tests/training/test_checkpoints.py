@@ -1,0 +1,177 @@
+"""Checkpoints: exact resume, whole or not at all, full disks, strangers' files."""
+
+from __future__ import annotations
+
+import json
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+from attrs import evolve
+
+from areal_actors.errors import CheckpointError
+from areal_actors.training import directories
+from areal_actors.training.checkpoints import find_checkpoints, find_latest, save_checkpoint
+from areal_actors.training.config import ComputeDtype, Decay, OptimizerConfig, TrainerConfig
+from areal_actors.training.trainer import PolicyTrainer
+
+CONFIG = TrainerConfig(
+    dtype=ComputeDtype.FLOAT32,
+    num_minibatches=2,
+    optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, decay=Decay.COSINE, num_decay_steps=6),
+)
+
+
+@contextmanager
+def largest_file(num_bytes: int):
+    """A limit of the operating system on the size of any file that this process writes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def save_small(root, step, *, value=1.0, **kwargs):
+    """A checkpoint of one tensor."""
+    return save_checkpoint(root, step=step, parts={"model": {"w": torch.full((4,), value)}}, counters={}, **kwargs)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, make_model, make_agent_group):
+    """Saving, loading into another model and going on gives the same weights, bit for bit."""
+    batches = [[make_agent_group(2 * step), make_agent_group(2 * step + 1)] for step in range(5)]
+    straight = PolicyTrainer(make_model(), CONFIG)
+    for batch in batches:
+        straight.train_step(batch)
+
+    first = PolicyTrainer(make_model(), CONFIG)
+    for batch in batches[:2]:
+        first.train_step(batch)
+    first.save(tmp_path, counters={"next": 17})
+    resumed = PolicyTrainer(make_model(seed=5), CONFIG)
+    counters = resumed.restore(tmp_path)
+    statistics = [resumed.train_step(batch) for batch in batches[2:]]
+
+    assert counters == {"next": 17}
+    assert [3, 4, 5] == [found.version for found in statistics]
+    expected = straight.state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in resumed.state_dict().items())
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path, make_model):
+    """Torch's generator continues after a restore as it would have without it."""
+    trainer = PolicyTrainer(make_model(), CONFIG)
+    trainer.save(tmp_path)
+    expected = torch.rand(3)
+    torch.rand(5)
+
+    trainer.restore(tmp_path)
+
+    assert torch.equal(expected, torch.rand(3))
+
+
+def test_nothing_to_restore_is_none(tmp_path, make_model):
+    """Without a complete checkpoint a trainer stays as it is."""
+    trainer = PolicyTrainer(make_model(), CONFIG)
+
+    assert trainer.restore(tmp_path / "absent") is None
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, make_model):
+    """Names and shapes must fit; the message names the tensors."""
+    PolicyTrainer(make_model("qwen2"), CONFIG).save(tmp_path)
+
+    with pytest.raises(CheckpointError, match="another model"):
+        PolicyTrainer(make_model("llama"), CONFIG).restore(tmp_path)
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    """Older checkpoints go when a newer one is complete."""
+    for step in range(4):
+        save_small(tmp_path, step, num_kept=2)
+
+    assert [2, 3] == [checkpoint.step for checkpoint in find_checkpoints(tmp_path)]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    """The second checkpoint of a step is the one that counts, and no trace of the first remains."""
+    save_small(tmp_path, 3, value=1.0)
+    save_small(tmp_path, 3, value=2.0)
+
+    assert torch.equal(torch.full((4,), 2.0), find_latest(tmp_path).load("model")["w"])
+    assert ["step-00000003"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_a_crash_while_replacing_loses_nothing(tmp_path):
+    """Between moving the old one aside and the new one in, the old one is found."""
+    save_small(tmp_path, 3)
+    (tmp_path / "step-00000003").rename(tmp_path / f"step-00000003{directories.REPLACED}")
+
+    assert find_latest(tmp_path).step == 3
+
+
+@pytest.mark.parametrize("damage", ["no document", "half a document", "truncated", "missing file", "foreign"])
+def test_incomplete_checkpoints_are_ignored(tmp_path, damage):
+    """A checkpoint that is not whole is passed over for the one before it."""
+    save_small(tmp_path, 1)
+    broken = save_small(tmp_path, 2).path
+    document = broken / "checkpoint.json"
+    match damage:
+        case "no document":
+            document.unlink()
+        case "half a document":
+            document.write_text(document.read_text()[:20])
+        case "truncated":
+            (broken / "model.safetensors").write_bytes(b"x")
+        case "missing file":
+            (broken / "model.safetensors").unlink()
+        case "foreign":
+            document.write_text(json.dumps({"format": 99, "step": 2, "sizes": {}, "counters": {}}))
+
+    assert find_latest(tmp_path).step == 1
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, make_model):
+    """A write that the system refuses raises with the path and the bytes needed, and leaves the older one."""
+    trainer = PolicyTrainer(make_model(), CONFIG)
+    trainer.save(tmp_path)
+    trainer.version = 1
+
+    with largest_file(1000), pytest.raises(CheckpointError, match=r"step-00000001 .* needs [\d,]+ bytes"):
+        trainer.save(tmp_path)
+
+    assert [0] == [checkpoint.step for checkpoint in find_checkpoints(tmp_path)]
+    assert ["step-00000000"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_too_little_space_is_seen_before_writing(tmp_path):
+    """What cannot fit is refused before the first byte."""
+    absurd = {"w": torch.empty(1, device="meta").expand(1 << 50)}
+
+    with pytest.raises(CheckpointError, match="bytes are free"):
+        save_checkpoint(tmp_path, step=1, parts={"model": absurd}, counters={})
+
+
+def test_leftovers_of_a_crash_are_swept(tmp_path):
+    """A partial directory of a killed writer disappears with the next save and is never read."""
+    partial = tmp_path / ".step-00000009.partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
+
+    save_small(tmp_path, 1)
+
+    assert ["step-00000001"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_restoring_into_another_schedule_keeps_the_count(tmp_path, make_model, make_agent_group):
+    """The number of updates is part of the checkpoint: a changed schedule continues from it."""
+    trainer = PolicyTrainer(make_model(), CONFIG)
+    trainer.train_step([make_agent_group(0), make_agent_group(1)])
+    trainer.save(tmp_path)
+
+    longer = PolicyTrainer(make_model(), evolve(CONFIG, num_minibatches=1))
+    longer.restore(tmp_path)
+
+    assert trainer._optimizer.learning_rate == longer._optimizer.learning_rate

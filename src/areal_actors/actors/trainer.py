@@ -1,0 +1,328 @@
+"""The trainer actor: leases groups, takes a step on a thread, publishes the weights, evaluates and writes checkpoints.
+
+One step::
+
+    LeaseGroups ─▶ train_step (thread) ─▶ PublishWeights ─▶ AcknowledgeLease ─▶ VersionAdvanced
+                                                                 │
+                            StepFinished ◀─ checkpoint, if due ◀─┴─ Evaluate, if due
+
+Agents keep running all the while. The arithmetic of a step is ``training``; how stale a group may be is asked for with
+each lease. A checkpoint holds the weights, the optimiser, the position in the data and what this actor counts, so that a
+resumed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from attrs import asdict, field, frozen
+from attrs.validators import ge, gt, le, optional
+
+from areal_actors.core import Actor, Context, Ref
+from areal_actors.domain import DataPosition, Group, Snapshot
+from areal_actors.messages import (
+    AcknowledgeLease,
+    AwaitTraining,
+    Capacity,
+    DescribeEngine,
+    Evaluate,
+    EvaluationFinished,
+    Exports,
+    Generation,
+    Lease,
+    LeaseGroups,
+    PhaseChanged,
+    Progress,
+    PublishWeights,
+    RequestStop,
+    Rollouts,
+    StepFinished,
+    Training,
+    TrainingSummary,
+    VersionAdvanced,
+)
+from areal_actors.telemetry import get_logger
+from areal_actors.training import PolicyTrainer, StepStatistics
+
+__all__ = ["CheckpointConfig", "EvaluationConfig", "StopConfig", "TrainerActor", "TrainingPeers", "TrainingPlan"]
+
+_log = get_logger(__name__)
+
+
+@frozen(kw_only=True)
+class CheckpointConfig:
+    """How often a checkpoint is written, and how many are kept. One is written at the end in any case."""
+
+    every_steps: int = field(default=10, validator=ge(1))
+    keep: int = field(default=1, validator=ge(1))
+
+
+@frozen(kw_only=True)
+class EvaluationConfig:
+    """How often the held-out problems are run, besides before the first and after the last step. 0: only then."""
+
+    every_steps: int = field(default=0, validator=ge(0))
+
+
+@frozen(kw_only=True)
+class StopConfig:
+    """When training is good enough to stop early: the reward's moving average reaches ``reward``.
+
+    The average is exponential with weight ``smoothing`` on the past, corrected for its start (as in Adam, arXiv 1412.6980).
+    """
+
+    reward: float | None = None
+    smoothing: float = field(default=0.5, validator=[ge(0.0), le(0.99)])
+    min_steps: int = field(default=1, validator=ge(1))
+
+
+@frozen(kw_only=True)
+class TrainingPlan:
+    """What the trainer actor was asked to do."""
+
+    total_steps: int = field(validator=ge(1))
+    batch_size: int = field(validator=ge(1))
+    max_staleness: int = field(default=0, validator=ge(0))
+    evaluation: EvaluationConfig = field(factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
+    stop: StopConfig = field(factory=StopConfig)
+    max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
+    """A step that waits longer than this for its groups stops the run with an error. ``None``: no bound."""
+
+
+@frozen(kw_only=True)
+class TrainingPeers:
+    """Whom the trainer talks to. Without ``rollouts`` nothing is evaluated: agents run elsewhere."""
+
+    exports: Ref[Exports]
+    generation: Ref[Generation]
+    capacity: Ref[Capacity]
+    rollouts: Ref[Rollouts] | None = None
+    progress: Ref[Progress] | None = None
+
+
+class TrainerActor(Actor[Training]):
+    """Owns the policy and its optimiser. ``counters`` are those of the checkpoint that a resumed run starts from."""
+
+    def __init__(
+        self,
+        *,
+        policy: PolicyTrainer,
+        peers: TrainingPeers,
+        plan: TrainingPlan,
+        checkpoints: Path,
+        counters: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._policy = policy
+        self._peers = peers
+        self._plan = plan
+        self._checkpoints = checkpoints
+        self._is_resumed = counters is not None
+        self._average = _MovingAverage(plan.stop.smoothing, **(counters or {}).get("average", {}))
+        self._position = parse_position(counters)
+        self._stop_reason: str | None = None
+        self._stopping = anyio.Event()
+        self._ended = anyio.Event()
+        self._summary: TrainingSummary | None = None
+        self._saved_version: int | None = policy.version if self._is_resumed else None
+        self._num_sampled = 0
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Train while the actor lives."""
+        context.tasks.start_soon(self._train)
+        yield
+
+    @RequestStop.handler
+    async def request_stop(self, message: RequestStop) -> None:
+        """Remember why; the loop sees it between two steps, or while it waits for groups."""
+        self._stop_reason = self._stop_reason or message.reason
+        self._stopping.set()
+
+    @AwaitTraining.handler(concurrency=64)
+    async def await_training(self, message: AwaitTraining) -> TrainingSummary:  # noqa: ARG002
+        """Wait for the end."""
+        await self._ended.wait()
+        assert self._summary is not None
+        return self._summary
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    async def _train(self) -> None:
+        await self._publish()
+        if not self._is_resumed:
+            await self._evaluate()
+        is_finished = self._policy.version >= self._plan.total_steps
+        while not is_finished and not self._stopping.is_set():
+            is_finished = await self._step()
+        await self._save()
+        self._summary = TrainingSummary(
+            steps=self._policy.version,
+            version=self._policy.version,
+            is_finished=is_finished,
+            stop_reason=self._stop_reason,
+        )
+        self._ended.set()
+
+    async def _step(self) -> bool:
+        """One step; returns whether training is over. Being asked to stop while waiting for groups makes no step."""
+        started = anyio.current_time()
+        lease = await self._lease()
+        if lease is None:
+            return False
+        leased = anyio.current_time()
+        statistics = await to_thread.run_sync(self._policy.train_step, lease.groups)
+        await self._publish()
+        trained = anyio.current_time()
+        self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
+        await self._peers.capacity.tell(VersionAdvanced(version=self._policy.version))
+        is_over = self._is_over(statistics)
+        metrics = _metrics(statistics, lease) | await self._speed(trained - started)
+        metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
+        metrics["eval_reward"] = await self._evaluate() if self._is_evaluation_due(is_over=is_over) else None
+        if self._policy.version % self._plan.checkpoint.every_steps == 0:
+            await self._save()
+        await self._tell(StepFinished(step=self._policy.version, metrics=metrics))
+        return is_over
+
+    async def _lease(self) -> Lease | None:
+        """The next batch, or ``None`` if a stop was requested first."""
+        lease: Lease | None = None
+        with anyio.fail_after(self._plan.max_step_seconds):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._cancel_when_stopping, tasks.cancel_scope)
+                lease = await self._peers.exports.ask(
+                    LeaseGroups(
+                        num_groups=self._plan.batch_size,
+                        version=self._policy.version,
+                        max_staleness=self._plan.max_staleness,
+                    )
+                )
+                tasks.cancel_scope.cancel()
+        return lease
+
+    async def _cancel_when_stopping(self, scope: anyio.CancelScope) -> None:
+        await self._stopping.wait()
+        scope.cancel()
+
+    def _is_over(self, statistics: StepStatistics) -> bool:
+        average = self._average.update(statistics.data.reward_mean)
+        stop = self._plan.stop
+        if stop.reward is not None and average >= stop.reward and self._policy.version >= stop.min_steps:
+            self._stop_reason = f"the reward's moving average reached {stop.reward:g}"
+            return True
+        return self._policy.version >= self._plan.total_steps
+
+    # ------------------------------------------------------------------------------------------------- its parts
+
+    async def _publish(self) -> None:
+        snapshot = Snapshot(version=self._policy.version, state=self._policy.state_dict())
+        await self._peers.generation.ask(PublishWeights(snapshot=snapshot))
+
+    def _is_evaluation_due(self, *, is_over: bool) -> bool:
+        every = self._plan.evaluation.every_steps
+        return is_over or (every > 0 and self._policy.version % every == 0)
+
+    async def _evaluate(self) -> float | None:
+        """Mean reward on the held-out problems; an episode that failed counts as 0. ``None`` if there are none."""
+        if self._peers.rollouts is None:
+            return None
+        await self._tell(PhaseChanged(phase="evaluating", detail=f"version {self._policy.version}"))
+        started = anyio.current_time()
+        groups = await self._peers.rollouts.ask(Evaluate(version=self._policy.version))
+        if not groups:
+            return None
+        news = _evaluation(groups, version=self._policy.version, seconds=anyio.current_time() - started)
+        await self._tell(news)
+        return news.reward
+
+    async def _save(self) -> None:
+        """Write a checkpoint, unless this version has one."""
+        if self._saved_version == self._policy.version:
+            return
+        await self._tell(PhaseChanged(phase="saving a checkpoint", detail=f"step {self._policy.version}"))
+        counters = {"position": asdict(self._position), "average": self._average.state()}
+        await to_thread.run_sync(
+            lambda: self._policy.save(self._checkpoints, counters=counters, num_kept=self._plan.checkpoint.keep)
+        )
+        self._saved_version = self._policy.version
+
+    async def _speed(self, seconds: float) -> dict[str, float | int | None]:
+        """Tokens that the engine sampled since the last step."""
+        view = await self._peers.generation.ask(DescribeEngine())
+        num_sampled = view.statistics.sampled_tokens - self._num_sampled
+        self._num_sampled = view.statistics.sampled_tokens
+        return {"sampled_tokens": num_sampled, "tokens_per_second": num_sampled / seconds if seconds > 0 else None}
+
+    async def _tell(self, news: StepFinished | EvaluationFinished | PhaseChanged) -> None:
+        if self._peers.progress is not None:
+            await self._peers.progress.tell(news)
+
+
+class _MovingAverage:
+    """An exponential moving average that is right from its first value on."""
+
+    def __init__(self, smoothing: float, *, total: float = 0.0, weight: float = 0.0) -> None:
+        self._smoothing = smoothing
+        self._total = total
+        self._weight = weight
+
+    def update(self, value: float) -> float:
+        self._total = self._smoothing * self._total + (1 - self._smoothing) * value
+        self._weight = self._smoothing * self._weight + (1 - self._smoothing)
+        return self._total / self._weight
+
+    def state(self) -> dict[str, float]:
+        return {"total": self._total, "weight": self._weight}
+
+
+def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:
+    """The position in the data that a checkpoint's ``counters`` hold; the start without them."""
+    position = (counters or {}).get("position", {})
+    return DataPosition(next=int(position.get("next", 0)), pending=tuple(position.get("pending", ())))
+
+
+def _evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> EvaluationFinished:
+    episodes = [episode for group in groups for episode in group.episodes]
+    return EvaluationFinished(
+        version=version,
+        reward=sum(episode.reward for episode in episodes) / len(episodes),
+        num_episodes=len(episodes),
+        num_failed=sum(episode.failure is not None for episode in episodes),
+        seconds=seconds,
+    )
+
+
+def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:
+    """One flat record of a step; ``docs/metrics.md`` explains each key."""
+    data = statistics.data
+    return {
+        "step": statistics.version,
+        "version": statistics.version,
+        "reward": data.reward_mean,
+        "loss": statistics.loss,
+        "kl": statistics.approximate_kl,
+        "reference_kl": statistics.reference_kl,
+        "entropy": statistics.entropy,
+        "staleness_mean": data.staleness_mean,
+        "staleness_max": data.staleness_max,
+        "tokens": data.num_tokens,
+        "trained_tokens": data.num_trained_tokens,
+        "packed_tokens": statistics.num_packed_tokens,
+        "episodes": data.num_episodes,
+        "failed_episodes": data.num_failed_episodes,
+        "zero_variance_groups": data.num_zero_variance_groups,
+        "dropped_groups": lease.dropped,
+        "grad_norm": statistics.grad_norm,
+        "learning_rate": statistics.learning_rate,
+        "clip_fraction": statistics.clip_fraction,
+        "importance_mean": statistics.importance_mean,
+        "importance_max": statistics.importance_max,
+        "behaviour_gap_mean": statistics.behaviour_gap_mean,
+        "behaviour_gap_max": statistics.behaviour_gap_max,
+    }

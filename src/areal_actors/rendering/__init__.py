@@ -1,0 +1,31 @@
+"""Messages to tokens and back. The shop window: ``base.py`` has the contract, ``loading.py`` the entrance."""
+
+from __future__ import annotations
+
+from areal_actors.rendering.base import (
+    Delta,
+    ReasoningDelta,
+    Renderer,
+    StreamParser,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallStarted,
+)
+from areal_actors.rendering.loading import RendererConfig, create_renderer, load_renderer
+from areal_actors.rendering.renderer import TemplateRenderer
+from areal_actors.rendering.stream import join_deltas
+
+__all__ = [
+    "Delta",
+    "ReasoningDelta",
+    "Renderer",
+    "RendererConfig",
+    "StreamParser",
+    "TemplateRenderer",
+    "TextDelta",
+    "ToolArgumentsDelta",
+    "ToolCallStarted",
+    "create_renderer",
+    "join_deltas",
+    "load_renderer",
+]

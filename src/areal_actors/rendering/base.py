@@ -1,0 +1,140 @@
+"""What turns messages into token ids and back: the ``Renderer`` protocol, its stream, and the deltas of an answer.
+
+``TemplateRenderer`` (``renderer.py``) speaks any Hugging Face chat template; a hand-written renderer of one model plugs
+in at the same protocol. Which turn extends which is decided elsewhere (``cache``); what a client reads is formatted
+elsewhere (``proxy``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from attrs import frozen
+
+from areal_actors.domain import ChatMessage, ForkReason, Ints, Tool
+
+__all__ = ["Delta", "ReasoningDelta", "Renderer", "StreamParser", "TextDelta", "ToolArgumentsDelta", "ToolCallStarted"]
+
+
+@frozen(kw_only=True)
+class TextDelta:
+    """More of the answer's content."""
+
+    text: str
+
+
+@frozen(kw_only=True)
+class ReasoningDelta:
+    """More of the thinking before the answer. An empty one says that the model thought nothing, in so many tags."""
+
+    text: str
+
+
+@frozen(kw_only=True)
+class ToolCallStarted:
+    """A call begins; said once for each call, ``index`` counting from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@frozen(kw_only=True)
+class ToolArgumentsDelta:
+    """More of the JSON text of the arguments of call ``index``."""
+
+    index: int
+    text: str
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallStarted | ToolArgumentsDelta
+
+
+class StreamParser(Protocol):
+    """Ids of one answer in, deltas out. However the ids are cut into chunks, the deltas join to one message."""
+
+    def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
+        """What is certain after these ids: text that may yet become a tag, and half characters, are held back."""
+        ...
+
+    def finish(self) -> tuple[Delta, ...]:
+        """What was held back, now that nothing follows. Call it once."""
+        ...
+
+
+class Renderer(Protocol):
+    """Messages to ids, ids to messages, for one model. Knows no conversation; quick enough for an event loop."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: the template's end of turn first, then the model's other end tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the greatest id of the tokenizer."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Ints:
+        """Ids of the whole conversation and of the header that asks for an answer, int32 [T].
+
+        Raises ``RenderError`` if the template refuses the conversation.
+        """
+        ...
+
+    def extend(
+        self,
+        *,
+        history: Sequence[ChatMessage],
+        new: Sequence[ChatMessage],
+        is_closed: bool,
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Ints | ForkReason:
+        """Ids that follow the parent's exact ids (its prompt and what was sampled) to ask for the answer to ``new``.
+
+        ``history`` holds the parent's messages and its answer, which comes last. ``is_closed`` says that the sampled
+        ids end with one of ``stop_token_ids``; otherwise the returned ids start by closing the turn. Only ``new`` is
+        rendered and tokenised. Returns a ``ForkReason`` where these ids would not be what the template makes of the
+        conversation: render it anew then (and learn why, if the template refuses it).
+        """
+        ...
+
+    def parse(
+        self,
+        token_ids: Ints | Sequence[int],
+        *,
+        tools: Sequence[Tool] = (),
+        stop: Sequence[str] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        call_ids: Callable[[], str] | None = None,
+    ) -> ChatMessage:
+        """The assistant's message that these sampled ids say. Never raises: what makes no sense stays text.
+
+        Tool calls are looked for only where ``tools`` were offered. The text ends before the first of the ``stop``
+        strings. ``template_kwargs`` are those of the prompt. ``call_ids`` makes the ids of tool calls (random ones by
+        default).
+        """
+        ...
+
+    def open_stream(
+        self,
+        *,
+        tools: Sequence[Tool] = (),
+        stop: Sequence[str] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        call_ids: Callable[[], str] | None = None,
+    ) -> StreamParser:
+        """A parser for one answer as it arrives; its deltas join to what ``parse`` returns."""
+        ...
+
+    def decode(self, token_ids: Ints | Sequence[int]) -> str:
+        """The plain text of ids, special tokens included. Never raises; ids outside the vocabulary are left out."""
+        ...

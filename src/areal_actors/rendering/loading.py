@@ -1,0 +1,139 @@
+"""Putting a renderer together from a model's tokenizer files: settings, template, special tokens, probes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from areal_actors.errors import ModelError
+from areal_actors.rendering.adaptation import Adaptation, probe_adaptation
+from areal_actors.rendering.parity import ParityProbe
+from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, choose_format
+from areal_actors.rendering.renderer import TemplateRenderer
+from areal_actors.rendering.suffix import SuffixRenderer, find_end_of_turn
+from areal_actors.rendering.template import ChatTemplate
+from areal_actors.rendering.tokens import Vocabulary
+from areal_actors.rendering.typesetter import Typesetter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["RendererConfig", "create_renderer", "load_renderer"]
+
+
+@frozen(kw_only=True)
+class RendererConfig:
+    """How messages become tokens.
+
+    ``tool_format`` and ``reasoning_format`` are names of formats, ``auto`` (recognised by the chat template) or
+    ``none``. ``chat_template`` is Jinja text that replaces the model's own.
+    """
+
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
+    chat_template: str | None = None
+
+
+def load_renderer(model_path: Path | str, *, config: RendererConfig | None = None) -> TemplateRenderer:
+    """The renderer of the model in the directory ``model_path``.
+
+    Reads the tokenizer files, and ``generation_config.json`` for further end tokens if there is one.
+
+    Raises ``ModelError`` if there is no fast tokenizer or no usable chat template, ``ConfigError`` for an unknown
+    format.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_path))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"No tokenizer can be loaded from {model_path}: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(f"{model_path} has no fast tokenizer; save the model with its tokenizer.json.")
+    stop_token_ids = _read_stop_ids(Path(model_path) / "generation_config.json")
+    return create_renderer(tokenizer, config=config, stop_token_ids=stop_token_ids)
+
+
+def create_renderer(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    config: RendererConfig | None = None,
+    stop_token_ids: Sequence[int] = (),
+    now: Callable[[], datetime] = datetime.now,
+) -> TemplateRenderer:
+    """A renderer around ``tokenizer``, whose backend it takes over (truncation and padding are switched off).
+
+    ``stop_token_ids`` are end tokens that neither tokenizer nor template tell of; ``now`` is the clock of templates
+    that print the date. Raises like ``load_renderer``.
+    """
+    config = config or RendererConfig()
+    vocabulary = _create_vocabulary(tokenizer)
+    template = _create_template(tokenizer, config, now)
+    tool_format, adaptation = _choose_tool_format(config, template)
+    typesetter = Typesetter(template=template, adaptation=adaptation, vocabulary=vocabulary)
+    end_of_turn = find_end_of_turn(typesetter, vocabulary)
+    stops = _unique((end_of_turn, tokenizer.eos_token_id, *stop_token_ids))
+    return TemplateRenderer(
+        vocabulary=vocabulary,
+        typesetter=typesetter,
+        stop_token_ids=stops,
+        tool_format=tool_format,
+        reasoning_format=choose_format(
+            config.reasoning_format, REASONING_FORMATS, template=template.source, path="reasoning_format"
+        ),
+        probe=None if end_of_turn is None else _create_probe(typesetter, vocabulary, stops),
+    )
+
+
+def _read_stop_ids(path: Path) -> tuple[int, ...]:
+    """``eos_token_id`` of a generation config: one id, or several, or none."""
+    if not path.is_file():
+        return ()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    ids = found if isinstance(found, list) else [found]
+    return tuple(token_id for token_id in ids if isinstance(token_id, int))
+
+
+def _create_vocabulary(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
+    special = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return Vocabulary.create(tokenizer.backend_tokenizer, special=special)
+
+
+def _create_template(
+    tokenizer: PreTrainedTokenizerFast, config: RendererConfig, now: Callable[[], datetime]
+) -> ChatTemplate:
+    source = config.chat_template or tokenizer.chat_template
+    if not source:
+        raise ModelError(
+            "The model has no chat template; give one as chat_template, or use an instruction-tuned model."
+        )
+    named = tokenizer.special_tokens_map
+    return ChatTemplate.create(source, variables={k: v for k, v in named.items() if isinstance(v, str)}, now=now)
+
+
+def _choose_tool_format(config: RendererConfig, template: ChatTemplate) -> tuple[ToolFormat | None, Adaptation]:
+    """The format that answers are read by; the first one for a model whose template knows no tools."""
+    chosen = choose_format(config.tool_format, TOOL_FORMATS, template=template.source, path="tool_format")
+    stand_in = chosen or next(iter(TOOL_FORMATS.values()))
+    adaptation = probe_adaptation(template, stand_in)
+    is_needed = config.tool_format == "auto" and not adaptation.has_tools
+    return (stand_in if is_needed else chosen), adaptation
+
+
+def _create_probe(typesetter: Typesetter, vocabulary: Vocabulary, stops: tuple[int, ...]) -> ParityProbe:
+    texts = sorted((vocabulary.special[i] for i in stops if i in vocabulary.special), key=len, reverse=True)
+    suffix = SuffixRenderer(typesetter=typesetter, closing=re.compile("|".join(map(re.escape, texts))))
+    return ParityProbe(typesetter=typesetter, suffix=suffix, vocabulary=vocabulary, stop_token_ids=stops)
+
+
+def _unique(token_ids: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token_id for token_id in token_ids if token_id is not None))

@@ -1,0 +1,177 @@
+"""What a chat template may look at in a conversation, without its words: the key under which parity verdicts are kept.
+
+Also the synthetic conversations of each shape, which the parity probe renders.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from attrs import frozen
+
+from areal_actors.domain import ChatMessage, Tool, ToolCall
+
+__all__ = [
+    "PROBE_TOOLS",
+    "Reasoning",
+    "Shape",
+    "ThoughtAt",
+    "Trait",
+    "canonical_json",
+    "create_contexts",
+    "find_thought",
+    "shape_of",
+]
+
+_MAX_OPENING = 3
+_MAX_RUN = 2
+PROBE_TOOLS = (
+    Tool(
+        name="probe_tool",
+        description="A probe.",
+        parameters={"type": "object", "properties": {"probe": {"type": "string"}}},
+    ),
+)
+_CALL_IDS = ("probe0000", "probe0001")
+"""Nine letters and digits: Mistral's templates insist."""
+
+
+class Reasoning(StrEnum):
+    """Whether an assistant's message comes with thinking."""
+
+    ABSENT = "absent"
+    EMPTY = "empty"
+    PRESENT = "present"
+
+
+class ThoughtAt(StrEnum):
+    """Where thinking occurs in a history, seen from its last question."""
+
+    NOWHERE = "nowhere"
+    BEFORE = "before"
+    SINCE = "since"
+
+
+@frozen
+class Trait:
+    """One message without its words. More than two calls count as two."""
+
+    role: str
+    has_content: bool
+    num_calls: int
+    reasoning: Reasoning
+
+    @staticmethod
+    def of(message: ChatMessage) -> Trait:
+        """The trait of ``message``."""
+        return Trait(message.role, bool(message.content), min(len(message.tool_calls), _MAX_RUN), _reasoning(message))
+
+    def create(self, index: int) -> tuple[ChatMessage, tuple[str, ...]]:
+        """A message of this trait, and the marks that must be found in its text, in this order."""
+        content = f"probe content {index}" if self.has_content else ""
+        reasoning = {Reasoning.ABSENT: None, Reasoning.EMPTY: ""}.get(self.reasoning, f"probe thought {index}")
+        arguments = tuple(f"probe argument {index}.{n}" for n in range(self.num_calls))
+        calls = tuple(
+            ToolCall(id=_CALL_IDS[n], name="probe_tool", arguments=json.dumps({"probe": text}))
+            for n, text in enumerate(arguments)
+        )
+        is_result = self.role == "tool"
+        message = ChatMessage(
+            role=self.role,
+            content=content,
+            tool_calls=calls,
+            reasoning=reasoning,
+            tool_call_id=_CALL_IDS[index % _MAX_RUN] if is_result else None,
+            name="probe_tool" if is_result else None,
+        )
+        return message, tuple(mark for mark in (reasoning, content, *arguments) if mark)
+
+
+def _reasoning(message: ChatMessage) -> Reasoning:
+    """Thinking that no parser took out of the content counts: templates look for the tag themselves."""
+    if message.reasoning is None:
+        is_tagged = message.role == "assistant" and message.content is not None and "</think>" in message.content
+        return Reasoning.PRESENT if is_tagged else Reasoning.ABSENT
+    return Reasoning.PRESENT if message.reasoning else Reasoning.EMPTY
+
+
+@frozen
+class Shape:
+    """Everything about an extension that a verdict depends on, but for thinking further back in the history.
+
+    ``opening`` holds the roles up to the first message that is no system prompt (three at most); runs of equal traits
+    in ``new`` count as two; ``options`` is canonical JSON.
+    """
+
+    opening: tuple[str, ...]
+    answer: Trait
+    new: tuple[Trait, ...]
+    has_tools: bool
+    options: str
+
+
+def shape_of(
+    history: Sequence[ChatMessage], new: Sequence[ChatMessage], *, tools: Sequence[Tool], options: Mapping[str, Any]
+) -> Shape:
+    """The shape of an extension; the time it takes does not depend on the length of the history."""
+    return Shape(
+        _opening(history),
+        Trait.of(history[-1]),
+        _shorten(new),
+        bool(tools),
+        canonical_json(options),
+    )
+
+
+def canonical_json(options: Mapping[str, Any]) -> str:
+    """Template options as a key: equal options have equal texts."""
+    return json.dumps(dict(options), sort_keys=True, default=repr) if options else ""
+
+
+def _opening(history: Sequence[ChatMessage]) -> tuple[str, ...]:
+    roles: list[str] = []
+    for index in range(min(len(history) - 1, _MAX_OPENING)):
+        roles.append(history[index].role)
+        if roles[-1] not in {"system", "developer"}:
+            break
+    return tuple(roles)
+
+
+def _shorten(messages: Sequence[ChatMessage]) -> tuple[Trait, ...]:
+    traits: list[Trait] = []
+    for trait in map(Trait.of, messages):
+        if traits[-_MAX_RUN:] != [trait] * _MAX_RUN:
+            traits.append(trait)
+    return tuple(traits)
+
+
+def find_thought(history: Sequence[ChatMessage]) -> ThoughtAt:
+    """Where the messages before the answer think. Looks at every message: ask only if the answer matters."""
+    is_since = True
+    for message in reversed(history[:-1]):
+        if message.role == "user":
+            is_since = False
+        elif _reasoning(message) is not Reasoning.ABSENT:
+            return ThoughtAt.SINCE if is_since else ThoughtAt.BEFORE
+    return ThoughtAt.NOWHERE
+
+
+def create_contexts(opening: Sequence[str]) -> dict[ThoughtAt, tuple[tuple[ChatMessage, ...], ...]]:
+    """Histories, without the answer, that begin with these roles, by where they think."""
+    start = tuple(ChatMessage(role=role, content=f"probe opening {n}") for n, role in enumerate(opening))
+    question = ChatMessage(role="user", content="probe question")
+    result = ChatMessage(role="tool", content="probe result", tool_call_id=_CALL_IDS[0], name="probe_tool")
+
+    def answered(*, num_calls: int, reasoning: Reasoning) -> ChatMessage:
+        return Trait("assistant", num_calls == 0, num_calls, reasoning).create(9)[0]
+
+    talk, act = answered(num_calls=0, reasoning=Reasoning.ABSENT), answered(num_calls=1, reasoning=Reasoning.ABSENT)
+    think, plan = answered(num_calls=0, reasoning=Reasoning.PRESENT), answered(num_calls=1, reasoning=Reasoning.PRESENT)
+    return {
+        ThoughtAt.NOWHERE: (start, (*start, talk, question), (*start, act, result)),
+        ThoughtAt.BEFORE: ((*start, think, question), (*start, plan, result, talk, question)),
+        ThoughtAt.SINCE: ((*start, plan, result),),
+    }

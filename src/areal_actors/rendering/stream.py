@@ -1,0 +1,97 @@
+"""One answer from ids to deltas (detokenizer, stop strings, reasoning, tool calls), and deltas to a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+from areal_actors.domain import ChatMessage, Ints, ToolCall
+from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStarted
+from areal_actors.rendering.parsers import AnswerParser
+from areal_actors.rendering.tags import num_held_back
+from areal_actors.rendering.tokens import Detokenizer
+
+__all__ = ["AnswerStream", "join_deltas"]
+
+
+class AnswerStream:
+    """A ``StreamParser`` made of stages. ``hidden`` are ids that no client sees: end tokens and other special ones."""
+
+    def __init__(
+        self,
+        *,
+        detokenizer: Detokenizer,
+        hidden: AbstractSet[int],
+        stop: Sequence[str],
+        reasoning: AnswerParser,
+        tools: AnswerParser,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._hidden = hidden
+        self._stop = _StopStrings(stop)
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
+        """What is certain after these ids."""
+        shown = [token_id for token_id in map(int, token_ids) if token_id not in self._hidden]
+        text = self._stop.feed(self._detokenizer.feed(shown))
+        return self._call_tools(self._reasoning.feed(text)) if text else ()
+
+    def finish(self) -> tuple[Delta, ...]:
+        """What was held back."""
+        text = self._stop.feed(self._detokenizer.finish()) + self._stop.finish()
+        rest = (*self._reasoning.feed(text), *self._reasoning.finish())
+        return (*self._call_tools(rest), *self._tools.finish())
+
+    def _call_tools(self, deltas: Iterable[Delta]) -> tuple[Delta, ...]:
+        said: list[Delta] = []
+        for delta in deltas:
+            said += self._tools.feed(delta.text) if isinstance(delta, TextDelta) else (delta,)
+        return tuple(said)
+
+
+class _StopStrings:
+    """Text up to the first stop string to be complete, without it (of several that end at one place, the longest)."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(text for text in stop if text)
+        self._buffer = ""
+        self._is_over = False
+
+    def feed(self, text: str) -> str:
+        if not self._stop or self._is_over:
+            return "" if self._is_over else text
+        self._buffer += text
+        ends = [(at + len(stop), at) for stop in self._stop if (at := self._buffer.find(stop)) >= 0]
+        self._is_over = bool(ends)
+        end = min(ends)[1] if ends else len(self._buffer) - num_held_back(self._buffer, self._stop)
+        certain, self._buffer = self._buffer[:end], "" if ends else self._buffer[end:]
+        return certain
+
+    def finish(self) -> str:
+        return self._buffer
+
+
+def join_deltas(deltas: Iterable[Delta]) -> ChatMessage:
+    """The message that deltas add up to. Content is ``None`` beside calls, ``""`` where there is nothing at all."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    starts: list[ToolCallStarted] = []
+    arguments: dict[int, str] = {}
+    for delta in deltas:
+        match delta:
+            case TextDelta():
+                content.append(delta.text)
+            case ReasoningDelta():
+                reasoning.append(delta.text)
+            case ToolCallStarted():
+                starts.append(delta)
+            case ToolArgumentsDelta():
+                arguments[delta.index] = arguments.get(delta.index, "") + delta.text
+    return ChatMessage(
+        role="assistant",
+        content="".join(content) if content or not starts else None,
+        tool_calls=tuple(ToolCall(id=s.id, name=s.name, arguments=arguments.get(s.index, "")) for s in starts),
+        reasoning="".join(reasoning) if reasoning else None,
+    )

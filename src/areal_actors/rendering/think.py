@@ -1,0 +1,107 @@
+"""Thinking between ``<think>`` and ``</think>``, at the beginning of an answer.
+
+Some templates write the opening tag themselves, as the end of the prompt: the answer then begins inside the thinking.
+The line breaks that set the tags apart belong to the format, neither to the thinking nor to the content. Tags further
+on in an answer are the model's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta
+from areal_actors.rendering.tags import num_held_back
+
+__all__ = ["ThinkTags"]
+
+_OPEN = "<think>"
+_CLOSE = "</think>"
+
+
+class ThinkTags:
+    """The format of Qwen3, DeepSeek-R1 and many others."""
+
+    markers = (_OPEN, _CLOSE)
+
+    def is_spoken_by(self, template: str) -> bool:
+        """Whether the template mentions the closing tag."""
+        return _CLOSE in template
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Whether the prompt ends with the opening tag."""
+        return prompt.rstrip().endswith(_OPEN)
+
+    def open_parser(self, *, is_open: bool) -> _ThinkParser:
+        """A parser for one answer."""
+        return _ThinkParser(is_open=is_open)
+
+
+class _ThinkParser:
+    """A small state machine: a state is the method that reads on, and says whether there may be more to read."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        self._buffer = ""
+        self._has_thought = False
+        self._deltas: list[Delta] = []
+        self._state: Callable[[], bool] = self._think if is_open else self._begin
+
+    def feed(self, text: str) -> tuple[Delta, ...]:
+        self._buffer += text
+        while self._state():
+            pass
+        return self._take()
+
+    def finish(self) -> tuple[Delta, ...]:
+        if self._state == self._think:
+            self._say_thought(self._buffer.rstrip("\n"))
+        elif self._state == self._begin:
+            self._say_content(self._buffer)
+        return self._take()
+
+    def _take(self) -> tuple[Delta, ...]:
+        deltas, self._deltas = tuple(self._deltas), []
+        return deltas
+
+    def _begin(self) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith(_OPEN):
+            self._buffer, self._state = text[len(_OPEN) :], self._think
+            return True
+        if _OPEN.startswith(text):
+            return False
+        self._state = self._speak
+        return True
+
+    def _think(self) -> bool:
+        if not self._has_thought:
+            self._buffer = self._buffer.lstrip("\n")
+        thought, closing, rest = self._buffer.partition(_CLOSE)
+        if closing:
+            self._say_thought(thought.rstrip("\n"), is_last=True)
+            self._buffer, self._state = rest, self._pause
+            return True
+        held = num_held_back(self._buffer, (_CLOSE,))
+        certain = self._buffer[: len(self._buffer) - held].rstrip("\n")
+        self._say_thought(certain)
+        self._buffer = self._buffer[len(certain) :]
+        return False
+
+    def _pause(self) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = self._speak
+        return bool(self._buffer)
+
+    def _speak(self) -> bool:
+        self._say_content(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _say_thought(self, text: str, *, is_last: bool = False) -> None:
+        if text or (is_last and not self._has_thought):
+            self._deltas.append(ReasoningDelta(text=text))
+            self._has_thought = True
+
+    def _say_content(self, text: str) -> None:
+        if text:
+            self._deltas.append(TextDelta(text=text))

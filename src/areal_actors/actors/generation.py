@@ -62,6 +62,4 @@ class GenerationActor(Actor[Generation]):
     @DescribeEngine.handler
     async def describe(self, message: DescribeEngine) -> EngineView:  # noqa: ARG002
         """Facts, counters, version."""
-        return EngineView(
-            info=self._engine.info, statistics=self._engine.statistics(), version=self._engine.version
-        )
+        return EngineView(info=self._engine.info, statistics=self._engine.statistics(), version=self._engine.version)

@@ -215,7 +215,9 @@ class RolloutRunner(Actor[Rollouts]):
         except ActorError:
             raise
         except ArealError as error:
-            raise EpisodeError(f"{type(self._agent).__name__}.run returned a reward that cannot be kept: {error}") from error
+            raise EpisodeError(
+                f"{type(self._agent).__name__}.run returned a reward that cannot be kept: {error}"
+            ) from error
         await self._peers.sessions.ask(EndSession(credential=credential))
         return await self._peers.exports.ask(ExportSession(session=opened.session, member=slot.member))
 
@@ -250,8 +252,10 @@ class RolloutRunner(Actor[Rollouts]):
         progress = self._peers.progress
         if progress is None:
             return
-        facts = {"episode": episode, "problem": slot.problem, "is_eval": slot.is_eval}
-        await progress.tell(EpisodeFinished(**facts, version=slot.version))
+        finished = EpisodeFinished(episode=episode, problem=slot.problem, version=slot.version, is_eval=slot.is_eval)
+        await progress.tell(finished)
         if self._config.is_archiving:
             record = await self._peers.sessions.ask(CollectSession(session=episode.session))
-            await progress.tell(SessionArchived(**facts, record=record))
+            await progress.tell(
+                SessionArchived(record=record, episode=episode, problem=slot.problem, is_eval=slot.is_eval)
+            )

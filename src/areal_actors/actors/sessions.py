@@ -207,9 +207,7 @@ class SessionManager(Actor[Sessions]):
                 yield _finish(turn, choice)
 
     def _begin(self, credential: Credential, request: CompletionRequest, *, is_streaming: bool) -> _Turn:
-        session = self._store.for_completion(
-            credential, anyio.current_time(), is_capability=credential.is_capability
-        )
+        session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
         plan = plan_prompt(session.tree, self._renderer, request)
         keys = self._extras[session.id].keys.keys(request, plan.token_ids)
         names = _names(f"chatcmpl-{self._token()}", request.num_choices)
@@ -226,9 +224,7 @@ class SessionManager(Actor[Sessions]):
         choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
         return _Turn(session=session, plan=plan, choices=choices, requests=requests)
 
-    def _choice(
-        self, session: Session, plan: PromptPlan, name: tuple[int, str], *, is_streaming: bool
-    ) -> Choice:
+    def _choice(self, session: Session, plan: PromptPlan, name: tuple[int, str], *, is_streaming: bool) -> Choice:
         index, interaction = name[0], InteractionId(name[1])
         session.tree.begin(interaction, plan)
         return Choice(

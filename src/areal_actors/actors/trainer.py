@@ -47,7 +47,8 @@ from areal_actors.messages import (
     VersionAdvanced,
 )
 from areal_actors.telemetry import get_logger
-from areal_actors.training import PolicyTrainer, StepStatistics
+from areal_actors.training.statistics import StepStatistics
+from areal_actors.training.trainer import PolicyTrainer
 
 __all__ = ["CheckpointConfig", "EvaluationConfig", "StopConfig", "TrainerActor", "TrainingPeers", "TrainingPlan"]
 

@@ -17,15 +17,17 @@ array_equality = cmp_using(eq=np.array_equal, class_name="array")
 
 def as_ints(values: Any) -> Ints:
     """A read-only int32 array of ``values`` (copied only if it has to be)."""
-    return _read_only(np.asarray(values, dtype=np.int32).reshape(-1))
+    return _read_only(np.asarray(values, dtype=np.int32))
 
 
 def as_floats(values: Any) -> Floats:
     """A read-only float32 array of ``values`` (copied only if it has to be)."""
-    return _read_only(np.asarray(values, dtype=np.float32).reshape(-1))
+    return _read_only(np.asarray(values, dtype=np.float32))
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    view = array.view()
+    if array.ndim == 1 and not array.flags.writeable:
+        return array  # so that a changed copy of a value holds its parts and not views of views of them
+    view = array.reshape(-1).view()
     view.flags.writeable = False
     return view

@@ -118,7 +118,7 @@ class TextDelta:
 
 @frozen(kw_only=True)
 class ReasoningDelta:
-    """More thinking."""
+    """More thinking. An empty one says that the model thought nothing, in so many tags."""
 
     text: str
     choice: int = 0

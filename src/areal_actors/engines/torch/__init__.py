@@ -1,0 +1,30 @@
+"""The embedded engine: transformers models in this process. Torch is loaded when ``TorchEngine`` is first named, no sooner.
+
+::
+
+    engine.py      the async face                 worker.py     the thread that owns model, keys and values
+    scheduler.py   who runs where (no tensors)    generation.py one generation as it stands
+    sharing.py     which rows share a prefix      sampler.py    from logits to ids and log-probabilities
+    attention.py   attention over slots           kv.py         where keys and values live
+    forward.py     choosing and proving a path    llama.py      the lean path     generic.py   any other model
+    weights.py     what a snapshot must hold      config.py     settings
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from areal_actors.engines.torch.config import TorchEngineConfig
+
+if TYPE_CHECKING:
+    from areal_actors.engines.torch.engine import TorchEngine
+
+__all__ = ["TorchEngine", "TorchEngineConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchEngine":
+        from areal_actors.engines.torch.engine import TorchEngine
+
+        return TorchEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

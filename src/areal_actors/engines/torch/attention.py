@@ -1,0 +1,220 @@
+"""Attention of one step over the slots: rows that decode, then spans of prompts, all in one flat batch of N tokens.
+
+::
+
+    columns of the batch     0 ......... num_decode .......... N
+                             one token of    span of    span of
+                             each row        prompt 1   prompt 2
+
+A row attends to segments of main parts (read once for all rows that share them) and to its own tail; each part gives an
+output and the log-sum-exp of its scores, and the softmax over those joins the parts exactly. A span attends causally to its
+own slot. Both model paths (``llama.py``, ``generic.py``) call ``StepAttention``, so they agree on all of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import define, field, frozen
+from torch.nn.functional import scaled_dot_product_attention
+
+from areal_actors.engines.torch.kv import KeyValues, LayerKeyValues
+from areal_actors.engines.torch.sharing import SharingPlan
+
+__all__ = ["DecodeLayout", "Span", "StepAttention"]
+
+
+@frozen
+class Span:
+    """Batch columns [``offset``, ``offset + stop - start``) are tokens [``start``, ``stop``) of ``slot``."""
+
+    slot: int
+    start: int
+    stop: int
+    offset: int
+
+
+@define(eq=False)
+class DecodeLayout:
+    """The rows that decode, in the order of ``plan``; rows from ``len(slots)`` to ``num_rows`` are padding.
+
+    ``slots`` and ``tails`` (below ``num_tails``) name each row's slot and tail row, ``bases`` the tokens in its main part,
+    ``columns`` where in its tail this step's token goes; tensors are int64 [live rows]. ``is_alone``: nothing is computed
+    across rows, so that no row depends on its company.
+    """
+
+    plan: SharingPlan
+    slots: Sequence[int]
+    tails: torch.Tensor
+    num_tails: int
+    bases: torch.Tensor
+    num_rows: int
+    is_alone: bool
+    columns: torch.Tensor
+
+    @property
+    def num_live(self) -> int:
+        """Rows that are not padding."""
+        return len(self.slots)
+
+
+@define(eq=False)
+class StepAttention:
+    """Writes this step's keys and values and attends. One per step; ``attend`` is called once per layer, in order.
+
+    ``is_padded`` reads the main parts of all rows in one masked product instead of by segments.
+    """
+
+    kv: KeyValues
+    decode: DecodeLayout | None
+    spans: Sequence[Span]
+    is_padded: bool = False
+    _tail_mask: torch.Tensor | None = field(default=None, init=False)
+    _main_mask: torch.Tensor | None = field(default=None, init=False)
+
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention output [Hq, N, Dv] of layer ``index`` for ``q`` [Hq, N, D], ``k`` [Hk, N, D], ``v`` [Hk, N, Dv]."""
+        layer = self.kv.layer(index, k, v)
+        parts = []
+        num_rows = 0
+        if self.decode is not None:
+            num_rows = self.decode.num_rows
+            parts.append(self._attend_rows(layer, q[:, :num_rows], k[:, :num_rows], v[:, :num_rows], scale))
+        for span in self.spans:
+            at = slice(span.offset, span.offset + span.stop - span.start)
+            parts.append(_attend_span(layer, span, q[:, at], k[:, at], v[:, at], scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _attend_rows(
+        self, layer: LayerKeyValues, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        rows = self.decode
+        assert rows is not None
+        num_kv_heads, live = k.shape[0], rows.num_live
+        layer.tail_keys[rows.tails, :, rows.columns] = k[:, :live].transpose(0, 1)
+        layer.tail_values[rows.tails, :, rows.columns] = v[:, :live].transpose(0, 1)
+        group = q.shape[0] // num_kv_heads
+        # [Hk, rows * group, D]: the queries of neighbouring rows lie beside each other, so a segment's are one slice.
+        queries = (q * scale).view(num_kv_heads, group, *q.shape[1:]).transpose(1, 2).flatten(1, 2)
+        by_segments = rows.is_alone or not self.is_padded
+        join = _Join.create(queries, v, depth=1 + (rows.plan.depth if by_segments else 1))
+        if by_segments:
+            _attend_segments(layer, rows, queries, group, join)
+        else:
+            self._attend_padded(layer, rows, queries, group, join)
+        self._attend_tails(layer, rows, queries, group, join)
+        out = join.result().unflatten(1, (rows.num_rows, group)).transpose(1, 2)
+        return out.reshape(q.shape[0], rows.num_rows, v.shape[2])
+
+    def _attend_padded(
+        self, layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join
+    ) -> None:
+        """One masked product over all main parts: more memory traffic than by segments and far fewer kernels."""
+        longest = max((s.stop for s in rows.plan.segments), default=0)
+        if self._main_mask is None:
+            self._main_mask = torch.arange(longest, device=queries.device)[None] >= rows.bases[:, None]
+        slots = torch.tensor(rows.slots, device=queries.device)
+        keys, values = layer.keys[:, :, :longest][slots], layer.values[:, :, :longest][slots]
+        own = queries[:, : rows.num_live * group].unflatten(1, (rows.num_live, group)).transpose(0, 1)
+        _put_rows(join, 1, *_attend_batched(own, keys, values, self._main_mask))
+
+    def _attend_tails(
+        self, layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join
+    ) -> None:
+        """The rows' own sampled tokens, level 0 of the join."""
+        if rows.is_alone:
+            for place, (tail, column) in enumerate(zip(rows.tails.tolist(), rows.columns.tolist(), strict=True)):
+                at = slice(place * group, (place + 1) * group)
+                keys, values = layer.tail_keys[tail, :, : column + 1], layer.tail_values[tail, :, : column + 1]
+                join.put(0, at, *_attend_part(queries[:, at], keys, values))
+            return
+        # In the order of tail rows, so that keys and values are read where they are; holes among them cost little.
+        if self._tail_mask is None:
+            ends = rows.columns.new_zeros(rows.num_tails).index_copy_(0, rows.tails, rows.columns)
+            self._tail_mask = torch.arange(int(ends.max()) + 1, device=queries.device)[None] > ends[:, None]
+        extent = self._tail_mask.shape[1]
+        keys, values = layer.tail_keys[: rows.num_tails, :, :extent], layer.tail_values[: rows.num_tails, :, :extent]
+        own = queries[:, : rows.num_live * group].unflatten(1, (rows.num_live, group)).transpose(0, 1)
+        own = own.new_zeros((rows.num_tails, *own.shape[1:])).index_copy_(0, rows.tails, own)
+        output, log_sum = _attend_batched(own, keys, values, self._tail_mask)
+        _put_rows(join, 0, output[rows.tails], log_sum[rows.tails])
+
+
+@define(eq=False)
+class _Join:
+    """Parts of attention outputs [levels, Hk, R, Dv] with their log-sum-exp [levels, Hk, R], to be joined per query."""
+
+    outputs: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def create(cls, queries: torch.Tensor, v: torch.Tensor, *, depth: int) -> _Join:
+        shape = (depth, *queries.shape[:2])
+        weights = torch.full(shape, -torch.inf, dtype=torch.float32, device=queries.device)
+        weights[0] = 0.0  # of padding rows, which have no part at all, nothing is NaN
+        return cls(v.new_zeros((*shape, v.shape[2])), weights)
+
+    def put(self, level: int, at: slice, output: torch.Tensor, log_sum: torch.Tensor) -> None:
+        self.outputs[level, :, at] = output
+        self.weights[level, :, at] = log_sum
+
+    def result(self) -> torch.Tensor:
+        if len(self.outputs) == 1:
+            return self.outputs[0]
+        shares = torch.softmax(self.weights, dim=0).to(self.outputs.dtype)
+        return (self.outputs * shares[..., None]).sum(0)
+
+
+def _attend_segments(layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join) -> None:
+    for segment in rows.plan.segments:
+        slot = rows.slots[segment.first]
+        at = slice(segment.first * group, segment.last * group)
+        keys = layer.keys[slot, :, segment.start : segment.stop]
+        values = layer.values[slot, :, segment.start : segment.stop]
+        join.put(segment.level + 1, at, *_attend_part(queries[:, at], keys, values))
+
+
+def _attend_part(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of scaled ``queries`` [Hk, R, D] to all of ``keys`` [Hk, L, D]: output and log-sum-exp of the scores."""
+    scores = torch.bmm(queries, keys.transpose(1, 2)).float()
+    log_sum = torch.logsumexp(scores, dim=-1)
+    shares = torch.exp_(scores.sub_(log_sum[..., None])).to(values.dtype)
+    return torch.bmm(shares, values), log_sum
+
+
+def _attend_batched(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's scaled ``queries`` [n, Hk, G, D] to its own ``keys`` [n, Hk, L, D], but for those ``is_hidden`` [n, L]."""
+    scores = torch.matmul(queries, keys.transpose(2, 3)).float()
+    scores.masked_fill_(is_hidden[:, None, None], -torch.inf)
+    log_sum = torch.logsumexp(scores, dim=-1)
+    shares = torch.exp_(scores.sub_(log_sum[..., None])).to(values.dtype)
+    return torch.matmul(shares, values), log_sum
+
+
+def _put_rows(join: _Join, level: int, output: torch.Tensor, log_sum: torch.Tensor) -> None:
+    """Put parts in row order, [n, Hk, G, Dv] and [n, Hk, G], where the join wants [Hk, n G, ...]."""
+    num_queries = output.shape[0] * output.shape[2]
+    flat = output.transpose(0, 1).flatten(1, 2)
+    join.put(level, slice(0, num_queries), flat, log_sum.transpose(0, 1).flatten(1, 2))
+
+
+def _attend_span(
+    layer: LayerKeyValues, span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    layer.keys[span.slot, :, span.start : span.stop] = k
+    layer.values[span.slot, :, span.start : span.stop] = v
+    keys, values = layer.keys[span.slot, :, : span.stop], layer.values[span.slot, :, : span.stop]
+    group = q.shape[0] // k.shape[0]
+    if group > 1:
+        keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
+    mask = None
+    if span.start:
+        positions = torch.arange(span.stop, device=q.device)
+        mask = positions[None] <= positions[span.start :, None]
+    out = scaled_dot_product_attention(
+        q[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return out[0]

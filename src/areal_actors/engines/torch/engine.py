@@ -1,0 +1,351 @@
+"""The embedded engine as the rest of the library sees it: ``TorchEngine``, an ``Engine`` on a thread of its own.
+
+Everything that computes is in ``worker.py``. Here are the streams that consumers read, and the way between the two: commands
+go through a queue that the thread reads between two steps; what happened in a step comes back in one call on the event loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import torch
+from attrs import define, evolve, field
+
+from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
+from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.engines.torch.forward import Forward, create_forward
+from areal_actors.engines.torch.generation import Decode, Generation, Sampled, validate_request
+from areal_actors.engines.torch.worker import (
+    Abort,
+    Close,
+    Command,
+    Delivery,
+    Load,
+    Pause,
+    Reply,
+    Report,
+    Resume,
+    Submit,
+    Worker,
+)
+from areal_actors.errors import ArealError, EngineError, InvalidRequest, ModelError
+
+__all__ = ["TorchEngine"]
+
+CLOSE_SECONDS = 60.0
+"""A step or a weight load in progress is waited for so long when the engine closes; the thread never blocks an exit."""
+
+
+class TorchEngine:
+    """An ``Engine`` that runs a transformers causal LM in this process. Opened with ``open``, on asyncio or trio.
+
+    All methods are called from the event loop that opened it. If its thread fails, every generation and every later call
+    raises ``EngineError`` with the failure as its cause.
+    """
+
+    def __init__(self, config: TorchEngineConfig, info: EngineInfo, decode: Decode | None) -> None:
+        """Use ``open``."""
+        self._config = config
+        self._info = info
+        self._decode = decode
+        self._streams: dict[Generation, _Stream] = {}
+        self._ids: set[str] = set()
+        self._replies: set[Reply] = set()
+        self._statistics = EngineStatistics()
+        self._version = 0
+        self._gone: EngineError | None = None
+        self._ended = anyio.Event()
+        self._worker: Worker
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        config: TorchEngineConfig | None = None,
+        *,
+        model: Any,
+        decode: Decode | None = None,
+        version: int = 0,
+    ) -> AsyncIterator[TorchEngine]:
+        """Open an engine for ``model``: a transformers causal LM (copied: yours may go on training) or a directory of one.
+
+        ``decode`` turns ids into text and is needed for stop strings only; a tokenizer's ``decode`` serves. ``version`` is
+        that of the weights that ``model`` has.
+
+        Raises:
+            ModelError: the model cannot be read, or cannot be run here.
+        """
+        config = config or TorchEngineConfig()
+        engine = cls(config, _describe(config, model), decode)
+        engine._version = version
+        await engine._start(model)
+        try:
+            yield engine
+        finally:
+            await engine._close()
+
+    async def _start(self, model: Any) -> None:
+        post = _create_poster()
+        dtype, device = getattr(torch, self._info.dtype), torch.device(self._info.device)
+
+        def open_forward() -> Forward:
+            return create_forward(_own(model, dtype, device))
+
+        def report(news: Report) -> None:
+            post(lambda: self._take(news))
+
+        ready = anyio.Event()
+        opened = Reply(ready.set)
+        self._replies.add(opened)
+        self._worker = Worker(
+            self._config, open_forward=open_forward, report=report, opened=opened, version=self._version
+        )
+        threading.Thread(target=self._worker.run, name="areal-torch-engine", daemon=True).start()
+        try:
+            await ready.wait()
+        except BaseException:
+            await self._close()
+            raise
+        if opened.error is not None:
+            raise opened.error.__cause__ if isinstance(opened.error.__cause__, ArealError) else opened.error
+
+    async def _close(self) -> None:
+        self._worker.commands.put(Close())
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+            await self._ended.wait()
+
+    # ------------------------------------------------------------------------------------------ the protocol
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts that do not change while the engine is open."""
+        return self._info
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token will be sampled with."""
+        return self._version
+
+    @asynccontextmanager
+    async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """Open a generation; see ``Engine.generate``."""
+        validate_request(request, self._info, can_decode=self._decode is not None)
+        if request.id in self._ids:
+            raise InvalidRequest(
+                f"A generation with the id {request.id!r} is running; give each its own id.", param="id"
+            )
+        generation = Generation.create(request, context_length=self._info.context_length, decode=self._decode)
+        stream = self._streams[generation] = _Stream(generation)
+        self._ids.add(request.id)
+        try:
+            self._send(Submit(generation))
+            yield stream
+        finally:
+            del self._streams[generation]
+            self._ids.discard(request.id)
+            if not stream.is_over and self._gone is None:
+                self._send(Abort(generation=generation))
+
+    async def abort(self, request_id: str) -> None:
+        """End a generation with ``FinishReason.ABORT``; what was sampled is delivered. Unknown ids are ignored."""
+        self._send(Abort(request_id=request_id))
+        await anyio.lowlevel.checkpoint()
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        """Return when no token will be sampled until ``resume``. Cancelled, it leaves the engine pausing: call ``resume``."""
+        await self._ask(lambda reply: Pause(mode, reply))
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        self._send(Resume())
+        await anyio.lowlevel.checkpoint()
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """Change the weights between two tokens; see ``Engine.load``. Running generations are computed anew under them.
+
+        Cancelled, it returns after the load has ended all the same, because ``snapshot.state`` is being read until then.
+        """
+        await self._ask(lambda reply: Load(snapshot, reply), shield=True)
+
+    def statistics(self) -> EngineStatistics:
+        """Counters, at once."""
+        running = min(self._statistics.running, len(self._streams))
+        return evolve(self._statistics, running=running, waiting=len(self._streams) - running)
+
+    # ------------------------------------------------------------------------------------- to and fro
+
+    def _send(self, command: Command) -> None:
+        if self._gone is not None:
+            raise EngineError(str(self._gone)) from self._gone.__cause__
+        self._worker.commands.put(command)
+
+    async def _ask(self, create: Callable[[Reply], Command], *, shield: bool = False) -> None:
+        done = anyio.Event()
+        reply = Reply(done.set)
+        self._send(create(reply))
+        self._replies.add(reply)
+        with anyio.CancelScope(shield=shield):
+            await done.wait()
+        if reply.error is not None:
+            raise reply.error
+
+    def _take(self, news: Report) -> None:
+        """On the event loop: hand out what happened in a step."""
+        self._version = news.version
+        self._statistics = news.statistics
+        for delivery in news.deliveries:
+            if (stream := self._streams.get(delivery.generation)) is not None:
+                stream.put(delivery)
+        for reply in news.replies:
+            self._replies.discard(reply)
+            reply.done()
+        if news.is_last:
+            self._end(news.failure)
+
+    def _end(self, failure: BaseException | None) -> None:
+        what = "has been closed" if failure is None else f"failed: {type(failure).__name__}: {failure}"
+        self._gone = EngineError(f"The torch engine {what}. Open a new one.")
+        self._gone.__cause__ = failure
+        for generation, stream in self._streams.items():
+            stream.put(Delivery(generation, (), self._version, error=self._gone))
+        for reply in self._replies:
+            reply.error = self._gone
+            reply.done()
+        self._replies.clear()
+        self._ended.set()
+
+
+@define(eq=False)
+class _Stream:
+    """The chunks of one generation. What came since the last read under one version is read as one chunk."""
+
+    generation: Generation
+    is_over: bool = False
+    _pending: deque[Sampled] = field(factory=deque)
+    _last: Delivery | None = None
+    _num_chunks: int = 0
+    _news: anyio.Event = field(factory=anyio.Event)
+
+    def put(self, delivery: Delivery) -> None:
+        if self._last is not None:
+            return
+        self._pending.extend(delivery.sampled)
+        if delivery.finish is not None or delivery.error is not None:
+            self._last = delivery
+        self._news.set()
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        await anyio.lowlevel.checkpoint()
+        if self.is_over:
+            raise StopAsyncIteration
+        while not self._pending and self._last is None:
+            self._news = anyio.Event()
+            await self._news.wait()
+        if not self._pending and self._last is not None and self._last.error is not None:
+            self.is_over = True
+            raise EngineError(str(self._last.error)) from self._last.error.__cause__
+        return self._take_chunk()
+
+    def _take_chunk(self) -> Chunk:
+        tokens: list[Sampled] = []
+        while self._pending and (not tokens or self._pending[0].version == tokens[0].version):
+            tokens.append(self._pending.popleft())
+        last = self._last if not self._pending else None
+        finish = None if last is None else last.finish
+        self.is_over = finish is not None
+        self._num_chunks += 1
+        return Chunk(
+            token_ids=[t.token_id for t in tokens],
+            logprobs=[t.logprob for t in tokens],
+            raw_logprobs=[t.raw_logprob for t in tokens],
+            version=last.version if last is not None and not tokens else tokens[0].version,
+            finish=finish,
+            top_logprobs=tuple(t.top for t in tokens) if self.generation.sampling.top_logprobs else (),
+            num_cached_tokens=(self.generation.num_cached or 0) if self._num_chunks == 1 else 0,
+        )
+
+
+def _create_poster() -> Callable[[Callable[[], None]], None]:
+    """How another thread runs a function on this event loop without waiting for it."""
+    native: Any = anyio.lowlevel.current_token().native_token
+    post = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
+
+    def run_soon(function: Callable[[], None]) -> None:
+        post(function)
+
+    return run_soon
+
+
+def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
+    settings = _read_settings(model)
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    limit = getattr(settings, "max_position_embeddings", None) or config.max_length
+    return EngineInfo(
+        name="torch",
+        model=str(getattr(settings, "name_or_path", "") or type(model).__name__),
+        vocab_size=settings.vocab_size,
+        context_length=min(config.max_length, limit),
+        dtype=_choose_dtype(config.dtype, device),
+        device=device,
+        max_concurrent=config.max_concurrent,
+    )
+
+
+def _read_settings(model: Any) -> Any:
+    """The transformers configuration of a model or of a directory of one."""
+    if not isinstance(model, str | Path):
+        return model.config
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
+
+
+def _own(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model that nobody else has, ready to run."""
+    if not isinstance(model, str | Path):
+        return copy.deepcopy(model).to(device=device, dtype=dtype).eval()
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model} cannot be loaded: {error}") from error
+    return loaded.to(device).eval()
+
+
+def _choose_dtype(asked: str, device: str) -> str:
+    if asked != "auto":
+        return asked
+    if device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    return "bfloat16" if _is_bfloat16_fast() else "float32"
+
+
+def _is_bfloat16_fast(num_rounds: int = 5) -> bool:
+    """Whether this CPU multiplies bfloat16 clearly faster than float32 (AMX, AVX512-BF16); emulation is slower."""
+
+    def measure(dtype: torch.dtype) -> float:
+        left, right = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(num_rounds + 1):
+            start = time.perf_counter()
+            torch.mm(left, right)
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
+
+    return measure(torch.bfloat16) * 1.5 < measure(torch.float32)

@@ -1,0 +1,132 @@
+"""What runs a model on a flat batch, which path a model takes, and the proof that the path is right.
+
+The lean path is taken for architectures that it knows; any other takes the path through the model's own modules. Whichever
+it is, opening an engine compares it with a plain forward pass of the model, and a path that differs is not used: a wrong
+log-probability would be trained on silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+
+from areal_actors.engines.torch.attention import DecodeLayout, Span, StepAttention
+from areal_actors.engines.torch.generic import GenericForward
+from areal_actors.engines.torch.kv import KeyValues
+from areal_actors.engines.torch.llama import LlamaForward
+from areal_actors.engines.torch.sharing import plan_alone
+from areal_actors.errors import ModelError
+
+__all__ = ["FlatBatch", "Forward", "create_forward"]
+
+PROBE_LENGTH = 12
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.5}
+"""Largest difference of log-probabilities that the probe accepts: rounding is far below, a mistake is far above."""
+
+
+@frozen(eq=False)
+class FlatBatch:
+    """``ids``, ``positions`` int64 [N]; logits are wanted of the columns ``wanted`` int64 [M]."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    wanted: torch.Tensor
+
+
+class Forward(Protocol):
+    """A model as the engine runs it."""
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that weights are loaded into, by the names of the model's state dict."""
+        ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names that a snapshot may leave out because they are tied to another name."""
+        ...
+
+    def run(self, batch: FlatBatch, attention: StepAttention) -> torch.Tensor:
+        """Logits [M, V] in float32."""
+        ...
+
+
+def create_forward(model: Any) -> Forward:
+    """The fastest path that computes what ``model`` (a transformers causal LM, owned by the engine from now on) computes.
+
+    Raises:
+        ModelError: the model cannot be run on a flat batch.
+    """
+    expected = _plain_logprobs(model)
+    if LlamaForward.accepts(model):
+        lean = LlamaForward(model)
+        if _deviation(lean, expected) <= TOLERANCE[expected.dtype_in]:
+            return lean
+    generic = GenericForward(model)
+    deviation = _deviation(generic, expected)
+    if not deviation <= TOLERANCE[expected.dtype_in]:
+        raise ModelError(
+            f"{type(model).__name__} cannot be run by the embedded engine: its log-probabilities differ by {deviation:.2g} "
+            "from the model's own. Serve it with an inference server instead."
+        )
+    return generic
+
+
+@frozen(eq=False)
+class _Probe:
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    dtype_in: torch.dtype
+
+
+def _plain_logprobs(model: Any) -> _Probe:
+    """What the model itself says on two short sequences, each [1, PROBE_LENGTH]."""
+    device = model.get_input_embeddings().weight.device
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (2, PROBE_LENGTH), generator=generator).to(device)
+    logits = model(input_ids=ids, use_cache=False).logits
+    return _Probe(ids, torch.log_softmax(logits.float(), -1), model.get_input_embeddings().weight.dtype)
+
+
+def _deviation(forward: Forward, probe: _Probe) -> float:
+    """Largest difference over prefill, chunked prefill and decoding of the two sequences side by side."""
+    kv = KeyValues()
+    half, length = PROBE_LENGTH // 2, PROBE_LENGTH
+    device = probe.ids.device
+    worst = 0.0
+
+    def compare(parts: Sequence[tuple[int, int, int]], decode: DecodeLayout | None) -> None:
+        nonlocal worst
+        ids = torch.cat([probe.ids[row, start:stop] for row, start, stop in parts])
+        positions = torch.cat([torch.arange(start, stop, device=device) for _, start, stop in parts])
+        offsets = [sum(stop - start for _, start, stop in parts[:i]) for i in range(len(parts))]
+        spans = [] if decode else [Span(*part, offset) for part, offset in zip(parts, offsets, strict=True)]
+        batch = FlatBatch(ids, positions, torch.arange(len(ids), device=device))
+        actual = torch.log_softmax(forward.run(batch, StepAttention(kv, decode, spans)), -1)
+        expected = torch.cat([probe.logprobs[row, start:stop] for row, start, stop in parts])
+        worst = max(worst, float((actual - expected).abs().max().nan_to_num(torch.inf)))
+
+    compare([(0, 0, half), (1, 0, 2)], None)
+    compare([(1, 2, half)], None)
+    for at in range(half, length):
+        compare([(0, at, at + 1), (1, at, at + 1)], _probe_layout(probe.ids, half, at - half))
+    return worst
+
+
+def _probe_layout(ids: torch.Tensor, base: int, column: int) -> DecodeLayout:
+    rows = [row[:base].cpu().numpy() for row in ids]
+    everywhere = torch.tensor([0, 1], device=ids.device)
+    return DecodeLayout(
+        plan=plan_alone(rows),
+        slots=(0, 1),
+        tails=everywhere,
+        num_tails=2,
+        bases=torch.full((2,), base, device=ids.device),
+        num_rows=2,
+        is_alone=False,
+        columns=torch.full((2,), column, device=ids.device),
+    )

@@ -1,0 +1,205 @@
+"""Who runs where: places ("slots") for keys and values, the prefix cache in them, and what each step computes. No tensors.
+
+A slot belongs to one running generation, or is free and keeps what it holds as a prefix cache. An arriving generation takes
+the longest prefix that any slot holds: in place where it simply continues a free slot (the next turn of an episode), by copy
+otherwise. If a running prefill is about to hold more of it, the generation waits for that: of a group of equal prompts only
+the first is computed. Nothing can wait for ever: it only waits for a prefill, and each step advances one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from attrs import define, field, frozen
+
+from areal_actors.domain import Ints
+from areal_actors.engines.torch.generation import Generation
+from areal_actors.engines.torch.sharing import common_prefix
+
+__all__ = ["Admission", "Prefill", "Scheduler", "Slot"]
+
+MIN_WAIT_GAIN = 16
+"""Waiting for another's prefill must save that many tokens; fewer are sooner computed than waited for."""
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+@define(eq=False)
+class Slot:
+    """A place for the keys and values of one sequence. ``tokens`` are what it holds or will hold; the first ``ready`` are there.
+
+    ``logits`` (float32 [V], a tensor) follow the last of ``tokens`` where they are known, so that an equal prompt needs no
+    computation at all. ``used`` orders free slots by age.
+    """
+
+    index: int
+    tokens: Ints = field(default=_NO_TOKENS)
+    ready: int = 0
+    owner: Generation | None = None
+    used: int = 0
+    logits: Any = None
+
+    def clear(self) -> None:
+        """Forget what it holds."""
+        self.tokens, self.ready, self.logits = _NO_TOKENS, 0, None
+
+
+@frozen
+class Admission:
+    """``generation`` takes its slot; the first ``num_cached`` tokens come from ``source`` (the slot itself: in place)."""
+
+    generation: Generation
+    slot: Slot
+    source: Slot | None
+    num_cached: int
+
+
+@frozen
+class Prefill:
+    """Compute tokens [``start``, ``stop``) of ``generation`` in its slot."""
+
+    generation: Generation
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be sampled after it."""
+        return self.stop == self.generation.base
+
+
+class Scheduler:
+    """The book of slots and queues. Only the engine's thread calls it."""
+
+    def __init__(self, *, num_slots: int, prefill_chunk: int, deterministic: bool = False) -> None:
+        self.slots = tuple(Slot(index) for index in range(num_slots))
+        self.waiting: deque[Generation] = deque()
+        self.prefilling: list[Generation] = []
+        self.decoding: list[Generation] = []
+        self._chunk = prefill_chunk
+        self._deterministic = deterministic
+        self._clock = 0
+
+    @property
+    def running(self) -> list[Generation]:
+        """Those that have a slot, longest running first."""
+        return [*self.decoding, *self.prefilling]
+
+    def add(self, generation: Generation) -> None:
+        """Put it at the end of the queue."""
+        self.waiting.append(generation)
+
+    def admit(self, *, may_start: Callable[[Generation], bool] = lambda _: True) -> list[Admission]:
+        """Give slots to those that wait, in order of arrival; copies are to be made in the order returned."""
+        admissions = []
+        for generation in list(self.waiting):
+            if all(slot.owner is not None for slot in self.slots):
+                break
+            if may_start(generation) and (admission := self._admit(generation)) is not None:
+                self.waiting.remove(generation)
+                admissions.append(admission)
+        return admissions
+
+    def _admit(self, generation: Generation) -> Admission | None:
+        source, num_cached, is_worth_waiting = self._find_prefix(generation)
+        if is_worth_waiting:
+            return None
+        slot = self._choose_slot(source, num_cached)
+        logits = source.logits if source is not None and num_cached == generation.length else None
+        if source is not None:
+            source.used = self._tick()
+        slot.owner, slot.tokens, slot.ready, slot.logits = generation, generation.context.copy(), num_cached, logits
+        slot.used = self._tick()
+        generation.slot, generation.base = slot, generation.length
+        if generation.num_cached is None:
+            generation.num_cached = min(num_cached, generation.num_prompt)
+        (self.decoding if logits is not None else self.prefilling).append(generation)
+        return Admission(generation, slot, source, num_cached)
+
+    def _find_prefix(self, generation: Generation) -> tuple[Slot | None, int, bool]:
+        """The slot that holds most of it, how much, and whether to wait for one that soon holds more."""
+        context = generation.context
+        best: Slot | None = None
+        best_ready, best_coming = 0, 0
+        for slot in self.slots:
+            common = common_prefix(context, slot.tokens)
+            if self._deterministic and not (common == len(context) == len(slot.tokens)):
+                continue
+            ready = self._usable(slot, min(common, slot.ready), len(context))
+            if ready > best_ready or (ready == best_ready and ready and slot.owner is None):
+                best, best_ready = slot, ready
+            if slot.owner is not None and slot.ready < slot.owner.base:
+                best_coming = max(best_coming, common)
+        gain = best_coming - best_ready
+        return best, best_ready, gain >= MIN_WAIT_GAIN or (self._deterministic and gain > 0)
+
+    def _usable(self, slot: Slot, ready: int, num_needed: int) -> int:
+        """Without the logits that follow it, the last token has to be computed again (deterministically: all of them)."""
+        has_logits = slot.logits is not None and len(slot.tokens) == num_needed
+        if ready < num_needed or has_logits:
+            return ready
+        return 0 if self._deterministic else num_needed - 1
+
+    def _choose_slot(self, source: Slot | None, num_cached: int) -> Slot:
+        """The source itself if it is free and loses nothing; else the free slot that was used longest ago."""
+        if source is not None and source.owner is None and num_cached >= source.ready - 1:
+            return source
+        free = [slot for slot in self.slots if slot.owner is None]
+        return min(free, key=lambda slot: (slot.ready > 0, slot is source, slot.used))
+
+    def plan_prefills(self) -> list[Prefill]:
+        """What to compute of prompts in this step: at most ``prefill_chunk`` tokens, first come, first served."""
+        budget = self._chunk
+        plan = []
+        for generation in self.prefilling:
+            assert generation.slot is not None
+            start = generation.slot.ready
+            stop = min(generation.base, start + budget)
+            budget -= stop - start
+            plan.append(Prefill(generation, start, stop))
+            if budget == 0 or self._deterministic:
+                break
+        return plan
+
+    def complete_prefill(self, prefill: Prefill, logits: Any = None) -> None:
+        """Its keys and values are there; ``logits`` follow its last token if it was the last part."""
+        generation = prefill.generation
+        assert generation.slot is not None
+        generation.slot.ready = prefill.stop
+        if prefill.is_last:
+            generation.slot.logits = logits
+            self.prefilling.remove(generation)
+            self.decoding.append(generation)
+
+    def release(self, generation: Generation, *, num_ready: int) -> None:
+        """The generation is over: its slot stays as a cache of its first ``num_ready`` tokens."""
+        slot = generation.slot
+        if slot is None:
+            if generation in self.waiting:
+                self.waiting.remove(generation)
+            return
+        (self.decoding if generation in self.decoding else self.prefilling).remove(generation)
+        generation.slot = None
+        slot.owner = None
+        slot.used = self._tick()
+        if num_ready != len(slot.tokens):
+            slot.logits = None
+        slot.tokens, slot.ready = generation.tokens[:num_ready].copy(), num_ready
+
+    def forget_all(self) -> None:
+        """The weights changed: nothing held is valid. All that run go back to the head of the queue, in order."""
+        for generation in reversed(self.running):
+            generation.slot = None
+            self.waiting.appendleft(generation)
+        self.decoding.clear()
+        self.prefilling.clear()
+        for slot in self.slots:
+            slot.owner = None
+            slot.clear()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

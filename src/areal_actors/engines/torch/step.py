@@ -1,0 +1,131 @@
+"""One step on tensors: from what the scheduler decided to logits. Owns keys, values and tail rows; decides nothing."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from areal_actors.engines.torch.attention import DecodeLayout, Span, StepAttention
+from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.engines.torch.forward import FlatBatch, Forward
+from areal_actors.engines.torch.generation import Generation
+from areal_actors.engines.torch.kv import KeyValues
+from areal_actors.engines.torch.scheduler import Admission, Prefill
+from areal_actors.engines.torch.sharing import SharingPlan, plan_alone, plan_sharing
+
+__all__ = ["StepRunner"]
+
+
+class StepRunner:
+    """Computes steps. Only the engine's thread calls it."""
+
+    def __init__(self, forward: Forward, config: TorchEngineConfig) -> None:
+        self._forward = forward
+        self._config = config
+        self._device = next(iter(forward.parameters.values())).device
+        self._kv = KeyValues()
+        self._free_tails = list(range(config.max_concurrent))
+        self._planned: tuple[Generation, ...] = ()
+        self._plan = SharingPlan((), ())
+
+    def admit(self, admission: Admission) -> None:
+        """Bring the cached prefix into the generation's slot."""
+        source, slot = admission.source, admission.slot
+        self._kv.reserve(slots=slot.index + 1, columns=admission.generation.base)
+        if source is not None and source is not slot and admission.num_cached:
+            self._kv.copy_prefix(source.index, slot.index, admission.num_cached)
+
+    def release(self, generation: Generation) -> int:
+        """Bring what was sampled into the slot and free the tail row; returns how many tokens the slot now holds.
+
+        The last sampled token was never computed on, so it is not among them.
+        """
+        slot = generation.slot
+        if slot is None:
+            return 0
+        if generation.tail_row < 0:
+            return min(slot.ready, generation.length)
+        num_tail = generation.length - 1 - generation.base
+        self._kv.append_tail(generation.tail_row, slot.index, at=generation.base, length=num_tail)
+        self.drop_tail(generation)
+        return generation.base + num_tail
+
+    def drop_tail(self, generation: Generation) -> None:
+        """Free the tail row without keeping what it holds."""
+        if generation.tail_row >= 0:
+            heapq.heappush(self._free_tails, generation.tail_row)
+            generation.tail_row = -1
+            self._planned = ()
+
+    def run(
+        self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]
+    ) -> tuple[torch.Tensor, list[Generation]]:
+        """Logits float32 [M, V] and the generations that they belong to: decoding, ready, then completed prefills."""
+        parts = []
+        order = self._order(decoding) if decoding else []
+        groups = [(order, prefills)]
+        if self._config.deterministic:
+            groups = [(order, ()), ([], prefills)]
+        stored = [g.slot.logits for g in ready if g.slot is not None]
+        done = [p.generation for p in prefills if p.is_last]
+        for rows, spans in groups:
+            if rows or spans:
+                parts.append(self._compute(rows, spans))
+        if stored:
+            at = len(order)
+            computed = torch.cat(parts) if parts else torch.empty((0, *stored[0].shape), device=self._device)
+            return torch.cat((computed[:at], torch.stack(stored), computed[at:])), [*order, *ready, *done]
+        return torch.cat(parts) if len(parts) > 1 else parts[0], [*order, *done]
+
+    def _order(self, decoding: Sequence[Generation]) -> list[Generation]:
+        """The rows in the order of the sharing plan, which is made anew when rows came or went."""
+        if tuple(decoding) != self._planned:
+            self._planned = tuple(decoding)
+            mains = [g.tokens[: g.base] for g in decoding]
+            self._plan = plan_alone(mains) if self._config.deterministic else plan_sharing(mains)
+        return [self._planned[i] for i in self._plan.order]
+
+    def _compute(self, rows: Sequence[Generation], prefills: Sequence[Prefill]) -> torch.Tensor:
+        layout = self._lay_out(rows) if rows else None
+        num_rows = layout.num_rows if layout else 0
+        ids = np.zeros(num_rows + sum(p.stop - p.start for p in prefills), dtype=np.int64)
+        positions = np.zeros_like(ids)
+        for place, row in enumerate(rows):
+            ids[place], positions[place] = row.tokens[row.length - 1], row.length - 1
+        wanted, spans, offset = list(range(len(rows))), [], num_rows
+        for prefill in prefills:
+            end = offset + prefill.stop - prefill.start
+            ids[offset:end] = prefill.generation.tokens[prefill.start : prefill.stop]
+            positions[offset:end] = np.arange(prefill.start, prefill.stop)
+            assert prefill.generation.slot is not None
+            spans.append(Span(prefill.generation.slot.index, prefill.start, prefill.stop, offset))
+            if prefill.is_last:
+                wanted.append(end - 1)
+            offset = end
+        batch = FlatBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(wanted, dtype=np.int64)))
+        attention = StepAttention(self._kv, layout, spans, is_padded=self._device.type != "cpu")
+        return self._forward.run(batch, attention)
+
+    def _lay_out(self, rows: Sequence[Generation]) -> DecodeLayout:
+        for row in rows:
+            if row.tail_row < 0:
+                row.tail_row = heapq.heappop(self._free_tails)
+        tails = np.array([row.tail_row for row in rows])
+        columns = np.array([row.length - 1 - row.base for row in rows])
+        self._kv.reserve_tail(rows=int(tails.max()) + 1, columns=int(columns.max()) + 1)
+        return DecodeLayout(
+            plan=self._plan,
+            slots=tuple(row.slot.index for row in rows if row.slot is not None),
+            tails=self._tensor(tails),
+            num_tails=int(tails.max()) + 1,
+            bases=self._tensor(np.array([row.base for row in rows])),
+            num_rows=self._config.max_concurrent if self._config.deterministic else len(rows),
+            is_alone=self._config.deterministic,
+            columns=self._tensor(columns),
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -1,0 +1,77 @@
+"""What a snapshot must hold to be loaded, and loading it: everything is checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_actors.engines.base import Snapshot
+from areal_actors.errors import ModelError
+
+__all__ = ["load_snapshot"]
+
+_MAX_NAMED = 5
+
+
+def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+    """Copy the snapshot's weights into ``parameters``, cast to their dtype and device.
+
+    ``aliases`` may be left out of the snapshot: they are tied to parameters that it has.
+
+    Raises:
+        ModelError: missing, unknown, misshapen or unreadable weights; ``parameters`` are as they were.
+    """
+    state = _read(snapshot)
+    problems = _find_problems(state, parameters, aliases)
+    if problems:
+        shown = "; ".join(problems[:_MAX_NAMED])
+        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+        raise ModelError(
+            f"Snapshot of version {snapshot.version} does not fit the engine's model: {shown}{more}. "
+            "Publish the weights of the same architecture; the old weights stay."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])
+
+
+def _read(snapshot: Snapshot) -> Mapping[str, Any]:
+    if snapshot.state is not None:
+        return snapshot.state
+    if snapshot.path is None:
+        raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
+    return _read_directory(snapshot.path)
+
+
+def _read_directory(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{path} has no *.safetensors files; save the model there with save_pretrained.")
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            state.update(load_file(file))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} cannot be read: {error}. Save it again; the old weights stay.") from error
+    return state
+
+
+def _find_problems(
+    state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
+) -> list[str]:
+    problems = [f"{name} is missing" for name in parameters if name not in state]
+    for name, value in state.items():
+        target = parameters.get(aliases.get(name, name))
+        if target is None:
+            problems.append(f"{name} is unknown")
+        elif not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            problems.append(f"{name} is no floating-point tensor")
+        elif value.shape != target.shape:
+            problems.append(f"{name} is {tuple(value.shape)}, not {tuple(target.shape)}")
+    return problems

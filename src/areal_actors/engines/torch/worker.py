@@ -1,0 +1,318 @@
+"""The engine's thread: it owns the model, keys and values and every generation, and takes commands between two steps.
+
+Each turn of its loop takes the commands that came, admits what fits, computes one flat batch (decoding rows and a bounded
+piece of prompts), samples, and reports everything to the event loop in one call. It never waits for a consumer. If it dies,
+``report`` is told why, once; nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from attrs import define, evolve, field, frozen
+
+from areal_actors.domain import FinishReason
+from areal_actors.engines.base import EngineStatistics, PauseMode, Snapshot
+from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.engines.torch.forward import Forward
+from areal_actors.engines.torch.generation import Generation, Sampled
+from areal_actors.engines.torch.sampler import RowSampling, sample
+from areal_actors.engines.torch.scheduler import Admission, Prefill, Scheduler
+from areal_actors.engines.torch.step import StepRunner
+from areal_actors.engines.torch.weights import load_snapshot
+from areal_actors.errors import EngineError, ModelError
+
+__all__ = ["Abort", "Close", "Command", "Delivery", "Load", "Pause", "Reply", "Report", "Resume", "Submit", "Worker"]
+
+
+@frozen(eq=False)
+class Submit:
+    """Begin a generation."""
+
+    generation: Generation
+
+
+@frozen(eq=False)
+class Abort:
+    """End the generation of that id, or this one."""
+
+    request_id: str | None = None
+    generation: Generation | None = None
+
+
+@frozen(eq=False)
+class Pause:
+    """Stop sampling; ``reply`` when nothing is sampled any more."""
+
+    mode: PauseMode
+    reply: Reply
+
+
+@frozen(eq=False)
+class Resume:
+    """Go on sampling."""
+
+
+@frozen(eq=False)
+class Load:
+    """Change the weights."""
+
+    snapshot: Snapshot
+    reply: Reply
+
+
+@frozen(eq=False)
+class Close:
+    """End the thread; what runs is aborted."""
+
+
+Command = Submit | Abort | Pause | Resume | Load | Close
+
+
+@define(eq=False)
+class Reply:
+    """How a command ended; ``done`` is called on the event loop after ``error`` has been set."""
+
+    done: Callable[[], None]
+    error: Exception | None = None
+
+
+@frozen(eq=False)
+class Delivery:
+    """What one generation got in one step."""
+
+    generation: Generation
+    sampled: Sequence[Sampled]
+    version: int
+    finish: FinishReason | None = None
+    error: Exception | None = None
+
+
+@define(eq=False)
+class Report:
+    """All that the event loop has to know after one turn of the thread's loop."""
+
+    version: int
+    statistics: EngineStatistics
+    deliveries: list[Delivery] = field(factory=list)
+    replies: list[Reply] = field(factory=list)
+    failure: BaseException | None = None
+    is_last: bool = False
+
+    @property
+    def is_news(self) -> bool:
+        """Whether anybody waits for it."""
+        return bool(self.deliveries or self.replies or self.is_last)
+
+
+class Worker:
+    """Runs in one thread from ``run`` to its end. ``commands`` is the only thing that other threads touch."""
+
+    def __init__(
+        self,
+        config: TorchEngineConfig,
+        *,
+        open_forward: Callable[[], Forward],
+        report: Callable[[Report], None],
+        opened: Reply,
+        version: int,
+    ) -> None:
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._config = config
+        self._open_forward = open_forward
+        self._report = report
+        self._opened = opened
+        self._version = version
+        self._scheduler = Scheduler(
+            num_slots=config.max_concurrent, prefill_chunk=config.prefill_chunk, deterministic=config.deterministic
+        )
+        self._generations: dict[Generation, None] = {}
+        self._statistics = EngineStatistics()
+        self._outgoing = Report(version, self._statistics)
+        self._pause: Pause | None = None
+        self._is_paused = False
+        self._is_closing = False
+
+    def run(self) -> None:
+        """The thread's whole life."""
+        try:
+            if self._config.num_threads is not None:
+                torch.set_num_threads(self._config.num_threads)
+            with torch.inference_mode():
+                self._forward = self._open_forward()
+                self._steps = StepRunner(self._forward, self._config)
+                self._outgoing.replies.append(self._opened)
+                self._flush()
+                while not self._is_closing:
+                    self._turn()
+        except BaseException as error:  # noqa: BLE001  whatever it is, those who wait must be told
+            self._outgoing.failure = error
+        self._outgoing.is_last = True
+        with suppress(RuntimeError):  # the event loop is gone: then nobody waits either
+            self._flush()
+
+    def _turn(self) -> None:
+        self._take_commands()
+        self._settle_pause()
+        if self._can_step():
+            started = time.perf_counter()
+            self._step()
+            self._count(busy_seconds=time.perf_counter() - started)
+        self._settle_pause()
+        self._flush()
+
+    def _can_step(self) -> bool:
+        if self._is_closing or self._is_paused:
+            return False
+        return bool(self._scheduler.running) or any(map(self._may_start, self._scheduler.waiting))
+
+    def _may_start(self, generation: Generation) -> bool:
+        """While a pause lets the running ones finish, only those begin again that have begun already."""
+        return self._pause is None or len(generation.output) > 0
+
+    # ------------------------------------------------------------------------------------------ commands
+
+    def _take_commands(self) -> None:
+        """All that are there; waits for the first if there is nothing else to do."""
+        must_wait = not self._can_step() and self._pause is None
+        while True:
+            try:
+                command = self.commands.get(block=must_wait)
+            except queue.Empty:
+                return
+            must_wait = False
+            self._handle(command)
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Submit(generation):
+                self._generations[generation] = None
+                self._scheduler.add(generation)
+            case Abort(request_id, generation):
+                for each in list(self._generations):
+                    if each is generation or each.request.id == request_id:
+                        self._finish(each, FinishReason.ABORT)
+            case Pause():
+                self._begin_pause(command)
+            case Resume():
+                self._is_paused = False
+                self._end_pause()
+            case Load(snapshot, reply):
+                self._load(snapshot, reply)
+            case Close():
+                self._is_closing = True
+                for each in list(self._generations):
+                    self._finish(each, FinishReason.ABORT)
+
+    def _begin_pause(self, pause: Pause) -> None:
+        if pause.mode is PauseMode.ABORT:
+            for each in [*self._scheduler.running, *(g for g in self._scheduler.waiting if len(g.output))]:
+                self._finish(each, FinishReason.ABORT)
+        self._end_pause()
+        self._pause = pause
+
+    def _settle_pause(self) -> None:
+        """A pause has come about when nothing may go on; in mode KEEP that is at once."""
+        if self._pause is None:
+            return
+        if self._pause.mode is not PauseMode.WAIT or not self._can_step():
+            self._is_paused = True
+            self._end_pause()
+
+    def _end_pause(self) -> None:
+        if self._pause is not None:
+            self._outgoing.replies.append(self._pause.reply)
+            self._pause = None
+
+    def _load(self, snapshot: Snapshot, reply: Reply) -> None:
+        try:
+            load_snapshot(snapshot, self._forward.parameters, self._forward.aliases)
+        except ModelError as error:
+            reply.error = error
+        else:
+            self._version = snapshot.version
+            for each in self._scheduler.running:
+                self._steps.drop_tail(each)
+            self._scheduler.forget_all()
+        self._outgoing.replies.append(reply)
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    def _step(self) -> None:
+        admissions = self._scheduler.admit(may_start=self._may_start)
+        for admission in admissions:
+            self._steps.admit(admission)
+            self._count_admission(admission)
+        prefills = self._scheduler.plan_prefills()
+        # Those whose next-token logits were found in the cache sample with this step; they have no token to compute yet.
+        ready = [a.generation for a in admissions if a.generation in self._scheduler.decoding]
+        decoding = [g for g in self._scheduler.decoding if g not in ready]
+        if not (prefills or ready or decoding):
+            return
+        logits, order = self._steps.run(decoding, ready, prefills)
+        done = [p.generation for p in prefills if p.is_last]
+        for prefill in prefills:
+            at = len(order) - len(done) + done.index(prefill.generation) if prefill.is_last else -1
+            self._scheduler.complete_prefill(prefill, logits[at].clone() if prefill.is_last else None)
+        if order:
+            self._sample(logits, order)
+
+    def _sample(self, logits: torch.Tensor, order: Sequence[Generation]) -> None:
+        rows = [RowSampling(g.sampling, g.uniform(), g.request.prompt, g.output) for g in order]
+        draw = sample(logits, rows)
+        self._count(sampled_tokens=len(order))
+        for i, generation in enumerate(order):
+            if not draw.is_finite[i]:
+                error = EngineError(
+                    f"Generation {generation.request.id}: the model's logits are not finite under version {self._version}; "
+                    "the weights have diverged. Load sound weights."
+                )
+                self._finish(generation, None, error)
+                continue
+            generation.append(
+                Sampled(draw.token_ids[i], draw.logprobs[i], draw.raw_logprobs[i], self._version, draw.top[i])
+            )
+            if generation.finish is not None:
+                self._finish(generation, generation.finish)
+            else:
+                self._deliver(generation)
+
+    def _finish(self, generation: Generation, reason: FinishReason | None, error: Exception | None = None) -> None:
+        if generation not in self._generations:
+            return
+        del self._generations[generation]
+        num_ready = self._steps.release(generation)
+        self._scheduler.release(generation, num_ready=num_ready)
+        self._count(aborted=int(reason is FinishReason.ABORT))
+        self._deliver(generation, reason, error)
+
+    # -------------------------------------------------------------------------------------------- reports
+
+    def _deliver(
+        self, generation: Generation, finish: FinishReason | None = None, error: Exception | None = None
+    ) -> None:
+        sampled, generation.outbox = generation.outbox, []
+        self._outgoing.deliveries.append(Delivery(generation, sampled, self._version, finish, error))
+
+    def _count_admission(self, admission: Admission) -> None:
+        generation = admission.generation
+        if not len(generation.output):
+            self._count(prompt_tokens=generation.num_prompt, cached_tokens=generation.num_cached or 0)
+
+    def _count(self, **increments: float) -> None:
+        old = self._statistics
+        self._statistics = evolve(old, **{name: getattr(old, name) + more for name, more in increments.items()})
+
+    def _flush(self) -> None:
+        report = self._outgoing
+        if report.is_news:
+            report.version = self._version
+            report.statistics = evolve(
+                self._statistics, running=len(self._scheduler.running), waiting=len(self._scheduler.waiting)
+            )
+            self._outgoing = Report(self._version, self._statistics)
+            self._report(report)

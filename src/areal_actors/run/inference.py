@@ -1,0 +1,202 @@
+"""Everything between an agent and a model: engine, generation, capacity, sessions, exporter, and the proxy before them.
+
+``open_inference`` opens them inside the caller's event loop, asyncio or trio, and closes them with the block. Training
+adds its own actors to the same system (``training``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from anyio import to_thread
+from attrs import field, frozen
+
+from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
+from areal_actors.actors.exporter import ExportConfig, Exporter
+from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.sessions import SessionManager, SessionsConfig
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
+from areal_actors.engines import Engine
+from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.messages import (
+    Capacity,
+    DescribeEndpoint,
+    Endpoint,
+    EndSession,
+    Exports,
+    ExportSession,
+    ForgetSession,
+    Generation,
+    OpenSession,
+    Serving,
+    SessionOpened,
+    Sessions,
+    SetReward,
+)
+from areal_actors.models import resolve_model
+from areal_actors.proxy import ProxyConfig, ProxyServer
+from areal_actors.rendering import Renderer, RendererConfig, load_renderer
+from areal_actors.staleness import CapacityLimits, CapacityState
+
+__all__ = ["EmbeddedSession", "Inference", "InferenceConfig", "open_actors", "open_engine", "open_inference"]
+
+UNLIMITED = 1_000_000
+"""Sessions that may be open where nobody trains on them."""
+
+
+@frozen(kw_only=True)
+class InferenceConfig:
+    """The settings of what answers agents. ``seed`` keys all samples."""
+
+    engine: TorchEngineConfig = field(factory=TorchEngineConfig)
+    renderer: RendererConfig = field(factory=RendererConfig)
+    proxy: ProxyConfig = field(factory=ProxyConfig)
+    sessions: SessionsConfig = field(factory=SessionsConfig)
+    capacity: CapacityConfig = field(factory=CapacityConfig)
+    export: ExportConfig = field(factory=ExportConfig)
+    limits: CapacityLimits = field(
+        factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
+    )
+    seed: int = 0
+
+
+@frozen(kw_only=True)
+class Inference:
+    """What is open: the actors' refs, and where the proxy listens."""
+
+    system: ActorSystem
+    renderer: Renderer
+    endpoint: Endpoint
+    sessions: Ref[Sessions]
+    exports: Ref[Exports]
+    capacity: Ref[Capacity]
+    generation: Ref[Generation]
+    serving: Ref[Serving]
+
+    @asynccontextmanager
+    async def session(self, task: str = "session") -> AsyncIterator[EmbeddedSession]:
+        """One trajectory: whatever is asked with its key belongs to it. It is forgotten when the block ends."""
+        opened = await self.sessions.ask(OpenSession(task=task))
+        try:
+            yield EmbeddedSession(opened=opened, inference=self)
+        finally:
+            self.sessions.tell_nowait(ForgetSession(session=opened.session))
+
+
+@frozen(kw_only=True)
+class EmbeddedSession:
+    """A session for somebody's own app: a base URL and a key for any client, a reward, and the rows to train on."""
+
+    opened: SessionOpened
+    inference: Inference = field(repr=False)
+
+    @property
+    def id(self) -> SessionId:
+        """The session's id."""
+        return self.opened.session
+
+    @property
+    def api_key(self) -> str:
+        """What an SDK takes as its API key."""
+        return self.opened.api_key
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI SDK takes as its base URL."""
+        return self.inference.endpoint.session_base_url(self.opened.session)
+
+    async def set_reward(self, reward: float, *, interaction: str | None = None) -> None:
+        """Reward the last completed answer, or the one with the id ``interaction`` (the completion's id).
+
+        Raises ``RewardError`` or ``NotFound`` for a reward that is no number or an id that is unknown.
+        """
+        named = None if interaction is None else InteractionId(interaction)
+        await self.inference.sessions.ask(SetReward(credential=self._credential, reward=reward, interaction=named))
+
+    async def export(self, *, discount: float | None = None, style: str | None = None) -> Episode:
+        """End the session and build its training rows."""
+        await self.inference.sessions.ask(EndSession(credential=self._credential))
+        return await self.inference.exports.ask(
+            ExportSession(session=self.opened.session, discount=discount, style=style)
+        )
+
+    @property
+    def _credential(self) -> Credential:
+        return Credential(session=self.opened.session)
+
+
+@asynccontextmanager
+async def open_engine(
+    config: TorchEngineConfig, *, model: Any, renderer: Renderer, version: int = 0
+) -> AsyncIterator[Engine]:
+    """The embedded engine for ``model``: a transformers model (shared with nobody) or its directory."""
+    from areal_actors.engines.torch import TorchEngine
+
+    async with TorchEngine.open(config, model=model, decode=renderer.decode, version=version) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def open_actors(
+    config: InferenceConfig,
+    *,
+    engine: Engine,
+    renderer: Renderer,
+    version: int = 0,
+    start: DataPosition | None = None,
+) -> AsyncIterator[Inference]:
+    """The actors around an engine that is open already. ``version`` and ``start`` are where a resumed run stands."""
+    async with ActorSystem.open() as system:
+        generation = await system.spawn(GenerationActor(engine), name="generation")
+        state = CapacityState.at_version(config.limits, version)
+        capacity = await system.spawn(CapacityGranter(state, config=config.capacity), name="capacity")
+        manager = SessionManager(
+            renderer=renderer, generation=generation, capacity=capacity, config=config.sessions, seed=config.seed
+        )
+        sessions = await system.spawn(manager, name="sessions")
+        exporter = Exporter(sessions=sessions, capacity=capacity, config=config.export, start=start)
+        exports = await system.spawn(exporter, name="exports")
+        proxy = ProxyServer(
+            sessions=sessions,
+            exports=exports,
+            capacity=capacity,
+            generation=generation,
+            config=config.proxy,
+            decode=renderer.decode,
+        )
+        serving = await system.spawn(proxy, name="proxy")
+        yield Inference(
+            system=system,
+            renderer=renderer,
+            endpoint=await serving.ask(DescribeEndpoint()),
+            sessions=sessions,
+            exports=exports,
+            capacity=capacity,
+            generation=generation,
+            serving=serving,
+        )
+
+
+@asynccontextmanager
+async def open_inference(model: str | Path, config: InferenceConfig | None = None) -> AsyncIterator[Inference]:
+    """Serve ``model`` (a name that ``models`` knows, or a directory) from inside the running event loop.
+
+    ::
+
+        async with open_inference("tiny") as inference, inference.session() as session:
+            client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+
+    Raises ``ModelError`` for a model that cannot be found or read.
+    """
+    config = config or InferenceConfig()
+    files = await to_thread.run_sync(resolve_model, str(model))
+    renderer = await to_thread.run_sync(lambda: load_renderer(files.path, config=config.renderer))
+    async with (
+        open_engine(config.engine, model=files.path, renderer=renderer) as engine,
+        open_actors(config, engine=engine, renderer=renderer) as inference,
+    ):
+        yield inference

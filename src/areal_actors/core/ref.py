@@ -52,8 +52,8 @@ class Ref(ABC, Generic[P_contra]):
         Cancelling the caller withdraws the ask: unhandled if it was queued, otherwise its handler is cancelled.
 
         Raises:
-            ArealError: raised by the handler on purpose (any ``ArealError`` that is no ``ActorError``), same class, same
-                attributes.
+            ArealError: raised by the handler on purpose (any ``ArealError`` that is no ``ActorError``): the same class
+                with the same attributes.
             RemoteError: anything else that the handler raised, as text.
             ActorStopped: the actor has ended, or ended before it could answer.
             DeadlineExceeded: ``timeout`` passed.

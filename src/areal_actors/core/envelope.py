@@ -84,7 +84,7 @@ class Ask(Frame):
 
     def overdue(self) -> DeadlineExceeded:
         """The error of an ask whose time is up."""
-        state = "its handler was running" if self.phase is not _QUEUED else "it was still queued"
+        state = "its handler was running" if self.scope is not None else "it was still queued"
         return DeadlineExceeded(
             f"{type(self.message).__name__} to actor {self.cell.name!r} was not answered before its deadline; "
             f"{state}. Allow more time, or see the actor's statistics for what it is busy with."

@@ -15,10 +15,10 @@ import attrs
 import cattrs
 from cattrs.errors import BaseValidationError
 
-from areal_actors.core.failure import transferred
+from areal_actors.core.failure import leaves, transferred
 from areal_actors.core.message import Address, AnyMessage, messages_of, protocol_of, reply_of
 from areal_actors.core.ref import Ref
-from areal_actors.errors import ActorError, ArealError, ProtocolError, RemoteError
+from areal_actors.errors import ActorError, ActorStopped, ArealError, ProtocolError, RemoteError
 
 __all__ = ["Wire"]
 
@@ -112,6 +112,9 @@ class Wire:
         try:
             return self._converter.structure(data, kind)
         except BaseValidationError as group:
+            stopped = next((leaf for leaf in leaves(group) if isinstance(leaf, ActorStopped)), None)
+            if stopped is not None:
+                raise stopped from None
             details = "; ".join(cattrs.transform_error(group))
             raise ProtocolError(f"{what} does not fit its class: {details}") from None
         except (TypeError, ValueError, KeyError, AttributeError, cattrs.StructureHandlerNotFoundError) as error:

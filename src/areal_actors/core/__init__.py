@@ -1,4 +1,4 @@
-"""The kernel: typed actors in structured concurrency, on asyncio and trio. It knows nothing of reinforcement learning."""
+"""The kernel: typed actors under structured concurrency, on asyncio and trio. It knows no reinforcement learning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from areal_actors.core.ref import Ref
 from areal_actors.core.statistics import ActorState, ActorStatistics, SystemStatistics
 from areal_actors.core.supervision import Down, DownReason, Escalate, Restart, Stop, Supervision
 from areal_actors.core.system import ActorSystem
+from areal_actors.core.wire import Wire
 
 __all__ = [
     "Actor",
@@ -30,5 +31,6 @@ __all__ = [
     "StreamMessage",
     "Supervision",
     "SystemStatistics",
+    "Wire",
     "root_cause",
 ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, TypeVarTuple
 
 from areal_actors.core.contract import Handler, collect_handlers
 from areal_actors.core.message import AnyMessage
@@ -74,8 +74,8 @@ class BackgroundTasks:
 
     def start_soon(
         self,
-        function: Callable[[Unpack[Arguments]], Awaitable[Any]],
-        *arguments: Unpack[Arguments],
+        function: Callable[[*Arguments], Awaitable[Any]],
+        *arguments: *Arguments,
         name: str | None = None,
     ) -> None:
         """Run ``function(*arguments)`` beside the actor until it returns or the actor ends.

@@ -23,13 +23,14 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 from areal_actors.core.actor import Actor, Context
 from areal_actors.core.contract import Handler, check_complete
 from areal_actors.core.envelope import Ask, Frame, Phase, current_frame
 from areal_actors.core.failure import root_cause
 from areal_actors.core.local import LocalRef
+from areal_actors.core.loops import Scope
 from areal_actors.core.mailbox import Mailbox
 from areal_actors.core.message import Address, AnyMessage
 from areal_actors.core.serving import Serving
@@ -107,14 +108,12 @@ class Cell:
         self.occupying: Frame = self.frame
         self.born, self.gone = anyio.Event(), anyio.Event()
         self.birth_error: Exception | None = None
-        # The concrete classes of the running event loop: going through anyio's front costs a look-up each time.
-        self.new_event: Callable[[], anyio.Event] = type(self.born)
-        self.new_scope: Callable[..., anyio.CancelScope] = type(anyio.CancelScope())
+        self.loop = system.loop
         self.ref: LocalRef[Any] = LocalRef(self, Address(node=system.name, name=self.name))
         policy = blueprint.supervision
         self._history = RestartHistory(policy, random) if isinstance(policy, Restart) else None
         self._serving: Serving | None = None
-        self._scope: anyio.CancelScope | None = None
+        self._scope: Scope | None = None
         self._stopping = anyio.Event()
         self._stop_deadline = math.inf
         self._crash: Exception | None = None
@@ -167,7 +166,7 @@ class Cell:
     async def _live(self, actor: Actor[Any]) -> None:
         async with anyio.create_task_group() as tasks:
             serving = self._serving = Serving(self, actor, tasks)
-            with self.new_scope(deadline=self._stop_deadline) as life:
+            with self.loop.new_scope(deadline=self._stop_deadline) as life:
                 self._scope = life
                 async with _lifespan_of(actor, Context(self, self.incarnation)), self._working(life, serving):
                     self.state = ActorState.STOPPING if self.mailbox.closed else ActorState.RUNNING
@@ -182,10 +181,10 @@ class Cell:
             raise ActorStopped(f"actor {self.name!r} was stopped before its lifespan was entered")
 
     @asynccontextmanager
-    async def _working(self, life: anyio.CancelScope, serving: Serving) -> AsyncIterator[None]:
+    async def _working(self, life: Scope, serving: Serving) -> AsyncIterator[None]:
         """Surround the handling of messages; afterwards end every task, shielded, before the lifespan is left."""
         try:
-            with self.new_scope(deadline=self._stop_deadline) as self._scope:
+            with self.loop.new_scope(deadline=self._stop_deadline) as self._scope:
                 life.deadline = math.inf
                 yield
         except Exception as error:
@@ -193,7 +192,8 @@ class Cell:
             raise
         finally:
             self._scope = None
-            life.deadline = anyio.current_time() + self.cleanup_seconds
+            self.occupying = self.frame
+            life.deadline = self.loop.now() + self.cleanup_seconds
             life.shield = True
             await serving.end_tasks()
 
@@ -201,7 +201,7 @@ class Cell:
 
     def request_stop(self, grace: float | None) -> None:
         """Close the mailbox and let the actor end within ``grace`` seconds (``None``: the system's); idempotent."""
-        deadline = anyio.current_time() + (self.system.grace if grace is None else grace)
+        deadline = self.loop.now() + (self.system.grace if grace is None else grace)
         self._stop_deadline = min(self._stop_deadline, deadline)
         if self._scope is not None:
             self._scope.deadline = min(self._scope.deadline, self._stop_deadline)
@@ -223,7 +223,7 @@ class Cell:
     def _restart_delay(self) -> float | None:
         if self._history is None or self.mailbox.closed:
             return None
-        return self._history.next_delay(anyio.current_time())
+        return self._history.next_delay(self.loop.now())
 
     def _is_escalating(self) -> bool:
         policy = self.blueprint.supervision
@@ -245,7 +245,7 @@ class Cell:
         self.counters.dropped += len(dropped)
         if dropped:
             logger.warning("actor %r ended with %d told messages unhandled", self.name, len(dropped))
-        if error is not None:
+        if error is not None and not self._is_escalating():
             logger.error("actor %r crashed", self.name, exc_info=error)
         reason = DownReason.STOPPED if error is None else DownReason.CRASHED
         self._last_words = self._report_down(reason, error, is_restarting=False)

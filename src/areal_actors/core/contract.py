@@ -103,5 +103,5 @@ def _check_protocol(actor: type, message: type[AnyMessage[Any]], allowed: tuple[
         spoken = " | ".join(known.__name__ for known in allowed[:-1]) or "nothing"
         raise ProtocolError(
             f"{actor.__name__} speaks {spoken}, but handles {message.__name__} of "
-            f"{getattr(protocol, '__name__', protocol)}; write class {actor.__name__}(Actor[...]) with that protocol too"
+            f"{getattr(protocol, '__name__', protocol)}; add that protocol to Actor[...]"
         )

@@ -15,8 +15,7 @@ from contextvars import ContextVar
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
+from areal_actors.core.loops import Scope, Signal
 from areal_actors.errors import ActorStopped, ArealError, DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class Frame:
 class Ask(Frame):
     """A message with somebody waiting for its reply. It ends exactly once, in a reply, an error, or abandonment."""
 
-    __slots__ = ("deadline", "error", "event", "handler", "message", "reply", "scope")
+    __slots__ = ("deadline", "error", "handler", "message", "reply", "scope", "signal")
 
     def __init__(self, message: Any, handler: Handler, cell: Cell, parent: Frame | None, deadline: float) -> None:
         self.cell = cell
@@ -65,8 +64,8 @@ class Ask(Frame):
         self.message = message
         self.handler = handler
         self.deadline = deadline
-        self.event: anyio.Event = cell.new_event()
-        self.scope: anyio.CancelScope | None = None
+        self.signal: Signal = cell.loop.new_signal()
+        self.scope: Scope | None = None
         self.reply: Any = PENDING
         self.error: ArealError | None = None
 
@@ -75,7 +74,7 @@ class Ask(Frame):
         self.phase = _DONE
         if self.reply is PENDING and self.error is None:
             self.error = self._unanswered()
-        self.event.set()
+        self.signal.set()
 
     def fail(self, error: ArealError) -> None:
         """End with ``error``, unless it has ended already."""
@@ -85,14 +84,14 @@ class Ask(Frame):
 
     def overdue(self) -> DeadlineExceeded:
         """The error of an ask whose time is up."""
-        state = "its handler was running" if self.phase is not _QUEUED else "it was still queued"
+        state = "its handler was running" if self.scope is not None else "it was still queued"
         return DeadlineExceeded(
             f"{type(self.message).__name__} to actor {self.cell.name!r} was not answered before its deadline; "
             f"{state}. Allow more time, or see the actor's statistics for what it is busy with."
         )
 
     def _unanswered(self) -> ArealError:
-        if self.deadline < math.inf and anyio.current_time() >= self.deadline:
+        if self.deadline < math.inf and self.cell.loop.now() >= self.deadline:
             return self.overdue()
         return ActorStopped(
             f"actor {self.cell.name!r} ended while it handled {type(self.message).__name__}; no reply will come"
@@ -110,9 +109,9 @@ class StreamCall(Ask):
         super().__init__(message, handler, cell, parent, deadline)
         self.buffer: deque[Any] = deque()
         self.limit = limit
-        self.arrival: anyio.Event | None = None
+        self.arrival: Signal | None = None
         """Set by the handler's side when the consumer waits for an item."""
-        self.room: anyio.Event | None = None
+        self.room: Signal | None = None
         """Set by the consumer's side when the handler waits for room."""
 
     def finish(self) -> None:
@@ -124,7 +123,7 @@ class StreamCall(Ask):
     async def put(self, item: Any) -> None:
         """Hand one item over; waits while the buffer is full, which is the back-pressure of the stream."""
         while len(self.buffer) >= self.limit:
-            self.room = self.cell.new_event()
+            self.room = self.cell.loop.new_signal()
             await self.room.wait()
         self.buffer.append(item)
         if self.arrival is not None:

@@ -8,12 +8,13 @@ module that knows.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 import anyio
+
+from areal_actors.core.loops import is_trio
 
 if TYPE_CHECKING:
     from areal_actors.core.system import ActorSystem
@@ -54,12 +55,11 @@ class Host:
             raise error
 
     def _start_owner(self) -> None:
-        if "trio" in sys.modules:
+        if is_trio():
             import trio
 
-            if trio.lowlevel.in_trio_task():
-                trio.lowlevel.spawn_system_task(self._own, name="owner of a hosted actor system")
-                return
+            trio.lowlevel.spawn_system_task(self._own, name="owner of a hosted actor system")
+            return
         owner = asyncio.get_running_loop().create_task(self._own(), name="owner of a hosted actor system")
         _owners.add(owner)
         owner.add_done_callback(_owners.discard)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import anyio
-import anyio.lowlevel
-from anyio import current_effective_deadline, current_time
+from anyio.lowlevel import checkpoint
 
 from areal_actors.core.contract import Handler
 from areal_actors.core.deadlock import asking_frame, refuse_deadlock, refuse_self_stop
@@ -51,13 +48,19 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """See ``Ref.ask``."""
-        ask = Ask(message, self._handler(message, is_stream=False), self.cell, asking_frame(), math.inf)
-        ask.deadline = current_effective_deadline()
+        ask = Ask(
+            message,
+            self._handler(message, is_stream=False),
+            self.cell,
+            asking_frame(),
+            self.cell.loop.effective_deadline(),
+        )
         if timeout is None:
             return await self._await_reply(ask)  # type: ignore[no-any-return]
-        deadline = current_time() + timeout
+        loop = self.cell.loop
+        deadline = loop.now() + timeout
         ask.deadline = min(ask.deadline, deadline)
-        with anyio.CancelScope(deadline=deadline):
+        with loop.new_scope(deadline=deadline):
             return await self._await_reply(ask)  # type: ignore[no-any-return]
         raise ask.overdue()
 
@@ -104,7 +107,9 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
     def open_call(self, message: StreamMessage[P_contra, Any], buffer_size: int) -> StreamCall:
         """Send a stream message; the caller reads from the call and must give it to ``close_call``."""
         handler = self._handler(message, is_stream=True)
-        call = StreamCall(message, handler, self.cell, asking_frame(), current_effective_deadline(), limit=buffer_size)
+        call = StreamCall(
+            message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline(), limit=buffer_size
+        )
         self._send(call)
         return call
 
@@ -116,10 +121,10 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
     async def _await_reply(self, ask: Ask) -> Any:
         self._send(ask)
         try:
-            await ask.event.wait()
+            await ask.signal.wait()
             if ask.error is not None and type(ask.error) is DeadlineExceeded:
                 # A scope of the caller with the same deadline goes first: it expects its own cancellation.
-                await anyio.lowlevel.checkpoint()
+                await checkpoint()
         except BaseException:
             self.cell.abandon(ask)
             raise
@@ -147,7 +152,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         if waiter is not None and not cell.mailbox.closed:
             refuse_deadlock(waiter, cell, f"telling {type(message).__name__} to a full mailbox")
             waiter.waits.add(wait)
-        decided = cell.new_event()
+        decided = cell.loop.new_signal()
         ticket = Ticket(message, lambda _: decided.set())
         cell.mailbox.queue(ticket)
         try:
@@ -176,5 +181,6 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
 
     def _stopped(self, message: object) -> ActorStopped:
         return ActorStopped(
-            f"actor {self.cell.name!r} takes no more messages ({self.cell.state}); {type(message).__name__} was not sent"
+            f"actor {self.cell.name!r} takes no more messages ({self.cell.state}); "
+            f"{type(message).__name__} was not sent"
         )

@@ -129,7 +129,7 @@ class Mailbox:
         return entry
 
     def restore(self) -> None:
-        """Put everything that is parked back in front of the data lane: a new reader starts without running handlers."""
+        """Put what is parked back in front of the data lane: a new reader starts without running handlers."""
         for waiting in self.parked.values():
             self.data.extendleft(reversed(waiting))
         self.parked.clear()

@@ -1,6 +1,6 @@
 """The entrance for threads and synchronous code: the verbs of a ref, blocking.
 
-A portal may be used by any number of threads at once, but never from the thread of the event loop, which it would block.
+A portal may be used by any number of threads at once, but never from the event loop's own, which it would block.
 """
 
 from __future__ import annotations

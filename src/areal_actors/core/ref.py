@@ -24,8 +24,9 @@ Item = TypeVar("Item")
 class Ref(ABC, Generic[P_contra]):
     """A handle on an actor that speaks ``P_contra``. It stays valid across restarts, and compares by address.
 
-    Messages of one sender arrive in the order in which it sent them (handlers with ``concurrency`` start in that order
-    among their kind); nothing is promised across senders. Delivery is at most once; nothing is retried in silence.
+    Messages of one sender arrive in the order in which it sent them; handlers with ``concurrency`` are given their tasks
+    in that order, and from there on it is the event loop that chooses. Nothing is promised across senders. Delivery is
+    at most once; nothing is retried in silence.
     """
 
     __slots__ = ()
@@ -52,8 +53,8 @@ class Ref(ABC, Generic[P_contra]):
         Cancelling the caller withdraws the ask: unhandled if it was queued, otherwise its handler is cancelled.
 
         Raises:
-            ArealError: raised by the handler on purpose (any ``ArealError`` that is no ``ActorError``), same class, same
-                attributes.
+            ArealError: raised by the handler on purpose (any ``ArealError`` that is no ``ActorError``): the same class
+                with the same attributes.
             RemoteError: anything else that the handler raised, as text.
             ActorStopped: the actor has ended, or ended before it could answer.
             DeadlineExceeded: ``timeout`` passed.

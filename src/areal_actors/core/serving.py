@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import anyio
-import anyio.lowlevel
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
 
 from areal_actors.core.contract import Handler
 from areal_actors.core.envelope import Ask, Frame, Phase, StreamCall, current_frame
 from areal_actors.core.failure import is_stray_cancellation, transferred
+from areal_actors.core.loops import Scope, Signal
 from areal_actors.core.stream import produce
 from areal_actors.errors import ActorError
 
@@ -33,6 +33,9 @@ __all__ = ["FAIRNESS", "Serving"]
 FAIRNESS = 64
 """Messages handled in a row before the event loop gets its turn; a checkpoint costs as much as several tells."""
 
+# Module constants: an attribute of an enum class costs a look-up through its metaclass on every ask.
+_RUNNING, _DONE = Phase.RUNNING, Phase.DONE
+
 
 class Serving:
     """The messages of one incarnation."""
@@ -43,36 +46,49 @@ class Serving:
         self._mailbox, self._counters = cell.mailbox, cell.counters
         self._places: Counter[Handler] = Counter()
         self._num_tasks = 0
-        self._all_ended: anyio.Event | None = None
+        self._all_ended: Signal | None = None
 
     async def serve(self) -> None:
         """Handle messages until the mailbox is closed and empty and nothing runs; raises what a told one raises."""
-        mailbox, actor, counters, serial = self._mailbox, self._actor, self._counters, self._cell.serial
-        mailbox.restore()
-        streak = 0
-        while True:
-            entry = mailbox.take()
-            if entry is None:
-                if mailbox.closed and not self.num_concurrent:
-                    return
-                await self._sleep()
-                streak = 0
-                continue
-            streak += 1
-            if streak == FAIRNESS:
-                streak = 0
-                await anyio.lowlevel.checkpoint()
-            function = serial.get(entry.__class__)
-            if function is None:
-                await self._dispatch(entry)
-                continue
-            if mailbox.senders:
-                mailbox.admit()
-            try:
-                await function(actor, entry)
-            except BaseException as error:
-                self._fail_tell(entry, error)
-            counters.handled += 1
+        self._mailbox.restore()
+        while not await self._serve_under_one_scope():
+            pass
+
+    async def _serve_under_one_scope(self) -> bool:
+        """Handle messages until an ask that runs in the loop is cancelled (``False``), or to the end (``True``).
+
+        Serial handlers share one cancel scope, because only one of them runs at a time; a scope that was cancelled is
+        replaced. A scope for each ask would cost as much as the rest of its way.
+        """
+        cell, mailbox, actor, counters = self._cell, self._mailbox, self._actor, self._counters
+        data, control, serial, streak = mailbox.data, mailbox.control, cell.serial, 0
+        cell.occupying = cell.frame
+        current_frame.set(cell.frame)
+        with cell.loop.new_scope() as scope:
+            while True:
+                entry = data.popleft() if data and not control else mailbox.take()
+                if entry is None:
+                    if mailbox.closed and not self.num_concurrent:
+                        return True
+                    await self._sleep()
+                    streak = 0
+                    continue
+                streak += 1
+                if streak == FAIRNESS:
+                    streak = 0
+                    await checkpoint()
+                function = serial.get(entry.__class__)
+                if function is not None:
+                    if mailbox.senders:
+                        mailbox.admit()
+                    try:
+                        await function(actor, entry)
+                    except BaseException as error:  # noqa: BLE001 - raised again, with a note
+                        self._fail_tell(entry, error)
+                    counters.handled += 1
+                elif await self._dispatch(entry, scope):
+                    return False
+        return False
 
     def start_background(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
         """Run ``function`` on nobody's behalf until it returns or the incarnation ends."""
@@ -83,66 +99,71 @@ class Serving:
         """Cancel every task of this incarnation and wait for them; the caller has shielded itself."""
         self._tasks.cancel_scope.cancel()
         if self._num_tasks:
-            self._all_ended = self._cell.new_event()
+            self._all_ended = self._cell.loop.new_signal()
             await self._all_ended.wait()
 
     async def _sleep(self) -> None:
-        event = self._cell.new_event()
+        event = self._cell.loop.new_signal()
         self._mailbox.wake = event.set
         try:
             await event.wait()
         finally:
             self._mailbox.wake = None
 
-    async def _dispatch(self, entry: Any) -> None:
-        handler = entry.handler if isinstance(entry, Ask) else self._cell.handlers[entry.__class__]
-        if handler.concurrency == 1:
-            self._mailbox.admit()
-            await self._answer_in_turn(entry)
-        elif self._places[handler] >= handler.concurrency:
-            self._mailbox.park(handler, entry)
-        else:
-            self._mailbox.admit()
-            self._start_concurrent(handler, entry)
-
-    async def _answer_in_turn(self, ask: Ask) -> None:
+    async def _dispatch(self, entry: Any, scope: Scope) -> bool:
+        """Handle an ask in turn, or start a task, or park it; ``True`` if ``scope`` is used up by a cancellation."""
         cell = self._cell
-        cell.occupying = ask
-        current_frame.set(ask)
-        try:
-            await self._answer(ask)
-        finally:
-            current_frame.set(cell.frame)
-            cell.occupying = cell.frame
+        handler = entry.handler if isinstance(entry, Ask) else cell.handlers[entry.__class__]
+        if handler.concurrency != 1:
+            self._place(handler, entry)
+            return False
+        if self._mailbox.senders:
+            self._mailbox.admit()
+        cell.occupying = entry
+        current_frame.set(entry)
+        if entry.deadline == math.inf:
+            await self._answer(entry, scope)
+        else:
+            scope.deadline = entry.deadline
+            await self._answer(entry, scope)
+            scope.deadline = math.inf
+        current_frame.set(cell.frame)
+        cell.occupying = cell.frame
+        return scope.cancel_called
 
-    async def _answer(self, ask: Ask) -> None:
-        """Run the handler of one ask, and end the ask, whatever happens."""
-        if ask.phase is Phase.DONE:
+    async def _answer(self, ask: Ask, scope: Scope) -> None:
+        """Run the handler of one ask inside ``scope``, and end the ask, whatever happens."""
+        if ask.phase is _DONE:
             return
         counters = self._counters
-        if ask.deadline < math.inf and anyio.current_time() >= ask.deadline:
+        if ask.deadline < math.inf and self._cell.loop.now() >= ask.deadline:
             counters.cancelled += 1
             ask.fail(ask.overdue())
             return
-        ask.phase = Phase.RUNNING
-        ask.scope = scope = self._cell.new_scope(deadline=ask.deadline)
+        ask.phase = _RUNNING
+        ask.scope = scope
         try:
-            with scope:
-                if ask.handler.is_stream:
-                    assert isinstance(ask, StreamCall)
-                    await produce(ask, ask.handler.function(self._actor, ask.message))
-                else:
-                    ask.reply = await ask.handler.function(self._actor, ask.message)
+            if ask.handler.is_stream:
+                assert isinstance(ask, StreamCall)
+                await produce(ask, ask.handler.function(self._actor, ask.message))
+            else:
+                ask.reply = await ask.handler.function(self._actor, ask.message)
         except BaseException as error:
             if not isinstance(error, Exception) and not is_stray_cancellation(error):
+                counters.cancelled += 1
                 raise
             counters.failed += 1
             ask.error = transferred(error, self._cell.name)
         finally:
             counters.handled += 1
-            if scope.cancel_called:
-                counters.cancelled += 1
             ask.finish()
+
+    def _place(self, handler: Handler, entry: object) -> None:
+        if self._places[handler] >= handler.concurrency:
+            self._mailbox.park(handler, entry)
+        else:
+            self._mailbox.admit()
+            self._start_concurrent(handler, entry)
 
     def _start_concurrent(self, handler: Handler, entry: object) -> None:
         self._places[handler] += 1
@@ -154,7 +175,8 @@ class Serving:
         try:
             if isinstance(entry, Ask):
                 current_frame.set(entry)
-                await self._answer(entry)
+                with self._cell.loop.new_scope(deadline=entry.deadline) as scope:
+                    await self._answer(entry, scope)
             else:
                 current_frame.set(Frame(self._cell))
                 await self._handle_told(handler, entry)
@@ -167,7 +189,7 @@ class Serving:
     async def _handle_told(self, handler: Handler, message: object) -> None:
         try:
             await handler.function(self._actor, message)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again, with a note
             self._fail_tell(message, error)
         self._counters.handled += 1
 

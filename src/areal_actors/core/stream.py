@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-import anyio
+from anyio.lowlevel import checkpoint
 
 from areal_actors.core.envelope import Phase, StreamCall
 from areal_actors.errors import DeadlineExceeded
@@ -44,9 +44,11 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
         while not call.buffer:
             if call.phase is Phase.DONE:
                 if call.error is not None:
+                    if type(call.error) is DeadlineExceeded:
+                        await checkpoint()  # a scope of the consumer with the same deadline goes first
                     raise call.error
                 raise StopAsyncIteration
-            call.arrival = call.cell.new_event()
+            call.arrival = call.cell.loop.new_signal()
             await call.arrival.wait()
             call.arrival = None
         item: Item = call.buffer.popleft()
@@ -68,8 +70,9 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
 
     async def _join(self, call: StreamCall, *, is_failing: bool) -> None:
         """Wait until the handler has ended; shielded, and therefore bounded."""
-        with anyio.move_on_after(call.cell.cleanup_seconds, shield=True):
-            await call.event.wait()
+        loop = call.cell.loop
+        with loop.new_scope(deadline=loop.now() + call.cell.cleanup_seconds, shield=True):
+            await call.signal.wait()
         if call.phase is not Phase.DONE and not is_failing:
             raise DeadlineExceeded(
                 f"the handler of {type(self._message).__name__} in actor {call.cell.name!r} still runs "

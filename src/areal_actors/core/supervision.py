@@ -2,7 +2,7 @@
 
 An actor crashes when a told message, its lifespan or a background task raises. Its policy then says
 
-* ``Escalate`` (default): the error leaves the system's task group, as any task's error would: plain structured concurrency;
+* ``Escalate`` (default): the error leaves the system's task group, as the error of any task would;
 * ``Stop``: the actor ends, it is logged, watchers are told;
 * ``Restart``: a fresh instance takes over the ref and the mailbox; state and the failing message are lost.
 

@@ -1,7 +1,7 @@
 """The system: a task group inside the user's event loop, with actors in it.
 
-``async with ActorSystem.open() as system`` is the whole of it: no global state, no thread, no signal handler. Leaving the
-block stops the actors, last one first; an exception in the block, or a crash that escalates, cancels them.
+``async with ActorSystem.open() as system`` is the whole of it: no global state, no thread, no signal handler. Leaving
+the block stops the actors, last one first; an exception in the block, or a crash that escalates, cancels them.
 
 What leaves the block is flattened: the block's own exception as it is, otherwise one group of plain exceptions whose
 message names the root cause. Hosting for frameworks whose hooks run in different tasks is in ``hosting``, the entrance
@@ -25,6 +25,7 @@ from areal_actors.core.cell import Blueprint, Cell
 from areal_actors.core.failure import leaves, root_cause
 from areal_actors.core.hosting import Host
 from areal_actors.core.local import LocalRef
+from areal_actors.core.loops import running_loop
 from areal_actors.core.message import Address
 from areal_actors.core.portal import Portal
 from areal_actors.core.ref import Ref
@@ -48,7 +49,8 @@ class ActorSystem:
         self._cells: dict[str, Cell] = {}
         self._tasks: TaskGroup | None = None
         self._portal: BlockingPortal | None = None
-        self._host: Host | None = None
+        self.loop = running_loop()
+        self.host: Host | None = None
         self._is_closing = False
 
     @classmethod
@@ -91,7 +93,7 @@ class ActorSystem:
         """
         host = Host(lambda: cls.open(name=name, grace=grace, cleanup_seconds=cleanup_seconds, random=random))
         system = await host.start()
-        system._host = host
+        system.host = host
         return system
 
     async def aclose(self) -> None:
@@ -101,9 +103,9 @@ class ActorSystem:
             ExceptionGroup: an actor had crashed and escalated.
             ActorError: the system was opened by a block, which alone can end it.
         """
-        if self._host is None:
+        if self.host is None:
             raise ActorError(f"system {self.name!r} was opened by 'async with', and ends where that block ends")
-        await self._host.aclose()
+        await self.host.aclose()
 
     async def spawn(
         self,

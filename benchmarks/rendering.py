@@ -7,10 +7,11 @@ than of a model's vocabulary.
 
 from __future__ import annotations
 
+from benchmarks.harness import Result, cpu_us_per_operation
+
 from areal_actors.domain import ChatMessage, ForkReason, Ints, Tool, ToolCall
 from areal_actors.rendering import TemplateRenderer, create_renderer
 from areal_actors.testing.tokenizers import tiny_tokenizer
-from benchmarks.harness import Result, cpu_us_per_operation
 
 _NUM_TURNS = 128
 _TOOL = Tool(
@@ -59,7 +60,7 @@ def _measure_growth(renderer: TemplateRenderer, *, rounds: int) -> list[Result]:
             benchmark="rendering",
             name="extend, mean of 128 turns",
             value=extended / anew,
-            unit="×",
+            unit="ratio",
             gate=0.05,
             baseline="render anew, mean of 128 turns",
             detail={"us_per_turn": extended},

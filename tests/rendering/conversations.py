@@ -6,11 +6,11 @@ import json
 from functools import cache
 
 from hypothesis import strategies as st
+from tests.rendering import templates
 
 from areal_actors.domain import ChatMessage, Ints, Tool, as_ints
 from areal_actors.rendering import TemplateRenderer, create_renderer
 from areal_actors.testing.tokenizers import tiny_tokenizer
-from tests.rendering import templates
 
 TOOL = Tool(
     name="multiply",

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of several families, as test data. They show each family's habits, not its exact text."""
+"""Chat templates in the manner of several families, as test data: each family's habits, not its exact text."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ GEMMA = """\
 {{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}
 {%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- set is_users = message['role'] == 'user' %}
+    {%- if is_users != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
     {%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
     {{- '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
 {%- endfor %}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.rendering.conversations import TOOL, renderer_of, say
 
 from areal_actors.domain import ToolCall
 from areal_actors.rendering.hermes import Hermes
-from tests.rendering.conversations import TOOL, renderer_of, say
 
 BLOCK = Hermes().format_tools([TOOL])
 CALL = ToolCall(id="call00000", name="multiply", arguments='{"a":  1}')
@@ -14,6 +14,7 @@ DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 def text_of(name, *messages, tools=()):
+    """The rendered conversation."""
     renderer = renderer_of(name)
     return renderer.decode(renderer.render(messages, tools=tools))
 
@@ -28,10 +29,12 @@ def test_the_block_follows_the_default_system_prompt():
 
 def test_the_block_follows_the_given_system_prompt():
     """Also where it is empty, and where developers are called so."""
-    assert f"<|im_start|>system\nhi\n\n{BLOCK}<|im_end|>" in text_of("SMOLLM", say("system", "hi"), say("user", "x"), tools=[TOOL])
-    assert f"<|im_start|>system\n{BLOCK}<|im_end|>" in text_of("CHATML", say("system", ""), say("user", "x"), tools=[TOOL])
-    assert f"<|im_start|>developer\nhi\n\n{BLOCK}" in text_of("CHATML", say("developer", "hi"), say("user", "x"), tools=[TOOL])
-    assert f"<|im_start|>system\n{BLOCK}<|im_end|>" in text_of("CHATML", say("user", "x"), tools=[TOOL])
+    question = say("user", "x")
+
+    assert f"system\nhi\n\n{BLOCK}<|im_end|>" in text_of("SMOLLM", say("system", "hi"), question, tools=[TOOL])
+    assert f"system\n{BLOCK}<|im_end|>" in text_of("CHATML", say("system", ""), question, tools=[TOOL])
+    assert f"developer\nhi\n\n{BLOCK}" in text_of("CHATML", say("developer", "hi"), question, tools=[TOOL])
+    assert f"system\n{BLOCK}<|im_end|>" in text_of("CHATML", question, tools=[TOOL])
 
 
 def test_without_a_system_role_the_block_precedes_the_first_question():

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.rendering import templates
+from tests.rendering.conversations import TOOL, answers, follow_ups, renderer_of, sample, say, texts
 from tokenizers import AddedToken
 
 from areal_actors.domain import ForkReason, Tool, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.rendering import create_renderer
 from areal_actors.testing.tokenizers import tiny_tokenizer
-from tests.rendering import templates
-from tests.rendering.conversations import TOOL, answers, follow_ups, renderer_of, sample, say, texts
 
 FORK = ForkReason.TEMPLATE_REWROTE_HISTORY
 CALL = ToolCall(id="call00000", name="multiply", arguments='{"a": 1}')
@@ -23,13 +23,14 @@ ACT = say("assistant", tool_calls=(CALL,))
 
 
 def extend(name, history, *new, is_closed=True, **more):
+    """The suffix, briefly."""
     return renderer_of(name).extend(history=history, new=new, is_closed=is_closed, **more)
 
 
 @pytest.mark.parametrize("name", ["CHATML", "SMOLLM", "QWEN", "GEMMA", "PHI", "LLAMA"])
 @given(data=st.data())
 def test_extension_equals_rendering_anew(name, data):
-    """Turn for turn, parent ids + sampled ids + suffix are the ids of the whole conversation, where samples are canonical."""
+    """Turn for turn, parent ids + sampled ids + suffix are the ids of the whole, where samples are canonical."""
     renderer = renderer_of(name)
     has_tools = renderer.tool_format is not None and data.draw(st.booleans())
     tools = (TOOL,) if has_tools else ()

@@ -8,18 +8,31 @@ from itertools import count
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.rendering.conversations import TOOL
 
 from areal_actors.domain import ToolCall
 from areal_actors.rendering.base import TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.rendering.hermes import Hermes, parse_call
 from areal_actors.rendering.stream import join_deltas
-from tests.rendering.conversations import TOOL
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 fragments = st.sampled_from(
-    ["<tool_call>", "</tool_call>", '{"name": "a", "arguments": {"b": 1}}', "<tool", "_call>", "\n", " ", "x", "{", "</", "é"]
+    [
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "a", "arguments": {"b": 1}}',
+        "<tool",
+        "_call>",
+        "\n",
+        " ",
+        "x",
+        "{",
+        "</",
+        "é",
+    ]
 )
 
 
@@ -31,6 +44,7 @@ def parse(*pieces):
 
 
 def call(text: str) -> str:
+    """The text between tags."""
     return f"<tool_call>{text}</tool_call>"
 
 
@@ -102,9 +116,20 @@ def test_the_last_closing_tag_may_be_missing():
     assert '<tool_call>{"name": "a"}</tool' == parse('<tool_call>{"name": "a"}</tool').content
 
 
+def test_a_closing_tag_within_a_string_closes_nothing():
+    """The call ends at the tag behind its JSON; a string that is never closed does not hide the call after it."""
+    answer = parse(call('{"name": "a", "arguments": {"b": "x\\"</tool_call>"}}'))
+    broken = parse(call('{"name": "a') + call('{"name": "b"}'))
+
+    assert '{"b": "x\\"</tool_call>"}' == answer.tool_calls[0].arguments
+    assert ('<tool_call>{"name": "a</tool_call>', "b") == (broken.content, broken.tool_calls[0].name)
+
+
 def test_arguments_in_a_string_are_taken_out_of_it():
     """Some models quote their JSON twice."""
-    assert ('{"b": 1}',) == tuple(c.arguments for c in parse(call('{"name": "a", "arguments": "{\\"b\\": 1}"}')).tool_calls)
+    answer = parse(call('{"name": "a", "arguments": "{\\"b\\": 1}"}'))
+
+    assert '{"b": 1}' == answer.tool_calls[0].arguments
 
 
 @given(st.text(alphabet=st.characters(categories=["L", "N"]), min_size=1), st.dictionaries(st.text(), json_values))
@@ -169,7 +194,12 @@ def test_the_block_of_tools_is_short():
 
 @pytest.mark.parametrize(
     ("template", "is_spoken"),
-    [("<tool_call>{{ x }}", True), ("nothing", False), ("<tool_call><function=", False), ("<tool_call><arg_key>", False)],
+    [
+        ("<tool_call>{{ x }}", True),
+        ("nothing", False),
+        ("<tool_call><function=", False),
+        ("<tool_call><arg_key>", False),
+    ],
 )
 def test_the_family_is_recognised(template, is_spoken):
     """By its tags, unless the template shows another format between them."""

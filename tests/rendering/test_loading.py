@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.rendering import templates
+from tests.rendering.conversations import TOOL, sample, say, write_call
 
 from areal_actors.errors import ConfigError, ModelError
 from areal_actors.rendering import RendererConfig, create_renderer, load_renderer
 from areal_actors.testing.tokenizers import CHATML, tiny_tokenizer
-from tests.rendering import templates
-from tests.rendering.conversations import TOOL, sample, say, write_call
 
 
 def test_a_saved_model_is_loaded(tmp_path):

@@ -8,26 +8,30 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.rendering import templates
+from tests.rendering.conversations import TOOL, hostile_texts, renderer_of, sample, say, write_call
 
 from areal_actors.domain import ChatMessage, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.rendering import Renderer, TextDelta, create_renderer, join_deltas
 from areal_actors.testing.tokenizers import tiny_tokenizer
-from tests.rendering import templates
-from tests.rendering.conversations import TOOL, hostile_texts, renderer_of, sample, say, write_call
 
 names = st.sampled_from(["CHATML", "QWEN", "QWEN_THINKING", "GEMMA"])
 stops = st.lists(st.sampled_from(["x", "ab", "abc", "bc", "\n\n", "</tool_call>", "é", ""]), max_size=2)
-words = st.sampled_from(["<think>", "</think>", write_call({"a": 1}), "<tool_call>", "abc", "\n", " ", "😀", "<|im_start|>"])
+words = st.sampled_from(
+    ["<think>", "</think>", write_call({"a": 1}), "<tool_call>", "abc", "\n", " ", "😀", "<|im_start|>"]
+)
 token_ids = st.lists(st.integers(-3, 420), max_size=40)
 
 
 def numbered():
+    """Call ids in order."""
     numbers = count()
     return lambda: f"call_{next(numbers)}"
 
 
 def sampled_ids(name, parts):
+    """Ids of a text, special tokens and all."""
     return renderer_of(name).vocabulary.encode("".join(parts))
 
 
@@ -55,6 +59,7 @@ def test_any_bytes_can_be_decoded(data):
 
 
 def byte_characters(data: bytes) -> str:
+    """How byte-level vocabularies spell bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {byte: chr(byte) for byte in printable}
     table |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in table)}
@@ -77,7 +82,8 @@ def test_tags_that_are_special_tokens_are_seen_by_parsers():
     ids = renderer.vocabulary.encode(f"<think>hm</think>{write_call({'a': 1})}<|im_end|>")
     answer = renderer.parse(ids, tools=[TOOL], call_ids=numbered())
 
-    assert ("hm", (ToolCall(id="call_0", name="multiply", arguments='{"a": 1}'),)) == (answer.reasoning, answer.tool_calls)
+    call = ToolCall(id="call_0", name="multiply", arguments='{"a": 1}')
+    assert ("hm", (call,)) == (answer.reasoning, answer.tool_calls)
 
 
 def test_calls_are_looked_for_only_where_tools_were_offered():

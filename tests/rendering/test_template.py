@@ -13,6 +13,7 @@ MESSAGES = [{"role": "user", "content": "é<"}]
 
 
 def render(source, *, tools=(), options=None, **more):
+    """The text of one message."""
     template = ChatTemplate.create(source, variables={"bos_token": "<s>"}, **more)
     return template.render(MESSAGES, tools=tools, options=options or {})
 

@@ -14,6 +14,7 @@ fragments = st.sampled_from(["<think>", "</think>", "<thi", "nk>", "</", "\n", "
 
 
 def parse(*pieces, is_open=False):
+    """What the pieces of an answer say."""
     parser = ThinkTags().open_parser(is_open=is_open)
     return join_deltas([delta for piece in pieces for delta in parser.feed(piece)] + list(parser.finish()))
 

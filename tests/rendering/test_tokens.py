@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.rendering.conversations import hostile_texts, renderer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal_actors.rendering.tokens import Vocabulary
 from areal_actors.testing.tokenizers import SPECIAL_TOKENS, tiny_tokenizer
-from tests.rendering.conversations import hostile_texts, renderer_of
 
 ids = st.lists(st.integers(-5, 500), max_size=40)
 
 
 def create_byte_level() -> Vocabulary:
+    """The vocabulary of the other tests."""
     return renderer_of("CHATML").vocabulary
 
 
@@ -30,6 +31,7 @@ def create_sentence_piece() -> Vocabulary:
 
 
 def stream(vocabulary, *chunks):
+    """The text of ids that come in chunks."""
     detokenizer = vocabulary.open_detokenizer()
     return "".join(map(detokenizer.feed, chunks)) + detokenizer.finish()
 

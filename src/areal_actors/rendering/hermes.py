@@ -8,6 +8,7 @@ missing at the end of an answer. White space around calls belongs to the format,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -116,9 +117,11 @@ class _HermesParser:
     def _read_call(self) -> bool:
         end = self._buffer.find(_CLOSE, self._searched)
         if end < 0:
-            self._searched = max(len(_OPEN), len(self._buffer) - len(_CLOSE) + 1)
+            self._searched = max(self._searched, len(self._buffer) - len(_CLOSE) + 1)
             return False
-        self._end_call(self._buffer[len(_OPEN) : end], rest=self._buffer[end + len(_CLOSE) :])
+        body, self._searched = self._buffer[len(_OPEN) : end], end + len(_CLOSE)
+        if not _ends_in_string(body):
+            self._end_call(body, rest=self._buffer[self._searched :])
         return True
 
     def _end_call(self, body: str, *, rest: str) -> None:
@@ -158,6 +161,11 @@ class _HermesParser:
 class _Call:
     name: str
     arguments: str
+
+
+def _ends_in_string(text: str) -> bool:
+    """Whether JSON that begins with ``text`` has an open string at its end: a tag that follows is part of it."""
+    return re.sub(r"\\.", "", text).count('"') % 2 == 1
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -120,8 +120,8 @@ def _find_answer(whole: str, start: int, case: _Case) -> int | None:
     """Where the answer's text, which begins at ``start``, has said all that it must; ``None`` if something is amiss.
 
     What the model sampled is in front of the tail as it is, so only the template's additions and omissions count:
-    nothing but white space may precede content, and a block for the thinking must be there if and only if there was
-    one.
+    nothing but white space may precede content that was not thought about, and a block must, where the thinking was
+    empty.
     """
     end = start
     for mark in case.marks:
@@ -129,7 +129,9 @@ def _find_answer(whole: str, start: int, case: _Case) -> int | None:
         if at < 0:
             return None
         end = at + len(mark)
+    if case.trait.reasoning in {Reasoning.PRESENT, Reasoning.TAGGED}:
+        return end
     if not case.trait.has_content:
-        return None if case.trait.reasoning is Reasoning.EMPTY else end
-    before = whole[start : whole.find(case.answer.content or "", start)].strip()
-    return end if (case.trait.reasoning is Reasoning.ABSENT) == (not before) else None
+        return end if case.trait.reasoning is Reasoning.ABSENT else None
+    is_bare = not whole[start : whole.find(case.marks[0], start)].strip()
+    return end if is_bare == (case.trait.reasoning is Reasoning.ABSENT) else None

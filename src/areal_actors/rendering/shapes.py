@@ -40,11 +40,12 @@ _CALL_IDS = ("probe0000", "probe0001")
 
 
 class Reasoning(StrEnum):
-    """Whether an assistant's message comes with thinking."""
+    """Whether an assistant's message comes with thinking; ``TAGGED``: in its content, where no parser took it out."""
 
     ABSENT = "absent"
     EMPTY = "empty"
     PRESENT = "present"
+    TAGGED = "tagged"
 
 
 class ThoughtAt(StrEnum):
@@ -72,7 +73,8 @@ class Trait:
     def create(self, index: int) -> tuple[ChatMessage, tuple[str, ...]]:
         """A message of this trait, and the marks that must be found in its text, in this order."""
         content = f"probe content {index}" if self.has_content else ""
-        reasoning = {Reasoning.ABSENT: None, Reasoning.EMPTY: ""}.get(self.reasoning, f"probe thought {index}")
+        thought = f"probe thought {index}" if self.reasoning in {Reasoning.PRESENT, Reasoning.TAGGED} else ""
+        is_tagged = self.reasoning is Reasoning.TAGGED
         arguments = tuple(f"probe argument {index}.{n}" for n in range(self.num_calls))
         calls = tuple(
             ToolCall(id=_CALL_IDS[n], name="probe_tool", arguments=json.dumps({"probe": text}))
@@ -81,21 +83,20 @@ class Trait:
         is_result = self.role == "tool"
         message = ChatMessage(
             role=self.role,
-            content=content,
+            content=f"<think>\n{thought}\n</think>\n\n{content}" if is_tagged else content,
             tool_calls=calls,
-            reasoning=reasoning,
+            reasoning=None if is_tagged or self.reasoning is Reasoning.ABSENT else thought,
             tool_call_id=_CALL_IDS[index % _MAX_RUN] if is_result else None,
             name="probe_tool" if is_result else None,
         )
-        return message, tuple(mark for mark in (reasoning, content, *arguments) if mark)
+        return message, tuple(mark for mark in (thought, content, *arguments) if mark)
 
 
 def _reasoning(message: ChatMessage) -> Reasoning:
-    """Thinking that no parser took out of the content counts: templates look for the tag themselves."""
-    if message.reasoning is None:
-        is_tagged = message.role == "assistant" and message.content is not None and "</think>" in message.content
-        return Reasoning.PRESENT if is_tagged else Reasoning.ABSENT
-    return Reasoning.PRESENT if message.reasoning else Reasoning.EMPTY
+    if message.reasoning is not None:
+        return Reasoning.PRESENT if message.reasoning else Reasoning.EMPTY
+    is_tagged = message.role == "assistant" and message.content is not None and "</think>" in message.content
+    return Reasoning.TAGGED if is_tagged else Reasoning.ABSENT
 
 
 @frozen
@@ -165,13 +166,14 @@ def create_contexts(opening: Sequence[str]) -> dict[ThoughtAt, tuple[tuple[ChatM
     question = ChatMessage(role="user", content="probe question")
     result = ChatMessage(role="tool", content="probe result", tool_call_id=_CALL_IDS[0], name="probe_tool")
 
-    def answered(*, num_calls: int, reasoning: Reasoning) -> ChatMessage:
+    def answer(num_calls: int, reasoning: Reasoning) -> ChatMessage:
         return Trait("assistant", num_calls == 0, num_calls, reasoning).create(9)[0]
 
-    talk, act = answered(num_calls=0, reasoning=Reasoning.ABSENT), answered(num_calls=1, reasoning=Reasoning.ABSENT)
-    think, plan = answered(num_calls=0, reasoning=Reasoning.PRESENT), answered(num_calls=1, reasoning=Reasoning.PRESENT)
+    talk, act = answer(0, Reasoning.ABSENT), answer(1, Reasoning.ABSENT)
+    thoughts = (Reasoning.PRESENT, Reasoning.TAGGED)
     return {
         ThoughtAt.NOWHERE: (start, (*start, talk, question), (*start, act, result)),
-        ThoughtAt.BEFORE: ((*start, think, question), (*start, plan, result, talk, question)),
-        ThoughtAt.SINCE: ((*start, plan, result),),
+        ThoughtAt.BEFORE: tuple((*start, answer(0, thought), question) for thought in thoughts)
+        + tuple((*start, answer(1, thought), result, talk, question) for thought in thoughts),
+        ThoughtAt.SINCE: tuple((*start, answer(1, thought), result) for thought in thoughts),
     }

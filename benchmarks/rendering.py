@@ -1,0 +1,107 @@
+"""Rendering: what a turn costs when only its suffix is rendered, against rendering the conversation anew every turn.
+
+The conversation is an agent's: a system prompt, a question, and then a tool call and its result, turn for turn. The
+tokenizer is small and real, the template a plain ChatML one, so that the figures are those of this library's code more
+than of a model's vocabulary.
+"""
+
+from __future__ import annotations
+
+from benchmarks.harness import Result, cpu_us_per_operation
+
+from areal_actors.domain import ChatMessage, ForkReason, Ints, Tool, ToolCall
+from areal_actors.rendering import TemplateRenderer, create_renderer
+from areal_actors.testing.tokenizers import tiny_tokenizer
+
+_NUM_TURNS = 128
+_TOOL = Tool(
+    name="multiply",
+    description="Multiply two numbers.",
+    parameters={"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+)
+_PROMPT = (
+    ChatMessage(role="system", content="You are a helpful assistant. Use the tool; do not calculate yourself."),
+    ChatMessage(role="user", content="What is the product of 12, 34 and 56? Answer in one short sentence."),
+)
+_CALL = ToolCall(id="call_00", name="multiply", arguments='{"a": 12, "b": 34}')
+_ANSWER = ChatMessage(role="assistant", content="Let me multiply the first two numbers.", tool_calls=(_CALL,))
+_RESULT = ChatMessage(role="tool", content="408", tool_call_id=_CALL.id)
+_REMINDER = ChatMessage(role="user", content="Go on, and remember to answer in one short sentence.")
+_HISTORY = (*_PROMPT, _ANSWER)
+
+
+def _extend(renderer: TemplateRenderer, history: tuple[ChatMessage, ...], *new: ChatMessage) -> Ints:
+    suffix = renderer.extend(history=history, new=new, is_closed=True, tools=(_TOOL,))
+    assert not isinstance(suffix, ForkReason)
+    return suffix
+
+
+def _conversation(turn: int) -> tuple[ChatMessage, ...]:
+    return (*_PROMPT, *(_ANSWER, _RESULT) * turn)
+
+
+def _measure_growth(renderer: TemplateRenderer, *, rounds: int) -> list[Result]:
+    conversations = [_conversation(turn) for turn in range(1, _NUM_TURNS + 1)]
+
+    def render_anew() -> None:
+        for messages in conversations:
+            renderer.render(messages, tools=(_TOOL,))
+
+    def extend() -> None:
+        renderer.render(_PROMPT, tools=(_TOOL,))
+        for messages in conversations:
+            _extend(renderer, messages[:-1], _RESULT)
+
+    anew = cpu_us_per_operation(render_anew, num_operations=_NUM_TURNS, rounds=rounds)
+    extended = cpu_us_per_operation(extend, num_operations=_NUM_TURNS, rounds=rounds)
+    return [
+        Result(benchmark="rendering", name="render anew, mean of 128 turns", value=anew, unit="µs/turn"),
+        Result(
+            benchmark="rendering",
+            name="extend, mean of 128 turns",
+            value=extended / anew,
+            unit="ratio",
+            gate=0.05,
+            baseline="render anew, mean of 128 turns",
+            detail={"us_per_turn": extended},
+        ),
+    ]
+
+
+def _measure_turn(renderer: TemplateRenderer, *, num_operations: int) -> list[Result]:
+    written = 'Let me see.\n<tool_call>\n{"name": "multiply", "arguments": {"a": 12, "b": 34}}\n</tool_call><|im_end|>'
+    answer = renderer.vocabulary.encode("One short sentence. " * 40 + written)
+
+    def extend() -> None:
+        for _ in range(num_operations):
+            _extend(renderer, _HISTORY, _RESULT, _REMINDER)
+
+    def parse() -> None:
+        for _ in range(num_operations):
+            renderer.parse(answer, tools=(_TOOL,))
+
+    def stream() -> None:
+        for _ in range(num_operations // 10):
+            parser = renderer.open_stream(tools=(_TOOL,))
+            for token_id in answer:
+                parser.feed((token_id,))
+            parser.finish()
+
+    num_streamed = num_operations // 10 * len(answer)
+    figures = [
+        ("extend by two messages", cpu_us_per_operation(extend, num_operations=num_operations), "µs", 150.0),
+        ("parse an answer", cpu_us_per_operation(parse, num_operations=num_operations), "µs", None),
+        ("stream an answer", cpu_us_per_operation(stream, num_operations=num_streamed), "µs/token", None),
+    ]
+    return [
+        Result(benchmark="rendering", name=name, value=value, unit=unit, gate=gate, detail={"num_tokens": len(answer)})
+        for name, value, unit, gate in figures
+    ]
+
+
+def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every benchmark
+    """CPU time of rendering, extending and reading one turn, and the ratio that incremental rendering is for."""
+    renderer = create_renderer(tiny_tokenizer())
+    _extend(renderer, _HISTORY, _RESULT, _REMINDER)
+    turn = _measure_turn(renderer, num_operations=100 if quick else 1000)
+    return [*turn, *_measure_growth(renderer, rounds=1 if quick else 3)]

@@ -1,0 +1,197 @@
+"""A turn extends its parent's exact ids, or says that the template forbids it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tests.rendering import templates
+from tests.rendering.conversations import TOOL, answers, follow_ups, renderer_of, sample, say, texts
+from tokenizers import AddedToken
+
+from areal_actors.domain import ForkReason, Tool, ToolCall
+from areal_actors.errors import RenderError
+from areal_actors.rendering import create_renderer
+from areal_actors.testing.tokenizers import tiny_tokenizer
+
+FORK = ForkReason.TEMPLATE_REWROTE_HISTORY
+CALL = ToolCall(id="call00000", name="multiply", arguments='{"a": 1}')
+RESULT = say("tool", "12", tool_call_id=CALL.id)
+SYSTEM, QUESTION, ANSWER = say("system", "be brief"), say("user", "question"), say("assistant", "answer")
+ACT = say("assistant", tool_calls=(CALL,))
+
+
+def extend(name, history, *new, is_closed=True, **more):
+    """The suffix, briefly."""
+    return renderer_of(name).extend(history=history, new=new, is_closed=is_closed, **more)
+
+
+@pytest.mark.parametrize("name", ["CHATML", "SMOLLM", "QWEN", "GEMMA", "PHI", "LLAMA"])
+@given(data=st.data())
+def test_extension_equals_rendering_anew(name, data):
+    """Turn for turn, parent ids + sampled ids + suffix are the ids of the whole, where samples are canonical."""
+    renderer = renderer_of(name)
+    has_tools = renderer.tool_format is not None and data.draw(st.booleans())
+    tools = (TOOL,) if has_tools else ()
+    messages = [*data.draw(st.sampled_from([[], [SYSTEM]] if name != "GEMMA" else [[]])), say("user", data.draw(texts))]
+    ids = renderer.render(messages, tools=tools)
+    for _ in range(3):
+        sampled = sample(renderer, data.draw(answers(has_tools=has_tools, can_think=name == "QWEN")))
+        text = renderer.typesetter.set(messages, tools=tools, options={})
+        body = renderer.vocabulary.guard(renderer.decode(sampled[:-1]))
+        assume(renderer.vocabulary.encode(text + body) == [*ids, *sampled[:-1]])
+        answer = renderer.parse(sampled, tools=tools)
+        new = data.draw(follow_ups(answer))
+        suffix = renderer.extend(history=[*messages, answer], new=new, is_closed=True, tools=tools)
+        messages += [answer, *new]
+        anew = renderer.render(messages, tools=tools)
+        ids = anew if isinstance(suffix, ForkReason) else np.concatenate([ids, sampled, suffix])
+
+        assert anew.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "history", "new"),
+    [
+        ("CHATML", [QUESTION, ANSWER], [QUESTION]),
+        ("SMOLLM", [QUESTION, ACT], [RESULT, RESULT]),
+        ("SMOLLM", [SYSTEM, QUESTION, ANSWER], [SYSTEM, QUESTION]),
+        ("QWEN", [QUESTION, ACT], [RESULT, RESULT]),
+        ("QWEN", [QUESTION, say("assistant", reasoning="hm", tool_calls=(CALL,))], [RESULT]),
+        ("QWEN", [QUESTION, say("assistant", "a", reasoning="hm"), QUESTION, ANSWER], [QUESTION]),
+        ("LLAMA", [SYSTEM, QUESTION, ANSWER], [QUESTION]),
+        ("LLAMA", [QUESTION, ACT], [RESULT]),
+        ("MISTRAL", [QUESTION, ANSWER], [QUESTION]),
+        ("MISTRAL", [QUESTION, ACT], [RESULT, RESULT]),
+        ("GEMMA", [QUESTION, ACT], [RESULT]),
+        ("PHI", [SYSTEM, QUESTION, ANSWER], [QUESTION]),
+        ("CHATML", [QUESTION, say("assistant", "<think>hm</think>a")], [QUESTION]),
+        ("CHATML", [QUESTION, say("assistant", "")], [QUESTION]),
+    ],
+)
+def test_faithful_shapes_are_extended(name, history, new):
+    """What the template leaves alone is extended: no branch where none is needed."""
+    assert not isinstance(extend(name, history, *new), ForkReason)
+
+
+@pytest.mark.parametrize(
+    ("name", "history", "new"),
+    [
+        ("QWEN", [QUESTION, say("assistant", "a", reasoning="hm")], [QUESTION]),
+        ("QWEN", [QUESTION, say("assistant", reasoning="hm", tool_calls=(CALL,)), RESULT, ANSWER], [QUESTION]),
+        ("QWEN", [QUESTION, say("assistant", "a", reasoning="")], [QUESTION]),
+        ("QWEN", [QUESTION, ANSWER], []),
+        ("QWEN_THINKING", [QUESTION, ANSWER], [QUESTION]),
+        ("MISTRAL", [SYSTEM, QUESTION, ANSWER], [QUESTION]),
+        ("MISTRAL", [QUESTION, say("assistant", "hm", tool_calls=(CALL,))], [RESULT]),
+        ("GEMMA", [QUESTION, ANSWER], [SYSTEM, QUESTION]),
+        ("GLM", [QUESTION, ANSWER], [QUESTION]),
+        ("BARE", [QUESTION, ANSWER], [QUESTION]),
+        ("CHATML", [QUESTION, say("assistant", "a", reasoning="hm")], [QUESTION]),
+    ],
+)
+def test_rewritten_shapes_are_forks(name, history, new):
+    """A template that drops, moves or adds something earlier makes a branch, for the shapes concerned."""
+    assert FORK == extend(name, history, *new)
+
+
+def test_tools_that_move_are_a_rewriting():
+    """A template that puts the tools before the last question forks at a new question, not at a tool's result."""
+    assert FORK == extend("MISTRAL", [QUESTION, ANSWER], QUESTION, tools=[TOOL])
+    assert not isinstance(extend("MISTRAL", [QUESTION, ACT], RESULT, tools=[TOOL]), ForkReason)
+
+
+def test_template_options_are_part_of_the_question():
+    """An option that changes the generation prompt is judged on its own."""
+    plain = extend("QWEN", [QUESTION, ANSWER], QUESTION)
+    thoughtless = extend("QWEN", [QUESTION, ANSWER], QUESTION, template_kwargs={"enable_thinking": False})
+
+    assert not isinstance(plain, ForkReason)
+    assert FORK == thoughtless
+
+
+def test_a_turn_cut_by_length_is_closed_by_the_suffix():
+    """Sampled ids without a stop token are followed by the end of turn; with one they are not."""
+    renderer = renderer_of("CHATML")
+    cut = extend("CHATML", [QUESTION, ANSWER], QUESTION, is_closed=False)
+    closed = extend("CHATML", [QUESTION, ANSWER], QUESTION)
+
+    assert "<|im_end|>\n<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\n" == renderer.decode(cut)
+    assert cut[1:].tolist() == closed.tolist()
+
+
+def test_end_of_turn_that_swallows_a_line_break_keeps_doing_so():
+    """A special token that strips what follows strips it in suffixes as well."""
+    tokenizer = tiny_tokenizer(template=templates.PHI, more_special=("<|user|>", "<|assistant|>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", rstrip=True)]})
+    renderer = create_renderer(tokenizer)
+    prompt, sampled = renderer.render([QUESTION]), sample(renderer, "answer")
+    suffix = renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True)
+
+    assert renderer.render([QUESTION, ANSWER, QUESTION]).tolist() == [*prompt, *sampled, *suffix]
+
+
+def test_suffix_contains_neither_history_nor_default_system_prompt():
+    """Only what is new is rendered, whatever the template puts first."""
+    suffix = extend("SMOLLM", [QUESTION, ACT], RESULT, tools=[TOOL])
+
+    text = "\n<|im_start|>tool\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert text == renderer_of("SMOLLM").decode(suffix)
+
+
+def test_history_is_not_read():
+    """The work does not grow with the history: nothing but its beginning and its end is looked at."""
+
+    class Watched(list):
+        reads: set[int]
+
+        def __getitem__(self, index):
+            self.reads.add(range(len(self))[index])
+            return super().__getitem__(index)
+
+        def __iter__(self):
+            raise AssertionError("the whole history was read")
+
+    history = Watched([QUESTION, ANSWER] * 500)
+    history.reads = set()
+    extend("SMOLLM", history, QUESTION)
+
+    assert history.reads <= {0, 1, 2, 999}
+
+
+def test_what_the_template_refuses_forks_and_then_explains_itself():
+    """An extension that cannot be rendered is a fork; rendering it says why."""
+    new = say("assistant", "again"), say("assistant", "and again")
+
+    assert FORK == extend("MISTRAL", [QUESTION, ANSWER], *new)
+    with pytest.raises(RenderError, match="must alternate"):
+        renderer_of("MISTRAL").render([QUESTION, ANSWER, *new])
+
+
+def test_ids_of_calls_may_be_refused():
+    """A template that is strict about ids is not fooled by a verdict that was found with good ones."""
+    call = ToolCall(id="call_with_a_long_id", name="multiply", arguments="{}")
+
+    assert FORK == extend("MISTRAL", [QUESTION, say("assistant", tool_calls=(call,))], RESULT)
+
+
+def test_history_must_end_with_an_answer():
+    """A caller's mistake is named."""
+    with pytest.raises(ValueError, match="must end with the assistant's answer"):
+        extend("CHATML", [QUESTION], QUESTION)
+
+
+def test_unusual_openings_are_judged_on_their_own():
+    """A history that begins without a question is probed as such."""
+    assert not isinstance(extend("LLAMA", [SYSTEM, ANSWER], QUESTION), ForkReason)
+    assert not isinstance(extend("LLAMA", [SYSTEM, ANSWER, QUESTION, ANSWER], QUESTION, tools=[TOOL]), ForkReason)
+    assert FORK == extend("GEMMA", [ANSWER, ANSWER], QUESTION)
+
+
+@given(st.lists(st.sampled_from([SYSTEM, QUESTION, ANSWER, ACT, RESULT]), max_size=8))
+def test_verdicts_are_bounded_and_never_raise(new):
+    """Any sequence of new messages gets ids or a reason."""
+    suffix = extend("QWEN", [QUESTION, ANSWER], *new, tools=[Tool(name="t")])
+
+    assert isinstance(suffix, np.ndarray | ForkReason)

@@ -1,0 +1,89 @@
+"""A renderer is made from the files of a model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.rendering import templates
+from tests.rendering.conversations import TOOL, sample, say, write_call
+
+from areal_actors.errors import ConfigError, ModelError
+from areal_actors.rendering import RendererConfig, create_renderer, load_renderer
+from areal_actors.testing.tokenizers import CHATML, tiny_tokenizer
+
+
+def test_a_saved_model_is_loaded(tmp_path):
+    """Template, special tokens and the end tokens of the generation config survive the disk."""
+    tiny_tokenizer(more_special=("<|eot|>",)).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 384]}))
+    renderer = load_renderer(tmp_path)
+    made = create_renderer(tiny_tokenizer(more_special=("<|eot|>",)))
+
+    assert (2, 384) == renderer.stop_token_ids
+    assert made.render([say("user", "hi")]).tolist() == renderer.render([say("user", "hi")]).tolist()
+    assert "hi" == renderer.parse([*renderer.vocabulary.encode("hi"), 384]).content
+
+
+@pytest.mark.parametrize("found", ["2", "null"])
+def test_generation_configs_of_every_kind(tmp_path, found):
+    """One end token, or none."""
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
+
+    assert (2,) == load_renderer(tmp_path).stop_token_ids
+
+
+def test_models_that_cannot_be_loaded(tmp_path):
+    """The message says what is missing, and where."""
+    with pytest.raises(ModelError, match="No tokenizer can be loaded from"):
+        load_renderer(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        create_renderer(tokenizer)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+        load_renderer(tmp_path)
+
+
+def test_settings_replace_what_is_recognised():
+    """A template, a format, or none of it, by name."""
+    replaced = create_renderer(tiny_tokenizer(template="{{ x"), config=RendererConfig(chat_template=CHATML))
+    silent = create_renderer(tiny_tokenizer(), config=RendererConfig(tool_format="none", reasoning_format="think"))
+    ids = sample(silent, f"<think>hm</think>{write_call({})}")
+
+    assert "<|im_start|>user\nx<|im_end|>" in replaced.decode(replaced.render([say("user", "x")]))
+    assert ("hm", write_call({}), ()) == (
+        silent.parse(ids, tools=[TOOL]).reasoning,
+        silent.parse(ids, tools=[TOOL]).content,
+        silent.parse(ids, tools=[TOOL]).tool_calls,
+    )
+
+
+def test_unknown_formats_are_named():
+    """With the nearest name that exists."""
+    with pytest.raises(ConfigError, match=r"tool_format: no format is called 'hermse'.*did you mean hermes\?"):
+        create_renderer(tiny_tokenizer(), config=RendererConfig(tool_format="hermse"))
+
+
+@pytest.mark.parametrize(
+    ("name", "has_tools", "has_reasoning"),
+    [("CHATML", True, False), ("QWEN", True, True), ("LLAMA", False, False), ("GEMMA", True, False)],
+)
+def test_formats_are_recognised_by_the_template(name, has_tools, has_reasoning):
+    """A family that we do not know is not mistaken for one that we do."""
+    tokenizer = tiny_tokenizer(template=getattr(templates, name), more_special=templates.MORE_SPECIAL)
+    renderer = create_renderer(tokenizer)
+
+    assert (has_tools, has_reasoning) == (renderer.tool_format is not None, renderer.reasoning_format is not None)
+
+
+def test_the_test_tokenizer_is_the_same_every_time():
+    """Equal arguments, equal ids: what tests pin stays pinned."""
+    first, second = tiny_tokenizer(), tiny_tokenizer()
+
+    assert 384 == len(first)
+    assert first.get_vocab() == second.get_vocab()
+    assert [0, 1, 2] == first.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])

@@ -1,0 +1,192 @@
+"""Answers from ids to messages, and prompts from messages to ids."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rendering import templates
+from tests.rendering.conversations import TOOL, hostile_texts, renderer_of, sample, say, write_call
+
+from areal_actors.domain import ChatMessage, ToolCall
+from areal_actors.errors import RenderError
+from areal_actors.rendering import Renderer, TextDelta, create_renderer, join_deltas
+from areal_actors.testing.tokenizers import tiny_tokenizer
+
+names = st.sampled_from(["CHATML", "QWEN", "QWEN_THINKING", "GEMMA"])
+stops = st.lists(st.sampled_from(["x", "ab", "abc", "bc", "\n\n", "</tool_call>", "é", ""]), max_size=2)
+words = st.sampled_from(
+    ["<think>", "</think>", write_call({"a": 1}), "<tool_call>", "abc", "\n", " ", "😀", "<|im_start|>"]
+)
+token_ids = st.lists(st.integers(-3, 420), max_size=40)
+
+
+def numbered():
+    """Call ids in order."""
+    numbers = count()
+    return lambda: f"call_{next(numbers)}"
+
+
+def sampled_ids(name, parts):
+    """Ids of a text, special tokens and all."""
+    return renderer_of(name).vocabulary.encode("".join(parts))
+
+
+@given(names, st.lists(words, max_size=10) | token_ids, st.booleans(), stops, st.data())
+def test_deltas_join_to_the_parsed_message(name, sampled, has_tools, stop, data):
+    """For any ids, cut anywhere, the deltas of the stream add up to what ``parse`` returns; neither ever raises."""
+    renderer = renderer_of(name)
+    ids = sampled_ids(name, sampled) if sampled and isinstance(sampled[0], str) else sampled
+    options = {"tools": (TOOL,) if has_tools else (), "stop": stop}
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    chunks = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    stream = renderer.open_stream(**options, call_ids=numbered())
+    deltas = [delta for chunk in chunks for delta in stream.feed(chunk)] + list(stream.finish())
+
+    assert renderer.parse(ids, **options, call_ids=numbered()) == join_deltas(deltas)
+    assert all(delta.text for delta in deltas if isinstance(delta, TextDelta))
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_can_be_decoded(data):
+    """Bytes that are no UTF-8 are shown as replacement characters."""
+    ids = [renderer_of("CHATML").vocabulary.backend.token_to_id(char) for char in byte_characters(data)]
+
+    assert data.decode("utf-8", "replace") == renderer_of("CHATML").decode(np.asarray(ids, dtype=np.int32))
+
+
+def byte_characters(data: bytes) -> str:
+    """How byte-level vocabularies spell bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {byte: chr(byte) for byte in printable}
+    table |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in table)}
+    return "".join(table[byte] for byte in data)
+
+
+def test_special_tokens_are_not_content():
+    """End tokens and other special tokens are the model's punctuation, not its words; ``decode`` shows them."""
+    renderer = renderer_of("CHATML")
+    ids = renderer.vocabulary.encode("a<|im_start|>b<|im_end|>")
+
+    assert "ab" == renderer.parse(ids).content
+    assert "a<|im_start|>b<|im_end|>" == renderer.decode(ids)
+
+
+def test_tags_that_are_special_tokens_are_seen_by_parsers():
+    """Some vocabularies have the tags as special tokens: parsers read them all the same."""
+    tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    renderer = create_renderer(tiny_tokenizer(template=templates.QWEN, more_special=tags))
+    ids = renderer.vocabulary.encode(f"<think>hm</think>{write_call({'a': 1})}<|im_end|>")
+    answer = renderer.parse(ids, tools=[TOOL], call_ids=numbered())
+
+    call = ToolCall(id="call_0", name="multiply", arguments='{"a": 1}')
+    assert ("hm", (call,)) == (answer.reasoning, answer.tool_calls)
+
+
+def test_calls_are_looked_for_only_where_tools_were_offered():
+    """Without tools, what looks like a call is text."""
+    renderer = renderer_of("CHATML")
+    ids = sample(renderer, write_call({"a": 1}))
+
+    assert ((), write_call({"a": 1})) == (renderer.parse(ids).tool_calls, renderer.parse(ids).content)
+
+
+def test_calls_within_thinking_are_thoughts():
+    """A model may think about calling a tool without calling it."""
+    renderer = renderer_of("QWEN")
+    answer = renderer.parse(sample(renderer, f"<think>{write_call({})}</think>no"), tools=[TOOL])
+
+    assert (write_call({}), "no", ()) == (answer.reasoning, answer.content, answer.tool_calls)
+
+
+def test_thinking_that_the_prompt_opened():
+    """Whether an answer begins inside the thinking depends on the template and its options."""
+    renderer = renderer_of("QWEN_THINKING")
+    answer = renderer.parse(sample(renderer, "hm\n</think>\n\nyes"))
+
+    assert ("hm", "yes") == (answer.reasoning, answer.content)
+    assert "hm" == renderer_of("QWEN").parse(sample(renderer, "hm"), template_kwargs={"enable_thinking": False}).content
+
+
+def test_stop_strings_end_the_text():
+    """The first to be complete ends it; what it cuts off is not said, in whatever pieces it came."""
+    renderer = renderer_of("CHATML")
+    ids = sample(renderer, "one two three")
+
+    assert "one " == renderer.parse(ids, stop=["three", "two"]).content
+    assert "one two three" == renderer.parse(ids, stop=["four"]).content
+
+
+def test_call_ids_are_random_by_default_and_made_to_measure_on_request():
+    """Two calls never share an id."""
+    renderer = renderer_of("CHATML")
+    ids = sample(renderer, write_call({}) + write_call({}))
+    first, second = renderer.parse(ids, tools=[TOOL]).tool_calls
+
+    assert first.id.startswith("call_")
+    assert first.id != second.id
+    assert ["call_0", "call_1"] == [c.id for c in renderer.parse(ids, tools=[TOOL], call_ids=numbered()).tool_calls]
+
+
+@pytest.mark.parametrize("name", ["CHATML", "SMOLLM", "QWEN", "LLAMA", "MISTRAL", "GEMMA", "PHI", "GLM"])
+@given(text=hostile_texts)
+def test_foreign_text_brings_no_special_tokens(name, text):
+    """However a user, a tool or a schema spells them, special tokens of the prompt are the template's own."""
+    renderer = renderer_of(name)
+    special = np.array(sorted(renderer.vocabulary.special))
+    tool = TOOL.__class__(name="t", description=text, parameters={text: [text]})
+
+    def count_special(content, tools):
+        return int(np.isin(renderer.render([say("user", content)], tools=tools), special).sum())
+
+    assert count_special("x", ()) == count_special(text, ())
+    assert count_special("x", [TOOL]) == count_special(text, [tool])
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "complaint"),
+    [
+        ([], {}, "no messages"),
+        ([say("system", "x"), say("user", "y")], {}, "no system role"),
+        ([say("user|>", "x")], {}, "no word"),
+        ([say("", "x")], {}, "no word"),
+        ([say("user", "x")], {"messages": []}, "may not be called messages"),
+    ],
+)
+def test_conversations_that_cannot_be_rendered_are_refused(messages, options, complaint):
+    """The error has the template's own words, or says what is wrong with the message."""
+    with pytest.raises(RenderError, match=complaint):
+        renderer_of("GEMMA").render(messages, template_kwargs=options)
+
+
+def test_nesting_without_end_is_refused():
+    """A stranger's schema may be deeper than anybody's stack."""
+    schema = {}
+    for _ in range(100_000):
+        schema = {"a": schema}
+    tool = TOOL.__class__(name="t", parameters=schema)
+
+    with pytest.raises(RenderError, match="too deeply"):
+        renderer_of("QWEN").render([say("user", "x")], tools=[tool])
+
+
+def test_an_answer_is_rendered_as_it_was_parsed():
+    """An echoed answer, calls and all, makes the text that the model wrote."""
+    renderer = renderer_of("QWEN")
+    ids = sample(renderer, f"Let me see.\n{write_call({'a': 1, 'b': 'é'})}")
+    answer = renderer.parse(ids, tools=[TOOL])
+    text = renderer.decode(renderer.render([say("user", "x"), answer]))
+
+    assert renderer.decode(ids) in text
+
+
+def test_the_generic_renderer_is_a_renderer():
+    """``TemplateRenderer`` fits the protocol that other renderers plug in at."""
+    renderer: Renderer = renderer_of("CHATML")
+
+    assert (2,) == renderer.stop_token_ids
+    assert 384 + len(templates.MORE_SPECIAL) == renderer.vocab_size
+    assert ChatMessage(role="assistant", content="") == renderer.parse([])

@@ -1,0 +1,112 @@
+"""Text and ids: guarded text brings no special tokens, and streams say whole characters."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rendering.conversations import hostile_texts, renderer_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from areal_actors.rendering.tokens import Vocabulary
+from areal_actors.testing.tokenizers import SPECIAL_TOKENS, tiny_tokenizer
+
+ids = st.lists(st.integers(-5, 500), max_size=40)
+
+
+def create_byte_level() -> Vocabulary:
+    """The vocabulary of the other tests."""
+    return renderer_of("CHATML").vocabulary
+
+
+def create_sentence_piece() -> Vocabulary:
+    """A vocabulary in the manner of SentencePiece: words with a bar in front, single bytes for everything else."""
+    tokens = {"<s>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁hello": 257, "▁": 258, "x": 259}
+    backend = Tokenizer(models.BPE(vocab=tokens, merges=[], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Vocabulary.create(backend, special={0: "<s>"})
+
+
+def stream(vocabulary, *chunks):
+    """The text of ids that come in chunks."""
+    detokenizer = vocabulary.open_detokenizer()
+    return "".join(map(detokenizer.feed, chunks)) + detokenizer.finish()
+
+
+@given(hostile_texts | st.text(max_size=20))
+def test_guarded_text_has_no_special_tokens_and_reads_the_same(text):
+    """Whatever foreign text spells out, the model sees characters; a lone surrogate becomes a replacement character."""
+    vocabulary = create_byte_level()
+    encoded = vocabulary.encode(vocabulary.guard(text))
+
+    assert not set(encoded) & set(vocabulary.special)
+    assert text.encode("utf-8", "replace").decode().replace("?", "") == vocabulary.decode(encoded).replace(
+        "\ufffd", ""
+    ).replace("?", "")
+
+
+def test_overlapping_special_tokens_are_all_broken():
+    """Breaking one token does not complete another."""
+    backend = tiny_tokenizer(more_special=("ab", "bc", "abab")).backend_tokenizer
+    special = {backend.token_to_id(text): text for text in (*SPECIAL_TOKENS, "ab", "bc", "abab")}
+    vocabulary = Vocabulary.create(backend, special=special)
+
+    for text in ("abc", "abab", "aabbc", "ababab"):
+        assert text == vocabulary.decode(encoded := vocabulary.encode(vocabulary.guard(text)))
+        assert not set(encoded) & set(special)
+
+
+def test_unguarded_text_has_its_special_tokens():
+    """The template's own markup is markup."""
+    assert [1, 2] == create_byte_level().encode("<|im_start|><|im_end|>")
+
+
+@pytest.mark.parametrize("create", [create_byte_level, create_sentence_piece])
+@given(ids=ids)
+def test_streams_say_what_decoding_says(create, ids):
+    """Ids one by one, at once and in any chunks give one text; ids that do not exist give none."""
+    vocabulary = create()
+
+    assert vocabulary.decode(ids) == stream(vocabulary, *([i] for i in ids)) == stream(vocabulary, ids[:7], ids[7:])
+
+
+@given(ids=ids)
+def test_byte_level_decoding_is_the_tokenizer_s(ids):
+    """Our decoding of bytes, which is incremental, is the tokenizer's own."""
+    vocabulary = create_byte_level()
+    known = [i for i in ids if 0 <= i < vocabulary.size]
+
+    assert vocabulary.backend.decode(known, skip_special_tokens=False) == vocabulary.decode(ids)
+
+
+@pytest.mark.parametrize("create", [create_byte_level, create_sentence_piece])
+@pytest.mark.parametrize("text", ["hello hello", "😀😀é", "x€", "日本語 hello"])
+def test_characters_come_whole(create, text):
+    """No half characters, and no spaces lost between tokens."""
+    vocabulary = create()
+    detokenizer = vocabulary.open_detokenizer()
+    pieces = [detokenizer.feed([token_id]) for token_id in vocabulary.encode(text)]
+
+    assert text == "".join(pieces)
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_garbage_does_not_wait_for_ever():
+    """Bytes that never become a character are said as replacement characters, a few tokens later."""
+    vocabulary = create_sentence_piece()
+    detokenizer = vocabulary.open_detokenizer()
+
+    assert "\ufffd" in detokenizer.feed([0xFF + 1] * 20)
+
+
+def test_truncation_of_tokenizer_files_is_switched_off():
+    """Some tokenizer files truncate or pad; a prompt is neither."""
+    backend = tiny_tokenizer().backend_tokenizer
+    backend.enable_truncation(2)
+    backend.enable_padding(length=64)
+    vocabulary = Vocabulary.create(backend, special={})
+
+    assert len("hello world") >= len(vocabulary.encode("hello world")) > 2

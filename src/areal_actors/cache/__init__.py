@@ -5,6 +5,8 @@ interactions of a session and ``session`` the sessions, ``prompts`` plans exact 
 ``export``, ``arrays`` and ``document`` make training rows of it.
 """
 
+from __future__ import annotations
+
 from areal_actors.cache.arrays import to_arrays, to_tensors
 from areal_actors.cache.document import from_document, to_document
 from areal_actors.cache.export import STYLES, Exported, export_trajectories

@@ -9,12 +9,12 @@ so that text that differs is never taken for the same.
 part                   in the digest                               checked by ``is_echo``
 =====================  ==========================================  ==========================================
 role                   exact                                       exact
-text                   exact; an answer's is stripped; beside      equal (stripped); lost beside tool calls only
-                       tool calls it is left out                   if the call ids are those that we gave out
+text                   exact; an answer's is stripped; beside      equal (stripped); the echo may lack it beside
+                       tool calls it is left out                   tool calls whose ids are those we gave out
 tool calls             name, arguments as JSON, in order           the same
 tool call ids          no; results refer to calls by position      see text
-reasoning              no                                          equal (stripped), or dropped on either side
-name                   exact, but for answers                      equal, or absent on either side of an answer
+reasoning              no                                          equal (stripped); the echo may lack it
+name                   exact, but for answers                      equal; either side of an answer may lack it
 =====================  ==========================================  ==========================================
 
 Which interaction a history belongs to is decided in ``links``; nothing here knows interactions.
@@ -185,8 +185,8 @@ def is_echo(stored: ChatMessage, echoed: ChatMessage) -> bool:
     if stored.role != "assistant":
         return True  # all of it is in the digest
     return (
-        _agrees(stored.name, echoed.name)
-        and _agrees(_stripped(stored.reasoning), _stripped(echoed.reasoning))
+        (not stored.name or not echoed.name or stored.name == echoed.name)
+        and _stripped(echoed.reasoning) in ("", _stripped(stored.reasoning))
         and _is_same_text(stored, echoed)
     )
 
@@ -200,11 +200,7 @@ def _is_same_text(stored: ChatMessage, echoed: ChatMessage) -> bool:
     left, right = _stripped(stored.content), _stripped(echoed.content)
     if left == right:
         return True
-    return bool(stored.tool_calls) and not (left and right) and has_same_calls(stored, echoed)
-
-
-def _agrees(left: str | None, right: str | None) -> bool:
-    return not left or not right or left == right
+    return bool(stored.tool_calls) and not right and has_same_calls(stored, echoed)
 
 
 def _stripped(text: str | None) -> str:

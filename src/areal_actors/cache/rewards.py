@@ -2,7 +2,7 @@
 
 The default rule is ``return(n) = reward(n) + discount * mean(return(children of n))``, leaves first, along the
 conversational parents. On a chain with reward 1 at its end and discount 0.9 that is 1.0, 0.9, 0.81, …; nothing flows
-between siblings or roots. A rule is a function from a ``RewardTree`` and a discount to returns, and can be chosen by name.
+between siblings or roots. A rule is a function from a ``RewardTree`` and a discount to returns, chosen by name.
 
 Only completed interactions take part: a pending, cancelled or failed child neither receives nor dilutes anything. A
 reward that was never set counts as 0. Which tokens carry the returns is decided in ``export``.

@@ -176,9 +176,9 @@ class SessionStore:
     def resolve(self, credential: Credential, *, is_capability: bool = True) -> Session:
         """The session that ``credential`` opens, live or ended.
 
-        A session id from a URL path is a capability (``is_capability``): no key is needed beside it and any is accepted,
-        unless it is the key of another session. A session id from anywhere else needs the key that owns it. A key alone
-        opens its session.
+        A session id from a URL path is a capability (``is_capability``): no key is needed beside it and any is
+        accepted, unless it is the key of another session. A session id from anywhere else needs the key that owns it.
+        A key alone opens its session.
 
         Raises ``NotFound`` for an unknown session, ``Unauthorized`` for a missing or wrong key.
         """
@@ -189,7 +189,7 @@ class SessionStore:
             raise Unauthorized(f"This key does not open session {credential.session}; use the key it was started with.")
         session = self.get(credential.session)
         if owner is not None and owner is not session:
-            raise Unauthorized(f"This key belongs to another session; {session.id} was started with a key of its own.")
+            raise Unauthorized(f"This key belongs to another session; {session.id} was started with its own key.")
         return session
 
     def for_completion(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:

@@ -219,8 +219,10 @@ class ConversationTree:
 
         ``reward`` is a finite number: float, int, bool, or a numpy or torch scalar. Without an id, interactions that
         the client asked not to store are passed over, unless there are no others. A pending interaction keeps its
-        reward until it completes. Raises ``NotFound`` for an unknown id; ``RewardError`` if ``reward`` is no such number, if
-        nothing has completed yet, or if the interaction was cancelled or has failed.
+        reward until it completes.
+
+        Raises ``NotFound`` for an unknown id; ``RewardError`` if ``reward`` is no such number, if nothing has completed
+        yet, or if the interaction was cancelled or has failed.
         """
         value = parse_reward(reward)
         interaction = self._last() if interaction_id is None else self.get(interaction_id)

@@ -1,0 +1,208 @@
+"""Canonical forms: every faithful echo is recognised, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.cache.canonical import (
+    DIGEST_SIZE,
+    canonical_arguments,
+    extend_digest,
+    is_echo,
+    message_digest,
+    options_digest,
+    prefix_digests,
+    system_digest,
+    tools_digest,
+)
+from areal_actors.domain import ChatMessage, Tool, ToolCall
+from areal_actors.testing.strategies import ECHO_STYLES, chat_messages, conversations, echo_styles
+
+
+def is_recognised(stored: ChatMessage, echoed: ChatMessage) -> bool:
+    """Whether an echo would be taken for the stored message."""
+    return message_digest(stored) == message_digest(echoed) and is_echo(stored, echoed)
+
+
+def answer(text: str | None = None, *calls: ToolCall, reasoning: str | None = None) -> ChatMessage:
+    """An answer of the model."""
+    return ChatMessage(role="assistant", content=text, tool_calls=calls, reasoning=reasoning)
+
+
+def call(arguments: str = "{}", *, name: str = "look", call_id: str = "call_1") -> ToolCall:
+    """A tool call."""
+    return ToolCall(id=call_id, name=name, arguments=arguments)
+
+
+@given(chat_messages("assistant"), echo_styles())
+def test_every_faithful_echo_is_recognised(stored: ChatMessage, echo: Callable[[ChatMessage], ChatMessage]) -> None:
+    """However a client re-serialises, trims, drops or adds, its echo is known for what it is."""
+    assert is_recognised(stored, echo(stored))
+
+
+@pytest.mark.parametrize("style", sorted(ECHO_STYLES))
+def test_each_echo_style_on_an_answer_that_has_everything(style: str) -> None:
+    """Each style that real clients were seen to use is recognised on text, two calls and reasoning at once."""
+    stored = answer(
+        "\n\nLet me check. ", call('{"city":  "Z\\u00fcrich", "days": 2.0}'), call(name="b"), reasoning="Hm."
+    )
+
+    assert is_recognised(stored, ECHO_STYLES[style](stored))
+
+
+EVERYTHING = answer("Let me check.", call('{"n": 1}'), call('{"n": 2}', call_id="call_2"), reasoning="Hm.")
+
+EDITS = {
+    "text changed": lambda m: evolve(m, content="Let me guess."),
+    "text in other case": lambda m: evolve(m, content="let me check."),
+    "white space within": lambda m: evolve(m, content="Let me  check."),
+    "argument changed": lambda m: evolve(m, tool_calls=(call('{"n": 3}'), m.tool_calls[1])),
+    "argument became text": lambda m: evolve(m, tool_calls=(call('{"n": "1"}'), m.tool_calls[1])),
+    "tool renamed": lambda m: evolve(m, tool_calls=(call('{"n": 1}', name="glance"), m.tool_calls[1])),
+    "call dropped": lambda m: evolve(m, tool_calls=m.tool_calls[:1]),
+    "calls dropped": lambda m: evolve(m, tool_calls=()),
+    "calls swapped": lambda m: evolve(m, tool_calls=m.tool_calls[::-1]),
+    "call repeated": lambda m: evolve(m, tool_calls=(*m.tool_calls, m.tool_calls[0])),
+    "reasoning changed": lambda m: evolve(m, reasoning="Ha."),
+    "role changed": lambda m: evolve(m, role="user"),
+    "text lost and ids foreign": lambda m: evolve(
+        m, content=None, tool_calls=tuple(evolve(c, id="x" + c.id) for c in m.tool_calls)
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", sorted(EDITS))
+def test_what_differs_in_meaning_is_not_an_echo(edit: str) -> None:
+    """A wrong match is worse than none: every edit makes another message of it."""
+    assert not is_recognised(EVERYTHING, EDITS[edit](EVERYTHING))
+
+
+def test_a_client_may_drop_but_not_add() -> None:
+    """Text or reasoning that the model never produced makes another message of it."""
+    stored = answer(None, call())
+
+    assert is_recognised(evolve(stored, content="x", reasoning="y"), stored)
+    assert not is_recognised(stored, evolve(stored, content="x"))
+    assert not is_recognised(stored, evolve(stored, reasoning="y"))
+
+
+@given(chat_messages("user"), chat_messages("user"))
+def test_messages_of_users_are_compared_exactly(left: ChatMessage, right: ChatMessage) -> None:
+    """Only answers are trimmed; what a user says is kept to the letter."""
+    assert (left.content == right.content) == is_recognised(left, right)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ('{"b": 1, "a": [1, {"d": 2, "c": 3}]}', '{"a":[1,{"c":3,"d":2}],"b":1}'),
+        ('{"city": "Z\\u00fcrich"}', '{"city": "Zürich"}'),
+        ('{"days": 2.0}', '{"days": 2}'),
+        ('{"x": 1e2}', '{"x": 100}'),
+        ("", "{}"),
+        ("  ", "{}"),
+    ],
+)
+def test_arguments_that_mean_the_same(left: str, right: str) -> None:
+    """Order of keys, white space, escapes and the spelling of numbers do not matter."""
+    assert canonical_arguments(left) == canonical_arguments(right)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ('{"a": 1}', '{"a": true}'),
+        ('{"a": 1}', '{"a": "1"}'),
+        ('{"a": null}', "{}"),
+        ('{"a": [1, 2]}', '{"a": [2, 1]}'),
+        ('{"a": 1e400}', '{"a": 1e500}'),
+        ('{"a": NaN}', '{"a": nan}'),
+        ('{"a": 9007199254740993}', '{"a": 9007199254740992.0}'),
+        ("{", "{ "),
+        ("null", ""),
+        ('"{"', "{"),
+        ("[" * 100_000, "[" * 99_999),
+        ("1" * 5000, "1" * 5001),
+    ],
+)
+def test_arguments_that_differ(left: str, right: str) -> None:
+    """Another value is another call, and what cannot be read as JSON is compared as text."""
+    assert canonical_arguments(left) != canonical_arguments(right)
+
+
+def test_parts_of_messages_cannot_run_into_each_other() -> None:
+    """Text that looks like the encoding of two parts is still one part."""
+    calls = answer(None, call("{}", name="a"), call("{}", name="b"))
+    one = answer(None, call("{}", name="a7:json:{}1:b"))
+
+    assert message_digest(calls) != message_digest(one)
+
+
+def test_lone_surrogates_can_be_digested() -> None:
+    """JSON may hold half a character; it is text like any other."""
+    broken, other = (ChatMessage(role="user", content=text) for text in ("\ud800", "\udc00"))
+
+    assert message_digest(broken) != message_digest(other)
+    assert canonical_arguments('{"a": "\\ud800"}') == canonical_arguments('{"a":"\\ud800"}')
+
+
+@given(conversations(), st.data())
+def test_prefixes_can_be_digested_in_steps(messages: tuple[ChatMessage, ...], data: st.DataObject) -> None:
+    """Going on from known digests gives the digests that a fresh start gives."""
+    whole = prefix_digests(messages)
+    cut = data.draw(st.integers(0, len(messages)))
+
+    assert len(whole) == DIGEST_SIZE * len(messages)
+    if messages[0].role != "system" or cut > 1:
+        assert whole == prefix_digests(messages, known=whole[: cut * DIGEST_SIZE])
+
+
+def test_results_refer_to_calls_by_position() -> None:
+    """Ids may be dropped or renamed in order, but results that were swapped are another history."""
+    asked = answer(None, call(call_id="a"), call(call_id="b"))
+
+    def digest(*results: tuple[str | None, str]) -> bytes:
+        tools = [ChatMessage(role="tool", tool_call_id=i, content=text) for i, text in results]
+        return prefix_digests([asked, *tools])[-DIGEST_SIZE:]
+
+    expected = digest(("a", "1"), ("b", "2"))
+    assert expected == digest((None, "1"), (None, "2"))
+    assert expected == digest(("x", "1"), ("y", "2"))
+    assert expected != digest(("b", "1"), ("a", "2"))
+    assert expected != digest(("a", "2"), ("b", "1"))
+
+
+def test_instructions_stand_apart() -> None:
+    """Leading system messages are in a digest of their own; one in the middle of a history is a message like others."""
+    user = ChatMessage(role="user", content="hi")
+    one, two = (ChatMessage(role="system", content=text) for text in ("Be kind.", "Be brief."))
+
+    assert prefix_digests([one, user])[-DIGEST_SIZE:] == prefix_digests([two, user])[-DIGEST_SIZE:]
+    assert system_digest([one, user]) != system_digest([two, user])
+    assert prefix_digests([user, one])[-DIGEST_SIZE:] != prefix_digests([user, two])[-DIGEST_SIZE:]
+
+
+def test_tools_and_options_ignore_the_order_of_keys_only() -> None:
+    """Schemas are compared as JSON; the order of tools changes the prompt, so it counts."""
+    left = Tool(name="f", parameters={"type": "object", "required": ["a"]})
+    same = Tool(name="f", parameters={"required": ["a"], "type": "object"})
+    other = Tool(name="g")
+
+    assert tools_digest([left]) == tools_digest([same])
+    assert tools_digest([left, other]) != tools_digest([other, left])
+    assert tools_digest([]) != tools_digest([left])
+    assert options_digest({"a": 1, "b": 2}) == options_digest({"b": 2, "a": 1})
+    assert options_digest({}) != options_digest({"enable_thinking": False})
+
+
+def test_digests_chain() -> None:
+    """The digest of a history depends on all of it."""
+    a, b = ChatMessage(role="user", content="a"), ChatMessage(role="user", content="b")
+
+    assert extend_digest(message_digest(a), b) == prefix_digests([a, b])[-DIGEST_SIZE:]
+    assert extend_digest(message_digest(b), a) != prefix_digests([a, b])[-DIGEST_SIZE:]

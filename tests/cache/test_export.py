@@ -1,0 +1,415 @@
+"""Training rows: every sampled token exactly once, the same in every style, linear in time, exact through JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.cache import (
+    STYLES,
+    Exported,
+    backpropagate,
+    export_trajectories,
+    from_document,
+    to_arrays,
+    to_document,
+    to_tensors,
+)
+from areal_actors.domain import (
+    ChatMessage,
+    Interaction,
+    InteractionId,
+    InteractionStatus,
+    SessionRecord,
+    Trajectory,
+    Untrained,
+    UntrainedReason,
+)
+from areal_actors.errors import ExportError
+from areal_actors.testing.strategies import session_records
+
+styles = st.sampled_from(sorted(STYLES))
+
+
+def user(text: str) -> ChatMessage:
+    """A message of the user."""
+    return ChatMessage(role="user", content=text)
+
+
+def answer(text: str) -> ChatMessage:
+    """An answer of the model."""
+    return ChatMessage(role="assistant", content=text)
+
+
+def branching(talk: Any) -> SessionRecord:
+    """A ──▶ B ──▶ C and A ──▶ D, with reward 1 on C."""
+    talk.turn("a", [user("1")], "A")
+    second = [user("1"), answer("A"), user("2")]
+    talk.turn("b", second, "B")
+    talk.turn("c", [*second, answer("B"), user("3")], "C", tag="critic")
+    talk.turn("d", [user("1"), answer("A"), user("4")], "D")
+    talk.tree.set_reward("c", 1.0)
+    return talk.tree.snapshot()
+
+
+def reference_prompt(turn: Interaction, by_id: dict[InteractionId, Interaction]) -> list[int]:
+    """The prompt by recursion on token parents."""
+    if turn.token_parent is None:
+        return turn.prompt_suffix.tolist()
+    parent = by_id[turn.token_parent]
+    assert parent.completion is not None
+    return [*reference_prompt(parent, by_id), *parent.completion.token_ids.tolist(), *turn.prompt_suffix.tolist()]
+
+
+def trained_tokens(exported: Exported) -> Counter[tuple[Any, ...]]:
+    """(turn, position in its output, id, logprob, version, return) of every trained token, counted."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for row in exported.trajectories:
+        seen: Counter[int] = Counter()
+        for t in range(row.num_tokens):
+            turn = int(row.turns[t])
+            if turn >= 0 and row.loss_mask[t]:
+                columns = (row.input_ids, row.logprobs, row.versions, row.returns)
+                found[(row.interactions[turn], seen[turn], *(c[t].item() for c in columns))] += 1
+            seen[turn] += 1
+    return found
+
+
+def sampled_tokens(record: SessionRecord, discount: float) -> Counter[tuple[Any, ...]]:
+    """What was really sampled in the completed interactions, from the record alone."""
+    returns = backpropagate(record, discount)
+    found: Counter[tuple[Any, ...]] = Counter()
+    for turn in record.interactions:
+        if turn.status is InteractionStatus.COMPLETED:
+            columns = (turn.completion.token_ids, turn.completion.logprobs, turn.completion.versions)
+            for t in range(len(turn.completion.token_ids)):
+                value = np.float32(returns[turn.id]).item()
+                found[(turn.id, t, *(c[t].item() for c in columns), value)] += 1
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- laws
+
+
+@given(
+    record=session_records(),
+    discount=st.floats(0, 1),
+    style=styles,
+    max_tokens=st.none() | st.integers(1, 20),
+    skip=st.booleans(),
+)
+def test_every_sampled_token_is_trained_once_or_listed(
+    *, record: SessionRecord, discount: float, style: str, max_tokens: int | None, skip: bool
+) -> None:
+    """Trained tokens carry what was sampled; the others are listed with a reason; nothing is in both."""
+    exported = export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens, skip_unrewarded=skip)
+    left_out = {entry.interaction: entry.num_tokens for entry in exported.untrained}
+    expected = {key for key in sampled_tokens(record, discount) if key[0] not in left_out}
+
+    assert dict.fromkeys(expected, 1) == dict(trained_tokens(exported))
+    total = sum(len(turn.completion.token_ids) for turn in record.interactions if turn.completion is not None)
+    assert total == exported.num_trained_tokens + exported.num_untrained_tokens
+    assert left_out == {turn.id: len(turn.completion.token_ids) for turn in record.interactions if turn.id in left_out}
+
+
+@given(session_records(), st.floats(0, 1), st.none() | st.integers(1, 20))
+def test_styles_agree_on_every_sampled_token(record: SessionRecord, discount: float, max_tokens: int | None) -> None:
+    """Id, log-probability, version, mask and return of a token do not depend on how rows are cut."""
+    individual, concat = (
+        export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens)
+        for style in ("individual", "concat")
+    )
+
+    assert trained_tokens(individual) == trained_tokens(concat)
+    assert individual.untrained == concat.untrained
+
+
+@given(session_records(), styles)
+def test_rows_hold_exactly_what_was_read_and_sampled(record: SessionRecord, style: str) -> None:
+    """A row is its last turn's prompt and output, token by token, and every column fits."""
+    by_id = {turn.id: turn for turn in record.interactions}
+    for row in export_trajectories(record, discount=0.9, style=style).trajectories:
+        last = by_id[row.interactions[-1]]
+        expected = [*reference_prompt(last, by_id), *last.completion.token_ids.tolist()]
+
+        assert expected == row.input_ids.tolist()
+        for column in (row.loss_mask, row.logprobs, row.versions, row.returns, row.turns):
+            assert len(column) == row.num_tokens
+        assert (row.versions >= 0).tolist() == (row.turns >= 0).tolist()
+        assert not row.logprobs[row.loss_mask == 0].any()
+        assert not row.loss_mask[row.turns < 0].any()
+        assert not row.returns[row.turns < 0].any()
+        assert row.num_trained_tokens > 0
+
+
+@given(session_records(), styles, st.integers(1, 20))
+def test_no_row_is_longer_than_allowed(record: SessionRecord, style: str, max_tokens: int) -> None:
+    """What does not fit is listed, and what fits is kept."""
+    exported = export_trajectories(record, discount=0.9, style=style, max_tokens=max_tokens)
+
+    assert all(row.num_tokens <= max_tokens for row in exported.trajectories)
+    for entry in exported.untrained:
+        turn = next(t for t in record.interactions if t.id == entry.interaction)
+        if entry.reason is UntrainedReason.TOO_LONG:
+            assert turn.num_prompt_tokens + entry.num_tokens > max_tokens
+
+
+@given(session_records(), st.floats(0, 1), styles)
+def test_exporting_is_a_view(record: SessionRecord, discount: float, style: str) -> None:
+    """Twice gives the same, and another discount in between changes nothing."""
+    first = export_trajectories(record, discount=discount, style=style)
+    export_trajectories(record, discount=discount / 3, style=style)
+
+    assert first == export_trajectories(record, discount=discount, style=style)
+
+
+@given(session_records(), styles)
+def test_documents_round_trip_exactly(record: SessionRecord, style: str) -> None:
+    """Through real JSON text: every id, bit of a float, reason and tag comes back."""
+    exported = export_trajectories(record, discount=0.9, style=style)
+    text = json.dumps(to_document(exported), allow_nan=False)
+
+    assert exported == from_document(json.loads(text))
+
+
+@given(session_records(), styles)
+def test_arrays_are_padded_rows(record: SessionRecord, style: str) -> None:
+    """Each row stands at its beginning in each array, and padding is what the table says."""
+    rows = export_trajectories(record, discount=0.9, style=style).trajectories
+    arrays = to_arrays(rows)
+    pads = {"input_ids": 0, "loss_mask": 0, "logprobs": 0, "versions": -1, "returns": 0}
+
+    for position, row in enumerate(rows):
+        assert arrays["attention_mask"][position].tolist() == [
+            t < row.num_tokens for t in range(arrays["attention_mask"].shape[1])
+        ]
+        for name, pad in pads.items():
+            assert arrays[name][position, : row.num_tokens].tolist() == getattr(row, name).tolist()
+            assert (arrays[name][position, row.num_tokens :] == pad).all()
+
+
+# ------------------------------------------------------------------------------------------------------ examples
+
+
+def test_individual_rows_train_their_own_output_only(talk: Any) -> None:
+    """A row per interaction; earlier answers are context, with their versions unknown to this row."""
+    exported = export_trajectories(branching(talk), discount=0.5, style="individual")
+
+    assert [row.interactions for row in exported.trajectories] == [("a",), ("b",), ("c",), ("d",)]
+    assert [row.reward for row in exported.trajectories] == [0.125, 0.5, 1.0, 0.0]
+    assert all(row.num_trained_tokens == 2 for row in exported.trajectories)
+    assert all(row.loss_mask.tolist() == [0] * (row.num_tokens - 2) + [1, 1] for row in exported.trajectories)
+
+
+def test_concat_trains_a_shared_token_in_the_first_leaf_that_holds_it(talk: Any) -> None:
+    """Two leaves share A: it is trained on the way to C and masked on the way to D."""
+    exported = export_trajectories(branching(talk), discount=0.5, style="concat")
+    first, second = exported.trajectories
+
+    assert first.interactions == ("a", "b", "c")
+    assert second.interactions == ("a", "d")
+    assert (first.num_trained_tokens, second.num_trained_tokens) == (6, 2)
+    assert (second.turns == 0).sum() == 2
+    assert not second.loss_mask[second.turns == 0].any()
+    assert (second.versions[second.turns == 0] == 0).all()
+    assert [first.returns[first.turns == turn][0] for turn in range(3)] == [0.125, 0.5, 1.0]
+    assert (first.reward, second.reward) == (1.0, 0.0)
+    assert (first.tag, second.tag) == ("critic", None)
+
+
+def test_a_fork_of_tokens_is_a_row_of_its_own(new_talk: Callable[..., Any]) -> None:
+    """Where the template rewrote history, each turn is trained in its own context; returns still flow."""
+    talk = new_talk(rewrites=True)
+    talk.turn("1", [user("hi")], evolve(answer("yo"), reasoning="Hm."))
+    talk.renderer.keeps_reasoning = False
+    talk.turn("2", [user("hi"), answer("yo"), user("more")], "done")
+    talk.tree.set_reward(None, 1.0)
+    exported = export_trajectories(talk.tree.snapshot(), discount=0.9, style="concat")
+
+    assert [(row.interactions, row.reward) for row in exported.trajectories] == [(("1",), 0.9), (("2",), 1.0)]
+
+
+def test_what_is_not_trained_is_listed_with_its_reason(talk: Any) -> None:
+    """Cancelled, not stored, too long, unrewarded: each says so; without sampled tokens there is nothing to list."""
+    talk.turn("kept", [user("1")], "A")
+    talk.tree.set_reward("kept", 1)
+    talk.turn("unstored", [user("1"), answer("A"), user("2")], "BB", store=False)
+    talk.turn("below", [user("1"), answer("A"), user("2"), answer("BB"), user("3")], "C")
+    talk.turn("long", [user("x" * 100)], "DDD")
+    talk.turn("unrewarded", [user("?")], "EEEE")
+    for name in ("cut", "silent", "failed"):
+        talk.begin(name, [user(name)])
+    talk.tree.cancel("cut", talk.completion(answer("FFFFF")), answer("FFFFF"))
+    talk.tree.cancel("silent")
+    talk.tree.fail("failed", "why")
+
+    for style in STYLES:
+        exported = export_trajectories(
+            talk.tree.snapshot(), discount=1.0, style=style, max_tokens=90, skip_unrewarded=True
+        )
+        assert exported.untrained == (
+            Untrained(interaction="unstored", num_tokens=3, reason=UntrainedReason.NOT_STORED),
+            Untrained(interaction="long", num_tokens=4, reason=UntrainedReason.TOO_LONG),
+            Untrained(interaction="unrewarded", num_tokens=5, reason=UntrainedReason.NO_REWARD),
+            Untrained(interaction="cut", num_tokens=6, reason=UntrainedReason.CANCELLED),
+        )
+        assert exported.trajectories[-1].interactions[-1] == "below"
+
+
+def test_a_conversation_that_grew_too_long_keeps_the_turns_that_fit(talk: Any) -> None:
+    """The leaf is left out; the turns before it are a shorter row."""
+    record = branching(talk)
+    longest = max(turn.num_prompt_tokens + 2 for turn in record.interactions)
+    exported = export_trajectories(record, discount=0.5, style="concat", max_tokens=longest - 1)
+
+    assert [row.interactions for row in exported.trajectories] == [("a", "b"), ("a", "d")]
+    assert tuple(entry.interaction for entry in exported.untrained) == ("c",)
+    assert exported.trajectories[0].reward == 0.5
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+def test_a_session_without_calls_exports_nothing(talk: Any, style: str) -> None:
+    """No rows, no error, and arrays that are merely empty."""
+    exported = export_trajectories(talk.tree.snapshot(), discount=0.9, style=style)
+
+    assert exported == Exported(session="s")
+    assert to_arrays(exported.trajectories)["input_ids"].shape == (0, 0)
+    assert exported == from_document(to_document(exported))
+
+
+def test_a_chain_of_a_thousand_turns_is_one_row(talk: Any) -> None:
+    """Rows are built without recursion."""
+    messages = [user("hi")]
+    for number in range(1000):
+        talk.turn(f"{number}", messages, "yo")
+        messages += [answer("yo"), user("m")]
+    exported = export_trajectories(talk.tree.snapshot(), discount=1.0, style="concat")
+
+    assert len(exported.trajectories) == 1
+    assert exported.num_trained_tokens == 3000
+    assert len(exported.trajectories[0].interactions) == 1000
+
+
+def test_tensors_have_the_documented_types(talk: Any) -> None:
+    """Names, dtypes and shapes are a promise."""
+    import torch
+
+    tensors = to_tensors(export_trajectories(branching(talk), discount=0.5, style="concat").trajectories)
+    b, t = tensors["input_ids"].shape
+
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
+        "input_ids": (torch.int32, (b, t)),
+        "attention_mask": (torch.bool, (b, t)),
+        "loss_mask": (torch.int32, (b, t)),
+        "logprobs": (torch.float32, (b, t)),
+        "versions": (torch.int32, (b, t)),
+        "returns": (torch.float32, (b, t)),
+        "rewards": (torch.float32, (b,)),
+    }
+
+
+def test_torch_is_imported_at_the_last_step_only() -> None:
+    """Whoever exports arrays or documents does not pay for torch."""
+    code = "import sys; import areal_actors.cache; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def test_unknown_styles_are_refused_by_name(talk: Any) -> None:
+    """The message lists what there is."""
+    with pytest.raises(ExportError, match="no export style 'tree'; choose one of concat, individual"):
+        export_trajectories(talk.tree.snapshot(), discount=1.0, style="tree")
+
+
+def damaged(record: SessionRecord, name: str, **fields: Any) -> SessionRecord:
+    """The record with one interaction changed."""
+    turns = tuple(evolve(t, **fields) if t.id == name else t for t in record.interactions)
+    return evolve(record, interactions=turns)
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_prompt_tokens": 3}, "Interaction b was sampled after 3 tokens, but its ancestors hold"),
+        ({"prompt_suffix": [1]}, "but its ancestors hold"),
+        ({"token_parent": "x"}, "refers to interaction x"),
+        ({"token_parent": "b"}, "continues one that was asked later"),
+        ({"parent": "x"}, "continues x, which was not completed"),
+    ],
+)
+def test_damaged_records_are_refused_by_name(talk: Any, style: str, fields: dict[str, Any], message: str) -> None:
+    """Tokens that do not fit together are never trained on."""
+    with pytest.raises(ExportError, match=message):
+        export_trajectories(damaged(branching(talk), "b", **fields), discount=1.0, style=style)
+
+
+def test_columns_of_unequal_length_are_refused(talk: Any) -> None:
+    """A missing log-probability is not padded."""
+    record = branching(talk)
+    completion = evolve(record.interactions[1].completion, logprobs=[-1.0])
+
+    with pytest.raises(ExportError, match="interaction b differ in number"):
+        export_trajectories(damaged(record, "b", completion=completion), discount=1.0, style="concat")
+
+
+def test_a_logprob_that_is_not_finite_cannot_be_written(talk: Any) -> None:
+    """JSON has no word for it, and no trainer a use."""
+    record = branching(talk)
+    completion = evolve(record.interactions[1].completion, logprobs=[-1.0, -math.inf])
+    exported = export_trajectories(damaged(record, "b", completion=completion), discount=1.0, style="concat")
+
+    with pytest.raises(ExportError, match="logprobs of interaction c are not finite"):
+        to_document(exported)
+
+
+def _without(document: dict[str, Any], *path: str) -> dict[str, Any]:
+    copy = json.loads(json.dumps(document))
+    inner = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return copy
+
+
+def test_documents_of_another_kind_are_refused(talk: Any) -> None:
+    """Another version, a missing field, a short column: each is an error by name."""
+    document = to_document(export_trajectories(branching(talk), discount=1.0, style="concat"))
+    short = json.loads(json.dumps(document))
+    short["interactions"]["c"]["tensor_dict"]["logprobs"][0].pop()
+
+    with pytest.raises(ExportError, match="version 2; only"):
+        from_document(document | {"version": 2})
+    with pytest.raises(ExportError, match="None version None"):
+        from_document({})
+    with pytest.raises(ExportError, match="malformed: KeyError"):
+        from_document(_without(document, "interactions", "c", "tensor_dict", "logprobs"))
+    with pytest.raises(ExportError, match="row c differ in length"):
+        from_document(short)
+    with pytest.raises(ExportError, match="malformed"):
+        from_document(document | {"interactions": []})
+
+
+def test_documents_say_what_clients_of_the_export_route_read(talk: Any) -> None:
+    """The keys that are promised, by the id of the row's last interaction, in order."""
+    document = to_document(export_trajectories(branching(talk), discount=0.5, style="individual"))
+
+    assert list(document["interactions"]) == ["a", "b", "c", "d"]
+    row = document["interactions"]["c"]
+    assert (row["interaction_id"], row["reward"]) == ("c", 1.0)
+    assert row["tensor_dict"]["rewards"] == [1.0]
+    assert isinstance(from_document(document).trajectories[0], Trajectory)

@@ -1,0 +1,373 @@
+"""Parents: every follow-up that continues an answer of ours finds it, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.cache import Match
+from areal_actors.cache.links import History
+from areal_actors.domain import (
+    ChatMessage,
+    CompletionRequest,
+    ForkReason,
+    Interaction,
+    InteractionId,
+    InteractionStatus,
+    Tool,
+    ToolCall,
+)
+from areal_actors.testing.strategies import ECHO_STYLES, chat_messages, echo_styles
+
+System = ChatMessage(role="system", content="Be kind.")
+
+
+def user(text: str) -> ChatMessage:
+    """A message of the user."""
+    return ChatMessage(role="user", content=text)
+
+
+def answer(text: str | None, *calls: ToolCall, reasoning: str | None = None) -> ChatMessage:
+    """An answer of the model."""
+    return ChatMessage(role="assistant", content=text, tool_calls=calls, reasoning=reasoning)
+
+
+def match(talk: Any, messages: list[ChatMessage], **request: Any) -> Match:
+    """Look for the parent."""
+    return talk.tree.match(CompletionRequest(messages=tuple(messages), **request))
+
+
+def parent_of(found: Match) -> InteractionId | None:
+    """The parent's id, if there is one."""
+    return None if found.parent is None else found.parent.id
+
+
+# ------------------------------------------------------------------- against an independent, slow, obvious oracle
+
+
+def _text(message: ChatMessage) -> str:
+    return (message.content or "").strip() if message.role == "assistant" else message.content or ""
+
+
+def _calls(message: ChatMessage) -> list[Any]:
+    def value(text: str) -> Any:
+        try:
+            return json.loads(text or "{}", parse_constant=lambda _: json.loads("!"))
+        except (ValueError, RecursionError):
+            return [text]  # arguments are never a list otherwise
+
+    return [(call.name, value(call.arguments)) for call in message.tool_calls]
+
+
+def says_the_same(stored: ChatMessage, echoed: ChatMessage) -> bool:
+    """The definition, one clause after the other."""
+    if stored.role != echoed.role or _calls(stored) != _calls(echoed):
+        return False
+    if stored.role != "assistant":
+        return _text(stored) == _text(echoed) and stored.tool_call_id == echoed.tool_call_id
+    thoughts = [(m.reasoning or "").strip() for m in (stored, echoed)]
+    if thoughts[1] and thoughts[0] != thoughts[1]:
+        return False
+    is_lost = bool(stored.tool_calls) and not _text(echoed)
+    has_ids = [c.id for c in stored.tool_calls] == [c.id for c in echoed.tool_calls]
+    return _text(stored) == _text(echoed) or (is_lost and has_ids)
+
+
+def candidates(talk: Any, messages: tuple[ChatMessage, ...]) -> list[Interaction]:
+    """All completed interactions whose messages and answer are the longest prefix of ``messages``."""
+    best: list[Interaction] = []
+    longest = 0
+    for turn in talk.tree.snapshot().interactions:
+        if turn.status is not InteractionStatus.COMPLETED:
+            continue
+        stored = talk.tree.history(turn)
+        if len(stored) > len(messages) or not all(map(says_the_same, stored, messages)):
+            continue
+        if len(stored) > longest:
+            best, longest = [], len(stored)
+        if len(stored) == longest:
+            best.append(turn)
+    return best
+
+
+ROOTS = st.sampled_from([(user("hi"),), (System, user("hi")), (user("hi"), user("there"))])
+ANSWERS = st.sampled_from([answer("yes"), answer(" yes"), answer("no", reasoning="Hm."), answer("no", reasoning="Ha.")])
+FIRST_ARGUMENTS = st.sampled_from(['{"a": 1.0}', '{"a":  "é"}', "", "{"])
+
+
+@st.composite
+def answers(draw: st.DrawFn, number: int) -> ChatMessage:
+    """Answers from a small set, so that siblings often coincide; call ids are given out once."""
+    calls = [
+        ToolCall(id=f"call_{number}_{i}", name="look", arguments=draw(FIRST_ARGUMENTS))
+        for i in range(draw(st.sampled_from([0, 0, 1, 2])))
+    ]
+    return evolve(draw(ANSWERS), tool_calls=tuple(calls))
+
+
+def replies(output: ChatMessage) -> list[ChatMessage]:
+    """What a client says next: the results of the calls, or a message."""
+    return [ChatMessage(role="tool", content="42", tool_call_id=call.id) for call in output.tool_calls] or [
+        user("go on")
+    ]
+
+
+@given(st.data())
+def test_parents_are_those_of_the_oracle(new_talk: Callable[..., Any], data: st.DataObject) -> None:
+    """Random sessions of clients with every manner of echo, siblings, edits and unfinished turns."""
+    talk = new_talk()
+    prompts: dict[str, tuple[ChatMessage, ...]] = {}
+    for number in range(data.draw(st.integers(1, 10), "turns")):
+        completed = [t for t in talk.tree.snapshot().interactions if t.output is not None]
+        if completed and data.draw(st.booleans(), "continues"):
+            before = data.draw(st.sampled_from(completed), "parent")
+            echo = data.draw(echo_styles(), "echo")
+            messages = (*prompts[before.id], echo(before.output), *replies(before.output))
+        elif prompts and data.draw(st.booleans(), "asks again"):
+            messages = data.draw(st.sampled_from(sorted(prompts.values(), key=len)), "prompt")
+        else:
+            messages = data.draw(ROOTS, "root")
+        if data.draw(st.integers(0, 7), "edits") == 0:
+            first = 1 if messages[0].role == "system" else 0  # instructions follow rules of their own, tested below
+            position = data.draw(st.integers(first, len(messages) - 1), "where")
+            edited = evolve(messages[position], content=(messages[position].content or "") + "!")
+            messages = (*messages[:position], edited, *messages[position + 1 :])
+
+        expected = candidates(talk, messages)
+        found = match(talk, list(messages))
+
+        assert (parent_of(found) in {turn.id for turn in expected}) if expected else found.parent is None
+        if len({(turn.output, turn.parent) for turn in expected}) == 1:
+            assert max(expected, key=lambda turn: turn.completed_order).id == parent_of(found)
+        prompts[f"{number}"] = messages
+        talk.begin(f"{number}", messages)
+        output = data.draw(answers(number), "answer")
+        if data.draw(st.integers(0, 5), "cancelled") == 0:
+            talk.tree.cancel(InteractionId(f"{number}"), talk.completion(output), output)
+        else:
+            talk.finish(f"{number}", output)
+
+
+@given(st.data())
+def test_remembered_histories_change_nothing(new_talk: Callable[..., Any], data: st.DataObject) -> None:
+    """What is taken over from a recent history is what a fresh look finds."""
+    talk = new_talk()
+    prompts: list[tuple[ChatMessage, ...]] = [(user("hi"),)]
+    for number in range(data.draw(st.integers(1, 8))):
+        messages = data.draw(st.sampled_from(prompts))
+        turn = talk.turn(f"{number}", messages, data.draw(answers(number)))
+        echo = data.draw(echo_styles())(turn.output)
+        prompts.append((*messages, echo, *replies(turn.output)))
+
+    for messages in prompts:
+        warm = match(talk, list(messages))
+        recent, talk.tree._index._recent = talk.tree._index._recent, ()
+        cold = match(talk, list(messages))
+        talk.tree._index._recent = recent
+
+        assert parent_of(cold) == parent_of(warm)
+        assert cold.history.digests == warm.history.digests
+        assert (cold.new_messages, cold.fork_hint) == (warm.new_messages, warm.fork_hint)
+
+
+@pytest.mark.parametrize("style", sorted(ECHO_STYLES))
+def test_a_long_conversation_stays_linked_in_every_style(talk: Any, style: str) -> None:
+    """Twenty turns of a client that echoes in its manner, old answers included, are one chain."""
+    messages: list[ChatMessage] = [System, user("hi")]
+    for number in range(20):
+        calls = [ToolCall(id=f"call_{number}", name="look", arguments='{"city":  "Z\\u00fcrich", "d": 2.0}')]
+        output = answer(" Let me look. ", *(calls if number % 2 else []), reasoning="Hm.")
+        turn = talk.turn(f"{number}", messages, output)
+
+        assert (f"{number - 1}" if number else None) == turn.parent
+        assert turn.fork is (None if number else ForkReason.ROOT)
+        messages += [ECHO_STYLES[style](output), *replies(output)]
+
+
+# -------------------------------------------------------------------------------------------------- single rules
+
+
+def test_the_longest_prefix_wins(talk: Any) -> None:
+    """A follow-up hangs below the last answer that it echoes."""
+    talk.turn("1", [user("hi")], "a")
+    talk.turn("2", [user("hi"), answer("a"), user("more")], "b")
+
+    found = match(talk, [user("hi"), answer("a"), user("more"), answer("b"), user("and?")])
+
+    assert parent_of(found) == "2"
+    assert found.new_messages == (user("and?"),)
+    assert found.fork_hint is None
+
+
+def test_of_identical_siblings_the_most_recently_completed_is_the_parent(talk: Any) -> None:
+    """Best-of-n with equal answers: the order of completion decides, not that of the requests."""
+    talk.begin("1", [user("hi")])
+    talk.begin("2", [user("hi")])
+    talk.finish("2", answer("same"))
+    talk.finish("1", answer("same"))
+
+    assert parent_of(match(talk, [user("hi"), answer("same"), user("go on")])) == "1"
+
+
+def test_evidence_tells_siblings_apart_that_read_alike(talk: Any) -> None:
+    """Call ids and reasoning, where the client kept them, name the sibling that is continued."""
+    for name in ("1", "2", "3"):
+        call = ToolCall(id=f"call_{name}", name="look", arguments="{}")
+        talk.turn(name, [user("hi")], answer(None, call, reasoning=f"thought {name}"))
+
+    by_ids = answer(None, ToolCall(id="call_1", name="look", arguments="{}"))
+    by_reasoning = answer(None, ToolCall(id="renamed", name="look", arguments="{}"), reasoning="thought 2")
+    by_nothing = answer(None, ToolCall(id="renamed", name="look", arguments="{}"))
+
+    assert parent_of(match(talk, [user("hi"), by_ids, user("x")])) == "1"
+    assert parent_of(match(talk, [user("hi"), by_reasoning, user("x")])) == "2"
+    assert parent_of(match(talk, [user("hi"), by_nothing, user("x")])) == "3"
+
+
+def test_an_edited_answer_is_not_ours(talk: Any) -> None:
+    """Text that differs is a new branch, and the reason is known."""
+    talk.turn("1", [user("hi")], "a")
+
+    found = match(talk, [user("hi"), answer("A"), user("more")])
+
+    assert found.parent is None
+    assert found.fork_hint is ForkReason.CLIENT_EDITED_HISTORY
+    assert len(found.new_messages) == 3
+
+
+def test_an_edit_in_the_middle_leaves_the_earlier_parent(talk: Any) -> None:
+    """What was not edited is still continued."""
+    talk.turn("1", [user("hi")], "a")
+    talk.turn("2", [user("hi"), answer("a"), user("more")], "b")
+
+    found = match(talk, [user("hi"), answer("a"), user("more"), answer("B"), user("and?")])
+
+    assert parent_of(found) == "1"
+    assert found.new_messages == (user("more"), answer("B"), user("and?"))
+
+
+def test_an_edited_thought_deep_in_the_history_breaks_the_link(talk: Any) -> None:
+    """Digests leave reasoning out, so the path is confirmed message by message."""
+    first = answer("a", reasoning="thought")
+    talk.turn("1", [user("hi")], first)
+    talk.turn("2", [user("hi"), first, user("more")], "b")
+    edited = evolve(first, reasoning="another thought")
+
+    assert match(talk, [user("hi"), edited, user("more"), answer("b"), user("x")]).parent is None
+    assert parent_of(match(talk, [user("hi"), answer("a"), user("more"), answer("b"), user("x")])) == "2"
+
+
+def test_examples_in_a_first_prompt_are_a_root(talk: Any) -> None:
+    """Few-shot answers that we never gave are no edit of ours."""
+    shots = [user("1+1"), answer("2"), user("2+2")]
+
+    assert match(talk, shots).fork_hint is ForkReason.ROOT
+    talk.turn("1", shots, "4")
+    assert match(talk, [*shots[:2], user("3+3")]).fork_hint is ForkReason.ROOT
+
+
+def test_changed_tools_and_options_keep_the_parent_and_say_why_tokens_fork(talk: Any) -> None:
+    """Rewards still flow; the prompt's beginning has changed."""
+    talk.turn("1", [user("hi")], "a", tools=(Tool(name="look"),))
+    messages = [user("hi"), answer("a"), user("more")]
+
+    without = match(talk, messages)
+    same = match(talk, messages, tools=(Tool(name="look"),))
+    options = match(talk, messages, tools=(Tool(name="look"),), template_kwargs={"enable_thinking": False})
+
+    assert (parent_of(without), without.fork_hint) == ("1", ForkReason.TOOLS_CHANGED)
+    assert (parent_of(same), same.fork_hint) == ("1", None)
+    assert (parent_of(options), options.fork_hint) == ("1", ForkReason.TEMPLATE_OPTIONS_CHANGED)
+
+
+def test_siblings_under_the_same_tools_come_first(talk: Any) -> None:
+    """Of equal answers, the one that was given under the same tools is continued."""
+    talk.turn("1", [user("hi")], "a", tools=(Tool(name="look"),))
+    talk.turn("2", [user("hi")], "a")
+
+    found = match(talk, [user("hi"), answer("a"), user("x")], tools=(Tool(name="look"),))
+    assert (parent_of(found), found.fork_hint) == ("1", None)
+
+
+def test_new_instructions_are_a_new_branch(talk: Any) -> None:
+    """Two personas that happen to say the same are not confused, and the reason is known."""
+    talk.turn("1", [System, user("hi")], "a")
+    other = evolve(System, content="Be brief.")
+
+    for messages in ([other, user("hi"), answer("a"), user("x")], [user("hi"), answer("a"), user("x")]):
+        found = match(talk, messages)
+
+        assert found.parent is None
+        assert found.fork_hint is ForkReason.NEW_SYSTEM_PROMPT
+
+
+def test_a_handoff_is_proven_by_its_call_ids(talk: Any) -> None:
+    """Another agent takes over under its own instructions: call ids prove whose conversation it is."""
+    call = ToolCall(id="call_7f3a", name="transfer", arguments="{}")
+    result = ChatMessage(role="tool", content="ok", tool_call_id="call_7f3a")
+    talk.turn("1", [System, user("hi")], answer(None, call))
+    talk.turn("2", [System, user("hi"), answer(None, call), result], "passing on")
+    other = evolve(System, content="You are the expert.")
+
+    history = [other, user("hi"), answer(None, call), result, answer("passing on"), user("go")]
+    turn = talk.turn("3", history, "done")
+    later = talk.turn("4", [*history, answer("done"), user("thanks")], "bye")
+
+    assert (turn.parent, turn.token_parent, turn.fork) == ("2", None, ForkReason.NEW_SYSTEM_PROMPT)
+    assert talk.tree.history(turn) == (*history, answer("done"))
+    assert (later.parent, later.token_parent) == ("3", "3")
+    assert talk.tree.history(later)[0] == other
+
+
+def test_a_cut_answer_is_no_parent(talk: Any) -> None:
+    """Whoever goes on from a cancelled answer starts a branch that says so, or hangs below what was complete."""
+    talk.begin("1", [user("hi")])
+    talk.tree.cancel(InteractionId("1"), talk.completion(answer("par")), answer("par"))
+
+    found = match(talk, [user("hi"), answer("par"), user("go on")])
+
+    assert found.parent is None
+    assert found.fork_hint is ForkReason.PARENT_UNFINISHED
+
+
+def test_a_pending_answer_is_no_parent(talk: Any) -> None:
+    """Nobody can continue what has not been said."""
+    talk.begin("1", [user("hi")])
+
+    assert match(talk, [user("hi"), answer(""), user("x")]).parent is None
+
+
+def test_a_removed_answer_makes_a_sibling(talk: Any) -> None:
+    """Clients that drop a malformed answer and ask again hang below the turn before it."""
+    talk.turn("1", [user("hi")], "a")
+    talk.turn("2", [user("hi"), answer("a"), user("more")], "malformed")
+
+    again = match(talk, [user("hi"), answer("a"), user("more"), user("Answer in JSON.")])
+    assert parent_of(again) == "1"
+    assert again.new_messages == (user("more"), user("Answer in JSON."))
+
+
+def test_two_agents_that_talk_in_turns_do_not_mix(talk: Any) -> None:
+    """Conversations that differ in one early word stay apart, though all else is equal."""
+    chats = {name: [user(name)] for name in "abcdef"}
+    for depth in range(4):
+        for name, messages in chats.items():
+            turn = talk.turn(f"{name}{depth}", messages, "ok")
+
+            assert (f"{name}{depth - 1}" if depth else None) == turn.parent
+            messages += [answer("ok"), user("next")]
+
+
+@given(st.lists(chat_messages(), max_size=4))
+def test_any_list_of_messages_can_be_looked_up(new_talk: Callable[..., Any], messages: list[ChatMessage]) -> None:
+    """Strange role orders, answers first, nothing at all: never an error, and a root in an empty session."""
+    found = match(new_talk(), messages)
+
+    assert found.parent is None
+    assert isinstance(found.history, History)

@@ -1,4 +1,4 @@
-"""Every engine of this library keeps the engine contract: the embedded one on each of its paths, and the public fake."""
+"""Every engine of this library keeps the engine contract: the embedded one on each path, and the public fake."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ PROMPT = np.random.default_rng(3).integers(0, 96, 40)
 
 @asynccontextmanager
 async def open_echo() -> AsyncIterator[Subject]:
+    """The public fake."""
     engine = EchoEngine(vocab_size=96, context_length=256)
     yield Subject(engine=engine, create_snapshot=lambda v: Snapshot(version=v, state={}), prompt=PROMPT)
 
 
 @asynccontextmanager
 async def open_torch(model, **settings) -> AsyncIterator[Subject]:
+    """The embedded engine, with the model's own log-probabilities to compare with."""
+
     def recompute(prompt, output):
         ids = torch.tensor(np.concatenate([prompt, output]), dtype=torch.long)
         with torch.no_grad():
@@ -44,6 +47,7 @@ async def open_torch(model, **settings) -> AsyncIterator[Subject]:
 
 
 def create_llama() -> LlamaForCausalLM:
+    """Three query heads to each of two key heads, untied: the lean path."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -60,6 +64,7 @@ def create_llama() -> LlamaForCausalLM:
 
 
 def create_qwen() -> Qwen2ForCausalLM:
+    """Biases, one key head, tied: the lean path."""
     torch.manual_seed(1)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -77,6 +82,7 @@ def create_qwen() -> Qwen2ForCausalLM:
 
 
 def create_gpt2() -> GPT2LMHeadModel:
+    """Learned positions: the path through the model's own modules."""
     torch.manual_seed(2)
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=96, n_positions=256, n_embd=24, n_layer=2, n_head=3, initializer_range=0.3)

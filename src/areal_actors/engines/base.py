@@ -1,8 +1,8 @@
 """What an inference engine must do to be trained through: the ``Engine`` protocol and its values.
 
-An engine takes prompt ids and streams what it samples: ids, log-probabilities and the version of the weights behind each
-token. Nothing here knows messages, chat templates or HTTP. ``engines/torch`` runs in this process; servers plug in at the
-same protocol, and one contract suite (``areal_actors.testing.engine_contract``) holds for all of them.
+An engine takes prompt ids and streams what it samples: ids, log-probabilities and the version of the weights behind
+each token. Nothing here knows messages, chat templates or HTTP. ``engines/torch`` runs in this process; servers plug in
+at the same protocol, and one contract suite (``areal_actors.testing.engine_contract``) holds for all of them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ __all__ = ["Chunk", "Engine", "EngineInfo", "EngineRequest", "EngineStatistics",
 
 @frozen(kw_only=True)
 class EngineRequest:
-    """One generation. ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs.
+    """One generation. ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs, alone while it runs.
 
-    ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are added.
+    ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are
+    added.
     """
 
     id: str
@@ -38,8 +39,8 @@ class EngineRequest:
 class Chunk:
     """Tokens that were sampled since the last chunk, all under one version; the last chunk carries ``finish``.
 
-    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered as it was sampled. ``num_cached_tokens`` of
-    the prompt came from the prefix cache (set in the first chunk).
+    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered as it was sampled.
+    ``num_cached_tokens`` of the prompt came from the prefix cache (set in the first chunk).
     """
 
     token_ids: Ints = field(converter=as_ints, eq=False)
@@ -52,7 +53,10 @@ class Chunk:
 
 
 class PauseMode(StrEnum):
-    """What happens to running generations when the engine pauses. New ones wait in every mode."""
+    """What happens to running generations when the engine pauses.
+
+    Those run that have been given a place; those that still queue for one, and new ones, wait in every mode.
+    """
 
     KEEP = "keep"
     """They stop where they are and go on at ``resume``, under whatever weights are loaded then."""
@@ -64,9 +68,10 @@ class PauseMode(StrEnum):
 
 @frozen(kw_only=True)
 class Snapshot:
-    """Weights to load: in memory (``state``: parameter name to tensor, shared, not copied) or a directory of safetensors.
+    """Weights to load, in memory or as a directory of safetensors.
 
-    ``state`` stays valid and unchanged until ``Engine.load`` has returned.
+    ``state`` (parameter name to tensor, by the names of the model's state dict; shared, not copied) stays valid and
+    unchanged until ``Engine.load`` has returned. Tied weights may be left out.
     """
 
     version: int
@@ -76,8 +81,9 @@ class Snapshot:
 
 @frozen(kw_only=True)
 class EngineInfo:
-    """What an engine can do. ``context_length`` bounds prompt plus output, ``vocab_size`` bounds the ids that it accepts.
+    """What an engine can do.
 
+    ``context_length`` bounds prompt plus output, ``vocab_size`` bounds the ids that it accepts.
     ``logprobs_follow_truncation`` tells whether reported log-probabilities are those after top-p, top-k and min-p.
     """
 
@@ -120,9 +126,10 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
         """Open a generation: ``async with engine.generate(request) as chunks: async for chunk in chunks: ...``.
 
-        The stream ends after the chunk that carries ``finish``. Leaving the block early, or being cancelled in it, aborts
-        the generation in the engine before the next token. Raises ``ContextLengthExceeded`` for a prompt that leaves no
-        room for one token, ``InvalidRequest`` for ids outside the vocabulary, ``EngineError`` if the engine failed.
+        The stream ends after the chunk that carries ``finish``. Leaving the block early, or being cancelled in it,
+        aborts the generation in the engine before the next token. Raises ``ContextLengthExceeded`` for a prompt that
+        leaves no room for one token, ``InvalidRequest`` for ids outside the vocabulary, ``EngineError`` if the engine
+        failed.
         """
         ...
 
@@ -141,8 +148,8 @@ class Engine(Protocol):
     async def load(self, snapshot: Snapshot) -> None:
         """Change the weights between two tokens. Running generations go on and stamp the new version from there.
 
-        Keys and values of the old weights are not reused. Raises ``ModelError`` if the snapshot does not fit, and keeps the
-        old weights then.
+        Keys and values of the old weights are not reused. Raises ``ModelError`` if the snapshot does not fit, and keeps
+        the old weights then.
         """
         ...
 

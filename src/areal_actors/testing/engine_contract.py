@@ -1,8 +1,8 @@
 """The contract that every ``Engine`` keeps, as checks that anybody can run against their own.
 
 Each check is a coroutine function that takes a ``Subject`` and raises ``AssertionError`` where the engine breaks the
-contract. They need no clock: after ``pause`` has returned, everything that was sampled has been reported. An engine is used by one
-check at a time and is as good as new after each::
+contract. They need no clock: after ``pause`` has returned, everything that was sampled has been reported. An engine is
+used by one check at a time and is as good as new after each::
 
     @pytest.mark.anyio
     @pytest.mark.parametrize("check", ENGINE_CHECKS)
@@ -33,9 +33,10 @@ _ids = count()
 class Subject:
     """An engine under test.
 
-    ``create_snapshot(version)`` gives weights that it can load. ``prompt`` must not lead to an end within ``num_tokens`` tokens: scripted
-    engines need a long enough script. ``recompute(prompt, output)``, where there is one, gives the log-probabilities
-    float32 [len(output)] at temperature 1 that the engine should report, within ``tolerance``.
+    ``create_snapshot(version)`` gives weights that it can load. ``prompt`` must not lead to an end within
+    ``num_tokens`` tokens: scripted engines need a long enough script. ``recompute(prompt, output)``, where there is
+    one, gives the log-probabilities float32 [len(output)] at temperature 1 that the engine should report, within
+    ``tolerance``.
     """
 
     engine: Engine
@@ -74,7 +75,7 @@ def join_ids(chunks: Sequence[Chunk]) -> list[int]:
 
 
 async def check_chunks_are_well_formed(subject: Subject) -> None:
-    """Arrays of a chunk agree in length, log-probabilities are at most 0, only the last chunk has a finish or is empty."""
+    """Arrays of a chunk agree in length, log-probabilities are at most 0, only the last has a finish or is empty."""
     chunks = await collect(subject.engine, create_request(subject))
 
     assert all(len(c.token_ids) == len(c.logprobs) == len(c.raw_logprobs) for c in chunks)

@@ -1,7 +1,8 @@
 """``EchoEngine``: an engine without a model, at the same plug point and under the same contract as the real ones.
 
-What it samples is scripted, and a test may hold back every token until it lets it go: streaming, abort, pause and loads can
-be met at any chosen moment without a clock. Nothing runs in the background: a consumer that reads drives its generation.
+What it samples is scripted, and a test may hold back every token until it lets it go: streaming, abort, pause and loads
+can be met at any chosen moment without a clock. Nothing runs in the background: a consumer that reads drives its
+generation.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class EchoEngine:
         return not is_held and self._permits != 0
 
     def _sample(self, generation: _EchoGeneration) -> Chunk:
-        """The next chunk: one token, or none with the news that the generation was aborted or its script is at its end."""
+        """The next chunk: one token, or none and the news that it was aborted or the script is at its end."""
         if generation.is_aborted or not generation.answer:
             self._end(generation)
             if generation.is_aborted:

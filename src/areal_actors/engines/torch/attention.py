@@ -39,9 +39,9 @@ class Span:
 class DecodeLayout:
     """The rows that decode, in the order of ``plan``; rows from ``len(slots)`` to ``num_rows`` are padding.
 
-    ``slots`` and ``tails`` (below ``num_tails``) name each row's slot and tail row, ``bases`` the tokens in its main part,
-    ``columns`` where in its tail this step's token goes; tensors are int64 [live rows]. ``is_alone``: nothing is computed
-    across rows, so that no row depends on its company.
+    ``slots`` and ``tails`` (below ``num_tails``) name each row's slot and tail row, ``bases`` the tokens in its main
+    part, ``columns`` where in its tail this step's token goes; tensors are int64 [live rows]. ``is_alone``: nothing is
+    computed across rows, so that no row depends on its company.
     """
 
     plan: SharingPlan
@@ -83,7 +83,7 @@ class StepAttention:
             parts.append(self._attend_rows(layer, q[:, :num_rows], k[:, :num_rows], v[:, :num_rows], scale))
         for span in self.spans:
             at = slice(span.offset, span.offset + span.stop - span.start)
-            parts.append(_attend_span(layer, span, q[:, at], k[:, at], v[:, at], scale))
+            parts.append(_attend_span(layer, span, q[:, at], k[:, at], v[:, at], scale=scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_rows(
@@ -104,7 +104,7 @@ class StepAttention:
         else:
             self._attend_padded(layer, rows, queries, group, join)
         self._attend_tails(layer, rows, queries, group, join)
-        out = join.result().unflatten(1, (rows.num_rows, group)).transpose(1, 2)
+        out = join.result().view(num_kv_heads, rows.num_rows, group, v.shape[2]).transpose(1, 2)
         return out.reshape(q.shape[0], rows.num_rows, v.shape[2])
 
     def _attend_padded(
@@ -116,7 +116,7 @@ class StepAttention:
             self._main_mask = torch.arange(longest, device=queries.device)[None] >= rows.bases[:, None]
         slots = torch.tensor(rows.slots, device=queries.device)
         keys, values = layer.keys[:, :, :longest][slots], layer.values[:, :, :longest][slots]
-        own = queries[:, : rows.num_live * group].unflatten(1, (rows.num_live, group)).transpose(0, 1)
+        own = _by_row(queries, rows.num_live, group)
         _put_rows(join, 1, _attend_part(own, keys, values, self._main_mask[:, None, None]))
 
     def _attend_tails(
@@ -135,7 +135,7 @@ class StepAttention:
             self._tail_mask = torch.arange(int(ends.max()) + 1, device=queries.device)[None] > ends[:, None]
         extent = self._tail_mask.shape[1]
         keys, values = layer.tail_keys[: rows.num_tails, :, :extent], layer.tail_values[: rows.num_tails, :, :extent]
-        own = queries[:, : rows.num_live * group].unflatten(1, (rows.num_live, group)).transpose(0, 1)
+        own = _by_row(queries, rows.num_live, group)
         own = own.new_zeros((rows.num_tails, *own.shape[1:])).index_copy_(0, rows.tails, own)
         part = _attend_part(own, keys, values, self._tail_mask[:, None, None])
         _put_rows(join, 0, _Part(part.output[rows.tails], part.mass[rows.tails], part.peak[rows.tails]))
@@ -143,8 +143,10 @@ class StepAttention:
 
 @frozen(eq=False)
 class _Part:
-    """Attention to some of the keys, not normalised yet: per query, ``output`` [..., Dv] = sum of exp(score - ``peak``) values,
-    and ``mass`` [...], the same sum without the values. ``peak`` is the largest score.
+    """Attention to some of the keys, not normalised yet.
+
+    Per query, ``output`` [..., Dv] is the sum of exp(score - ``peak``) times value, ``mass`` [...] the same sum without
+    the values, and ``peak`` [...] the largest score.
     """
 
     output: torch.Tensor
@@ -193,13 +195,19 @@ def _attend_segments(layer: LayerKeyValues, rows: DecodeLayout, queries: torch.T
 def _attend_part(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_hidden: torch.Tensor | None = None
 ) -> _Part:
-    """Scaled ``queries`` [..., R, D] to ``keys`` [..., L, D] but for those that ``is_hidden`` (broadcast to [..., R, L])."""
+    """Scaled ``queries`` [..., R, D] to ``keys`` [..., L, D] but for those ``is_hidden`` (broadcast to [..., R, L])."""
     scores = torch.matmul(queries, keys.transpose(-1, -2)).float()
     if is_hidden is not None:
         scores.masked_fill_(is_hidden, -torch.inf)
     peak = scores.amax(-1)
     weights = scores.sub_(peak[..., None]).exp_()
     return _Part(torch.matmul(weights.to(values.dtype), values), weights.sum(-1), peak)
+
+
+def _by_row(queries: torch.Tensor, num_rows: int, group: int) -> torch.Tensor:
+    """Queries [Hk, R, D] as the rows' own, [num_rows, Hk, group, D]."""
+    num_heads, _, size = queries.shape
+    return queries[:, : num_rows * group].view(num_heads, num_rows, group, size).transpose(0, 1)
 
 
 def _put_rows(join: _Join, level: int, part: _Part) -> None:
@@ -209,7 +217,7 @@ def _put_rows(join: _Join, level: int, part: _Part) -> None:
 
 
 def _attend_span(
-    layer: LayerKeyValues, span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    layer: LayerKeyValues, span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
     layer.keys[span.slot, :, span.start : span.stop] = k
     layer.values[span.slot, :, span.start : span.stop] = v

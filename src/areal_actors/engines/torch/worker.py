@@ -1,8 +1,8 @@
 """The engine's thread: it owns the model, keys and values and every generation, and takes commands between two steps.
 
-Each turn of its loop takes the commands that came, admits what fits, computes one flat batch (decoding rows and a bounded
-piece of prompts), samples, and reports everything to the event loop in one call. It never waits for a consumer. If it dies,
-``report`` is told why, once; nobody is left waiting.
+Each turn of its loop takes the commands that came, admits what fits, computes one flat batch (decoding rows and a
+bounded piece of prompts), samples, and reports everything to the event loop in one call. It never waits for a consumer.
+If it dies, ``report`` is told why, once; nobody is left waiting.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ class Scheduler:
             if slot.owner is not None and slot.ready < slot.owner.base:
                 best_coming = max(best_coming, common)
         gain = best_coming - best_ready
-        return best, best_ready, gain >= MIN_WAIT_GAIN or (self._deterministic and gain > 0)
+        is_all = best_coming == len(context)  # of an equal prompt even the next token's logits will be there
+        return best, best_ready, gain >= MIN_WAIT_GAIN or (is_all and gain > 0)
 
     def _usable(self, slot: Slot, ready: int, num_needed: int) -> int:
         """Without the logits that follow it the last token is computed again (in deterministic mode, all are)."""

@@ -1,4 +1,4 @@
-"""The embedded engine: transformers models in this process. Torch is loaded when ``TorchEngine`` is first named, no sooner.
+"""The embedded engine: transformers models in this process. Torch is loaded when ``TorchEngine`` is first named.
 
 ::
 

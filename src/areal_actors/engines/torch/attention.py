@@ -7,7 +7,7 @@
                              each row        prompt 1   prompt 2
 
 A row attends to segments of main parts (read once for all rows that share them) and to its own tail; each part gives an
-output and the log-sum-exp of its scores, and the softmax over those joins the parts exactly. A span attends causally to its
+output and the mass of its scores, by which the parts are joined exactly. A span attends causally to its
 own slot. Both model paths (``llama.py``, ``generic.py``) call ``StepAttention``, so they agree on all of this.
 """
 
@@ -39,9 +39,9 @@ class Span:
 class DecodeLayout:
     """The rows that decode, in the order of ``plan``; rows from ``len(slots)`` to ``num_rows`` are padding.
 
-    ``slots`` and ``tails`` (below ``num_tails``) name each row's slot and tail row, ``bases`` the tokens in its main part,
-    ``columns`` where in its tail this step's token goes; tensors are int64 [live rows]. ``is_alone``: nothing is computed
-    across rows, so that no row depends on its company.
+    ``slots`` and ``tails`` (below ``num_tails``) name each row's slot and tail row, ``bases`` the tokens in its main
+    part, ``columns`` where in its tail this step's token goes; tensors are int64 [live rows]. ``is_alone``: nothing is
+    computed across rows, so that no row depends on its company.
     """
 
     plan: SharingPlan
@@ -83,7 +83,7 @@ class StepAttention:
             parts.append(self._attend_rows(layer, q[:, :num_rows], k[:, :num_rows], v[:, :num_rows], scale))
         for span in self.spans:
             at = slice(span.offset, span.offset + span.stop - span.start)
-            parts.append(_attend_span(layer, span, q[:, at], k[:, at], v[:, at], scale))
+            parts.append(_attend_span(layer, span, q[:, at], k[:, at], v[:, at], scale=scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_rows(
@@ -104,7 +104,7 @@ class StepAttention:
         else:
             self._attend_padded(layer, rows, queries, group, join)
         self._attend_tails(layer, rows, queries, group, join)
-        out = join.result().unflatten(1, (rows.num_rows, group)).transpose(1, 2)
+        out = join.result().view(num_kv_heads, rows.num_rows, group, v.shape[2]).transpose(1, 2)
         return out.reshape(q.shape[0], rows.num_rows, v.shape[2])
 
     def _attend_padded(
@@ -116,8 +116,8 @@ class StepAttention:
             self._main_mask = torch.arange(longest, device=queries.device)[None] >= rows.bases[:, None]
         slots = torch.tensor(rows.slots, device=queries.device)
         keys, values = layer.keys[:, :, :longest][slots], layer.values[:, :, :longest][slots]
-        own = queries[:, : rows.num_live * group].unflatten(1, (rows.num_live, group)).transpose(0, 1)
-        _put_rows(join, 1, *_attend_batched(own, keys, values, self._main_mask))
+        own = _by_row(queries, rows.num_live, group)
+        _put_rows(join, 1, _attend_part(own, keys, values, self._main_mask[:, None, None]))
 
     def _attend_tails(
         self, layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join
@@ -127,7 +127,7 @@ class StepAttention:
             for place, (tail, column) in enumerate(zip(rows.tails.tolist(), rows.columns.tolist(), strict=True)):
                 at = slice(place * group, (place + 1) * group)
                 keys, values = layer.tail_keys[tail, :, : column + 1], layer.tail_values[tail, :, : column + 1]
-                join.put(0, at, *_attend_part(queries[:, at], keys, values))
+                join.put(0, at, _attend_part(queries[:, at], keys, values))
             return
         # In the order of tail rows, so that keys and values are read where they are; holes among them cost little.
         if self._tail_mask is None:
@@ -135,35 +135,52 @@ class StepAttention:
             self._tail_mask = torch.arange(int(ends.max()) + 1, device=queries.device)[None] > ends[:, None]
         extent = self._tail_mask.shape[1]
         keys, values = layer.tail_keys[: rows.num_tails, :, :extent], layer.tail_values[: rows.num_tails, :, :extent]
-        own = queries[:, : rows.num_live * group].unflatten(1, (rows.num_live, group)).transpose(0, 1)
+        own = _by_row(queries, rows.num_live, group)
         own = own.new_zeros((rows.num_tails, *own.shape[1:])).index_copy_(0, rows.tails, own)
-        output, log_sum = _attend_batched(own, keys, values, self._tail_mask)
-        _put_rows(join, 0, output[rows.tails], log_sum[rows.tails])
+        part = _attend_part(own, keys, values, self._tail_mask[:, None, None])
+        _put_rows(join, 0, _Part(part.output[rows.tails], part.mass[rows.tails], part.peak[rows.tails]))
+
+
+@frozen(eq=False)
+class _Part:
+    """Attention to some of the keys, not normalised yet.
+
+    Per query, ``output`` [..., Dv] is the sum of exp(score - ``peak``) times value, ``mass`` [...] the same sum without
+    the values, and ``peak`` [...] the largest score.
+    """
+
+    output: torch.Tensor
+    mass: torch.Tensor
+    peak: torch.Tensor
 
 
 @define(eq=False)
 class _Join:
-    """Parts of attention outputs [levels, Hk, R, Dv] with their log-sum-exp [levels, Hk, R], to be joined per query."""
+    """Parts of R queries, one per level: ``outputs`` [levels, Hk, R, Dv], ``masses`` and ``peaks`` [levels, Hk, R]."""
 
     outputs: torch.Tensor
-    weights: torch.Tensor
+    masses: torch.Tensor
+    peaks: torch.Tensor
 
     @classmethod
     def create(cls, queries: torch.Tensor, v: torch.Tensor, *, depth: int) -> _Join:
+        """Room for ``depth`` parts of each query; one without a part weighs nothing."""
         shape = (depth, *queries.shape[:2])
-        weights = torch.full(shape, -torch.inf, dtype=torch.float32, device=queries.device)
-        weights[0] = 0.0  # of padding rows, which have no part at all, nothing is NaN
-        return cls(v.new_zeros((*shape, v.shape[2])), weights)
+        peaks = torch.full(shape, -torch.inf, dtype=torch.float32, device=queries.device)
+        peaks[0] = 0.0  # padding rows have no part at all: without this they would be NaN
+        return cls(v.new_zeros((*shape, v.shape[2])), torch.zeros_like(peaks), peaks)
 
-    def put(self, level: int, at: slice, output: torch.Tensor, log_sum: torch.Tensor) -> None:
-        self.outputs[level, :, at] = output
-        self.weights[level, :, at] = log_sum
+    def put(self, level: int, at: slice, part: _Part) -> None:
+        """``part`` is that of the queries ``at``."""
+        self.outputs[level, :, at] = part.output
+        self.masses[level, :, at] = part.mass
+        self.peaks[level, :, at] = part.peak
 
     def result(self) -> torch.Tensor:
-        if len(self.outputs) == 1:
-            return self.outputs[0]
-        shares = torch.softmax(self.weights, dim=0).to(self.outputs.dtype)
-        return (self.outputs * shares[..., None]).sum(0)
+        """Attention output [Hk, R, Dv] over all parts."""
+        shares = torch.exp(self.peaks - self.peaks.amax(0))
+        shares /= (self.masses * shares).sum(0).clamp_min(1e-30)
+        return (self.outputs * shares.to(self.outputs.dtype)[..., None]).sum(0)
 
 
 def _attend_segments(layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join) -> None:
@@ -172,37 +189,35 @@ def _attend_segments(layer: LayerKeyValues, rows: DecodeLayout, queries: torch.T
         at = slice(segment.first * group, segment.last * group)
         keys = layer.keys[slot, :, segment.start : segment.stop]
         values = layer.values[slot, :, segment.start : segment.stop]
-        join.put(segment.level + 1, at, *_attend_part(queries[:, at], keys, values))
+        join.put(segment.level + 1, at, _attend_part(queries[:, at], keys, values))
 
 
-def _attend_part(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of scaled ``queries`` [Hk, R, D] to all of ``keys`` [Hk, L, D]: output and log-sum-exp of the scores."""
-    scores = torch.bmm(queries, keys.transpose(1, 2)).float()
-    log_sum = torch.logsumexp(scores, dim=-1)
-    shares = torch.exp_(scores.sub_(log_sum[..., None])).to(values.dtype)
-    return torch.bmm(shares, values), log_sum
+def _attend_part(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_hidden: torch.Tensor | None = None
+) -> _Part:
+    """Scaled ``queries`` [..., R, D] to ``keys`` [..., L, D] but for those ``is_hidden`` (broadcast to [..., R, L])."""
+    scores = torch.matmul(queries, keys.transpose(-1, -2)).float()
+    if is_hidden is not None:
+        scores.masked_fill_(is_hidden, -torch.inf)
+    peak = scores.amax(-1)
+    weights = scores.sub_(peak[..., None]).exp_()
+    return _Part(torch.matmul(weights.to(values.dtype), values), weights.sum(-1), peak)
 
 
-def _attend_batched(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_hidden: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's scaled ``queries`` [n, Hk, G, D] to its own ``keys`` [n, Hk, L, D], but for those ``is_hidden`` [n, L]."""
-    scores = torch.matmul(queries, keys.transpose(2, 3)).float()
-    scores.masked_fill_(is_hidden[:, None, None], -torch.inf)
-    log_sum = torch.logsumexp(scores, dim=-1)
-    shares = torch.exp_(scores.sub_(log_sum[..., None])).to(values.dtype)
-    return torch.matmul(shares, values), log_sum
+def _by_row(queries: torch.Tensor, num_rows: int, group: int) -> torch.Tensor:
+    """Queries [Hk, R, D] as the rows' own, [num_rows, Hk, group, D]."""
+    num_heads, _, size = queries.shape
+    return queries[:, : num_rows * group].view(num_heads, num_rows, group, size).transpose(0, 1)
 
 
-def _put_rows(join: _Join, level: int, output: torch.Tensor, log_sum: torch.Tensor) -> None:
-    """Put parts in row order, [n, Hk, G, Dv] and [n, Hk, G], where the join wants [Hk, n G, ...]."""
-    num_queries = output.shape[0] * output.shape[2]
-    flat = output.transpose(0, 1).flatten(1, 2)
-    join.put(level, slice(0, num_queries), flat, log_sum.transpose(0, 1).flatten(1, 2))
+def _put_rows(join: _Join, level: int, part: _Part) -> None:
+    """Put a part in row order, [n, Hk, G, ...], where the join wants [Hk, n G, ...]."""
+    turned = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (part.output, part.mass, part.peak)]
+    join.put(level, slice(0, turned[0].shape[1]), _Part(*turned))
 
 
 def _attend_span(
-    layer: LayerKeyValues, span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    layer: LayerKeyValues, span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
     layer.keys[span.slot, :, span.start : span.stop] = k
     layer.values[span.slot, :, span.start : span.stop] = v
@@ -215,6 +230,6 @@ def _attend_span(
         positions = torch.arange(span.stop, device=q.device)
         mask = positions[None] <= positions[span.start :, None]
     out = scaled_dot_product_attention(
-        q[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=scale
+        q.contiguous()[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=scale
     )
     return out[0]

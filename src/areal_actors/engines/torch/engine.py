@@ -1,7 +1,8 @@
 """The embedded engine as the rest of the library sees it: ``TorchEngine``, an ``Engine`` on a thread of its own.
 
-Everything that computes is in ``worker.py``. Here are the streams that consumers read, and the way between the two: commands
-go through a queue that the thread reads between two steps; what happened in a step comes back in one call on the event loop.
+Everything that computes is in ``worker.py``. Here are the streams that consumers read, and the way between the two:
+commands go through a queue that the thread reads between two steps; what happened in a step comes back in one call on
+the event loop.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ CLOSE_SECONDS = 60.0
 class TorchEngine:
     """An ``Engine`` that runs a transformers causal LM in this process. Opened with ``open``, on asyncio or trio.
 
-    All methods are called from the event loop that opened it. If its thread fails, every generation and every later call
-    raises ``EngineError`` with the failure as its cause.
+    All methods are called from the event loop that opened it. If its thread fails, every generation and every later
+    call raises ``EngineError`` with the failure as its cause.
     """
 
     def __init__(self, config: TorchEngineConfig, info: EngineInfo, decode: Decode | None) -> None:
@@ -76,10 +77,10 @@ class TorchEngine:
         decode: Decode | None = None,
         version: int = 0,
     ) -> AsyncIterator[TorchEngine]:
-        """Open an engine for ``model``: a transformers causal LM (copied: yours may go on training) or a directory of one.
+        """Open an engine for ``model``: a transformers causal LM (copied: yours may train on) or a directory of one.
 
-        ``decode`` turns ids into text and is needed for stop strings only; a tokenizer's ``decode`` serves. ``version`` is
-        that of the weights that ``model`` has.
+        ``decode`` turns ids into text and is needed for stop strings only; a tokenizer's ``decode`` serves. ``version``
+        is that of the weights that ``model`` has.
 
         Raises:
             ModelError: the model cannot be read, or cannot be run here.
@@ -161,7 +162,10 @@ class TorchEngine:
         await anyio.lowlevel.checkpoint()
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Return when no token will be sampled until ``resume``. Cancelled, it leaves the engine pausing: call ``resume``."""
+        """Return when no token will be sampled until ``resume``.
+
+        Cancelled, it leaves the engine pausing: call ``resume``.
+        """
         await self._ask(lambda reply: Pause(mode, reply))
 
     async def resume(self) -> None:
@@ -172,7 +176,8 @@ class TorchEngine:
     async def load(self, snapshot: Snapshot) -> None:
         """Change the weights between two tokens; see ``Engine.load``. Running generations are computed anew under them.
 
-        Cancelled, it returns after the load has ended all the same, because ``snapshot.state`` is being read until then.
+        Cancelled, it returns after the load has ended all the same, because ``snapshot.state`` is being read until
+        then.
         """
         await self._ask(lambda reply: Load(snapshot, reply), shield=True)
 
@@ -322,7 +327,7 @@ def _own(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model} cannot be loaded: {error}") from error
     return loaded.to(device).eval()

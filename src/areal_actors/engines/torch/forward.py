@@ -1,8 +1,8 @@
 """What runs a model on a flat batch, which path a model takes, and the proof that the path is right.
 
-The lean path is taken for architectures that it knows; any other takes the path through the model's own modules. Whichever
-it is, opening an engine compares it with a plain forward pass of the model, and a path that differs is not used: a wrong
-log-probability would be trained on silently.
+The lean path is taken for architectures that it knows; any other takes the path through the model's own modules.
+Whichever it is, opening an engine compares it with a plain forward pass of the model, and a path that differs is not
+used: a wrong log-probability would be trained on silently.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Forward(Protocol):
 
 
 def create_forward(model: Any) -> Forward:
-    """The fastest path that computes what ``model`` (a transformers causal LM, owned by the engine from now on) computes.
+    """The fastest path that computes what ``model`` computes (a transformers causal LM, the engine's own from now on).
 
     Raises:
         ModelError: the model cannot be run on a flat batch.
@@ -69,8 +69,8 @@ def create_forward(model: Any) -> Forward:
     deviation = _deviation(generic, expected)
     if not deviation <= TOLERANCE[expected.dtype_in]:
         raise ModelError(
-            f"{type(model).__name__} cannot be run by the embedded engine: its log-probabilities differ by {deviation:.2g} "
-            "from the model's own. Serve it with an inference server instead."
+            f"{type(model).__name__} cannot be run by the embedded engine: its log-probabilities differ by "
+            f"{deviation:.2g} from the model's own. Serve it with an inference server instead."
         )
     return generic
 

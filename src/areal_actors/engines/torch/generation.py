@@ -51,8 +51,8 @@ def create_uniforms(key: SampleKey) -> Callable[[], float]:
 class StopScanner:
     """Finds the first token that completes one of the ``stop`` strings, decoding only a window of the last tokens.
 
-    A stop string of L characters is looked for in the text of the last 4 L + 16 tokens at least: a token may be a third of a
-    character.
+    A stop string of L characters is looked for in the text of the last 4 L + 16 tokens at least: a token may be a third
+    of a character.
     """
 
     def __init__(self, stop: tuple[str, ...], decode: Decode) -> None:

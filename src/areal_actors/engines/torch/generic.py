@@ -1,4 +1,4 @@
-"""The path for any transformers model whose attention is pluggable: its own modules, with our attention put into them."""
+"""The path for any transformers model whose attention is pluggable: its own modules, with our attention in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class GenericForward:
     def __init__(self, model: Any) -> None:
         if not getattr(model, "_supports_attention_backend", False):
             raise ModelError(
-                f"{type(model).__name__} has its own attention that cannot be replaced; serve it with an inference server."
+                f"{type(model).__name__} has its own attention that cannot be replaced; "
+                "serve it with an inference server."
             )
         from transformers import AttentionInterface
 

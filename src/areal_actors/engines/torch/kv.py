@@ -1,8 +1,8 @@
 """Where keys and values live: a main part per slot, and a tail row per decoding generation. Knows no requests.
 
-The main part holds what prefill computed, the tail what was sampled since. Tails of all rows begin in column 0, so that one
-batched product serves every row's own tokens however long its prompt is; the main parts are read by segments that rows
-share. When a generation ends its tail is appended to its slot, which stays as a prefix cache. Both grow on demand.
+The main part holds what prefill computed, the tail what was sampled since. Tails of all rows begin in column 0, so that
+one batched product serves every row's own tokens however long its prompt is; the main parts are read by segments that
+rows share. When a generation ends its tail is appended to its slot, which stays as a prefix cache. Both grow on demand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROW_STEP = 8
 
 @define(eq=False)
 class LayerKeyValues:
-    """One layer: ``keys``, ``values`` [slots, Hk, columns, D]; ``tail_keys``, ``tail_values`` [rows, Hk, columns, D]."""
+    """``keys``, ``values`` [slots, Hk, columns, D]; ``tail_keys``, ``tail_values`` [rows, Hk, columns, D]."""
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -1,8 +1,8 @@
 """The lean path: Llama, Mistral, Qwen2 and Qwen3 without the cost of a module per operation.
 
-Activations stand upright, [features, N]: ``W @ x`` with W as it is stored is up to 1.6 times as fast on CPUs as ``x @ W.T``
-for the few columns that decoding has. Projections that read the same input are one matrix. Weights are copied into those
-matrices and the model's own are dropped; ``parameters`` are views by the names of the model's state dict.
+Activations stand upright, [features, N]: ``W @ x`` with W as it is stored is up to 1.6 times as fast on CPUs as
+``x @ W.T`` for the few columns that decoding has. Projections that read the same input are one matrix. Weights are
+copied into those matrices and the model's own are dropped; ``parameters`` are views by the names of its state dict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForC
 
 @define(eq=False)
 class _Layer:
-    """``qkv`` [(Hq + 2 Hk) D, H], ``out`` [H, Hq D], ``gate_up`` [2 I, H], ``down`` [H, I]; biases and norms upright, [_, 1]."""
+    """Weights of one layer.
+
+    ``qkv`` [(Hq + 2 Hk) D, H], ``out`` [H, Hq D], ``gate_up`` [2 I, H], ``down`` [H, I]; biases and norms [_, 1].
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -83,7 +86,7 @@ class LlamaForward:
             return None
         parts = [getattr(getattr(owner, name), kind).detach() for name in names]
         joined = torch.cat(parts)
-        views = joined.split([len(part) for part in parts])
+        views = torch.split(joined, [len(part) for part in parts])
         self.parameters.update({f"{prefix}{name}.{kind}": view for name, view in zip(names, views, strict=True)})
         return joined
 
@@ -141,13 +144,13 @@ class LlamaForward:
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         heads = qkv.view(-1, self._head_dim, hidden.shape[1])
-        q, k, v = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads))
+        q, k, v = torch.split(heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads])
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._normalize(q, layer.q_norm, dim=1), self._normalize(k, layer.k_norm, dim=1)
             turned = _rotate(torch.cat((q, k)), *rotation)
         else:
             turned = _rotate(heads[: self._num_heads + self._num_kv_heads], *rotation)
-        q, k = turned.transpose(1, 2).split((self._num_heads, self._num_kv_heads))
+        q, k = torch.split(turned.transpose(1, 2), [self._num_heads, self._num_kv_heads])
         out = attention.attend(index, q, k, v.transpose(1, 2), self._head_dim**-0.5)
         return out.transpose(1, 2).reshape(-1, hidden.shape[1])
 

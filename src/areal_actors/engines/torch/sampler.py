@@ -33,7 +33,7 @@ class RowSampling:
 
 @frozen(eq=False)
 class Draw:
-    """What was sampled per row; ``is_finite`` is false where the logits were not numbers and nothing could be sampled."""
+    """What was sampled per row; ``is_finite`` is false where logits were no numbers and nothing could be sampled."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -105,7 +105,7 @@ def _adjust(logits: torch.Tensor, row: RowSampling) -> torch.Tensor:
     output = torch.as_tensor(row.output.copy(), device=logits.device).long()
     if sampling.repetition_penalty != 1.0:
         prompt = torch.as_tensor(row.prompt.copy(), device=logits.device).long()
-        seen = torch.cat((prompt, output)).unique()
+        seen = torch.cat((prompt, output))
         values = adjusted[seen]
         factor = sampling.repetition_penalty
         adjusted[seen] = torch.where(values > 0, values / factor, values * factor)
@@ -153,7 +153,7 @@ def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
     size = probabilities.shape[1]
     if size % _BLOCK:
         probabilities = torch.nn.functional.pad(probabilities, (0, -size % _BLOCK))
-    blocks = probabilities.unflatten(1, (-1, _BLOCK))
+    blocks = probabilities.view(len(probabilities), -1, _BLOCK)
     masses = blocks.sum(-1).double()
     ends = masses.cumsum(-1)
     target = uniforms[:, None] * ends[:, -1:]

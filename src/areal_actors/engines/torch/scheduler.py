@@ -1,9 +1,10 @@
-"""Who runs where: places ("slots") for keys and values, the prefix cache in them, and what each step computes. No tensors.
+"""Who runs where: places ("slots") for keys and values, the prefix cache in them, what each step computes. No tensors.
 
-A slot belongs to one running generation, or is free and keeps what it holds as a prefix cache. An arriving generation takes
-the longest prefix that any slot holds: in place where it simply continues a free slot (the next turn of an episode), by copy
-otherwise. If a running prefill is about to hold more of it, the generation waits for that: of a group of equal prompts only
-the first is computed. Nothing can wait for ever: it only waits for a prefill, and each step advances one.
+A slot belongs to one running generation, or is free and keeps what it holds as a prefix cache. An arriving generation
+takes the longest prefix that any slot holds: in place where it simply continues a free slot (the next turn of an
+episode), by copy otherwise. If a running prefill is about to hold more of it, the generation waits for that: of a group
+of equal prompts only the first is computed. Nothing can wait for ever: it only waits for a prefill, and each step
+advances one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 @define(eq=False)
 class Slot:
-    """A place for the keys and values of one sequence. ``tokens`` are what it holds or will hold; the first ``ready`` are there.
+    """A place for the keys and values of one sequence.
 
-    ``logits`` (float32 [V], a tensor) follow the last of ``tokens`` where they are known, so that an equal prompt needs no
-    computation at all. ``used`` orders free slots by age.
+    ``tokens`` are what it holds or will hold; the first ``ready`` are there.
+    ``logits`` (float32 [V], a tensor) follow the last of ``tokens`` where they are known, so that an equal prompt needs
+    no computation at all. ``used`` orders free slots by age.
     """
 
     index: int
@@ -49,7 +51,7 @@ class Slot:
 
 @frozen
 class Admission:
-    """``generation`` takes its slot; the first ``num_cached`` tokens come from ``source`` (the slot itself: in place)."""
+    """``generation`` takes its slot; the first ``num_cached`` tokens come from ``source``, maybe the slot itself."""
 
     generation: Generation
     slot: Slot
@@ -134,10 +136,11 @@ class Scheduler:
             if slot.owner is not None and slot.ready < slot.owner.base:
                 best_coming = max(best_coming, common)
         gain = best_coming - best_ready
-        return best, best_ready, gain >= MIN_WAIT_GAIN or (self._deterministic and gain > 0)
+        is_all = best_coming == len(context)  # of an equal prompt even the next token's logits will be there
+        return best, best_ready, gain >= MIN_WAIT_GAIN or (is_all and gain > 0)
 
     def _usable(self, slot: Slot, ready: int, num_needed: int) -> int:
-        """Without the logits that follow it, the last token has to be computed again (deterministically: all of them)."""
+        """Without the logits that follow it the last token is computed again (in deterministic mode, all are)."""
         has_logits = slot.logits is not None and len(slot.tokens) == num_needed
         if ready < num_needed or has_logits:
             return ready

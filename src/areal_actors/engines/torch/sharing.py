@@ -1,7 +1,7 @@
 """Which rows of a batch share a prefix, so that its keys and values are read once for all of them. Pure.
 
-Rows that begin with the same tokens have the same keys and values there (whichever slot holds them), and attention over a
-prefix that m rows share is one matrix product with m times the queries instead of m products, each reading the same
+Rows that begin with the same tokens have the same keys and values there (whichever slot holds them), and attention over
+a prefix that m rows share is one matrix product with m times the queries instead of m products, each reading the same
 memory. On CPUs decoding waits for memory, so a group of eight answers to one prompt decodes about four times as fast in
 attention. ``attention.py`` computes each segment for its rows and joins the parts by their log-sum-exp, which is exact.
 """
@@ -9,6 +9,7 @@ attention. ``attention.py`` computes each segment for its rows and joins the par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from attrs import frozen
 
@@ -65,9 +66,9 @@ def plan_alone(rows: Sequence[Ints]) -> SharingPlan:
 
 
 def plan_sharing(rows: Sequence[Ints], *, min_shared: int = MIN_SHARED_TOKENS) -> SharingPlan:
-    """Order ``rows`` (token ids, each [T]) so that those that share a prefix are neighbours, and cut them into segments."""
+    """Order ``rows`` (token ids, each [T]) so that those that share a prefix are neighbours; cut them into segments."""
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i4").tobytes())
-    common = [common_prefix(rows[a], rows[b]) for a, b in zip(order, order[1:], strict=False)]
+    common = [common_prefix(rows[a], rows[b]) for a, b in pairwise(order)]
     lengths = [len(rows[i]) for i in order]
     segments: list[Segment] = []
     pending = [(0, len(rows), 0, 0)] if rows else []

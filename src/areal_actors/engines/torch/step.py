@@ -20,12 +20,18 @@ __all__ = ["StepRunner"]
 
 
 class StepRunner:
-    """Computes steps. Only the engine's thread calls it."""
+    """Computes steps. Only the engine's thread calls it.
 
-    def __init__(self, forward: Forward, config: TorchEngineConfig) -> None:
+    ``is_padded`` chooses how main parts are read (see ``StepAttention``); by default as suits the device.
+    """
+
+    def __init__(self, forward: Forward, config: TorchEngineConfig, *, is_padded: bool | None = None) -> None:
         self._forward = forward
         self._config = config
         self._device = next(iter(forward.parameters.values())).device
+        self._is_padded = self._device.type != "cpu" if is_padded is None else is_padded
+        # A multiple of any vector width: then no row stands in the remainder loop of a kernel, which may round otherwise.
+        self._num_fixed_rows = -(-config.max_concurrent // 64) * 64
         self._kv = KeyValues()
         self._free_tails = list(range(config.max_concurrent))
         self._planned: tuple[Generation, ...] = ()
@@ -95,7 +101,7 @@ class StepRunner:
         positions = np.zeros_like(ids)
         for place, row in enumerate(rows):
             ids[place], positions[place] = row.tokens[row.length - 1], row.length - 1
-        wanted, spans, offset = list(range(len(rows))), [], num_rows
+        wanted, spans, offset = list(range(num_rows)), [], num_rows
         for prefill in prefills:
             end = offset + prefill.stop - prefill.start
             ids[offset:end] = prefill.generation.tokens[prefill.start : prefill.stop]
@@ -106,8 +112,9 @@ class StepRunner:
                 wanted.append(end - 1)
             offset = end
         batch = FlatBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(wanted, dtype=np.int64)))
-        attention = StepAttention(self._kv, layout, spans, is_padded=self._device.type != "cpu")
-        return self._forward.run(batch, attention)
+        attention = StepAttention(self._kv, layout, spans, is_padded=self._is_padded)
+        logits = self._forward.run(batch, attention)
+        return logits if num_rows == len(rows) else logits[: len(rows)]  # deterministic steps have no spans beside rows
 
     def _lay_out(self, rows: Sequence[Generation]) -> DecodeLayout:
         for row in rows:
@@ -122,7 +129,7 @@ class StepRunner:
             tails=self._tensor(tails),
             num_tails=int(tails.max()) + 1,
             bases=self._tensor(np.array([row.base for row in rows])),
-            num_rows=self._config.max_concurrent if self._config.deterministic else len(rows),
+            num_rows=self._num_fixed_rows if self._config.deterministic else len(rows),
             is_alone=self._config.deterministic,
             columns=self._tensor(columns),
         )

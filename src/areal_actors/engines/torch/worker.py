@@ -1,8 +1,8 @@
 """The engine's thread: it owns the model, keys and values and every generation, and takes commands between two steps.
 
-Each turn of its loop takes the commands that came, admits what fits, computes one flat batch (decoding rows and a bounded
-piece of prompts), samples, and reports everything to the event loop in one call. It never waits for a consumer. If it dies,
-``report`` is told why, once; nobody is left waiting.
+Each turn of its loop takes the commands that came, admits what fits, computes one flat batch (decoding rows and a
+bounded piece of prompts), samples, and reports everything to the event loop in one call. It never waits for a consumer.
+If it dies, ``report`` is told why, once; nobody is left waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.engines.torch.forward import Forward
 from areal_actors.engines.torch.generation import Generation, Sampled
 from areal_actors.engines.torch.sampler import RowSampling, sample
-from areal_actors.engines.torch.scheduler import Admission, Prefill, Scheduler
+from areal_actors.engines.torch.scheduler import Admission, Scheduler
 from areal_actors.engines.torch.step import StepRunner
 from areal_actors.engines.torch.weights import load_snapshot
 from areal_actors.errors import EngineError, ModelError
@@ -248,7 +248,7 @@ class Worker:
             self._steps.admit(admission)
             self._count_admission(admission)
         prefills = self._scheduler.plan_prefills()
-        # Those whose next-token logits were found in the cache sample with this step; they have no token to compute yet.
+        # Those whose next-token logits were found in the cache sample in this step; they have no token to compute yet.
         ready = [a.generation for a in admissions if a.generation in self._scheduler.decoding]
         decoding = [g for g in self._scheduler.decoding if g not in ready]
         if not (prefills or ready or decoding):
@@ -268,8 +268,8 @@ class Worker:
         for i, generation in enumerate(order):
             if not draw.is_finite[i]:
                 error = EngineError(
-                    f"Generation {generation.request.id}: the model's logits are not finite under version {self._version}; "
-                    "the weights have diverged. Load sound weights."
+                    f"Generation {generation.request.id}: the model's logits are not finite under version "
+                    f"{self._version}; the weights have diverged. Load sound weights."
                 )
                 self._finish(generation, None, error)
                 continue

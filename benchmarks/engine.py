@@ -1,0 +1,158 @@
+"""The embedded engine against ``transformers.generate``: tokens per CPU second, prefix cache, loop lag, time to first token.
+
+The model has the shape of a 135M Llama (30 layers, 9 query and 3 key heads) and random weights, which cost what trained ones
+do; ``quick`` keeps the width and takes 6 of the layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import anyio
+import numpy as np
+import torch
+from benchmarks.harness import Result
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from areal_actors.domain import Ints, SampleKey, Sampling, as_ints
+from areal_actors.engines.base import EngineRequest
+from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
+
+VOCAB_SIZE = 49152
+PROMPT_LENGTH = 128
+NUM_NEW = 24
+
+
+def run(quick: bool) -> list[Result]:
+    """All figures, in float32 on as many threads as torch has."""
+    model = _create_model(num_layers=6 if quick else 30)
+    return anyio.run(_measure, model)
+
+
+async def _measure(model: Any) -> list[Result]:
+    rng = np.random.default_rng(0)
+    results = []
+    async with TorchEngine.open(TorchEngineConfig(dtype="float32"), model=model) as engine:
+        await _generate_all(engine, _create_prompts(rng, 2), num_new=4)  # buffers grow, threads start
+        for batch in (1, 8, 32):
+            prompts = _create_prompts(rng, batch)
+            baseline = _measure_transformers(model, prompts)
+            results += _compare(f"batch {batch}", await _measure_engine(engine, prompts), baseline)
+        group = [prompt for prompt in _create_prompts(rng, 4) for _ in range(8)]
+        baseline = _measure_transformers(model, group)
+        results += _compare("4 groups of 8", await _measure_engine(engine, group), baseline)
+        again = await _measure_engine(engine, group)
+        results.append(_result("4 groups of 8, prompts cached", again, "tokens/CPU s"))
+        results += await _measure_loop(engine, rng)
+    return results
+
+
+def _create_model(*, num_layers: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=num_layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _create_prompts(rng: np.random.Generator, number: int) -> list[Ints]:
+    return [as_ints(rng.integers(0, VOCAB_SIZE, PROMPT_LENGTH)) for _ in range(number)]
+
+
+def _measure_transformers(model: Any, prompts: Sequence[Ints]) -> float:
+    """Sampled tokens per CPU second of ``generate``, prompts included."""
+    ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
+    start = time.process_time()
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=NUM_NEW,
+            min_new_tokens=NUM_NEW,
+            pad_token_id=0,
+        )
+    return len(prompts) * NUM_NEW / (time.process_time() - start)
+
+
+async def _measure_engine(engine: TorchEngine, prompts: Sequence[Ints]) -> float:
+    """Sampled tokens per CPU second of the engine, prompts, streams and log-probabilities included."""
+    start = time.process_time()
+    await _generate_all(engine, prompts, num_new=NUM_NEW)
+    return len(prompts) * NUM_NEW / (time.process_time() - start)
+
+
+async def _generate_all(engine: TorchEngine, prompts: Sequence[Ints], *, num_new: int) -> list[float]:
+    """Run all prompts at once; seconds until the first token of each."""
+    firsts: list[float] = []
+    started = time.perf_counter()
+
+    async def consume(number: int, prompt: Ints) -> None:
+        request = EngineRequest(
+            id=f"{started}-{number}",
+            prompt=prompt,
+            sampling=Sampling(max_new_tokens=num_new),
+            key=SampleKey(seed=0, path=(number,)),
+        )
+        async with engine.generate(request) as chunks:
+            await anext(aiter(chunks))
+            firsts.append(time.perf_counter() - started)
+            async for _ in chunks:
+                pass
+
+    async with anyio.create_task_group() as tasks:
+        for number, prompt in enumerate(prompts):
+            tasks.start_soon(consume, number, prompt)
+    return firsts
+
+
+async def _measure_loop(engine: TorchEngine, rng: np.random.Generator) -> list[Result]:
+    """How late a 1 ms ticker is while 32 generations run, and when their first tokens come."""
+    delays: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            start = time.perf_counter()
+            await anyio.sleep(0.001)
+            delays.append((time.perf_counter() - start - 0.001) * 1e3)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tick)
+        firsts = await _generate_all(engine, _create_prompts(rng, 32), num_new=8)
+        tasks.cancel_scope.cancel()
+    return [
+        _result("loop lag, worst", max(delays), "ms", higher_is_better=False),
+        _result("loop lag, 99th percentile", float(np.percentile(delays, 99)), "ms", higher_is_better=False),
+        _result("first token of 32, median", median(firsts) * 1e3, "ms", higher_is_better=False),
+        _result("first token of 32, first", min(firsts) * 1e3, "ms", higher_is_better=False),
+    ]
+
+
+def _compare(name: str, engine: float, baseline: float) -> list[Result]:
+    return [
+        _result(f"{name}, transformers.generate", baseline, "tokens/CPU s"),
+        _result(name, engine, "tokens/CPU s"),
+        Result(
+            benchmark="engine",
+            name=f"{name}, ratio",
+            value=engine / baseline,
+            unit="x",
+            higher_is_better=True,
+            baseline=f"{name}, transformers.generate",
+        ),
+    ]
+
+
+def _result(name: str, value: float, unit: str, *, higher_is_better: bool = True) -> Result:
+    return Result(benchmark="engine", name=name, value=value, unit=unit, higher_is_better=higher_is_better)

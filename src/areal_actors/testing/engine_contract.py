@@ -1,0 +1,279 @@
+"""The contract that every ``Engine`` keeps, as checks that anybody can run against their own.
+
+Each check is a coroutine function that takes a ``Subject`` and raises ``AssertionError`` where the engine breaks the
+contract. They need no clock: after ``pause`` has returned, everything that was sampled has been reported. An engine is
+used by one check at a time and is as good as new after each::
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("check", ENGINE_CHECKS)
+    async def test_my_engine_keeps_the_contract(check):
+        async with open_my_engine() as engine:
+            await check(Subject(engine=engine, create_snapshot=..., prompt=(1, 2, 3)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+
+import anyio
+import numpy as np
+from attrs import field, frozen
+
+from areal_actors.domain import FinishReason, Floats, Ints, SampleKey, Sampling, as_ints
+from areal_actors.engines.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
+from areal_actors.errors import ContextLengthExceeded, InvalidRequest
+
+__all__ = ["ENGINE_CHECKS", "Check", "Subject", "collect", "create_request"]
+
+_ids = count()
+
+
+@frozen(kw_only=True)
+class Subject:
+    """An engine under test.
+
+    ``create_snapshot(version)`` gives weights that it can load. ``prompt`` must not lead to an end within
+    ``num_tokens`` tokens: scripted engines need a long enough script. ``recompute(prompt, output)``, where there is
+    one, gives the log-probabilities float32 [len(output)] at temperature 1 that the engine should report, within
+    ``tolerance``.
+    """
+
+    engine: Engine
+    create_snapshot: Callable[[int], Snapshot]
+    prompt: Ints = field(converter=as_ints, eq=False)
+    num_tokens: int = 24
+    recompute: Callable[[Ints, Ints], Floats] | None = None
+    tolerance: float = 1e-4
+
+
+Check = Callable[[Subject], Awaitable[None]]
+
+
+def create_request(
+    subject: Subject, *, prompt: Ints | None = None, path: tuple[int | str, ...] = (), **sampling: object
+) -> EngineRequest:
+    """A request of the subject's prompt with an id of its own; ``sampling`` overrides fields of ``Sampling``."""
+    settings = {"max_new_tokens": subject.num_tokens} | sampling
+    return EngineRequest(
+        id=f"contract-{next(_ids)}",
+        prompt=subject.prompt if prompt is None else prompt,
+        sampling=Sampling(**settings),  # type: ignore[arg-type]  # the caller names the fields
+        key=SampleKey(seed=7, path=path),
+    )
+
+
+async def collect(engine: Engine, request: EngineRequest) -> list[Chunk]:
+    """All chunks of one generation."""
+    async with engine.generate(request) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def join_ids(chunks: Sequence[Chunk]) -> list[int]:
+    """All token ids."""
+    return [int(token_id) for chunk in chunks for token_id in chunk.token_ids]
+
+
+async def check_chunks_are_well_formed(subject: Subject) -> None:
+    """Arrays of a chunk agree in length, log-probabilities are at most 0, only the last has a finish or is empty."""
+    chunks = await collect(subject.engine, create_request(subject))
+
+    assert all(len(c.token_ids) == len(c.logprobs) == len(c.raw_logprobs) for c in chunks)
+    assert all((c.logprobs <= 0).all() and (c.raw_logprobs <= 0).all() for c in chunks)
+    assert all(c.finish is None and len(c.token_ids) for c in chunks[:-1])
+    assert chunks[-1].finish is not None
+    assert all(0 <= i < subject.engine.info.vocab_size for i in join_ids(chunks))
+
+
+async def check_ends_at_max_new_tokens(subject: Subject) -> None:
+    """A generation ends with LENGTH after exactly ``max_new_tokens``."""
+    chunks = await collect(subject.engine, create_request(subject, max_new_tokens=3))
+
+    assert len(join_ids(chunks)) == 3  # noqa: PLR2004
+    assert chunks[-1].finish is FinishReason.LENGTH
+
+
+async def check_stop_token_is_delivered(subject: Subject) -> None:
+    """A stop token ends a generation with STOP and is the last token delivered."""
+    free = join_ids(await collect(subject.engine, create_request(subject)))
+    chunks = await collect(subject.engine, create_request(subject, stop_token_ids=(free[2],)))
+
+    assert free[: free.index(free[2]) + 1] == join_ids(chunks)
+    assert chunks[-1].finish is FinishReason.STOP
+
+
+async def check_samples_follow_the_key(subject: Subject) -> None:
+    """Equal keys, prompts and weights give equal tokens, whatever runs beside them."""
+    alone = join_ids(await collect(subject.engine, create_request(subject, path=(1,))))
+    results: dict[int, list[int]] = {}
+
+    async def run(number: int) -> None:
+        results[number] = join_ids(await collect(subject.engine, create_request(subject, path=(number,))))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(5):
+            tasks.start_soon(run, number)
+
+    assert alone == results[1]
+
+
+async def check_concurrent_requests_all_end(subject: Subject) -> None:
+    """More requests than run at once are all served."""
+    number = min(subject.engine.info.max_concurrent, 16) + 3
+    ended: list[FinishReason | None] = []
+
+    async def run(path: int) -> None:
+        chunks = await collect(subject.engine, create_request(subject, path=(path,), max_new_tokens=5))
+        ended.append(chunks[-1].finish)
+
+    async with anyio.create_task_group() as tasks:
+        for path in range(number):
+            tasks.start_soon(run, path)
+
+    assert [FinishReason.LENGTH] * number == ended
+
+
+async def check_overlong_prompt_is_refused(subject: Subject) -> None:
+    """A prompt that leaves no room for one token raises ``ContextLengthExceeded``."""
+    prompt = as_ints(np.resize(subject.prompt, subject.engine.info.context_length))
+    await _expect(ContextLengthExceeded, subject, prompt)
+
+
+async def check_ids_outside_the_vocabulary_are_refused(subject: Subject) -> None:
+    """Ids below 0 or beyond the vocabulary, and no ids at all, raise ``InvalidRequest``; the engine lives on."""
+    for prompt in ([subject.engine.info.vocab_size], [-1], []):
+        await _expect(InvalidRequest, subject, as_ints(prompt))
+
+    assert await collect(subject.engine, create_request(subject))
+
+
+async def _expect(error: type[Exception], subject: Subject, prompt: Ints) -> None:
+    try:
+        await collect(subject.engine, create_request(subject, prompt=prompt))
+    except error:
+        return
+    raise AssertionError(f"{len(prompt)} ids were accepted, and {error.__name__} was expected")
+
+
+async def check_abort_ends_a_generation(subject: Subject) -> None:
+    """``abort`` ends a generation with ABORT, after what was sampled before; unknown ids are ignored."""
+    request = create_request(subject)
+    await subject.engine.abort("nobody")
+    async with subject.engine.generate(request) as chunks:
+        seen = [await anext(aiter(chunks))]
+        await subject.engine.abort(request.id)
+        seen += [chunk async for chunk in chunks]
+
+    assert seen[-1].finish is FinishReason.ABORT
+    assert len(join_ids(seen)) < subject.num_tokens
+
+
+async def check_leaving_aborts(subject: Subject) -> None:
+    """A consumer that leaves its block, or is cancelled in it, ends the generation in the engine."""
+    async with subject.engine.generate(create_request(subject)) as chunks:
+        await anext(aiter(chunks))
+    with anyio.CancelScope() as scope:
+        async with subject.engine.generate(create_request(subject)) as chunks:
+            async for _ in chunks:
+                scope.cancel()
+    await subject.engine.pause()
+    statistics = subject.engine.statistics()
+    await subject.engine.resume()
+
+    assert statistics.running == statistics.waiting == 0
+
+
+async def check_pause_keeps(subject: Subject) -> None:
+    """After ``pause`` nothing is sampled, new requests wait, and all goes on after ``resume``."""
+    engine = subject.engine
+    late: list[Chunk] = []
+
+    async def arrive_late() -> None:
+        late.extend(await collect(engine, create_request(subject)))
+
+    async with anyio.create_task_group() as tasks, engine.generate(create_request(subject)) as chunks:
+        seen = [await anext(aiter(chunks))]
+        await engine.pause()
+        before = engine.statistics().sampled_tokens
+        tasks.start_soon(arrive_late)
+        await engine.pause()
+        after = engine.statistics().sampled_tokens
+        await engine.resume()
+        seen += [chunk async for chunk in chunks]
+
+    assert before == after
+    assert len(join_ids(seen)) == len(join_ids(late)) == subject.num_tokens
+
+
+async def check_pause_waits(subject: Subject) -> None:
+    """``pause(WAIT)`` returns after the running generations have ended, whole."""
+    engine = subject.engine
+    seen: list[Chunk] = []
+
+    async with anyio.create_task_group() as tasks, engine.generate(create_request(subject)) as chunks:
+        seen.append(await anext(aiter(chunks)))
+        tasks.start_soon(engine.pause, PauseMode.WAIT)
+        seen += [chunk async for chunk in chunks]
+    await engine.resume()
+
+    assert len(join_ids(seen)) == subject.num_tokens
+
+
+async def check_pause_aborts(subject: Subject) -> None:
+    """``pause(ABORT)`` ends the running generations with ABORT."""
+    engine = subject.engine
+    async with engine.generate(create_request(subject)) as chunks:
+        seen = [await anext(aiter(chunks))]
+        await engine.pause(PauseMode.ABORT)
+        seen += [chunk async for chunk in chunks]
+    await engine.resume()
+
+    assert seen[-1].finish is FinishReason.ABORT
+
+
+async def check_load_stamps_versions(subject: Subject) -> None:
+    """After ``load`` the version is the snapshot's; a running generation goes on and stamps it from there."""
+    engine = subject.engine
+    old = engine.version
+    async with engine.generate(create_request(subject)) as chunks:
+        seen = [await anext(aiter(chunks))]
+        await engine.pause()
+        await engine.load(subject.create_snapshot(old + 1))
+        await engine.resume()
+        seen += [chunk async for chunk in chunks]
+    versions = [chunk.version for chunk in seen]
+
+    assert engine.version == old + 1
+    assert versions == sorted(versions)
+    assert {old, old + 1} == set(versions)
+    assert len(join_ids(seen)) == subject.num_tokens
+
+
+async def check_logprobs_are_recomputable(subject: Subject) -> None:
+    """Reported log-probabilities are those of the model given each token's whole prefix."""
+    if subject.recompute is None:
+        return
+    chunks = await collect(subject.engine, create_request(subject, path=("recompute",)))
+    expected = subject.recompute(subject.prompt, as_ints(join_ids(chunks)))
+
+    for reported in ([c.logprobs for c in chunks], [c.raw_logprobs for c in chunks]):
+        np.testing.assert_allclose(np.concatenate(reported), expected, atol=subject.tolerance, rtol=0)
+
+
+ENGINE_CHECKS: tuple[Check, ...] = (
+    check_chunks_are_well_formed,
+    check_ends_at_max_new_tokens,
+    check_stop_token_is_delivered,
+    check_samples_follow_the_key,
+    check_concurrent_requests_all_end,
+    check_overlong_prompt_is_refused,
+    check_ids_outside_the_vocabulary_are_refused,
+    check_abort_ends_a_generation,
+    check_leaving_aborts,
+    check_pause_keeps,
+    check_pause_waits,
+    check_pause_aborts,
+    check_load_stamps_versions,
+    check_logprobs_are_recomputable,
+)
+"""All checks."""

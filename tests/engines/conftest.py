@@ -1,0 +1,56 @@
+"""Tiny models and requests of the engine tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from areal_actors.domain import Floats, SampleKey, Sampling, as_floats
+from areal_actors.engines.base import EngineRequest
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    """Three query heads to each of two key heads; weights large enough that a mistake shows."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            initializer_range=0.3,
+        )
+    ).eval()
+
+
+@pytest.fixture
+def create_request() -> Callable[..., EngineRequest]:
+    """Requests whose id and key come from a number; further arguments are fields of ``Sampling``."""
+
+    def create(number: int, prompt, **sampling) -> EngineRequest:
+        return EngineRequest(
+            id=str(number), prompt=prompt, sampling=Sampling(**sampling), key=SampleKey(seed=1, path=(number,))
+        )
+
+    return create
+
+
+@pytest.fixture
+def recompute() -> Callable[..., Floats]:
+    """Log-probabilities of an output by a plain forward pass of a model."""
+
+    def run(model, prompt, output) -> Floats:
+        ids = torch.tensor(np.concatenate([prompt, output]), dtype=torch.long)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1].float(), -1)
+        return as_floats(logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
+
+    return run

@@ -1,0 +1,107 @@
+"""Every engine of this library keeps the engine contract: the embedded one on each path, and the public fake."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from areal_actors.domain import as_floats
+from areal_actors.engines.base import Snapshot
+from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
+from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject
+from areal_actors.testing.engines import EchoEngine
+
+PROMPT = np.random.default_rng(3).integers(0, 96, 40)
+
+
+@asynccontextmanager
+async def open_echo() -> AsyncIterator[Subject]:
+    """The public fake."""
+    engine = EchoEngine(vocab_size=96, context_length=256)
+    yield Subject(engine=engine, create_snapshot=lambda v: Snapshot(version=v, state={}), prompt=PROMPT)
+
+
+@asynccontextmanager
+async def open_torch(model, **settings) -> AsyncIterator[Subject]:
+    """The embedded engine, with the model's own log-probabilities to compare with."""
+
+    def recompute(prompt, output):
+        ids = torch.tensor(np.concatenate([prompt, output]), dtype=torch.long)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1], -1)
+        return as_floats(logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
+
+    config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16, **settings)
+    async with TorchEngine.open(config, model=model) as engine:
+        yield Subject(
+            engine=engine,
+            create_snapshot=lambda version: Snapshot(version=version, state=model.state_dict()),
+            prompt=PROMPT,
+            recompute=recompute,
+        )
+
+
+def create_llama() -> LlamaForCausalLM:
+    """Three query heads to each of two key heads, untied: the lean path."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            initializer_range=0.3,
+        )
+    ).eval()
+
+
+def create_qwen() -> Qwen2ForCausalLM:
+    """Biases, one key head, tied: the lean path."""
+    torch.manual_seed(1)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            initializer_range=0.3,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+
+
+def create_gpt2() -> GPT2LMHeadModel:
+    """Learned positions: the path through the model's own modules."""
+    torch.manual_seed(2)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=96, n_positions=256, n_embd=24, n_layer=2, n_head=3, initializer_range=0.3)
+    ).eval()
+
+
+ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
+    "echo": open_echo,
+    "llama": lambda: open_torch(create_llama()),
+    "qwen2": lambda: open_torch(create_qwen()),
+    "gpt2": lambda: open_torch(create_gpt2()),
+    "deterministic": lambda: open_torch(create_llama(), deterministic=True),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", ENGINES)
+async def test_an_engine_keeps_the_contract(name: str, check: Check) -> None:
+    """What the check says holds for this engine, on this event loop."""
+    async with ENGINES[name]() as subject:
+        await check(subject)

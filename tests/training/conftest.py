@@ -59,7 +59,7 @@ def _make_group(rows: Sequence[Trajectory], *, name: str = "g", rewards: Sequenc
 
 
 def _make_agent_group(seed: int, *, num_members: int = 4, prompt: int = 12, vocab: int = VOCAB) -> Group:
-    """Two-turn rows that share a prompt, often their first sampled tokens and the tool's answer, and differ in reward."""
+    """Two-turn rows that share a prompt, often their first sampled tokens too, and differ in reward."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, vocab, prompt)
     rows = []

@@ -55,7 +55,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, make_model, make_ag
     statistics = [resumed.train_step(batch) for batch in batches[2:]]
 
     assert counters == {"next": 17}
-    assert [3, 4, 5] == [found.version for found in statistics]
+    assert [found.version for found in statistics] == [3, 4, 5]
     expected = straight.state_dict()
     assert all(torch.equal(expected[name], tensor) for name, tensor in resumed.state_dict().items())
 
@@ -92,7 +92,7 @@ def test_the_last_ones_are_kept(tmp_path):
     for step in range(4):
         save_small(tmp_path, step, num_kept=2)
 
-    assert [2, 3] == [checkpoint.step for checkpoint in find_checkpoints(tmp_path)]
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2, 3]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -101,7 +101,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     save_small(tmp_path, 3, value=2.0)
 
     assert torch.equal(torch.full((4,), 2.0), find_latest(tmp_path).load("model")["w"])
-    assert ["step-00000003"] == [path.name for path in tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def test_a_crash_while_replacing_loses_nothing(tmp_path):
@@ -142,8 +142,8 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, make_model):
     with largest_file(1000), pytest.raises(CheckpointError, match=r"step-00000001 .* needs [\d,]+ bytes"):
         trainer.save(tmp_path)
 
-    assert [0] == [checkpoint.step for checkpoint in find_checkpoints(tmp_path)]
-    assert ["step-00000000"] == [path.name for path in tmp_path.iterdir()]
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
 def test_too_little_space_is_seen_before_writing(tmp_path):
@@ -162,7 +162,7 @@ def test_leftovers_of_a_crash_are_swept(tmp_path):
 
     save_small(tmp_path, 1)
 
-    assert ["step-00000001"] == [path.name for path in tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_restoring_into_another_schedule_keeps_the_count(tmp_path, make_model, make_agent_group):

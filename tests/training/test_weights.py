@@ -49,4 +49,4 @@ def test_an_export_replaces_the_one_before(tmp_path, make_model):
 
     assert torch.equal(make_model(seed=2).get_input_embeddings().weight, loaded.get_input_embeddings().weight)
     assert not (tmp_path / "export" / "stale").exists()
-    assert ["export"] == [path.name for path in tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]

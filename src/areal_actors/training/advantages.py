@@ -45,7 +45,7 @@ _EQUAL = 1e-9
 
 @frozen(kw_only=True)
 class GroupAdvantages:
-    """Advantages of one group: float32 [T] for each trajectory, episodes and rows in the group's order, 0 off the mask."""
+    """Advantages of one group: float32 [T] for each trajectory of its successes, in order, 0 off the mask."""
 
     rows: tuple[Floats, ...] = field(eq=False)
     has_zero_variance: bool
@@ -72,7 +72,7 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
 
 
 def has_zero_variance(group: Group) -> bool:
-    """Whether all total rewards of the group's successful episodes are equal: then it says nothing about what was better."""
+    """Whether all rewards of the group's successful episodes are equal: then it does not say what was better."""
     return _is_constant(np.array([episode.reward for episode in _successes(group)]))
 
 
@@ -92,9 +92,10 @@ def generalised_advantages(
     """Generalised advantage estimates (arXiv:1506.02438) of sampled tokens, float64 [B, T], 0 off the mask.
 
     ``rewards``, ``values`` and ``mask`` are [B, T]. Tokens off the mask are no steps: the successor of a sampled
-    token is the row's next sampled token, and after the last one the value is 0. With δ_t = r_t + γ V_{t+1} - V_t::
+    token is the row's next sampled token, and after the last one the value is 0. With d the
+    discount and l the trace decay::
 
-        A_t = δ_t + γ λ A_{t+1}
+        A_t = r_t + d V_{t+1} - V_t + d l A_{t+1}
 
     The recurrence is solved by doubling, in log2(T) vector operations.
     """
@@ -250,7 +251,7 @@ def _require_finite(group: Group) -> None:
 
 
 def _scan_backwards(deltas_BT: Doubles, factor: float) -> Doubles:
-    """A_t = δ_t + factor · A_{t+1} for all t: after k rounds A_t holds the first 2^k terms of its sum."""
+    """Solve A_t = delta_t + factor · A_{t+1}: after k rounds A_t holds the first 2^k terms of its sum."""
     result_BT = deltas_BT.copy()
     reach, power = 1, factor
     while reach < result_BT.shape[1]:

@@ -20,7 +20,7 @@ from areal_actors.errors import CaptureViolation, ExportError
 from areal_actors.training.aggregation import Indices, token_weights
 from areal_actors.training.config import Aggregation
 
-__all__ = ["Batch", "TrainingRow", "shift_left"]
+__all__ = ["Batch", "TrainingRow"]
 
 _array = cmp_using(eq=np.array_equal, class_name="array")
 
@@ -67,7 +67,7 @@ class TrainingRow:
 
 @define(kw_only=True, frozen=True, slots=False)
 class Batch:
-    """The rows of one update. All arrays are [N] over its trained tokens; ``offsets`` int64 [R + 1] bounds those of a row."""
+    """The rows of one update. Arrays are [N] over trained tokens; ``offsets`` int64 [R + 1] bounds those of a row."""
 
     rows: tuple[TrainingRow, ...]
     weights: Floats = field(eq=False)
@@ -142,11 +142,3 @@ def _check_capture(row: Trajectory) -> None:
         raise CaptureViolation(f"A trained token of session {row.session} has a log-probability that cannot be one.")
     if (row.versions[trained] < 0).any():
         raise CaptureViolation(f"A trained token of session {row.session} has no version: nothing sampled it.")
-
-
-def shift_left(values: npt.NDArray[Any], *, fill: float = 0) -> npt.NDArray[Any]:
-    """Align values of tokens [T] with the positions that predict them: entry t holds what belongs to token t + 1.
-
-    Log-probabilities, versions, masks and advantages shift alike; the last position predicts nothing and gets ``fill``.
-    """
-    return np.concatenate([values[1:], np.array([fill], dtype=values.dtype)]) if len(values) else values.copy()

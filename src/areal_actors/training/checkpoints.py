@@ -46,7 +46,10 @@ class Checkpoint:
     counters: Mapping[str, Any] = field(factory=dict)
 
     def load(self, part: str) -> dict[str, Tensor]:
-        """The tensors of ``part`` ("model", "optimizer", "rng"), on the CPU. Raises ``CheckpointError`` if they cannot be read."""
+        """The tensors of ``part`` ("model", "optimizer", "rng"), on the CPU.
+
+        Raises ``CheckpointError`` if they cannot be read.
+        """
         try:
             return load_file(self.path / f"{part}.safetensors")
         except (OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""The trainer's settings. What they do is told beside the code that reads them; the defaults are those of the CPU recipe.
+"""The trainer's settings. What they do is told beside the code that reads them; defaults are those of the CPU recipe.
 
 Every class is frozen and checks itself when it is made. ``config.py`` of the library composes them; nothing here
 imports torch.
@@ -171,7 +171,7 @@ class KlConfig:
 
 @frozen(kw_only=True)
 class OverlongConfig:
-    """The soft penalty on long episodes of DAPO: 0 up to ``max_tokens - buffer_tokens``, then linear down to -``scale``.
+    """The soft penalty of DAPO on long episodes: 0 up to ``max_tokens - buffer_tokens``, then linear to -``scale``.
 
     ``max_tokens`` ``None`` switches it off. Lengths count the sampled tokens of an episode that are trained.
     """

@@ -19,12 +19,12 @@ from areal_actors.training.packing import Pack
 __all__ = ["TokenScores", "require_plain_head", "score_pack", "score_tokens"]
 
 _CHUNK_BYTES = 64 << 20
-"""Float32 logits held at a time. Larger chunks were not faster on CPU; smaller ones fall out of the matrix kernels' stride."""
+"""Float32 logits held at a time. Larger chunks were not faster on CPU."""
 
 
 @frozen(kw_only=True)
 class TokenScores:
-    """Float32 [n] for the trained tokens of a pack, in its order: log-probability of the token, entropy of the distribution."""
+    """Float32 [n] for the trained tokens of a pack, in its order: log-probabilities and the entropies around them."""
 
     logprobs: Tensor = field(eq=False)
     entropies: Tensor = field(eq=False)
@@ -50,8 +50,10 @@ def score_tokens(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float = 1.0
 ) -> TokenScores:
     """Scores of ``targets`` int64 [n] given ``hidden`` [n, H] and the head ``weight`` [V, H] (and ``bias`` [V])."""
+    if temperature != 1.0:
+        hidden, bias = hidden / temperature, None if bias is None else bias / temperature
     apply = cast("Any", _Scores.apply)
-    logprobs, entropies = apply(hidden, weight, bias, targets, temperature)
+    logprobs, entropies = apply(hidden, weight, bias, targets)
     return TokenScores(logprobs=logprobs, entropies=entropies)
 
 
@@ -81,48 +83,50 @@ def _attention_mask(pack: Pack, device: torch.device) -> Tensor | None:
 
 
 class _Scores(torch.autograd.Function):
-    """Chunked log-softmax over the head's output. With p the probabilities, H the entropy, and y the target::
+    """Chunked log-softmax over the head's output.
 
-    d logprob / d logits = onehot(y) - p        d entropy / d logits = -p (log p + H)
+    With p the probabilities, H the entropy and y the target: d logprob / d logits = onehot(y) - p, and
+    d entropy / d logits = -p (log p + H).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Float32 [n] log-probabilities and entropies."""
         weight_c, hidden_c = _compute_dtype(weight), _compute_dtype(hidden)
         logprobs = torch.empty(len(targets), device=hidden.device)
         entropies, normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _chunks(len(targets), len(weight)):
-            logits = _logits(hidden_c[part], weight_c, bias, temperature)
+            logits = _logits(hidden_c[part], weight_c, bias)
             normaliser = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normaliser
             logits.sub_(normaliser[:, None])
             entropies[part] = -(logits.exp().mul_(logits.clamp_(min=-1e4))).sum(-1)
             normalisers[part] = normaliser
         ctx.save_for_backward(hidden_c, weight_c, bias, targets, normalisers, entropies)
-        ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
+        ctx.dtypes = hidden.dtype, weight.dtype
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states, weight and bias; the logits are computed again, chunk by chunk."""
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         grad_logprobs, grad_entropies = gradients
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, device=weight.device)
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for part in _chunks(len(targets), len(weight)):
-            logits = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normalisers[part, None])
+            logits = _logits(hidden[part], weight, bias).sub_(normalisers[part, None])
             grad = _grad_logits(logits, grad_logprobs[part], grad_entropies[part], entropies[part])
             grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            grad.div_(ctx.temperature)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
             torch.matmul(grad, weight, out=grad_hidden[part])
             _accumulate(grad_weight, grad, hidden[part])
         hidden_dtype, weight_dtype = ctx.dtypes
-        return grad_hidden.to(hidden_dtype), grad_weight.to(weight_dtype), grad_bias, None, None
+        return grad_hidden.to(hidden_dtype), grad_weight.to(weight_dtype), grad_bias, None
 
 
 def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, entropies: Tensor) -> Tensor:
@@ -136,11 +140,9 @@ def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Ten
     return probabilities.mul_(factor).neg_()
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     logits = torch.nn.functional.linear(hidden, weight).float()
-    if bias is not None:
-        logits += bias
-    return logits.div_(temperature) if temperature != 1.0 else logits
+    return logits if bias is None else logits.add_(bias)
 
 
 def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The objective: policy loss, behaviour correction, distance to the reference and entropy, summed with the tokens' weights.
+"""The objective: policy loss, behaviour correction, distance to the reference and entropy, by the tokens' weights.
 
 ``Objective`` is the protocol that the trainer calls; ``PolicyObjective`` is the house's own, made of the parts in
 ``surrogates.py`` and ``penalties.py``. An objective is pure: log-probabilities in, a loss and sums of statistics out.

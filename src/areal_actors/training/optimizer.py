@@ -22,7 +22,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """The rate of update ``step``, counted from 0. Warm-up never starts at 0: its first update moves the weights, too."""
+    """The rate of update ``step``, counted from 0. Warm-up does not start at 0: every update moves the weights."""
     if step < config.num_warmup_steps:
         return config.learning_rate * (step + 1) / config.num_warmup_steps
     progress = min((step - config.num_warmup_steps) / config.num_decay_steps, 1.0)
@@ -56,15 +56,15 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def step(self) -> float:
-        """Clip the gradient and update once; returns the norm before the clip. A parameter without a gradient has gradient 0.
+        """Clip the gradient and update once; returns the norm before the clip. An absent gradient counts as 0.
 
         Raises ``TrainingDiverged`` if the norm is not finite; weights and moments are then as they were.
         """
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if not torch.isfinite(norm):
             raise TrainingDiverged(
-                f"The gradient of update {self.num_updates + 1} has the norm {float(norm)}; the weights were not changed. "
-                "Lower the learning rate, or resume from a checkpoint before the rewards or ratios went wrong."
+                f"The gradient of update {self.num_updates + 1} has the norm {float(norm)}; the weights were not "
+                "changed. Lower the learning rate, or resume from a checkpoint before the rewards or ratios went wrong."
             )
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.max_grad_norm, norm)
@@ -80,7 +80,7 @@ class Optimizer:
         return learning_rate(self.num_updates, self._config)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Moments and counts by ``<what>/<parameter>``, shared with the optimiser. Parameters never updated have none."""
+        """Moments and counts by ``<what>/<parameter>``, shared with the optimiser; none before the first update."""
         return {
             f"{what}/{name}": state[what]
             for name, parameter in self._parameters.items()
@@ -89,7 +89,10 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_updates: int) -> None:
-        """Take moments over from ``state`` (copied). Raises ``CheckpointError`` for moments of unknown or misshapen tensors."""
+        """Take moments over from ``state`` (copied).
+
+        Raises ``CheckpointError`` for moments of tensors that the model does not have in that shape.
+        """
         moments: dict[Tensor, dict[str, Any]] = {}
         for key, value in state.items():
             what, name = key.split("/", 1)
@@ -102,7 +105,7 @@ class Optimizer:
         self.num_updates = num_updates
 
     def _gradients(self) -> list[Tensor]:
-        """All gradients. An absent one is made 0, so that leaving out passes that contribute nothing changes no update."""
+        """All gradients; an absent one is made 0, so that leaving out passes without effect changes no update."""
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -53,9 +53,10 @@ class Pack:
 
 @frozen(kw_only=True)
 class Trie:
-    """Merged rows. ``ids`` and ``depths`` int64 [U], ancestors first; ``paths`` gives each row's nodes, in order of ``rows``.
+    """Merged rows of U nodes: ``ids`` and ``depths`` int64 [U], ancestors first.
 
-    ``segments`` lists (start, stop, path to the first node exclusive) of the runs of nodes that each row added.
+    ``paths`` gives each row's nodes, in the order of ``rows``. ``segments`` lists (start, stop, path to the first
+    node exclusive) of the runs of nodes that each row added.
     """
 
     rows: tuple[int, ...]
@@ -71,9 +72,9 @@ class Trie:
 
 
 def pack_flat(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
-    """Forward passes of the rows ``indices``, right-padded, at most ``max_tokens`` positions each (a longer row goes alone).
+    """Forward passes of the rows ``indices``, right-padded, at most ``max_tokens`` positions each.
 
-    Every one of these rows must train a token.
+    A longer row goes alone. Every one of these rows must train a token.
     """
     bins = _fill_bins([_needed(rows[index]) for index in indices], max_tokens=max_tokens)
     return [_flat_pack(rows, [indices[slot] for slot in slots]) for slots in bins]
@@ -157,7 +158,7 @@ def _common_prefix(first: Ints, second: Ints) -> int:
 
 
 def _visible(trie: Trie, length: int) -> npt.NDArray[np.bool_]:
-    """Bool [L, L]: each node sees its ancestors and itself; padding sees itself, for a softmax over nothing is no number."""
+    """Bool [L, L]: each node sees its ancestors and itself. Padding sees itself, as a softmax needs something."""
     visible = np.eye(length, dtype=bool)
     for start, stop, ancestors in trie.segments:
         visible[start:stop, ancestors] = True

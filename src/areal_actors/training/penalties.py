@@ -22,7 +22,9 @@ _MAX_DIFFERENCE = 20.0
 
 
 def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimates [n] of KL(policy || reference) from tokens that the policy sampled; d = log π - log π_reference::
+    """Estimates [n] of KL(policy || reference) from tokens that the policy sampled.
+
+    With d = log π - log π_reference::
 
     k1 = d                      unbiased, of high variance; in the loss its expected gradient is 0
     k2 = d² / 2                 its gradient is that of the KL
@@ -81,7 +83,7 @@ def _pay_length(episode: Episode, config: OverlongConfig) -> Episode:
 
 
 def _pay_row(row: Trajectory, costs: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Trajectory:
-    """The row with ``costs`` [T] taken from the returns of its trained tokens; its reward pays what its last one pays."""
+    """The row with ``costs`` [T] taken from its trained tokens' returns; its reward pays what its last one pays."""
     trained = np.flatnonzero(row.loss_mask)
     last = float(costs[trained[-1]]) if len(trained) else 0.0
     return evolve(row, returns=as_floats(row.returns - costs * (row.loss_mask == 1)), reward=row.reward - last)

@@ -181,7 +181,7 @@ class PolicyTrainer:
     # ---------------------------------------------------------------------------------------------- from rows
 
     def _with_baselines(self, rows: list[TrainingRow]) -> list[TrainingRow]:
-        """Rows with the log-probabilities that their loss compares with, where the first forward pass does not give them."""
+        """Rows with the log-probabilities that their loss compares with, unless its own forward pass gives them."""
         if self._reference is not None:
             scored = self._score_rows(self._reference, rows)
             rows = [evolve(row, reference=found) for row, found in zip(rows, scored, strict=True)]
@@ -193,7 +193,7 @@ class PolicyTrainer:
         return [evolve(row, proximal=found) for row, found in zip(rows, scored, strict=True)]
 
     def _updates(self, rows: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
-        """The rows of each update: groups in a random order that depends on seed, version and epoch only, dealt out evenly."""
+        """The rows of each update: groups dealt out evenly, in an order drawn from seed, version and epoch only."""
         members: dict[int, list[TrainingRow]] = {}
         for row in rows:
             members.setdefault(row.group, []).append(row)
@@ -257,8 +257,8 @@ class PolicyTrainer:
     def _score(self, model: Any, pack: Pack) -> TokenScores:
         if pack.input_ids.max() >= self.model.config.vocab_size or pack.input_ids.min() < 0:
             raise CaptureViolation(
-                f"A row has the token id {pack.input_ids.max()}, beyond the model's {self.model.config.vocab_size} ids: "
-                "engine and trainer do not hold the same model."
+                f"A row has the token id {pack.input_ids.max()}, beyond the model's {self.model.config.vocab_size} "
+                "ids: engine and trainer do not hold the same model."
             )
         with self._precision():
             return score_pack(model, pack, temperature=self.config.temperature)

@@ -1,4 +1,4 @@
-"""The final export: a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` and inference servers load as it is."""
+"""The final export: a directory that ``AutoModelForCausalLM.from_pretrained`` and inference servers load as it is."""
 
 from __future__ import annotations
 

@@ -1,0 +1,60 @@
+"""Settings refuse what cannot be meant, and loading them costs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from areal_actors.training.config import (
+    AdvantageConfig,
+    BehaviourConfig,
+    ComputeDtype,
+    KlConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    OverlongConfig,
+    TrainerConfig,
+)
+from areal_actors.training.precision import compute_dtype, has_fast_bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        (AdvantageConfig, {"std_floor": 0}),
+        (BehaviourConfig, {"cap": -1}),
+        (KlConfig, {"coefficient": -0.1}),
+        (OverlongConfig, {"max_tokens": 0}),
+        (ObjectiveConfig, {"clip_low": 1.5}),
+        (OptimizerConfig, {"learning_rate": 0}),
+        (OptimizerConfig, {"beta2": 1.0}),
+        (OptimizerConfig, {"max_grad_norm": -1.0}),
+        (TrainerConfig, {"max_packed_tokens": 0}),
+        (TrainerConfig, {"temperature": 0.0}),
+        (TrainerConfig, {"num_epochs": 0}),
+    ],
+)
+def test_values_out_of_range_are_refused(kind, setting):
+    """The error names the field."""
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        kind(**setting)
+
+
+def test_settings_do_not_load_torch():
+    """A command line that only reads its configuration starts quickly."""
+    script = "import sys, areal_actors.training.config; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_auto_precision_follows_the_machine():
+    """bfloat16 where it is fast, float32 elsewhere; a choice by name is obeyed."""
+    import torch
+
+    cpu = torch.device("cpu")
+
+    assert compute_dtype(ComputeDtype.AUTO, cpu) is (torch.bfloat16 if has_fast_bfloat16(cpu) else torch.float32)
+    assert compute_dtype(ComputeDtype.BFLOAT16, cpu) is torch.bfloat16
+    assert compute_dtype(ComputeDtype.FLOAT32, cpu) is torch.float32

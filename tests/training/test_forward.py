@@ -1,0 +1,76 @@
+"""Chunked scores: equal to torch's own log-softmax, forward and backward, whatever the chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.errors import ModelError
+from areal_actors.training import forward
+from areal_actors.training.forward import require_plain_head, score_tokens
+
+
+def plain_scores(hidden, weight, bias, targets, temperature):
+    """The same by the book, holding all logits."""
+    logprobs = ((hidden @ weight.T + (0 if bias is None else bias)) / temperature).log_softmax(-1)
+    return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    num_tokens=st.integers(1, 40),
+    has_bias=st.booleans(),
+    uses_entropy=st.booleans(),
+    temperature=st.sampled_from([0.5, 1.0, 1.3]),
+)
+def test_scores_and_gradients_equal_the_plain_ones(seed, num_tokens, has_bias, uses_entropy, temperature):
+    """Log-probability, entropy and all gradients, with more tokens than a chunk holds."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, 6, generator=generator, requires_grad=True)
+    weight = torch.randn(11, 6, generator=generator, requires_grad=True)
+    bias = torch.randn(11, generator=generator, requires_grad=True) if has_bias else None
+    targets = torch.randint(0, 11, (num_tokens,), generator=generator)
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    factors = torch.randn(2, num_tokens, generator=generator)
+
+    def gradients(scores):
+        loss = (scores[0] * factors[0]).sum() + uses_entropy * (scores[1] * factors[1]).sum()
+        return torch.autograd.grad(loss, inputs)
+
+    found = score_tokens(hidden, weight, bias, targets, temperature=temperature)
+    expected = plain_scores(hidden, weight, bias, targets, temperature)
+
+    assert torch.allclose(found.logprobs, expected[0], atol=1e-4)
+    assert torch.allclose(found.entropies, expected[1], atol=1e-4)
+    for ours, theirs in zip(gradients((found.logprobs, found.entropies)), gradients(expected), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    """One chunk and many give the same numbers."""
+    hidden, weight, targets = torch.randn(50, 6), torch.randn(11, 6), torch.randint(0, 11, (50,))
+    whole = score_tokens(hidden, weight, None, targets)
+
+    monkeypatch.setattr(forward, "_CHUNK_BYTES", 1)
+    parts = score_tokens(hidden, weight, None, targets)
+
+    assert torch.allclose(whole.logprobs, parts.logprobs, atol=1e-6)
+    assert torch.allclose(whole.entropies, parts.entropies, atol=1e-6)
+
+
+def test_a_head_with_something_behind_it_is_refused(make_model):
+    """A model that scales its logits would be scored wrongly: it is refused by name."""
+    model = make_model()
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits / 8
+        return output
+
+    model.forward = scaled
+
+    with pytest.raises(ModelError, match="LlamaForCausalLM"):
+        require_plain_head(model)

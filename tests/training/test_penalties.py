@@ -1,0 +1,64 @@
+"""Penalties in the reward: who pays, how much, and that nobody's group is changed in place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.training.config import OverlongConfig
+from areal_actors.training.penalties import overlong_penalty, penalise_kl, penalise_overlong
+
+CONFIG = OverlongConfig(max_tokens=100, buffer_tokens=20, scale=0.5)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(0, 0), (80, 0), (90, -0.25), (100, -0.5), (5000, -0.5)])
+def test_the_overlong_penalty_is_soft(length, expected):
+    """Free up to the buffer, linear within it, constant beyond."""
+    assert overlong_penalty(length, CONFIG) == pytest.approx(expected)
+
+
+@given(first=st.integers(0, 200), second=st.integers(0, 200))
+def test_longer_is_never_better(first, second):
+    """The penalty falls with length."""
+    low, high = sorted((first, second))
+
+    assert overlong_penalty(low, CONFIG) >= overlong_penalty(high, CONFIG)
+
+
+def test_a_long_episode_pays_on_every_trained_token(make_group, make_row):
+    """Reward, row reward and returns fall by the penalty; short episodes and the given group stay as they were."""
+    long = make_row([0] + [1] * 100, [0] + [1] * 100, reward=1.0)
+    short = make_row([0, 1], [0, 1], reward=1.0)
+    group = make_group([long, short])
+
+    (penalised,) = penalise_overlong([group], CONFIG)
+
+    assert [episode.reward for episode in penalised.episodes] == [0.5, 1.0]
+    row = penalised.episodes[0].trajectories[0]
+    assert row.reward == pytest.approx(0.5)
+    assert row.returns.tolist() == [0] + [0.5] * 100
+    assert penalised.episodes[1] == group.episodes[1]
+    assert group.episodes[0].reward == 1.0
+
+
+def test_without_a_bound_nothing_changes(make_group, make_row):
+    """The penalty is off by default."""
+    group = make_group([make_row([0, 1], [0, 1])])
+
+    assert (group,) == penalise_overlong([group], OverlongConfig())
+
+
+def test_distance_is_paid_from_the_token_on(make_group, make_row):
+    """A token pays for itself and for what follows in its row; the episode for all of it."""
+    row = make_row([9, 1, 8, 2], [0, 1, 0, 1], reward=1.0)
+    group = make_group([row])
+    estimates = {id(row): np.array([0, 0.5, 0, 0.25], dtype=np.float32)}
+
+    (penalised,) = penalise_kl([group], estimates, coefficient=0.4)
+
+    (episode,) = penalised.episodes
+    assert episode.reward == pytest.approx(0.7)
+    assert episode.trajectories[0].returns == pytest.approx([0, 0.7, 0, 0.9])
+    assert episode.trajectories[0].reward == pytest.approx(0.9)

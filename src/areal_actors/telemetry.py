@@ -1,0 +1,213 @@
+"""Logging: structured events through the standard library's loggers, with secrets cut out before anything is written.
+
+``get_logger`` is all that the rest of the library needs. Without further set-up, events go wherever the embedding
+program sends the logger ``areal_actors``, as ``event key=value`` lines. The command line opens two scopes around a run:
+``logging_to_stream`` for people, and ``logging_to_file`` for JSON lines in the run directory. What a run *measures*
+goes another way: messages to ``Progress``.
+
+A session id is a capability (whoever knows the URL may use it) and an API key is one by name. Both are cut to a
+readable stump, which still tells sessions apart.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import structlog
+from structlog.stdlib import BoundLogger
+from structlog.typing import EventDict, WrappedLogger
+
+__all__ = ["get_logger", "logging_to_file", "logging_to_stream", "redact"]
+
+_QUIET = (
+    "hypercorn",
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "openai",
+    "transformers",
+    "matplotlib",
+    "PIL",
+    "urllib3",
+    "asyncio",
+)
+"""Loggers of others whose news below a warning are about themselves."""
+
+_EVENT = "areal_event"
+"""Attribute of a log record that carries the structured event beside its text."""
+
+_SECRET_KEYS = frozenset({"api_key", "admin_key", "session_key", "authorization", "x-api-key", "password", "secret"})
+_SESSION_KEYS = frozenset({"session", "session_id"})
+_NUM_SHOWN = 4
+"""Characters of a random token that are shown: enough to tell sessions apart, too few to guess the rest."""
+
+_TOKEN = r"[A-Za-z0-9_-]{22}"  # noqa: S105 - the shape of ``secrets.token_urlsafe(16)``
+_SESSION_TOKEN = re.compile(rf"{_TOKEN}$")
+_PATTERNS = (
+    re.compile(rf"(?<=sk-)()({_TOKEN}[A-Za-z0-9_-]*)"),
+    re.compile(r"(?i)(?<=bearer )()(\S{5,})"),
+    re.compile(rf"(?<=://)([^/\s]+/(?:[A-Za-z0-9._-]*-)?)({_TOKEN})(?=/(?:v1|rl)\b|[\s'\")]|$)"),
+    re.compile(rf"(?i)(?<=\bsession )([A-Za-z0-9._-]*?)({_TOKEN})(?![A-Za-z0-9_-])"),
+)
+
+
+def get_logger(name: str) -> BoundLogger:
+    """The logger of a module: ``get_logger(__name__).info("episode_failed", session=..., reason=...)``.
+
+    Events are words that can be searched for; facts go into keyword arguments.
+    """
+    logger: BoundLogger = structlog.wrap_logger(
+        logging.getLogger(name),
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.stdlib.add_logger_name,
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            _redact_event,
+            _to_record,
+        ],
+        wrapper_class=BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    return logger
+
+
+def redact(text: str) -> str:
+    """``text`` with API keys, bearer tokens and the secret part of session ids cut to a stump."""
+    for pattern in _PATTERNS:
+        text = pattern.sub(lambda match: match[1] + _stump(match[2]), text)
+    return text
+
+
+def _stump(secret: str) -> str:
+    return secret[:_NUM_SHOWN] + "…"
+
+
+def _redact_event(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:  # noqa: ARG001
+    return {key: _redact_value(key, value) for key, value in event.items()}
+
+
+def _redact_value(key: str, value: Any) -> Any:
+    if key.lower() in _SECRET_KEYS:
+        return _stump(str(value)) if value else value
+    if key in _SESSION_KEYS and isinstance(value, str):
+        return _SESSION_TOKEN.sub(lambda match: _stump(match[0]), value)
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {inner: _redact_value(str(inner), item) for inner, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redact_value(key, item) for item in value]
+    return value
+
+
+def _to_record(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tuple[str], dict[str, Any]]:  # noqa: ARG001
+    """Text for whoever reads log records, and the event itself for the formatters below."""
+    facts = (f"{key}={value}" for key, value in event.items() if key not in {"event", "level", "logger", "timestamp"})
+    return (" ".join((str(event.get("event", "")), *facts)),), {"extra": {_EVENT: event}}
+
+
+# ---------------------------------------------------------------------------------------------------- set-up
+
+
+@contextmanager
+def logging_to_stream(stream: TextIO | None = None, *, level: int = logging.INFO) -> Iterator[None]:
+    """Show log records to people on ``stream`` (standard error) while the block lasts; in colour at a terminal.
+
+    Other people's chatter below a warning is left out. On the way out, everything is as it was.
+    """
+    handler = _CurrentStderr() if stream is None else logging.StreamHandler(stream)
+    handler.setFormatter(_PeopleFormatter(has_colors=_is_terminal(stream or sys.stderr)))
+    with _handling(handler, level):
+        yield
+
+
+@contextmanager
+def logging_to_file(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
+    """Append log records to ``path`` as JSON lines while the block lasts. Raises ``OSError`` if it cannot be opened."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_JsonFormatter())
+    with _handling(handler, level):
+        yield
+
+
+class _CurrentStderr(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is at that moment: a live display puts itself in its place."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """The base class assigns one; there is nothing to keep."""
+
+
+class _PeopleFormatter(logging.Formatter):
+    """One line a record, as ``structlog`` prints them."""
+
+    def __init__(self, *, has_colors: bool) -> None:
+        super().__init__()
+        self._render = structlog.dev.ConsoleRenderer(
+            colors=has_colors, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+        )
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = _event_of(record)
+        event.pop("timestamp", None)
+        return str(self._render(None, record.levelname, event))
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_event_of(record), default=str, ensure_ascii=False)
+
+
+def _event_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The structured event of ``record``; one is made of the records of others."""
+    event = getattr(record, _EVENT, None)
+    if event is not None:
+        return dict(event)
+    made = {"event": redact(record.getMessage()), "level": record.levelname.lower(), "logger": record.name}
+    made["timestamp"] = datetime.fromtimestamp(record.created, tz=UTC).isoformat()
+    if record.exc_info:
+        made["exception"] = redact(logging.Formatter().formatException(record.exc_info))
+    return made
+
+
+@contextmanager
+def _handling(handler: logging.Handler, level: int) -> Iterator[None]:
+    """Attach ``handler`` to the root logger and let our own events through to it."""
+    handler.setLevel(level)
+    with ExitStack() as undo:
+        undo.callback(handler.close)
+        _set_level(undo, "areal_actors", level)
+        for name in _QUIET:
+            _set_level(undo, name, logging.WARNING)
+        logging.getLogger().addHandler(handler)
+        undo.callback(logging.getLogger().removeHandler, handler)
+        yield
+
+
+def _set_level(undo: ExitStack, name: str, level: int) -> None:
+    """Set a level until ``undo``; a second scope can only let more through."""
+    logger = logging.getLogger(name)
+    undo.callback(logger.setLevel, logger.level)
+    logger.setLevel(min(level, logger.level) if logger.level else level)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty()

@@ -470,7 +470,9 @@ async def test_a_watcher_hears_of_each_end_ahead_of_its_queue():
     watcher = Watcher()
     async with ActorSystem.open() as system:
         mourner = await system.spawn(watcher)
-        cat = await system.spawn(Diarist, name="cat", supervision=Restart(backoff_seconds=1, max_restarts=1, then=Stop()))
+        cat = await system.spawn(
+            Diarist, name="cat", supervision=Restart(backoff_seconds=1, max_restarts=1, then=Stop())
+        )
         await mourner.ask(Watch(ref=cat))
         await mourner.tell(Work(seconds=10))
         await mourner.tell(Work())

@@ -103,7 +103,9 @@ def _load_huggingface(path: Path, split: str | None) -> Sequence[Mapping[str, An
     try:
         import datasets
     except ImportError:
-        raise DatasetError("Datasets of Hugging Face need their library: pip install 'areal_actors[datasets]'") from None
+        raise DatasetError(
+            "Datasets of Hugging Face need their library: pip install 'areal_actors[datasets]'"
+        ) from None
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:

@@ -82,7 +82,7 @@ class Completion:
 
 @frozen(kw_only=True)
 class EngineRequest:
-    """One generation. ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs.
+    """One generation. ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs, alone while it runs.
 
     ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are added.
     """
@@ -112,7 +112,10 @@ class Chunk:
 
 
 class PauseMode(StrEnum):
-    """What happens to running generations when the engine pauses. New ones wait in every mode."""
+    """What happens to running generations when the engine pauses.
+
+    Those run that have been given a place; those that still queue for one, and new ones, wait in every mode.
+    """
 
     KEEP = "keep"
     """They stop where they are and go on at ``resume``, under whatever weights are loaded then."""
@@ -124,9 +127,10 @@ class PauseMode(StrEnum):
 
 @frozen(kw_only=True)
 class Snapshot:
-    """Weights to load: in memory (``state``: parameter name to tensor, shared, not copied) or a directory of safetensors.
+    """Weights to load, in memory or as a directory of safetensors.
 
-    ``state`` stays valid and unchanged until ``Engine.load`` has returned.
+    ``state`` (parameter name to tensor, by the names of the model's state dict; shared, not copied) stays valid and
+    unchanged until ``Engine.load`` has returned. Tied weights may be left out.
     """
 
     version: int

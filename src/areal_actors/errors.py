@@ -18,6 +18,7 @@
     │   │   └── ContextLengthExceeded   400: code ``context_length_exceeded``
     │   ├── Unauthorized            401
     │   ├── NotFound                404
+    │   ├── RequestTimeout          408: the body did not arrive in time
     │   ├── Conflict                409
     │   ├── SessionEnded            410
     │   ├── PayloadTooLarge         413
@@ -71,6 +72,7 @@ __all__ = [
     "RemoteError",
     "RenderError",
     "RequestError",
+    "RequestTimeout",
     "RewardError",
     "SessionEnded",
     "TrainingDiverged",
@@ -201,6 +203,13 @@ class NotFound(RequestError):
     status = 404
     type = "not_found_error"
     code = "not_found"
+
+
+class RequestTimeout(RequestError):
+    """The client was too slow to send what it had announced."""
+
+    status = 408
+    code = "request_timeout"
 
 
 class Conflict(RequestError):

@@ -23,6 +23,7 @@ from attrs import field, frozen
 from areal_actors.core import Message, StreamMessage
 from areal_actors.domain import (
     Answer,
+    AnswerStarted,
     Chunk,
     CompletionRequest,
     Credential,
@@ -168,8 +169,11 @@ class Complete(Message[Sessions, tuple[Answer, ...]]):
 
 
 @frozen(kw_only=True)
-class StreamComplete(StreamMessage[Sessions, Delta | Answer]):
-    """As ``Complete``, with deltas while tokens are sampled; each choice ends with its ``Answer``."""
+class StreamComplete(StreamMessage[Sessions, AnswerStarted | Delta | Answer]):
+    """As ``Complete``, with deltas while tokens are sampled.
+
+    Each choice begins with ``AnswerStarted``, before its first delta, and ends with its ``Answer``.
+    """
 
     credential: Credential
     request: CompletionRequest

@@ -19,6 +19,7 @@ from areal_actors.cache import PromptPlan, Session, SessionSettings, SessionStor
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import (
     Answer,
+    AnswerStarted,
     Chunk,
     CompletionRequest,
     Credential,
@@ -194,11 +195,12 @@ class SessionManager(Actor[Sessions]):
         return tuple(answers)
 
     @StreamComplete.handler(concurrency=100_000)
-    async def stream_complete(self, message: StreamComplete) -> AsyncIterator[Delta | Answer]:
+    async def stream_complete(self, message: StreamComplete) -> AsyncIterator[AnswerStarted | Delta | Answer]:
         """Answer as tokens are sampled; the choices of one request are sampled together and told one after another."""
         turn = self._begin(message.credential, message.request, is_streaming=True)
         async with self._sampling(turn) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
+                yield AnswerStarted(interaction=choice.interaction, choice=choice.index)
                 async for chunk in chunks:
                     for delta in choice.feed(chunk):
                         yield delta

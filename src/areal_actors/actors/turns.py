@@ -95,7 +95,7 @@ class Choice:
         is_streaming: bool,
     ) -> None:
         self.interaction = interaction
-        self._index = index
+        self.index = index
         self._plan = plan
         self._tree = tree
         self._renderer = renderer
@@ -126,8 +126,8 @@ class Choice:
         return () if self._parser is None else self._note(self._parser.finish())
 
     def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
-        if self._index:
-            deltas = [evolve(delta, choice=self._index) for delta in deltas]
+        if self.index:
+            deltas = [evolve(delta, choice=self.index) for delta in deltas]
         self._deltas.extend(deltas)
         return deltas
 

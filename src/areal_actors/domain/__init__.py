@@ -8,6 +8,7 @@ from __future__ import annotations
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
 from areal_actors.domain.chat import (
     Answer,
+    AnswerStarted,
     ChatMessage,
     CompletionRequest,
     Credential,
@@ -41,6 +42,7 @@ from areal_actors.domain.tree import ForkReason, GroupId, Interaction, Interacti
 
 __all__ = [
     "Answer",
+    "AnswerStarted",
     "ChatMessage",
     "Chunk",
     "Completion",

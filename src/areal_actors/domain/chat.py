@@ -109,6 +109,14 @@ class Answer:
 
 
 @frozen(kw_only=True)
+class AnswerStarted:
+    """The answer of choice ``choice`` begins; said once, before its deltas, so that a stream can name it from its first chunk."""
+
+    interaction: InteractionId
+    choice: int = 0
+
+
+@frozen(kw_only=True)
 class TextDelta:
     """More text of choice ``choice``. The deltas of an answer, joined, are its message."""
 

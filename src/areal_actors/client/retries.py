@@ -1,0 +1,64 @@
+"""Which requests to the proxy are worth repeating, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import anyio
+import httpx
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from areal_actors.client.http import error_of, retry_after
+from areal_actors.errors import Unavailable
+
+__all__ = ["RetryPolicy", "send_with_retries"]
+
+_WORTH_RETRYING = frozenset({408, 429, 503})
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+@frozen(kw_only=True)
+class RetryPolicy:
+    """Exponential back-off with jitter, bounded in attempts and in time."""
+
+    max_attempts: int = field(default=6, validator=ge(1))
+    first_wait_seconds: float = field(default=0.25, validator=gt(0))
+    max_wait_seconds: float = field(default=8.0, validator=gt(0))
+
+    def wait_seconds(self, attempt: int, asked: float | None, random: Random) -> float:
+        """How long to wait after failure number ``attempt`` (from 0); what the server asks for goes first."""
+        if asked is not None:
+            return min(asked, self.max_wait_seconds) * random.uniform(1.0, 1.1)
+        return float(min(self.first_wait_seconds * 2**attempt, self.max_wait_seconds) * random.uniform(0.5, 1.0))
+
+
+async def send_with_retries(
+    send: Callable[[], Awaitable[httpx.Response]], *, policy: RetryPolicy, random: Random, is_repeatable: bool
+) -> httpx.Response:
+    """Send until there is an answer that another attempt would not change.
+
+    A request that may have arrived is sent again only if it ``is_repeatable``: if doing it twice is doing it once.
+
+    Raises:
+        RequestError: the answer was an error, after all attempts where it was worth several.
+        Unavailable: nobody answered.
+    """
+    attempt = 0
+    while True:
+        is_last = attempt + 1 >= policy.max_attempts
+        asked: float | None = None
+        try:
+            response = await send()
+        except httpx.TransportError as error:
+            if is_last or not (is_repeatable or isinstance(error, _NOT_SENT)):
+                raise Unavailable(f"The proxy did not answer: {type(error).__name__}: {error}") from error
+        else:
+            if response.is_success:
+                return response
+            if is_last or response.status_code not in _WORTH_RETRYING:
+                raise error_of(response)
+            asked = retry_after(response)
+        await anyio.sleep(policy.wait_seconds(attempt, asked, random))
+        attempt += 1

@@ -1,0 +1,199 @@
+"""A session at the proxy, from start to export, over HTTP: what an episode in another process uses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from random import Random
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import httpx
+import orjson
+
+from areal_actors.client.documents import parse_episode
+from areal_actors.client.http import create_http_client
+from areal_actors.client.retries import RetryPolicy, send_with_retries
+from areal_actors.domain import Episode, InteractionId, SessionId
+from areal_actors.errors import ArealError, InvalidRequest
+
+__all__ = ["OpenAIProxyClient"]
+
+_END_SECONDS = 10.0
+
+
+class OpenAIProxyClient:
+    """One session. ``async with`` starts it and ends it; rewards are set inside, rows are exported inside or after.
+
+    ::
+
+        async with OpenAIProxyClient(url, admin_key=key, task_id="task-7") as session:
+            reward = await agent.run(data, base_url=session.base_url, api_key=session.api_key)
+            await session.set_last_reward(reward)
+        episode = await session.export_interactions(discount=0.9)
+
+    Nothing is sent twice that would count twice; what can be repeated is repeated, with back-off and a bound.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        admin_key: str,
+        task_id: str = "session",
+        api_key: str | None = None,
+        group_id: str | None = None,
+        http_client: httpx.AsyncClient | None = None,
+        retries: RetryPolicy | None = None,
+        random: Random | None = None,
+    ) -> None:
+        """Describe a session; it starts with ``async with``.
+
+        Args:
+            base_url: the proxy's URL, with or without ``/v1``.
+            admin_key: opens the routes that start and export sessions.
+            task_id: becomes the readable prefix of the session's id.
+            api_key: a key of the caller's own for the session; a random one is issued without it.
+            group_id: the group that the session belongs to.
+            http_client: used for all requests and left open; one of our own is made without it.
+            retries: how often to try again.
+            random: source of jitter.
+        """
+        self._root = base_url.rstrip("/").removesuffix("/v1")
+        self._admin_key = admin_key
+        self._arguments = {"task_id": task_id, "api_key": api_key, "group_id": group_id}
+        self._given = http_client
+        self._own: httpx.AsyncClient | None = None
+        self._retries = retries or RetryPolicy()
+        self._random = random or Random()  # noqa: S311 - jitter
+        self._session_id: SessionId | None = None
+        self._api_key = ""
+        self._is_ended = False
+
+    async def __aenter__(self) -> Self:
+        """Start the session.
+
+        Raises:
+            CapacityExhausted: there was no room, for as long as the retries last.
+            Unauthorized: the admin key is wrong.
+        """
+        if self._session_id is not None:
+            raise InvalidRequest(f"Session {self._session_id} was started before; make another client for another one.")
+        if self._given is None:
+            self._own = create_http_client()
+        try:
+            started = await self._post("rl/start_session", self._arguments, is_repeatable=False)
+        except BaseException:
+            await self._close()
+            raise
+        self._session_id = SessionId(started["session_id"])
+        self._api_key = started["api_key"]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the session, unless it was ended; an error of the block is never hidden by one of the ending."""
+        try:
+            if not self._is_ended:
+                with anyio.move_on_after(_END_SECONDS, shield=True):
+                    await self.end_session()
+        except ArealError:
+            if error is None:
+                raise
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            with anyio.CancelScope(shield=True):  # closes sockets; waits for nobody
+                await own.aclose()
+
+    @property
+    def session_id(self) -> SessionId:
+        """The session's id; it opens the session as a part of its URL, so keep it to yourself."""
+        if self._session_id is None:
+            raise InvalidRequest("The session has not started; use 'async with OpenAIProxyClient(...)'.")
+        return self._session_id
+
+    @property
+    def api_key(self) -> str:
+        """The key that opens the session."""
+        _ = self.session_id
+        return self._api_key
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes as ``base_url``; ends in ``/v1``."""
+        return f"{self._root}/{self.session_id}/v1"
+
+    @property
+    def session_url(self) -> str:
+        """The same as ``base_url``."""
+        return self.base_url
+
+    async def set_reward(self, interaction_id: str, reward: float) -> None:
+        """Reward one interaction, named by the id of its completion; setting twice replaces.
+
+        Raises:
+            NotFound: the session has no such interaction.
+            InvalidRequest: the reward is not a finite number.
+        """
+        await self._reward({"interaction_id": interaction_id}, reward)
+
+    async def set_last_reward(self, reward: float) -> InteractionId:
+        """Reward the last completed interaction; returns its id. Raises ``InvalidRequest`` if there is none."""
+        return await self._reward({}, reward)
+
+    async def _reward(self, which: Mapping[str, str], reward: float) -> InteractionId:
+        # Numpy and torch scalars are numbers to agents, and JSON has no NaN: the query has room for both.
+        query = {**which, "reward": repr(float(reward))}
+        reply = await self._post(f"{self.session_id}/rl/set_reward", {}, query=query)
+        return InteractionId(reply["interaction_id"])
+
+    async def end_session(self, final_reward: float | None = None) -> int:
+        """End the session, with a reward for its last completed interaction if one is given; ending twice is harmless.
+
+        Returns the number of its interactions.
+        """
+        query = {} if final_reward is None else {"final_reward": repr(float(final_reward))}
+        reply = await self._post(f"{self.session_id}/rl/end_session", {}, query=query)
+        self._is_ended = True
+        return int(reply["interaction_count"])
+
+    async def export_interactions(self, *, discount: float | None = None, style: str | None = None) -> Episode:
+        """The session's training rows. Asking again, also with another discount, gives them again.
+
+        Raises:
+            Unprocessable: there is no such style, or the rows cannot be built.
+            NotFound: the session was exported and forgotten.
+        """
+        arguments = {"session_id": self.session_id, "discount": discount, "style": style}
+        return parse_episode(await self._post("export_trajectories", arguments))
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any], *, query: Mapping[str, str] | None = None, is_repeatable: bool = True
+    ) -> dict[str, Any]:
+        url, content = f"{self._root}/{path}", orjson.dumps({k: v for k, v in body.items() if v is not None})
+        headers = {"authorization": f"Bearer {self._admin_key}", "content-type": "application/json"}
+        async with self._http() as http:
+            response = await send_with_retries(
+                lambda: http.post(url, content=content, params=query, headers=headers),
+                policy=self._retries,
+                random=self._random,
+                is_repeatable=is_repeatable,
+            )
+        reply: dict[str, Any] = orjson.loads(response.content)
+        return reply
+
+    @asynccontextmanager
+    async def _http(self) -> AsyncIterator[httpx.AsyncClient]:
+        """The client in use; a passing one after the block has been left."""
+        open_client = self._given or self._own
+        if open_client is not None:
+            yield open_client
+            return
+        async with create_http_client() as passing:
+            yield passing

@@ -1,0 +1,110 @@
+"""The Starlette application: which operations there are, and who handles them.
+
+It owns no facts: everything is asked of actors. ``actor`` serves it on a socket; anybody's own server can, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
+
+from areal_actors.core import Ref
+from areal_actors.messages import Capacity, Exports, Generation, Sessions
+from areal_actors.proxy.auth import Gatekeeper, create_admin_key
+from areal_actors.proxy.chat import ChatDialect
+from areal_actors.proxy.completions import CompletionEndpoint
+from areal_actors.proxy.config import ProxyConfig
+from areal_actors.proxy.control import ControlEndpoints
+from areal_actors.proxy.dialect import Dialect
+from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.routing import Operation, Operations
+from areal_actors.proxy.traffic import Traffic
+
+__all__ = ["create_app"]
+
+
+def create_app(
+    *,
+    sessions: Ref[Sessions],
+    exports: Ref[Exports],
+    capacity: Ref[Capacity],
+    generation: Ref[Generation] | None = None,
+    config: ProxyConfig | None = None,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    model: str = "policy",
+    traffic: Traffic | None = None,
+    extra_routes: Sequence[BaseRoute] = (),
+) -> Starlette:
+    """The application.
+
+    Args:
+        sessions: answers completions, takes rewards.
+        exports: builds training rows.
+        capacity: admits sessions.
+        generation: describes the engine for ``/v1/models``.
+        config: settings; without an ``admin_key``, a random one is made that nobody learns.
+        decode: text of token ids, for ``logprobs``; a renderer's ``decode``.
+        model: the name in answers to clients that name no model.
+        traffic: the requests in flight, for whoever wants to drain them.
+        extra_routes: more routes, such as a dashboard's; the proxy's own come first.
+    """
+    config = config or ProxyConfig()
+    traffic = traffic or Traffic()
+    gatekeeper = Gatekeeper(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
+    chat = ChatDialect(
+        model=model, decode=decode, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
+    )
+    control = ControlEndpoints(
+        sessions=sessions,
+        exports=exports,
+        capacity=capacity,
+        generation=generation,
+        gatekeeper=gatekeeper,
+        config=config,
+        traffic=traffic,
+        started_at=int(time.time()),
+    )
+    completion = CompletionEndpoint(
+        dialect=cast("Dialect[Any]", chat), sessions=sessions, gatekeeper=gatekeeper, config=config
+    )
+    operations = {"chat/completions": _completion(completion), **_control_operations(control)}
+    return Starlette(
+        routes=[Operations(operations, traffic), *extra_routes],
+        exception_handlers={HTTPException: _answer_unrouted},
+    )
+
+
+def _completion(endpoint: CompletionEndpoint) -> Operation:
+    return Operation(handle=endpoint, has_session=True, format_failure=endpoint.dialect.format_failure)
+
+
+def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
+    return {
+        "grant_capacity": Operation(handle=control.grant_capacity),
+        "export_trajectories": Operation(handle=control.export_trajectories, has_session=True),
+        "rl/start_session": Operation(handle=control.start_session, methods=("POST", "GET")),
+        "rl/set_reward": Operation(handle=control.set_reward, has_session=True),
+        "rl/end_session": Operation(handle=control.end_session, has_session=True),
+        "rl/finalize": Operation(handle=control.finalize, has_session=True),
+        "models": Operation(handle=control.list_models, methods=("GET",), has_session=True),
+        "health": Operation(handle=control.report_health, methods=("GET",), is_always_open=True),
+    }
+
+
+def _answer_unrouted(request: Request, error: Exception) -> Response:
+    """OpenAI's error body for a path that nobody serves."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    failure = Failure(
+        status=status,
+        type="not_found_error",
+        message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
+        code="not_found",
+    )
+    return JSONResponse(format_openai_failure(failure), status_code=status)

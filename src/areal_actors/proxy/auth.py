@@ -1,0 +1,77 @@
+"""Who asks: keys from headers, sessions from URLs, and the administrator's key.
+
+Which key opens which session is known to the session manager alone; here a request is only turned into a
+``Credential``. The URL of a session is a capability: whoever knows it may use it, with any key or none, and therefore
+it is never logged in full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+
+from attrs import field, frozen
+
+from areal_actors.domain import Credential, SessionId
+from areal_actors.errors import Unauthorized
+
+__all__ = ["Gatekeeper", "create_admin_key", "read_key", "redact"]
+
+
+def create_admin_key() -> str:
+    """A key that nobody guesses."""
+    return f"sk-admin-{secrets.token_urlsafe(32)}"
+
+
+def read_key(headers: Mapping[bytes, bytes]) -> str | None:
+    """The key of a request: ``Authorization: Bearer`` as OpenAI's clients send it, else ``x-api-key``."""
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    key = bearer.strip() if scheme.lower() == b"bearer" else b""
+    key = key or headers.get(b"x-api-key", b"").strip()
+    return key.decode("latin-1") or None
+
+
+def redact(session: str) -> str:
+    """A name for a session that can stand in a log: equal for equal sessions, and of no use to a reader."""
+    return f"session-{hashlib.sha256(session.encode()).hexdigest()[:8]}"
+
+
+@frozen(kw_only=True)
+class Gatekeeper:
+    """Turns keys and session names into credentials. ``session_urls`` tells whether a session's URL opens it."""
+
+    admin_key: str = field(repr=False)
+    session_urls: bool = True
+
+    def is_admin(self, key: str | None) -> bool:
+        """Whether ``key`` is the administrator's; compared in constant time."""
+        return key is not None and hmac.compare_digest(key.encode(), self.admin_key.encode())
+
+    def require_admin(self, key: str | None) -> None:
+        """Raises ``Unauthorized`` for any other key."""
+        if not self.is_admin(key):
+            raise Unauthorized("This needs the proxy's admin key, as 'Authorization: Bearer <key>'.")
+
+    def credential(self, *, key: str | None, in_path: str | None, in_request: str | None) -> Credential:
+        """What a request may open.
+
+        Args:
+            key: the key that came with it.
+            in_path: the session that its URL names.
+            in_request: the session that its query or its body names, which needs the key that owns it beside it.
+
+        Raises:
+            Unauthorized: there is neither a key nor a URL of a session.
+        """
+        session = in_path or in_request
+        if session is not None and self.is_admin(key):
+            return Credential(session=SessionId(session), is_capability=True)
+        if in_path is not None and self.session_urls:
+            return Credential(session=SessionId(in_path), key=key, is_capability=True)
+        if key is None:
+            raise Unauthorized(
+                "No key came with this request; send the session's key as 'Authorization: Bearer <key>' or 'x-api-key'."
+            )
+        return Credential(session=None if session is None else SessionId(session), key=key, is_capability=False)

@@ -1,0 +1,238 @@
+"""OpenAI's chat completions, worded: finished answers, streams of chunks, errors.
+
+The shape satisfies the strictest clients: every key that any of them validates is there, ``finish_reason`` is one of
+OpenAI's, and a tool call's id and name are said once. How the request is read is in ``chat_request``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from areal_actors.domain import (
+    Answer,
+    AnswerStarted,
+    ChatMessage,
+    Completion,
+    Delta,
+    FinishReason,
+    InteractionId,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallStarted,
+)
+from areal_actors.errors import Unavailable
+from areal_actors.proxy.chat_request import DEFAULT_MAX_TOKENS, ParsedChat, parse_chat_request
+from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.sse import DONE, format_event
+
+__all__ = ["ChatDialect", "ChatStream", "ParsedChat", "format_chat_answer", "parse_chat_request"]
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@frozen(kw_only=True)
+class ChatDialect:
+    """The wording of chat completions.
+
+    ``decode`` gives the text of token ids for ``logprobs`` (ids are shown as numbers without it). ``model`` is what an
+    answer calls itself where the client named no model.
+    """
+
+    model: str = "policy"
+    decode: Decode | None = None
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
+    inert: Collection[str] = ()
+    clock: Callable[[], float] = field(default=time.time)
+
+    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:
+        """See ``parse_chat_request``."""
+        return parse_chat_request(body, tag=tag, default_max_tokens=self.default_max_tokens, inert=self.inert)
+
+    def format_answers(self, parsed: ParsedChat, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See ``format_chat_answer``."""
+        return format_chat_answer(
+            parsed, answers, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
+        )
+
+    def open_stream(self, parsed: ParsedChat) -> ChatStream:
+        """The chunks of one answer."""
+        return ChatStream(parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode)
+
+    def format_failure(self, failure: Failure) -> dict[str, Any]:
+        """OpenAI's error body."""
+        return format_openai_failure(failure)
+
+
+def format_chat_answer(
+    parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, decode: Decode | None = None
+) -> dict[str, Any]:
+    """A ``chat.completion`` object; its id is that of the first choice's interaction.
+
+    Where there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
+
+    Raises:
+        Unavailable: the engine aborted a choice.
+    """
+    choices = []
+    for index, answer in enumerate(answers):
+        choice = {
+            "index": index,
+            "message": _format_message(answer.message),
+            "logprobs": _format_logprobs(answer.completion, decode) if parsed.has_logprobs else None,
+            "finish_reason": _finish_reason(answer),
+        }
+        if len(answers) > 1:
+            choice["interaction_id"] = answer.interaction
+        choices.append(choice)
+    return {
+        "id": answers[0].interaction,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": _format_usage(answers),
+    }
+
+
+class ChatStream:
+    """The ``chat.completion.chunk`` events of one request.
+
+    The first chunk of a choice carries the role and waits for the first delta, which tells whether there is text:
+    ``content`` is ``""`` before text and ``null`` before tool calls, as OpenAI has it.
+    """
+
+    def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None = None) -> None:
+        self._parsed = parsed
+        self._decode = decode
+        self._envelope: dict[str, Any] = {
+            "id": "",
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": model,
+        }
+        self._choices: dict[InteractionId, int] = {}
+        self._headless: set[int] = set()
+        self._answers: list[Answer] = []
+
+    def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
+        """The events of one item."""
+        if isinstance(item, AnswerStarted):
+            return self._start(item)
+        if isinstance(item, Answer):
+            return self._end(item)
+        if isinstance(item, ReasoningDelta) and not item.text:
+            return b""
+        return self._head(item.choice, has_text=isinstance(item, TextDelta)) + self._chunk(
+            item.choice, _format_delta(item)
+        )
+
+    def finish(self) -> bytes:
+        """The usage, where it was asked for, and the end."""
+        if not self._parsed.include_usage:
+            return DONE
+        return format_event(self._envelope | {"choices": [], "usage": _format_usage(self._answers)}) + DONE
+
+    def fail(self, failure: Failure) -> bytes:
+        """An event that OpenAI's SDKs raise as an ``APIError``."""
+        return format_event(format_openai_failure(failure))
+
+    def _start(self, started: AnswerStarted) -> bytes:
+        self._envelope["id"] = self._envelope["id"] or started.interaction
+        self._choices[started.interaction] = started.choice
+        self._headless.add(started.choice)
+        return b""
+
+    def _end(self, answer: Answer) -> bytes:
+        index = self._choices[answer.interaction]
+        finish_reason = _finish_reason(answer)
+        self._answers.append(answer)
+        extra: dict[str, Any] = {}
+        if self._parsed.request.num_choices > 1:
+            extra["interaction_id"] = answer.interaction
+        if self._parsed.has_logprobs:
+            extra["logprobs"] = _format_logprobs(answer.completion, self._decode)
+        return self._head(index, has_text=True) + self._chunk(index, {}, finish_reason, **extra)
+
+    def _head(self, choice: int, *, has_text: bool) -> bytes:
+        if choice not in self._headless:
+            return b""
+        self._headless.discard(choice)
+        return self._chunk(choice, {"role": "assistant", "content": "" if has_text else None})
+
+    def _chunk(self, choice: int, delta: dict[str, Any], finish_reason: str | None = None, **extra: Any) -> bytes:
+        body = {"index": choice, "delta": delta, "finish_reason": finish_reason, **extra}
+        return format_event({**self._envelope, "choices": [body]})
+
+
+def _format_message(message: ChatMessage) -> dict[str, Any]:
+    content = message.content or (None if message.tool_calls else "")
+    formatted: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if message.reasoning:
+        formatted["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        formatted["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return formatted
+
+
+def _format_delta(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, TextDelta):
+        return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, ToolCallStarted):
+        function = {"name": delta.name, "arguments": ""}
+        return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
+    assert isinstance(delta, ToolArgumentsDelta)
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+
+
+def _finish_reason(answer: Answer) -> str:
+    """OpenAI's word. An engine's own never reaches a client: several stop in silence on one that they do not know."""
+    finish = answer.completion.finish
+    if finish is FinishReason.ABORT:
+        raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
+    if finish is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if answer.message.tool_calls else "stop"
+
+
+def _format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Counts over all choices; their common prompt counts once."""
+    prompt = answers[0].usage.prompt_tokens if answers else 0
+    completion = sum(answer.usage.completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": answers[0].usage.cached_tokens if answers else 0},
+    }
+
+
+def _format_logprobs(completion: Completion, decode: Decode | None) -> dict[str, Any]:
+    """One entry per sampled token, from what was captured."""
+    tokens = completion.token_ids.tolist()
+    logprobs = completion.logprobs.tolist()
+    tops = completion.top_logprobs or ((),) * len(tokens)
+    content = []
+    for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+        entry = _format_token(token, logprob, decode)
+        entry["top_logprobs"] = [_format_token(other.token_id, other.logprob, decode) for other in top]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def _format_token(token: int, logprob: float, decode: Decode | None) -> dict[str, Any]:
+    """``bytes`` is ``null`` for a part of a character, whose text alone says nothing."""
+    if decode is None:
+        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+    text = decode((token,))
+    is_whole = "\ufffd" not in text
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}

@@ -1,0 +1,156 @@
+"""OpenAI chat messages and tools, as clients send them, into the words of the house.
+
+Tolerant where clients differ without meaning to: content as a string or as text parts, ``null`` or absent keys, tool
+results without a call id, arguments as an object, keys that clients add. What would be lost in silence (an image, a
+custom tool) is refused by name. Which histories continue which is decided in ``cache``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from areal_actors.domain import ChatMessage, Tool, ToolCall
+from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy.fields import shown, wrong
+
+__all__ = ["parse_messages", "parse_tools"]
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+
+
+def parse_messages(value: Any) -> tuple[ChatMessage, ...]:
+    """The conversation of a request.
+
+    Raises:
+        InvalidRequest: names the message, by its index, and what is wrong with it.
+        UnsupportedParameter: a content part or a call that is no text and no function.
+    """
+    if not isinstance(value, list) or not value:
+        raise wrong("messages", "a list of at least one message", value)
+    return tuple(_parse_message(raw, f"messages[{index}]") for index, raw in enumerate(value))
+
+
+def _parse_message(raw: Any, where: str) -> ChatMessage:
+    if not isinstance(raw, dict):
+        raise wrong(where, "an object", raw)
+    role = raw.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise wrong(f"{where}.role", "system, developer, user, assistant or tool", role)
+    content = raw.get("content")
+    if content is not None and not isinstance(content, str):
+        content = _join_parts(content, f"{where}.content")
+    if role == "assistant":
+        return _assistant(raw, content, where)
+    if content is None and role != "tool":
+        raise wrong(f"{where}.content", "text", None)
+    return ChatMessage(
+        role=role,
+        content=content or "",
+        tool_call_id=_optional_text(raw, "tool_call_id", where) if role == "tool" else None,
+        name=_optional_text(raw, "name", where),
+    )
+
+
+def _assistant(raw: Mapping[str, Any], content: str | None, where: str) -> ChatMessage:
+    if raw.get("function_call") is not None:
+        raise UnsupportedParameter(f"{where}.function_call is deprecated; send tool_calls.", param=where)
+    calls = raw.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise wrong(f"{where}.tool_calls", "a list", calls)
+    reasoning = raw.get("reasoning_content")
+    if reasoning is None:
+        reasoning = raw.get("reasoning")
+    return ChatMessage(
+        role="assistant",
+        content=content,
+        tool_calls=tuple(_parse_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())),
+        name=_optional_text(raw, "name", where),
+        reasoning=reasoning if isinstance(reasoning, str) else None,
+    )
+
+
+def _parse_call(raw: Any, where: str) -> ToolCall:
+    function = raw.get("function") if isinstance(raw, dict) else None
+    if not isinstance(function, dict):
+        if isinstance(raw, dict) and raw.get("type", "function") != "function":
+            raise UnsupportedParameter(
+                f"{where} is of type {shown(raw['type'])}; only functions are known.", param=where
+            )
+        raise wrong(where, "an object with a function", raw)
+    name, arguments, call_id = function.get("name"), function.get("arguments"), raw.get("id")
+    if not isinstance(name, str) or not name:
+        raise wrong(f"{where}.function.name", "a string that is not empty", name)
+    if isinstance(arguments, dict):
+        arguments = orjson.dumps(arguments).decode()
+    if not isinstance(arguments, str | None):
+        raise wrong(f"{where}.function.arguments", "a JSON text", arguments)
+    return ToolCall(id=call_id if isinstance(call_id, str) else "", name=name, arguments=arguments or "")
+
+
+def _join_parts(parts: Any, where: str) -> str:
+    """The text of a content list; its parts stand on lines of their own."""
+    if not isinstance(parts, list):
+        raise wrong(where, "a string or a list of text parts", parts)
+    return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise wrong(where, "a text part", part)
+    if kind not in _TEXT_PARTS:
+        raise UnsupportedParameter(f"{where} is of type {shown(kind)}; this model reads text only.", param=where)
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise wrong(f"{where}.{kind}", "a string", text)
+    return text
+
+
+def _optional_text(raw: Mapping[str, Any], name: str, where: str) -> str | None:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, str):
+        raise wrong(f"{where}.{name}", "a string", value)
+    return value or None
+
+
+def parse_tools(value: Any) -> tuple[Tool, ...]:
+    """The functions that are offered.
+
+    Raises:
+        InvalidRequest: names the tool, by its index, and what is wrong with it.
+        UnsupportedParameter: a tool that is no function.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise wrong("tools", "a list", value)
+    tools = tuple(_parse_tool(raw, f"tools[{index}]") for index, raw in enumerate(value))
+    if len({tool.name for tool in tools}) < len(tools):
+        raise InvalidRequest("tools has two functions of one name; the model could not tell them apart.", param="tools")
+    return tools
+
+
+def _parse_tool(raw: Any, where: str) -> Tool:
+    if not isinstance(raw, dict):
+        raise wrong(where, "an object", raw)
+    kind = raw.get("type", "function")
+    if kind != "function":
+        raise UnsupportedParameter(f"{where} is of type {shown(kind)}; only functions are known.", param=where)
+    function = raw.get("function")
+    if not isinstance(function, dict):
+        raise wrong(f"{where}.function", "an object", function)
+    name, description = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not name:
+        raise wrong(f"{where}.function.name", "a string that is not empty", name)
+    if not isinstance(description, str | None):
+        raise wrong(f"{where}.function.description", "a string", description)
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None):
+        raise wrong(f"{where}.function.parameters", "a JSON schema", parameters)
+    return Tool(name=name, description=description or "", parameters=parameters or {})

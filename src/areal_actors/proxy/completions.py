@@ -1,0 +1,65 @@
+"""Answering a request for a completion, in any dialect: parse, ask the sessions, word the answer."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from areal_actors.core import Ref
+from areal_actors.domain import Credential
+from areal_actors.messages import Complete, Sessions, StreamComplete
+from areal_actors.proxy.auth import Gatekeeper, read_key
+from areal_actors.proxy.config import ProxyConfig
+from areal_actors.proxy.dialect import Dialect, Parsed
+from areal_actors.proxy.exchange import Exchange
+
+__all__ = ["AGENT_HEADER", "CompletionEndpoint"]
+
+AGENT_HEADER = b"x-areal-agent"
+"""Names the agent of a multi-agent episode that asks."""
+
+
+@frozen(kw_only=True)
+class CompletionEndpoint:
+    """The route of one dialect."""
+
+    dialect: Dialect[Parsed]
+    sessions: Ref[Sessions]
+    gatekeeper: Gatekeeper
+    config: ProxyConfig
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answer one request. A client that leaves cancels what is asked on its behalf, down to the engine."""
+        limits = self.config
+        body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        named = body.get("session_id") or exchange.query.get("session_id")
+        credential = self.gatekeeper.credential(
+            key=read_key(exchange.headers),
+            in_path=exchange.session,
+            in_request=named if isinstance(named, str) else None,
+        )
+        parsed = self.dialect.parse(body, tag=exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None)
+        if parsed.is_stream:
+            await self._stream(exchange, credential, parsed)
+        else:
+            await self._answer(exchange, credential, parsed)
+
+    async def _answer(self, exchange: Exchange, credential: Credential, parsed: Parsed) -> None:
+        message = Complete(credential=credential, request=parsed.request)
+        answers = await exchange.until_hang_up(lambda: self.sessions.ask(message))
+        await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
+
+    async def _stream(self, exchange: Exchange, credential: Credential, parsed: Parsed) -> None:
+        """Send events as items arrive. The status waits for the first one, so that early failures have theirs."""
+        wording = self.dialect.open_stream(parsed)
+        exchange.fail_stream = wording.fail
+
+        async def pump() -> None:
+            message = StreamComplete(credential=credential, request=parsed.request)
+            async with self.sessions.stream(message) as items:
+                async for item in items:
+                    events = wording.feed(item)
+                    if events:
+                        await exchange.send_events(events)
+
+        await exchange.until_hang_up(pump, quiet_seconds=self.config.keep_alive_seconds)
+        await exchange.send_events(wording.finish(), is_last=True)

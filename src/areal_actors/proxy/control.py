@@ -1,0 +1,192 @@
+"""Routes beside completions: sessions start, are rewarded, end and are exported; capacity, models, health.
+
+Arguments come as a JSON body, as a query, or both; the body wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+import anyio
+from attrs import frozen
+
+from areal_actors.client.documents import format_episode
+from areal_actors.core import ActorState, Ref
+from areal_actors.domain import Credential, GroupId, InteractionId, SessionId
+from areal_actors.errors import InvalidRequest
+from areal_actors.messages import (
+    Capacity,
+    ClaimPermit,
+    DescribeEngine,
+    EndSession,
+    Exports,
+    ExportSession,
+    Generation,
+    OpenSession,
+    ReservePermit,
+    SessionOpened,
+    Sessions,
+    SetReward,
+    SettlePermit,
+)
+from areal_actors.proxy.auth import Gatekeeper, read_key
+from areal_actors.proxy.config import ProxyConfig
+from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.fields import read_number, read_text, wrong
+from areal_actors.proxy.traffic import Traffic
+
+__all__ = ["ControlEndpoints"]
+
+_SETTLE_SECONDS = 5.0
+
+
+@frozen(kw_only=True)
+class ControlEndpoints:
+    """The handlers, one method per route."""
+
+    sessions: Ref[Sessions]
+    exports: Ref[Exports]
+    capacity: Ref[Capacity]
+    generation: Ref[Generation] | None
+    gatekeeper: Gatekeeper
+    config: ProxyConfig
+    traffic: Traffic
+    started_at: int
+    """When the proxy started, in seconds since 1970."""
+
+    # ------------------------------------------------------------------------------------------ administration
+
+    async def grant_capacity(self, exchange: Exchange) -> None:
+        """Reserve a place for a session that will be started soon."""
+        self.gatekeeper.require_admin(read_key(exchange.headers))
+        view = await self.capacity.ask(ReservePermit())
+        await exchange.send_json(200, {"capacity": view.available, "reserved": view.reserved})
+
+    async def start_session(self, exchange: Exchange) -> None:
+        """Open a session under a permit of its own."""
+        self.gatekeeper.require_admin(read_key(exchange.headers))
+        arguments = await self._arguments(exchange)
+        task = read_text(arguments, "task_id") or "session"
+        permit = await self.capacity.ask(ClaimPermit(holder=task))
+        opened = await self._open(task, permit.id, arguments)
+        await exchange.send_json(200, {"session_id": opened.session, "api_key": opened.api_key})
+
+    async def _open(self, task: str, permit: int, arguments: Mapping[str, Any]) -> SessionOpened:
+        try:
+            group = read_text(arguments, "group_id")
+            return await self.sessions.ask(
+                OpenSession(
+                    task=task,
+                    api_key=read_text(arguments, "api_key"),
+                    group=None if group is None else GroupId(group),
+                    permit=permit,
+                )
+            )
+        except BaseException:
+            with anyio.move_on_after(_SETTLE_SECONDS, shield=True):
+                await self.capacity.tell(SettlePermit(permit=permit, is_accepted=False))
+            raise
+
+    async def export_trajectories(self, exchange: Exchange) -> None:
+        """The training rows of a session, as a JSON document."""
+        self.gatekeeper.require_admin(read_key(exchange.headers))
+        arguments = await self._arguments(exchange)
+        session = exchange.session or read_text(arguments, "session_id")
+        if session is None:
+            raise InvalidRequest("session_id is missing; say which session to export.", param="session_id")
+        discount = _read_float(arguments, "discount")
+        if discount is not None:
+            discount = read_number({"discount": discount}, "discount", 1.0, low=0, high=1)
+        message = ExportSession(session=SessionId(session), discount=discount, style=read_text(arguments, "style"))
+        await exchange.send_json(200, format_episode(await self.exports.ask(message)))
+
+    # ------------------------------------------------------------------------------------------------ sessions
+
+    async def set_reward(self, exchange: Exchange) -> None:
+        """Reward one interaction, or the last completed one."""
+        arguments = await self._arguments(exchange)
+        interaction = read_text(arguments, "interaction_id") or read_text(arguments, "completion_id")
+        rewarded = await self.sessions.ask(
+            SetReward(
+                credential=self._credential(exchange, arguments),
+                reward=_required_float(arguments, "reward"),
+                interaction=None if interaction is None else InteractionId(interaction),
+            )
+        )
+        await exchange.send_json(200, {"status": "success", "interaction_id": rewarded})
+
+    async def end_session(self, exchange: Exchange) -> None:
+        """End a session, with or without a final reward."""
+        arguments = await self._arguments(exchange)
+        await self._end(exchange, arguments, _read_float(arguments, "final_reward"))
+
+    async def finalize(self, exchange: Exchange) -> None:
+        """Reward the last completed interaction and end the session."""
+        arguments = await self._arguments(exchange)
+        await self._end(exchange, arguments, _required_float(arguments, "final_reward"))
+
+    async def _end(self, exchange: Exchange, arguments: Mapping[str, Any], final_reward: float | None) -> None:
+        credential = self._credential(exchange, arguments)
+        closed = await self.sessions.ask(EndSession(credential=credential, final_reward=final_reward))
+        await exchange.send_json(
+            200,
+            {
+                "status": "success",
+                "message": f"Session {closed.session} ended.",
+                "interaction_count": closed.num_interactions,
+            },
+        )
+
+    # ----------------------------------------------------------------------------------------------- questions
+
+    async def list_models(self, exchange: Exchange) -> None:
+        """The one model that answers here."""
+        model = "policy"
+        if self.generation is not None:
+            model = PurePath((await self.generation.ask(DescribeEngine())).info.model).name
+        entry = {"id": model, "object": "model", "created": self.started_at, "owned_by": "areal_actors"}
+        await exchange.send_json(200, {"object": "list", "data": [entry]})
+
+    async def report_health(self, exchange: Exchange) -> None:
+        """200 while requests can be answered, 503 otherwise."""
+        is_ready = not self.traffic.is_draining and self.sessions.statistics().state is ActorState.RUNNING
+        status = "ok" if is_ready else "stopping" if self.traffic.is_draining else "unavailable"
+        await exchange.send_json(200 if is_ready else 503, {"status": status, "requests": len(self.traffic)})
+
+    # ---------------------------------------------------------------------------------------------- arguments
+
+    async def _arguments(self, exchange: Exchange) -> dict[str, Any]:
+        limits = self.config
+        body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        return {**exchange.query, **body}
+
+    def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
+        return self.gatekeeper.credential(
+            key=read_key(exchange.headers),
+            in_path=exchange.session,
+            in_request=read_text(arguments, "session_id"),
+        )
+
+
+def _read_float(arguments: Mapping[str, Any], name: str) -> float | None:
+    """A number, or the text of one, as queries have it; ``True`` is 1. What is not finite is judged by the sessions."""
+    value = arguments.get(name)
+    if value is None:
+        return None
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else _refuse(name, value)
+    except ValueError:
+        return _refuse(name, value)
+
+
+def _required_float(arguments: Mapping[str, Any], name: str) -> float:
+    value = _read_float(arguments, name)
+    if value is None:
+        raise InvalidRequest(f"{name} is missing; send a number.", param=name)
+    return value
+
+
+def _refuse(name: str, value: Any) -> float:
+    raise wrong(name, "a number", value)

@@ -1,0 +1,172 @@
+"""One HTTP request and its response, over ASGI: headers, a bounded body, JSON or events out, and hanging up.
+
+Starlette routes requests here and no more: its request and response objects know neither a body limit that answers in
+the client's dialect nor how to notice that the client has gone while an answer is being sampled.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import anyio
+import orjson
+
+from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
+from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
+
+__all__ = ["Exchange", "HungUp"]
+
+T = TypeVar("T")
+Header = tuple[bytes, bytes]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_DISCARDED = 4
+"""How many times the limit is read from a client whose body is too large: it answers only after it has sent."""
+
+
+class HungUp(Exception):
+    """The client has closed the connection: nobody reads an answer any more."""
+
+
+class Exchange:
+    """A request and its response. ``session`` is the one that its path names."""
+
+    def __init__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.session: str | None = scope.get("areal.session")
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = f"req_{secrets.token_hex(8)}"
+        self.is_started = False
+        """Whether a status has been sent, after which nothing but the body can say that something failed."""
+        self.fail_stream: Callable[[Any], bytes] | None = None
+        """How an open stream words a failure."""
+        self._receive = receive
+        self._send = send
+        self._sending = anyio.Lock(fast_acquire=True)
+        self._num_sent = 0
+
+    @property
+    def method(self) -> str:
+        """The HTTP method."""
+        return str(self.scope["method"])
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The query's parameters; of repeated ones, the last."""
+        raw: bytes = self.scope["query_string"]
+        return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}
+
+    # --------------------------------------------------------------------------------------------- the request
+
+    async def read_json(self, *, max_bytes: int, timeout_seconds: float) -> dict[str, Any]:
+        """The JSON object of the body; an empty one for an empty body. The content type is not looked at.
+
+        Raises:
+            InvalidRequest: the body is compressed, no JSON, or no object.
+            PayloadTooLarge: it has more than ``max_bytes``.
+            RequestTimeout: it did not arrive within ``timeout_seconds``.
+            HungUp: the client left before its end.
+        """
+        if self.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
+        body = await self._read_body(max_bytes, timeout_seconds)
+        if not body:
+            return {}
+        try:
+            value = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"The body is no valid JSON: {error.msg} (line {error.lineno}).") from None
+        if not isinstance(value, dict):
+            raise InvalidRequest("The body must be a JSON object.")
+        return value
+
+    async def _read_body(self, max_bytes: int, timeout_seconds: float) -> bytes:
+        try:
+            with anyio.fail_after(timeout_seconds):
+                return await self._collect_body(max_bytes)
+        except TimeoutError:
+            raise RequestTimeout(f"The body did not arrive within {timeout_seconds:g} s.") from None
+
+    async def _collect_body(self, max_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while size <= _DISCARDED * max_bytes:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise HungUp
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size <= max_bytes:
+                parts.append(part)
+            else:
+                parts.clear()
+            if not message.get("more_body", False):
+                break
+        if size > max_bytes:
+            raise PayloadTooLarge(f"The body has more than {max_bytes} bytes; shorten the conversation.")
+        return b"".join(parts)
+
+    async def until_hang_up(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
+        """Do ``work``, and cancel it when the client leaves. The body must have been read.
+
+        With ``quiet_seconds``, a comment is sent whenever nothing else was for so long.
+
+        Raises:
+            HungUp: the client left; what ``work`` was waiting for has been cancelled.
+            Exception: what ``work`` raises.
+        """
+        results: list[T] = []
+        errors: list[Exception] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch, tasks.cancel_scope, quiet_seconds)
+            try:
+                results.append(await work())
+            except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
+                errors.append(error)
+            tasks.cancel_scope.cancel()
+        if errors:
+            raise errors[0]
+        if not results:
+            raise HungUp
+        return results[0]
+
+    async def _watch(self, scope: anyio.CancelScope, quiet_seconds: float | None) -> None:
+        """Cancel ``scope`` when the client has gone."""
+        while True:
+            seen = self._num_sent
+            with anyio.move_on_after(quiet_seconds):
+                while (await self._receive())["type"] != "http.disconnect":
+                    pass
+                scope.cancel()
+                return
+            if self._num_sent == seen:
+                await self.send_events(KEEP_ALIVE)
+
+    # -------------------------------------------------------------------------------------------- the response
+
+    async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
+        """Answer with one JSON document; numpy arrays become lists."""
+        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+        self.is_started = True
+        raw = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self.request_id.encode()),
+            *headers,
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
+        """Send server-sent events; the first ones start the response."""
+        async with self._sending:  # a comment may come at the same moment
+            if not self.is_started:
+                self.is_started = True
+                raw = [*SSE_HEADERS, (b"x-request-id", self.request_id.encode())]
+                await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+            self._num_sent += 1
+            await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})

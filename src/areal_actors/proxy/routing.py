@@ -1,0 +1,122 @@
+"""From a path to an operation: one look-up, whatever prefix a client has put together.
+
+``/v1`` may stand anywhere, twice, or not at all, because agents join base URLs and paths in every way; a segment before
+the operation is a session. So ``/chat/completions``, ``/v1/v1/chat/completions`` and ``/task-0-x/v1/chat/completions``
+all name one operation. Sessions cannot be called ``v1``: their ids end in a random token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from attrs import frozen
+from starlette.routing import BaseRoute, Match
+
+from areal_actors.core import root_cause
+from areal_actors.proxy.auth import redact
+from areal_actors.proxy.exchange import Exchange, HungUp, Receive, Send
+from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
+from areal_actors.proxy.traffic import Traffic
+from areal_actors.telemetry import get_logger
+
+__all__ = ["Operation", "Operations"]
+
+_log = get_logger(__name__)
+
+Formatter = Callable[[Failure], Any]
+
+
+@frozen(kw_only=True)
+class Operation:
+    """What is done at a path, and how failures are worded there."""
+
+    handle: Callable[[Exchange], Awaitable[None]]
+    methods: tuple[str, ...] = ("POST",)
+    has_session: bool = False
+    """Whether a session may stand before it in the path."""
+    is_always_open: bool = False
+    """Whether it is served while the proxy stops."""
+    format_failure: Formatter = format_openai_failure
+
+
+class Operations(BaseRoute):
+    """Every path that the proxy serves, as one Starlette route.
+
+    A table instead of one regular expression per spelling: the spellings multiply, and every request would try them in
+    turn.
+    """
+
+    def __init__(self, table: Mapping[str, Operation], traffic: Traffic) -> None:
+        self._table = table
+        self._traffic = traffic
+
+    def find(self, path: str) -> tuple[str, str | None] | None:
+        """The name of the operation at ``path`` and the session before it; ``None`` if there is no such path."""
+        segments = [segment for segment in path.split("/") if segment and segment != "v1"]
+        name = "/".join(segments)
+        if name in self._table:
+            return name, None
+        name = "/".join(segments[1:])
+        operation = self._table.get(name)
+        return (name, segments[0]) if operation is not None and operation.has_session else None
+
+    def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
+        """Starlette asks whether this route serves a request."""
+        found = self.find(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            return Match.NONE, {}
+        name, session = found
+        return Match.FULL, {"areal.operation": name, "areal.session": session}
+
+    async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one request, and word whatever goes wrong."""
+        operation = self._table[scope["areal.operation"]]
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._serve(operation, exchange)
+        except HungUp:
+            return
+        except Exception as error:  # noqa: BLE001 - the last line: the client gets an answer, the log the story
+            await _answer_failure(operation, exchange, root_cause(error))
+
+    async def _serve(self, operation: Operation, exchange: Exchange) -> None:
+        if exchange.method not in operation.methods:
+            await _refuse_method(operation, exchange)
+        elif operation.is_always_open:
+            await operation.handle(exchange)
+        else:
+            with self._traffic.admitted():
+                await operation.handle(exchange)
+
+
+async def _answer_failure(operation: Operation, exchange: Exchange, error: BaseException) -> None:
+    failure = describe_failure(error, exchange.request_id)
+    if failure.is_unforeseen:
+        _log_failure(exchange, error)
+    if not exchange.is_started:
+        headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
+        await exchange.send_json(failure.status, operation.format_failure(failure), headers)
+    elif exchange.fail_stream is not None:
+        await exchange.send_events(exchange.fail_stream(failure), is_last=True)
+
+
+def _log_failure(exchange: Exchange, error: BaseException) -> None:
+    _log.error(
+        "request_failed",
+        request=exchange.request_id,
+        operation=exchange.scope["areal.operation"],
+        session=None if exchange.session is None else redact(exchange.session),
+        exc_info=error,
+    )
+
+
+async def _refuse_method(operation: Operation, exchange: Exchange) -> None:
+    allowed = ", ".join(operation.methods)
+    failure = Failure(
+        status=405,
+        type="invalid_request_error",
+        message=f"{exchange.method} is not allowed here; use {allowed}.",
+        code="method_not_allowed",
+    )
+    await exchange.send_json(405, operation.format_failure(failure), [(b"allow", allowed.encode())])

@@ -1,0 +1,116 @@
+"""A socket of our own, and Hypercorn on it.
+
+The socket is bound here, before anything is served: its port is known, a port in use is said in plain words, and
+clients that come early wait in its backlog. Hypercorn gets the descriptor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import anyio
+from hypercorn.config import Config
+from hypercorn.typing import ASGIFramework
+from starlette.types import ASGIApp
+
+from areal_actors.errors import ConfigError
+from areal_actors.proxy.config import ProxyConfig, is_loopback
+
+__all__ = ["bind", "serve", "url_of"]
+
+_BACKLOG = 4096
+_VANISHED_SECONDS = 60
+"""A client whose machine is gone without a word is noticed after about so long."""
+
+
+def bind(config: ProxyConfig) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ConfigError: the address is taken, not allowed or not of this machine, or it can be reached from other machines
+            and no admin key was chosen.
+    """
+    if not is_loopback(config.host) and not config.admin_key:
+        raise ConfigError(
+            f"proxy.host: {config.host} can be reached from other machines; set proxy.admin_key, or listen on 127.0.0.1"
+        )
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return _listen(family, address)
+    except OSError as error:
+        raise ConfigError(_explain(config, error)) from error
+
+
+def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted sockets inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_SECONDS)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED_SECONDS * 1000)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _explain(config: ProxyConfig, error: OSError) -> str:
+    place = f"{config.host}:{config.port}"
+    if error.errno == errno.EADDRINUSE:
+        return f"proxy.port: {place} is in use; stop who listens there, choose another port, or 0 for any free one"
+    if error.errno == errno.EACCES:
+        return f"proxy.port: this user may not listen on {place}; choose a port above 1023"
+    return f"proxy.host: cannot listen on {place}: {error.strerror or error}; choose an address of this machine"
+
+
+def url_of(listener: socket.socket, config: ProxyConfig) -> str:
+    """The URL under which clients reach ``listener``; for a wildcard address, by this machine's name."""
+    host, port = listener.getsockname()[:2]
+    if config.public_host is not None:
+        host = config.public_host
+    elif host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[], Awaitable[None]]) -> None:
+    """Serve until ``shutdown`` returns; the listener is closed then. On asyncio and on trio."""
+    framework = cast("ASGIFramework", app)  # Starlette and Hypercorn name the same interface differently
+    config = _hypercorn_config()
+    config.bind = [f"fd://{listener.detach()}"]
+    # Which loop runs is asked of anyio: trio may be a guest on asyncio's, and then both are there.
+    if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
+        from hypercorn.asyncio import serve as serve_on_asyncio
+
+        await serve_on_asyncio(framework, config, shutdown_trigger=shutdown, mode="asgi")
+    else:
+        from hypercorn.trio import serve as serve_on_trio
+
+        await serve_on_trio(framework, config, shutdown_trigger=shutdown, mode="asgi")
+
+
+def _hypercorn_config() -> Config:
+    """HTTP/1.1 for many agents: quiet, without a bound on requests per connection, patient with idle ones."""
+    log = logging.getLogger("areal_actors.proxy.hypercorn")
+    log.setLevel(logging.WARNING)
+    config = Config()
+    config.accesslog = None  # paths of sessions are secrets
+    config.errorlog = log
+    config.backlog = _BACKLOG
+    config.keep_alive_timeout = 75.0  # longer than clients keep idle connections, so that they close first
+    config.keep_alive_max_requests = 2**31
+    config.h11_max_incomplete_size = 64 * 1024
+    config.include_server_header = False
+    config.alpn_protocols = ["http/1.1"]
+    config.graceful_timeout = 1.0
+    return config

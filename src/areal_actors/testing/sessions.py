@@ -1,0 +1,216 @@
+"""A session manager without a model: what the proxy asks, answered by a script.
+
+For tests of anything that speaks HTTP to the proxy, ours and yours. Keys, ends and grace periods are real
+(``cache.SessionStore``); text is what the script says, and tokens are made up, one per delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from itertools import count
+
+import anyio
+from attrs import define, evolve, field
+
+from areal_actors.cache import Session, SessionSettings, SessionStore
+from areal_actors.cache.rewards import parse_reward
+from areal_actors.core import Actor
+from areal_actors.domain import (
+    Answer,
+    AnswerStarted,
+    ChatMessage,
+    Completion,
+    CompletionRequest,
+    Delta,
+    FinishReason,
+    Interaction,
+    InteractionId,
+    InteractionStatus,
+    ReasoningDelta,
+    SessionId,
+    SessionRecord,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCall,
+    ToolCallStarted,
+    Usage,
+)
+from areal_actors.errors import NotFound
+from areal_actors.messages import (
+    CollectSession,
+    Complete,
+    EndSession,
+    ForgetSession,
+    OpenSession,
+    SessionClosed,
+    SessionOpened,
+    Sessions,
+    SetReward,
+    StreamComplete,
+)
+
+__all__ = ["Script", "ScriptedSessions", "echo_script"]
+
+Script = Callable[[CompletionRequest], AsyncGenerator[Delta, None]]
+"""What is said to a request, as it is sampled. Cancelled, or closed, when the client leaves."""
+
+
+async def echo_script(request: CompletionRequest) -> AsyncGenerator[Delta, None]:
+    """The last message again, word by word."""
+    for word in (request.messages[-1].content or "").split(" "):
+        yield TextDelta(text=word + " ")
+
+
+@define(kw_only=True)
+class _Saying:
+    """What has been said of one answer."""
+
+    request: CompletionRequest
+    interaction: InteractionId
+    deltas: list[Delta] = field(factory=list)
+    is_cut: bool = False
+
+    def message(self) -> ChatMessage:
+        calls = {
+            delta.index: ToolCall(id=delta.id, name=delta.name, arguments="")
+            for delta in self.deltas
+            if isinstance(delta, ToolCallStarted)
+        }
+        for delta in self.deltas:
+            if isinstance(delta, ToolArgumentsDelta):
+                call = calls[delta.index]
+                calls[delta.index] = evolve(call, arguments=call.arguments + delta.text)
+        text = "".join(delta.text for delta in self.deltas if isinstance(delta, TextDelta))
+        reasoning = "".join(delta.text for delta in self.deltas if isinstance(delta, ReasoningDelta))
+        return ChatMessage(
+            role="assistant", content=text or None, tool_calls=tuple(calls.values()), reasoning=reasoning or None
+        )
+
+    def answer(self) -> Answer:
+        number = len(self.deltas)
+        finish = FinishReason.LENGTH if self.is_cut else FinishReason.STOP
+        logprobs = [-0.5] * number
+        completion = Completion(
+            token_ids=range(number), logprobs=logprobs, raw_logprobs=logprobs, versions=[0] * number, finish=finish
+        )
+        usage = Usage(prompt_tokens=len(self.request.messages), completion_tokens=number)
+        return Answer(interaction=self.interaction, message=self.message(), completion=completion, usage=usage)
+
+
+class ScriptedSessions(Actor[Sessions]):
+    """Answers for sessions by a script. ``requests`` is everything that was asked for, in order."""
+
+    def __init__(self, script: Script = echo_script, *, settings: SessionSettings | None = None) -> None:
+        self.requests: list[CompletionRequest] = []
+        self._script = script
+        numbers = count()
+        self._store = SessionStore(token_factory=lambda: f"token-{next(numbers)}", settings=settings)
+        self._interactions: dict[SessionId, dict[InteractionId, Interaction]] = {}
+        self._num_answers = 0
+
+    @OpenSession.handler
+    async def open(self, message: OpenSession) -> SessionOpened:
+        """Issue an id and a key."""
+        issued = self._store.create(message.task, now=anyio.current_time(), key=message.api_key, group=message.group)
+        self._interactions[issued.id] = {}
+        return SessionOpened(session=issued.id, api_key=issued.key)
+
+    @Complete.handler(concurrency=10_000)
+    async def complete(self, message: Complete) -> tuple[Answer, ...]:
+        """Say the script once per choice."""
+        session = self._admit(message)
+        answers = []
+        for name in self._names(message.request):
+            saying = _Saying(request=message.request, interaction=name)
+            async with aclosing(self._say(saying)) as deltas:
+                async for _ in deltas:
+                    pass
+            answers.append(self._record(session, saying))
+        return tuple(answers)
+
+    @StreamComplete.handler(concurrency=10_000)
+    async def stream(self, message: StreamComplete) -> AsyncIterator[AnswerStarted | Delta | Answer]:
+        """Say the script once per choice, as it goes."""
+        session = self._admit(message)
+        for index, name in enumerate(self._names(message.request)):
+            saying = _Saying(request=message.request, interaction=name)
+            yield AnswerStarted(interaction=name, choice=index)
+            async with aclosing(self._say(saying)) as deltas:
+                async for delta in deltas:
+                    yield evolve(delta, choice=index)
+            yield self._record(session, saying)
+
+    @SetReward.handler
+    async def set_reward(self, message: SetReward) -> InteractionId:
+        """Reward an interaction, or the last one."""
+        session = self._store.for_reward(
+            message.credential, anyio.current_time(), is_capability=message.credential.is_capability
+        )
+        return self._reward(session, message.interaction, message.reward)
+
+    @EndSession.handler
+    async def end(self, message: EndSession) -> SessionClosed:
+        """End a session."""
+        session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
+        if message.final_reward is not None:
+            self._reward(session, None, message.final_reward)
+        self._store.end(session.id, anyio.current_time())
+        return SessionClosed(session=session.id, num_interactions=len(self._interactions[session.id]))
+
+    @CollectSession.handler
+    async def collect(self, message: CollectSession) -> SessionRecord:
+        """The session as it stands."""
+        session = self._store.get(message.session)
+        interactions = tuple(self._interactions[session.id].values())
+        return SessionRecord(id=session.id, interactions=interactions, is_ended=session.is_ended)
+
+    @ForgetSession.handler
+    async def forget(self, message: ForgetSession) -> None:
+        """Forget a session that has ended."""
+        self._store.acknowledge(message.session)
+
+    def _admit(self, message: Complete | StreamComplete) -> Session:
+        self.requests.append(message.request)
+        return self._store.for_completion(
+            message.credential, anyio.current_time(), is_capability=message.credential.is_capability
+        )
+
+    def _names(self, request: CompletionRequest) -> list[InteractionId]:
+        self._num_answers += 1
+        first = f"chatcmpl-{self._num_answers}"
+        return [InteractionId(f"{first}-{index}" if index else first) for index in range(request.num_choices)]
+
+    async def _say(self, saying: _Saying) -> AsyncGenerator[Delta, None]:
+        async with aclosing(self._script(saying.request)) as deltas:
+            async for delta in deltas:
+                if len(saying.deltas) == saying.request.sampling.max_new_tokens:
+                    saying.is_cut = True
+                    return
+                saying.deltas.append(delta)
+                yield delta
+
+    def _record(self, session: Session, saying: _Saying) -> Answer:
+        answer = saying.answer()
+        interactions = self._interactions[session.id]
+        interactions[saying.interaction] = Interaction(
+            id=saying.interaction,
+            order=len(interactions),
+            messages=saying.request.messages,
+            prompt_suffix=[0] * answer.usage.prompt_tokens,
+            num_prompt_tokens=answer.usage.prompt_tokens,
+            completion=answer.completion,
+            output=answer.message,
+            status=InteractionStatus.COMPLETED,
+            completed_order=len(interactions),
+            tag=saying.request.tag,
+        )
+        return answer
+
+    def _reward(self, session: Session, interaction: InteractionId | None, reward: float) -> InteractionId:
+        interactions = self._interactions[session.id]
+        name = interaction or next(reversed(interactions), None)
+        if name is None or name not in interactions:
+            raise NotFound(f"Session {session.id} has no interaction {name}.")
+        interactions[name] = evolve(interactions[name], reward=parse_reward(reward))
+        return name

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.training.batch import TrainingRow
-from areal_actors.training.packing import build_trie, pack_flat, pack_tree
+from areal_actors.training.packing import build_trie, pack_flat, pack_tree, visible
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=7)
 
@@ -60,8 +60,8 @@ def past_of(pack, source):
     """The ids that the position attends to, by their positions."""
     slot, query = divmod(int(source), pack.input_ids.shape[1])
     length = pack.input_ids.shape[1]
-    visible = np.tri(length, dtype=bool)[query] if pack.visible is None else pack.visible[slot, query]
-    keys = np.flatnonzero(visible)
+    seen = np.tri(length, dtype=bool) if pack.segments is None else visible(pack.segments)
+    keys = np.flatnonzero(seen[query])
     ordered = keys[np.argsort(pack.position_ids[slot, keys])]
     assert pack.position_ids[slot, ordered].tolist() == list(range(len(keys)))
     return pack.input_ids[slot, ordered].tolist()

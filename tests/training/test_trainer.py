@@ -194,7 +194,8 @@ def test_a_loss_that_is_no_number_changes_nothing(make_model, make_agent_group):
         model.model.norm.weight[0] = float("nan")
     trainer = PolicyTrainer.__new__(PolicyTrainer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("areal_actors.training.trainer.require_plain_head", lambda _: None)
+        for check in ("require_plain_head", "require_tree_support"):
+            patch.setattr(f"areal_actors.training.trainer.{check}", lambda _: None)
         trainer.__init__(model, PLAIN)
     before = {name: p.clone() for name, p in model.named_parameters()}
 

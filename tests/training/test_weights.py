@@ -6,6 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_actors.training.config import Layout, TrainerConfig
+from areal_actors.training.trainer import PolicyTrainer
+from areal_actors.training.tree_attention import TREE_ATTENTION
 from areal_actors.training.weights import export_model
 
 
@@ -50,3 +53,13 @@ def test_an_export_replaces_the_one_before(tmp_path, make_model):
     assert torch.equal(make_model(seed=2).get_input_embeddings().weight, loaded.get_input_embeddings().weight)
     assert not (tmp_path / "export" / "stale").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_does_not_mention_how_it_was_trained(tmp_path, make_model):
+    """The attention that trains by plan is unknown elsewhere and is not written down."""
+    trainer = PolicyTrainer(make_model(), TrainerConfig(layout=Layout.TREE))
+
+    export_model(trainer.model, tmp_path / "export")
+
+    assert trainer.model.config._attn_implementation == TREE_ATTENTION
+    assert TREE_ATTENTION not in (tmp_path / "export" / "config.json").read_text()

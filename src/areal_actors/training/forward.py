@@ -13,10 +13,10 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from areal_actors.errors import ModelError
 from areal_actors.training.packing import Pack
+from areal_actors.training.tree_attention import tree_mask
 
-__all__ = ["TokenScores", "require_plain_head", "score_pack", "score_tokens"]
+__all__ = ["TokenScores", "score_pack", "score_tokens"]
 
 _CHUNK_BYTES = 64 << 20
 """Float32 logits held at a time. Larger chunks were not faster on CPU."""
@@ -36,7 +36,7 @@ def score_pack(model: Any, pack: Pack, *, temperature: float = 1.0) -> TokenScor
     hidden = model.get_decoder()(
         input_ids=torch.from_numpy(pack.input_ids).to(device),
         position_ids=torch.from_numpy(pack.position_ids).to(device),
-        attention_mask=_attention_mask(pack, device),
+        attention_mask=None if pack.segments is None else tree_mask(pack.segments, device),
         use_cache=False,
     ).last_hidden_state
     sources = torch.from_numpy(pack.sources).to(device)
@@ -55,31 +55,6 @@ def score_tokens(
     apply = cast("Any", _Scores.apply)
     logprobs, entropies = apply(hidden, weight, bias, targets)
     return TokenScores(logprobs=logprobs, entropies=entropies)
-
-
-def require_plain_head(model: Any) -> None:
-    """Check that the model's logits are its head applied to its decoder's output, as ``score_pack`` takes them to be.
-
-    Raises ``ModelError`` for models that scale or cap their logits afterwards.
-    """
-    device = next(model.parameters()).device
-    input_ids = torch.tensor([[0, 1]], device=device)
-    with torch.no_grad():
-        hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
-        expected = model(input_ids=input_ids, use_cache=False).logits
-    if not torch.allclose(model.get_output_embeddings()(hidden), expected, rtol=1e-3, atol=1e-3):
-        raise ModelError(
-            f"{type(model).__name__} changes its logits after the output head; training such a model is not supported."
-        )
-
-
-def _attention_mask(pack: Pack, device: torch.device) -> Tensor | None:
-    """An additive float32 mask [R, 1, L, L], which eager and sdpa attention take alike; ``None`` is causal."""
-    if pack.visible is None:
-        return None
-    visible = torch.from_numpy(pack.visible).to(device)
-    mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, torch.finfo(torch.float32).min)
-    return mask.unsqueeze(1)
 
 
 class _Scores(torch.autograd.Function):

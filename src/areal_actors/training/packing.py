@@ -26,49 +26,64 @@ from areal_actors.domain import Ints
 from areal_actors.training.aggregation import Indices
 from areal_actors.training.batch import TrainingRow
 
-__all__ = ["Pack", "Trie", "build_trie", "pack_flat", "pack_tree"]
+__all__ = ["Pack", "Segment", "Trie", "build_trie", "pack_flat", "pack_tree", "visible"]
 
 _PAD = 0
 """What fills the end of short rows. Any id does: no real token attends to it, and nothing reads what it predicts."""
 
 
 @frozen(kw_only=True)
-class Pack:
-    """One forward pass: R rows of L positions and where in it the trained tokens are predicted.
+class Segment:
+    """Nodes without a branch: queries ``start`` to ``stop`` attend to ``ancestors`` and causally to themselves.
 
-    ``input_ids`` and ``position_ids`` int64 [R, L]; ``visible`` bool [R, L, L], whether query i attends to key j, or
-    ``None`` for plain causal rows. ``rows`` names the batch rows inside; for their trained tokens, row by row,
-    ``sources`` int64 [n] is the index into R·L that predicts the token, and ``targets`` int64 [n] its id.
-    ``num_tokens`` counts what is not padding.
+    ``ancestors`` int64 [A] are the nodes above the first one, from the root down.
     """
 
-    input_ids: Indices = field(eq=False)
-    position_ids: Indices = field(eq=False)
-    visible: npt.NDArray[np.bool_] | None = field(eq=False)
-    rows: tuple[int, ...]
-    sources: Indices = field(eq=False)
-    targets: Indices = field(eq=False)
-    num_tokens: int
+    start: int
+    stop: int
+    ancestors: Indices = field(eq=False)
+
+    def shifted(self, offset: int) -> Segment:
+        """The same run with all nodes moved by ``offset``."""
+        return Segment(start=self.start + offset, stop=self.stop + offset, ancestors=self.ancestors + offset)
 
 
 @frozen(kw_only=True)
 class Trie:
     """Merged rows of U nodes: ``ids`` and ``depths`` int64 [U], ancestors first.
 
-    ``paths`` gives each row's nodes, in the order of ``rows``. ``segments`` lists (start, stop, path to the first
-    node exclusive) of the runs of nodes that each row added.
+    ``paths`` gives each row's nodes, in the order of ``rows``. ``segments`` are the runs of nodes that the rows added.
     """
 
     rows: tuple[int, ...]
     ids: Indices = field(eq=False)
     depths: Indices = field(eq=False)
     paths: tuple[Indices, ...] = field(eq=False)
-    segments: tuple[tuple[int, int, Indices], ...] = field(eq=False)
+    segments: tuple[Segment, ...] = field(eq=False)
 
     @property
     def num_nodes(self) -> int:
         """U."""
         return len(self.ids)
+
+
+@frozen(kw_only=True)
+class Pack:
+    """One forward pass: R rows of L positions and where in it the trained tokens are predicted.
+
+    ``input_ids`` and ``position_ids`` int64 [R, L]. Rows are plain causal ones where ``segments`` is ``None``;
+    otherwise R is 1 and the segments, which cover all L positions, say what attends to what. ``rows`` names the batch
+    rows inside; for their trained tokens, row by row, ``sources`` int64 [n] is the index into R·L that predicts the
+    token, and ``targets`` int64 [n] its id. ``num_tokens`` counts what is not padding.
+    """
+
+    input_ids: Indices = field(eq=False)
+    position_ids: Indices = field(eq=False)
+    segments: tuple[Segment, ...] | None = field(eq=False)
+    rows: tuple[int, ...]
+    sources: Indices = field(eq=False)
+    targets: Indices = field(eq=False)
+    num_tokens: int
 
 
 def pack_flat(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
@@ -87,8 +102,18 @@ def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens
     rows must train a token.
     """
     tries = [trie for members in _by_group(rows, indices) for trie in _tries(rows, members, max_tokens=max_tokens)]
-    bins = _fill_bins([trie.num_nodes for trie in tries], max_tokens=max_tokens)
-    return [_tree_pack(rows, [tries[slot] for slot in slots]) for slots in bins]
+    return [_tree_pack(rows, chosen) for chosen in _fill_row(tries, max_tokens=max_tokens)]
+
+
+def visible(segments: Sequence[Segment]) -> npt.NDArray[np.bool_]:
+    """Bool [L, L]: whether query i attends to key j, for segments that cover L positions."""
+    length = max(segment.stop for segment in segments)
+    result = np.zeros((length, length), dtype=bool)
+    for segment in segments:
+        own = slice(segment.start, segment.stop)
+        result[own, segment.ancestors] = True
+        result[own, own] = np.tri(segment.stop - segment.start, dtype=bool)
+    return result
 
 
 def build_trie(sequences: Sequence[Ints], rows: Sequence[int]) -> Trie:
@@ -99,7 +124,7 @@ def build_trie(sequences: Sequence[Ints], rows: Sequence[int]) -> Trie:
     order = sorted(range(len(sequences)), key=lambda index: _sort_key(sequences[index]))
     paths: list[Indices] = []
     ids: list[Ints] = []
-    segments: list[tuple[int, int, Indices]] = []
+    segments: list[Segment] = []
     num_nodes, previous = 0, np.zeros(0, dtype=np.int32)
     for index in order:
         sequence = sequences[index]
@@ -109,9 +134,9 @@ def build_trie(sequences: Sequence[Ints], rows: Sequence[int]) -> Trie:
         paths.append(np.concatenate([ancestors, np.arange(num_nodes, stop)]))
         ids.append(sequence[shared:])
         if stop > num_nodes:
-            segments.append((num_nodes, stop, ancestors))
+            segments.append(Segment(start=num_nodes, stop=stop, ancestors=ancestors))
         num_nodes, previous = stop, sequence
-    depths = [np.arange(len(ancestors), len(ancestors) + stop - start) for start, stop, ancestors in segments]
+    depths = [len(segment.ancestors) + np.arange(segment.stop - segment.start) for segment in segments]
     return Trie(
         rows=tuple(rows[index] for index in order),
         ids=np.concatenate(ids).astype(np.int64),
@@ -157,15 +182,6 @@ def _common_prefix(first: Ints, second: Ints) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _visible(trie: Trie, length: int) -> npt.NDArray[np.bool_]:
-    """Bool [L, L]: each node sees its ancestors and itself. Padding sees itself, as a softmax needs something."""
-    visible = np.eye(length, dtype=bool)
-    for start, stop, ancestors in trie.segments:
-        visible[start:stop, ancestors] = True
-        visible[start:stop, start:stop] = np.tri(stop - start, dtype=bool)
-    return visible
-
-
 # ------------------------------------------------------------------------------------------------------- packs
 
 
@@ -175,7 +191,7 @@ def _flat_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
     return Pack(
         input_ids=np.stack([_pad(sequence, length) for sequence in sequences]),
         position_ids=np.tile(np.arange(length), (len(sequences), 1)),
-        visible=None,
+        segments=None,
         rows=tuple(indices),
         sources=np.concatenate([rows[index].positions - 1 + slot * length for slot, index in enumerate(indices)]),
         targets=_targets(rows, indices),
@@ -184,21 +200,26 @@ def _flat_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
 
 
 def _tree_pack(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
-    length = max(trie.num_nodes for trie in tries)
+    """Tries one after another in a single row, none of which sees another."""
+    offsets = np.cumsum([0, *(trie.num_nodes for trie in tries)])
     indices = [index for trie in tries for index in trie.rows]
     sources = [
-        path[rows[index].positions - 1] + slot * length
-        for slot, trie in enumerate(tries)
+        path[rows[index].positions - 1] + offset
+        for trie, offset in zip(tries, offsets, strict=False)
         for index, path in zip(trie.rows, trie.paths, strict=True)
     ]
     return Pack(
-        input_ids=np.stack([_pad(trie.ids, length) for trie in tries]),
-        position_ids=np.stack([_pad(trie.depths, length) for trie in tries]),
-        visible=np.stack([_visible(trie, length) for trie in tries]),
+        input_ids=np.concatenate([trie.ids for trie in tries])[None],
+        position_ids=np.concatenate([trie.depths for trie in tries])[None],
+        segments=tuple(
+            segment.shifted(int(offset))
+            for trie, offset in zip(tries, offsets, strict=False)
+            for segment in trie.segments
+        ),
         rows=tuple(indices),
         sources=np.concatenate(sources),
         targets=_targets(rows, indices),
-        num_tokens=sum(trie.num_nodes for trie in tries),
+        num_tokens=int(offsets[-1]),
     )
 
 
@@ -211,6 +232,19 @@ def _fill_bins(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
         else:
             bins.append([index])
     return bins
+
+
+def _fill_row(tries: Sequence[Trie], *, max_tokens: int) -> list[list[Trie]]:
+    """Tries in their order, cut where the next would not fit: nothing is padded, so no order is better than another."""
+    passes: list[list[Trie]] = []
+    size = 0
+    for trie in tries:
+        if not passes or size + trie.num_nodes > max_tokens:
+            passes.append([])
+            size = 0
+        passes[-1].append(trie)
+        size += trie.num_nodes
+    return passes
 
 
 def _needed(row: TrainingRow) -> int:

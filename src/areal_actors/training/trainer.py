@@ -24,14 +24,16 @@ from areal_actors.training.advantages import GroupAdvantages, compute_advantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
 from areal_actors.training.config import Aggregation, KlPlace, Layout, TrainerConfig
-from areal_actors.training.forward import TokenScores, require_plain_head, score_pack
+from areal_actors.training.forward import TokenScores, score_pack
 from areal_actors.training.objective import Objective, TokenSums, create_objective
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_tree
 from areal_actors.training.penalties import estimate_kl, penalise_kl, penalise_overlong
 from areal_actors.training.precision import compute_dtype
 from areal_actors.training.statistics import StepStatistics, describe_data
+from areal_actors.training.support import require_plain_head, require_tree_support
 from areal_actors.training.terms import Terms
+from areal_actors.training.tree_attention import use_tree_attention
 
 __all__ = ["PolicyTrainer"]
 
@@ -283,15 +285,15 @@ class PolicyTrainer:
     # -------------------------------------------------------------------------------------------- model, checks
 
     def _check(self) -> None:
-        problems = []
-        kl = self.config.objective.kl
-        if kl.coefficient and self._reference is None:
-            problems.append("objective.kl.coefficient: a KL penalty needs a reference model; give one or set it to 0.")
-        if self.config.layout is Layout.TREE:
-            problems.extend(_tree_problems(self.model.config))
-        if problems:
-            raise ConfigError(tuple(problems))
-        require_plain_head(self.model)
+        if self.config.objective.kl.coefficient and self._reference is None:
+            raise ConfigError(
+                "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
+            )
+        for model in filter(None, (self.model, self._reference)):
+            require_plain_head(model)
+            if self.config.layout is Layout.TREE:
+                use_tree_attention(model)
+                require_tree_support(model)
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Each tensor of the model once: tied weights have one name."""
@@ -309,21 +311,6 @@ class PolicyTrainer:
             )
         for name, tensor in own.items():
             tensor.copy_(saved[name])
-
-
-def _tree_problems(config: Any) -> list[str]:
-    """Why the model of ``config`` cannot take a packed row with a mask of its own."""
-    implementation = config._attn_implementation  # noqa: SLF001
-    problems = []
-    if implementation not in ("sdpa", "eager"):
-        problems.append(
-            f"layout: tree needs sdpa or eager attention, and the model has {implementation}; use layout=flat."
-        )
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        problems.append(
-            "layout: tree needs full attention in every layer, which this model does not have; use layout=flat."
-        )
-    return problems
 
 
 def _rng_tensors() -> dict[str, Tensor]:

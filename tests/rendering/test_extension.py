@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from areal_actors.domain import ForkReason, Tool, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.rendering import create_renderer
+from areal_actors.rendering import renderer as renderer_module
 from areal_actors.testing.tokenizers import tiny_tokenizer
 
 FORK = ForkReason.TEMPLATE_REWROTE_HISTORY
@@ -174,6 +175,64 @@ def test_ids_of_calls_may_be_refused():
     call = ToolCall(id="call_with_a_long_id", name="multiply", arguments="{}")
 
     assert FORK == extend("MISTRAL", [QUESTION, say("assistant", tool_calls=(call,))], RESULT)
+
+
+def create(source, *more_special):
+    """A renderer of a template that only one test has."""
+    return create_renderer(tiny_tokenizer(template=source, more_special=more_special))
+
+
+def test_calls_that_are_not_closed_cannot_be_extended():
+    """The end of some later turn is not taken for the end of the answer, which would lose the result in between."""
+    message = "'<|im_start|>' + m.role + '\n' + m.content + (m.tool_calls | tojson if m.tool_calls else '<|im_end|>')"
+    renderer = create("{% for m in messages %}{{ " + message + " }}{% endfor %}{{ '<|im_start|>assistant\n' }}")
+
+    assert renderer.typesetter.adaptation.format is not None  # for the tools; the calls are the template's own
+    assert FORK == renderer.extend(history=[QUESTION, ACT], new=[RESULT], is_closed=True)
+    assert FORK == renderer.extend(history=[QUESTION, ACT], new=[], is_closed=True)
+
+
+def test_an_end_of_turn_that_melts_into_another_token_is_a_fork():
+    """The suffix could not be cut behind the end of turn then."""
+    renderer = create(templates.PHI.replace("\\n", ""), "<|end|>", "<|user|>", "<|end|><|system|>")
+
+    assert not isinstance(renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True), ForkReason)
+    assert FORK == renderer.extend(history=[QUESTION, ANSWER], new=[SYSTEM], is_closed=True)
+
+
+def test_a_template_that_refuses_long_conversations_is_not_extended():
+    """What some history of the same shape makes impossible is not promised."""
+    refusal = "{%- if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
+    renderer = create(refusal + templates.CHATML)
+
+    assert FORK == renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True)
+
+
+def test_a_template_that_refuses_everything_makes_a_renderer_all_the_same():
+    """It refuses at the first request, in its own words, and can still read."""
+    renderer = create("{# </think> #}{{ raise_exception('not today') }}")
+
+    assert "a" == renderer.parse(sample(renderer, "a")).content
+    assert FORK == renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True)
+    with pytest.raises(RenderError, match="not today"):
+        renderer.render([QUESTION])
+
+
+def test_a_history_may_be_an_answer_alone():
+    """Odd, but not ours to forbid: the probe begins where the history begins."""
+    assert not isinstance(extend("CHATML", [ANSWER], QUESTION), ForkReason)
+
+
+def test_verdicts_are_forgotten_before_they_fill_the_memory(monkeypatch):
+    """A stranger may send any number of shapes and options."""
+    renderer = create(templates.QWEN)
+    monkeypatch.setattr(renderer_module, "_MAX_KEPT", 2)
+    for number in range(5):
+        options = {"number": number}
+        renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True, template_kwargs=options)
+        renderer.parse([], template_kwargs=options)
+
+    assert (2, 2) >= (len(renderer._verdicts), len(renderer._openings))
 
 
 def test_history_must_end_with_an_answer():

@@ -15,10 +15,8 @@ from areal_actors.rendering.base import TextDelta, ToolArgumentsDelta, ToolCallS
 from areal_actors.rendering.hermes import Hermes, parse_call
 from areal_actors.rendering.stream import join_deltas
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-)
+scalars = st.none() | st.booleans() | st.integers() | st.sampled_from(["</tool_call>", '"', "\\"]) | st.text(max_size=9)
+json_values = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=3), scalars, max_size=3)
 fragments = st.sampled_from(
     [
         "<tool_call>",
@@ -132,7 +130,10 @@ def test_arguments_in_a_string_are_taken_out_of_it():
     assert '{"b": 1}' == answer.tool_calls[0].arguments
 
 
-@given(st.text(alphabet=st.characters(categories=["L", "N"]), min_size=1), st.dictionaries(st.text(), json_values))
+@given(
+    st.text(alphabet=st.characters(categories=["L", "N"]), min_size=1, max_size=9),
+    st.dictionaries(st.text(max_size=9), json_values, max_size=3),
+)
 def test_parsing_undoes_formatting(name, arguments):
     """A formatted call is parsed to the same name and the very same text of arguments."""
     written = ToolCall(id="call_0", name=name, arguments=json.dumps(arguments))

@@ -7,6 +7,7 @@ import json
 import pytest
 from tests.rendering import templates
 from tests.rendering.conversations import TOOL, sample, say, write_call
+from transformers import ByT5Tokenizer
 
 from areal_actors.errors import ConfigError, ModelError
 from areal_actors.rendering import RendererConfig, create_renderer, load_renderer
@@ -25,13 +26,22 @@ def test_a_saved_model_is_loaded(tmp_path):
     assert "hi" == renderer.parse([*renderer.vocabulary.encode("hi"), 384]).content
 
 
-@pytest.mark.parametrize("found", ["2", "null"])
-def test_generation_configs_of_every_kind(tmp_path, found):
-    """One end token, or none."""
+@pytest.mark.parametrize("config", ['{"eos_token_id": 2}', '{"eos_token_id": null}', "{}", None])
+def test_generation_configs_of_every_kind(tmp_path, config):
+    """One end token, none, or no such file."""
     tiny_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(config)
 
     assert (2,) == load_renderer(tmp_path).stop_token_ids
+
+
+def test_slow_tokenizers_are_refused(tmp_path):
+    """Ids must come from one place; a tokenizer in Python has no backend to take over."""
+    ByT5Tokenizer().save_pretrained(tmp_path)
+
+    with pytest.raises(ModelError, match="no fast tokenizer"):
+        load_renderer(tmp_path)
 
 
 def test_models_that_cannot_be_loaded(tmp_path):

@@ -102,6 +102,14 @@ def test_garbage_does_not_wait_for_ever():
     assert "\ufffd" in detokenizer.feed([0xFF + 1] * 20)
 
 
+def test_vocabularies_may_have_holes():
+    """Ids that stand for nothing are left out."""
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 5}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+
+    assert "ab" == Vocabulary.create(backend, special={}).decode([0, 3, 5])
+
+
 def test_truncation_of_tokenizer_files_is_switched_off():
     """Some tokenizer files truncate or pad; a prompt is neither."""
     backend = tiny_tokenizer().backend_tokenizer

@@ -21,6 +21,7 @@ from areal_actors.rendering.template import ChatTemplate, PlainMessage
 
 __all__ = ["Adaptation", "probe_adaptation", "to_plain_message", "to_plain_tool"]
 
+_COMMON_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _SYSTEM_ROLES = ("system", "developer")
 _ARGUMENT = "probe argument"
 _CALL = ToolCall(id="probe0000", name="probe_name", arguments=json.dumps({"probe": _ARGUMENT}))
@@ -102,7 +103,7 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, empty_content: str |
 
     A role becomes part of the template's own markup in many templates, so it may not bring any.
     """
-    if not message.role.replace("_", "").replace("-", "").isalnum():
+    if message.role not in _COMMON_ROLES and not message.role.replace("_", "").replace("-", "").isalnum():
         raise RenderError(
             f"A message has the role {message.role!r}, which is no word; use system, user, assistant or tool."
         )

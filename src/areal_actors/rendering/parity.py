@@ -38,12 +38,16 @@ class Verdict:
 
 @frozen(kw_only=True)
 class _Case:
-    """An extension to be rendered both ways; ``marks`` must be found in the answer's text, in this order."""
+    """An extension to be rendered both ways.
+
+    ``marks`` must be found in the answer's text, in this order; ``new_marks`` are those of the new messages.
+    """
 
     trait: Trait
     answer: ChatMessage
     marks: tuple[str, ...]
     new: tuple[ChatMessage, ...]
+    new_marks: tuple[str, ...]
     tools: tuple[Tool, ...]
     options: Mapping[str, Any]
 
@@ -99,18 +103,21 @@ class ParityProbe:
         closing = None if end is None else self.suffix.find_closing(whole, end)
         if end is None or closing is None or whole[closing:] != tail:
             return False
-        is_clean = case.answer.tool_calls or not whole[end:closing].strip()
+        rest = whole[end:closing]
+        is_clean = not any(mark in rest for mark in case.new_marks) if case.answer.tool_calls else not rest.strip()
         encode = self.vocabulary.encode
-        return bool(is_clean) and encode(whole) == encode(whole[:closing]) + encode(tail)
+        return is_clean and encode(whole) == encode(whole[:closing]) + encode(tail)
 
 
 def _create_case(shape: Shape, options: Mapping[str, Any]) -> _Case:
     answer, marks = shape.answer.create(5)
+    created = [trait.create(index) for index, trait in enumerate(shape.new, start=100)]
     return _Case(
         trait=shape.answer,
         answer=answer,
         marks=marks,
-        new=tuple(trait.create(index)[0] for index, trait in enumerate(shape.new, start=100)),
+        new=tuple(message for message, _ in created),
+        new_marks=tuple(mark for _, marks in created for mark in marks),
         tools=PROBE_TOOLS if shape.has_tools else (),
         options=options,
     )

@@ -144,7 +144,7 @@ def _opening(history: Sequence[ChatMessage]) -> tuple[str, ...]:
 def _shorten(messages: Sequence[ChatMessage]) -> tuple[Trait, ...]:
     traits: list[Trait] = []
     for trait in map(Trait.of, messages):
-        if traits[-_MAX_RUN:] != [trait] * _MAX_RUN:
+        if len(traits) < _MAX_RUN or any(earlier != trait for earlier in traits[-_MAX_RUN:]):
             traits.append(trait)
     return tuple(traits)
 

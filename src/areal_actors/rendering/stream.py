@@ -87,7 +87,7 @@ def join_deltas(deltas: Iterable[Delta]) -> ChatMessage:
                 reasoning.append(delta.text)
             case ToolCallStarted():
                 starts.append(delta)
-            case ToolArgumentsDelta():
+            case ToolArgumentsDelta():  # pragma: no branch - there are no others
                 arguments[delta.index] = arguments.get(delta.index, "") + delta.text
     return ChatMessage(
         role="assistant",

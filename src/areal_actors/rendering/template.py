@@ -64,6 +64,12 @@ def _create_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnviro
     return environment
 
 
+def _compile(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2.Template:
+    template = environment.from_string(source)
+    template.globals = dict(template.globals)  # is copied at every rendering, which is slow for Jinja's chain of dicts
+    return template
+
+
 @frozen(kw_only=True)
 class ChatTemplate:
     """One compiled template, or two where a model has another for conversations with tools."""
@@ -93,8 +99,8 @@ class ChatTemplate:
             )
         environment = _create_environment(now)
         try:
-            plain = environment.from_string(named["default"])
-            with_tools = environment.from_string(named["tool_use"]) if "tool_use" in named else plain
+            plain = _compile(environment, named["default"])
+            with_tools = _compile(environment, named["tool_use"]) if "tool_use" in named else plain
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"The chat template is not valid Jinja (line {error.lineno}): {error.message}") from error
         text = "\n".join(named[name] for name in ("default", "tool_use") if name in named)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,9 @@ class Trainer:
         """
 
         async def main() -> RunSummary:
-            return await self.run(workflow, workflow_kwargs, resume=resume, run_dir=run_dir)
+            return await self.run(
+                workflow, workflow_kwargs, resume=resume, run_dir=run_dir, is_handling_signals=True
+            )
 
         return anyio.run(main, backend=backend)
 
@@ -92,8 +94,9 @@ class Trainer:
         *,
         resume: bool = False,
         run_dir: Path | None = None,
+        is_handling_signals: bool = False,
     ) -> RunSummary:
-        """Train inside the running event loop."""
+        """Train inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
         agent = resolve_agent(
             self.config.rollout.workflow if workflow is None else workflow,
             workflow_kwargs=self.config.rollout.workflow_kwargs if workflow is None else workflow_kwargs,
@@ -102,16 +105,18 @@ class Trainer:
         started = time.monotonic()
         _prepare(self.config, directory, resume=resume)
         with logging_to_file(directory.log):
-            await self._run(agent, directory, resume=resume)
+            await self._run(agent, directory, resume=resume, is_handling_signals=is_handling_signals)
         return summarize_run(directory, seconds=time.monotonic() - started)
 
-    async def _run(self, agent: Agent, directory: RunDirectory, *, resume: bool) -> None:
+    async def _run(
+        self, agent: Agent, directory: RunDirectory, *, resume: bool, is_handling_signals: bool
+    ) -> None:
         job = await to_thread.run_sync(lambda: _load(self.config, agent, directory, resume=resume))
         async with AsyncExitStack() as stack:
             inference = await stack.enter_async_context(_open_inference(job))
             progress = await inference.system.spawn(_create_reporter(job), name="progress")
             training = await _spawn_learners(job, inference, progress, stack)
-            async with stop_on_signals(training):
+            async with stop_on_signals(training) if is_handling_signals else nullcontext():
                 summary = await training.ask(AwaitTraining())
             await _save_results(job, progress, summary)
 

@@ -135,5 +135,5 @@ def _create_probe(typesetter: Typesetter, vocabulary: Vocabulary, stops: tuple[i
     return ParityProbe(typesetter=typesetter, suffix=suffix, vocabulary=vocabulary, stop_token_ids=stops)
 
 
-def _unique(token_ids: Iterable[int | None]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(token_id for token_id in token_ids if token_id is not None))
+def _unique(token_ids: Iterable[object]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token_id for token_id in token_ids if isinstance(token_id, int)))

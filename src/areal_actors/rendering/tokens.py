@@ -94,9 +94,9 @@ class Vocabulary:
     special: Mapping[int, str]
     """Text of each special token by id."""
     size: int
-    _foreign: re.Pattern[str] | None
-    _foreign_start: re.Pattern[str] | None
-    _token_bytes: dict[int, bytes] = field(factory=dict)
+    _foreign: re.Pattern[str] | None = field(alias="foreign")
+    _foreign_start: re.Pattern[str] | None = field(alias="foreign_start")
+    _token_bytes: dict[int, bytes] = field(factory=dict, init=False)
 
     @staticmethod
     def create(backend: Tokenizer, *, special: Mapping[int, str]) -> Vocabulary:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,7 @@ def _evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> E
 def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:
     """One flat record of a step; ``docs/metrics.md`` explains each key."""
     data = statistics.data
-    return {
+    metrics: dict[str, float | int | None] = {
         "step": statistics.version,
         "version": statistics.version,
         "reward": data.reward_mean,
@@ -327,3 +328,5 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "behaviour_gap_mean": statistics.behaviour_gap_mean,
         "behaviour_gap_max": statistics.behaviour_gap_max,
     }
+    # A step in which no token had an advantage computed nothing: it has no entropy, rather than one that is not a number.
+    return {key: value if value is None or isfinite(value) else None for key, value in metrics.items()}

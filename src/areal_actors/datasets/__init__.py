@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from areal_actors.datasets.problems import Problems, find_overlap
-from areal_actors.datasets.sources import DatasetConfig, load_problems
+from areal_actors.datasets.sources import DataPath, DatasetConfig, ProblemsReference, load_problems
 
-__all__ = ["DatasetConfig", "Problems", "find_overlap", "load_problems"]
+__all__ = ["DataPath", "DatasetConfig", "Problems", "ProblemsReference", "find_overlap", "load_problems"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NewType
 
 import orjson
 from attrs import field, frozen
@@ -21,7 +21,13 @@ from attrs.validators import ge, optional
 from areal_actors.datasets.problems import Problems
 from areal_actors.errors import DatasetError
 
-__all__ = ["DatasetConfig", "load_problems"]
+__all__ = ["DataPath", "DatasetConfig", "ProblemsReference", "load_problems"]
+
+DataPath = NewType("DataPath", str)
+"""A file or directory of problems; in a configuration file, relative to it."""
+
+ProblemsReference = NewType("ProblemsReference", str)
+"""A function that yields problems: ``file.py:name``, relative to the configuration file, or ``module:name``."""
 
 Import = Callable[[str], Any]
 _KINDS = ("jsonl", "huggingface", "reasoning_gym", "python")
@@ -35,11 +41,11 @@ class DatasetConfig:
     reasoning-gym generator, or to the Python function as keyword arguments. ``is_shuffled`` permutes each epoch anew.
     """
 
-    jsonl: str | None = None
-    huggingface: str | None = None
+    jsonl: DataPath | None = None
+    huggingface: DataPath | None = None
     split: str | None = None
     reasoning_gym: str | None = None
-    python: str | None = None
+    python: ProblemsReference | None = None
     size: int | None = field(default=None, validator=optional(ge(1)))
     seed: int = 0
     options: Mapping[str, Any] = field(factory=dict)

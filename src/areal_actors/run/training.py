@@ -28,6 +28,7 @@ from areal_actors.dashboard import (
     MetricsWriter,
     RolloutDumper,
     RunDirectory,
+    RunState,
     RunSummary,
     SessionSampler,
     TensorboardWriter,
@@ -225,16 +226,21 @@ async def _open_inference(job: _Job) -> AsyncIterator[Inference]:
 def _create_reporter(job: _Job) -> ProgressReporter:
     config, directory = job.config, job.directory
     resumed = job.policy.version if job.counters is not None else None
+    decode = job.renderer.decode
     listeners: list[Listener] = [
         MetricsWriter(directory.metrics, resumed_step=resumed),
-        FailureWriter(directory, resumed_step=resumed),
-        SessionSampler(directory, max_sessions=config.logging.max_sessions, resumed_step=resumed),
-        create_display(config.logging.display, total_steps=config.total_steps, title=config.experiment_name),
+        FailureWriter(directory.failures, resumed_step=resumed),
+        SessionSampler(
+            directory.sessions, decode=decode, max_sessions=config.logging.max_sessions, resumed_step=resumed
+        ),
     ]
+    display = create_display(config.logging.display, RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed or 0))
+    if display is not None:
+        listeners.append(display)
     if config.logging.tensorboard:
         listeners.append(TensorboardWriter(directory.tensorboard, resumed_step=resumed))
     if config.rollout.dump_to_file:
-        listeners.append(RolloutDumper(directory, decode=job.renderer.decode))
+        listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed))
     return ProgressReporter(listeners)
 
 

@@ -1,4 +1,4 @@
-"""Handlers that run in tasks: limits, overtaking, places that are handed on, and asks that would wait for themselves."""
+"""Handlers that run in tasks: limits, overtaking, places handed on; and asks that would wait for themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyio import wait_all_tasks_blocked
 from attrs import frozen
 
 from areal_actors.core import Actor, ActorSystem, Context, Message, Ref, Restart, StreamMessage
-from areal_actors.errors import ActorStopped, DeadlineExceeded, DeadlockError, RemoteError
+from areal_actors.errors import ActorStopped, DeadlineExceeded, RemoteError
 from areal_actors.testing import virtual_backend
 
 pytestmark = pytest.mark.anyio
@@ -258,7 +258,7 @@ async def test_an_ask_to_oneself_is_refused():
     """At once, and with the way out."""
     async with ActorSystem.open() as system:
         a = await system.spawn(Link(), name="a")
-        with pytest.raises(RemoteError, match="DeadlockError: Pass would wait for itself: 'a' → 'a'. Tell instead"):
+        with pytest.raises(RemoteError, match=r"DeadlockError: Pass would wait for itself: 'a' → 'a'\. Tell instead"):
             await a.ask(Pass(path=(a,)))
 
         assert await a.ask(Pass()) == "a"

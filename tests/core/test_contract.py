@@ -52,7 +52,7 @@ class Keeper(Actor[Shop]):
 
 
 def test_a_message_registers_once_with_its_protocol():
-    """attrs makes a second class for slots; only the final one counts."""
+    """For slots a class is made twice; only the final one counts."""
     assert (Buy, Browse) == messages_of(Shop)
     assert Shop is protocol_of(Buy)
     assert Receipt is reply_of(Buy)
@@ -119,7 +119,7 @@ async def test_a_missing_handler_is_refused_at_spawn():
         buy = Keeper.buy
 
     async with ActorSystem.open() as system:
-        with pytest.raises(ProtocolError, match="Lazy has no handler for Browse; add a method under @Browse.handler"):
+        with pytest.raises(ProtocolError, match=r"Lazy has no handler for Browse; add a method under @Browse\.handler"):
             await system.spawn(Lazy())
 
 
@@ -185,5 +185,5 @@ async def test_a_lifespan_must_be_a_context_manager():
         async def pay(self, message: Pay) -> None: ...
 
     async with ActorSystem.open() as system:
-        with pytest.raises(ProtocolError, match="Undecorated.lifespan must be decorated"):
+        with pytest.raises(ProtocolError, match=r"Undecorated\.lifespan must be decorated"):
             await system.spawn(Undecorated())

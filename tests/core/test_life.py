@@ -268,16 +268,15 @@ async def test_a_cancelled_spawn_leaves_nothing():
 
 async def test_stopping_an_actor_that_is_being_born():
     """Its spawner is told."""
-    async with ActorSystem.open() as system:
-        async with anyio.create_task_group() as tasks:
+    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
 
-            async def spawn() -> None:
-                with pytest.raises(ActorStopped, match="stopped before its lifespan was entered"):
-                    await system.spawn(Diarist(entering=100), name="slow")
+        async def spawn() -> None:
+            with pytest.raises(ActorStopped, match="stopped before its lifespan was entered"):
+                await system.spawn(Diarist(entering=100), name="slow")
 
-            tasks.start_soon(spawn)
-            await wait_all_tasks_blocked()
-            await system.stop(grace=1)
+        tasks.start_soon(spawn)
+        await wait_all_tasks_blocked()
+        await system.stop(grace=1)
 
 
 async def test_names_are_unique_among_the_living():
@@ -433,7 +432,10 @@ async def test_restart_needs_a_factory_that_keeps_its_word():
     async with ActorSystem.open() as system:
         with pytest.raises(ConfigError, match="spawn a factory"):
             await system.spawn(Diarist(), supervision=Restart())
-        ref = await system.spawn(lambda: next(kinds)(), supervision=Restart(max_restarts=1, then=Stop()))
+        ref = await system.spawn(
+            lambda: next(kinds)(),  # noqa: PLW0108 - another class each time
+            supervision=Restart(max_restarts=1, then=Stop()),
+        )
         await ref.tell(Work(error=ValueError("odd")))
         assert (await system.watch(ref)).is_restarting
 
@@ -446,7 +448,7 @@ async def test_restart_needs_a_factory_that_keeps_its_word():
     window=st.floats(min_value=0.1, max_value=100),
 )
 def test_restarts_respect_window_and_back_off(crashes, max_restarts, window):
-    """Never more grants in any window than allowed; delays double from the base up to the maximum, within the jitter."""
+    """Never more grants in any window than allowed; delays double up to the maximum, within the jitter."""
     policy = Restart(
         max_restarts=max_restarts, window_seconds=window, backoff_seconds=1, max_backoff_seconds=6, jitter=0.5
     )

@@ -61,7 +61,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.control.append(entry)
 
     @rule(lane=st.sampled_from(["a", "b"]), is_parked=st.booleans())
-    def take(self, lane: str, is_parked: bool) -> None:
+    def take(self, *, lane: str, is_parked: bool) -> None:
         """Take one entry; a reader that cannot handle it now parks it in the room that it left."""
         if not self.control:
             self.admit_if_open()
@@ -106,7 +106,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.senders)
     @rule(data=st.data(), by_ticket=st.booleans())
-    def leave(self, data: st.DataObject, by_ticket: bool) -> None:
+    def leave(self, *, data: st.DataObject, by_ticket: bool) -> None:
         """A sender that stopped waiting for room."""
         ticket = data.draw(st.sampled_from(list(self.senders)))
         self.senders.remove(ticket)

@@ -97,7 +97,7 @@ async def test_the_blocks_own_group_leaves_as_it_is():
 @pytest.mark.anyio
 async def test_a_crash_and_the_blocks_error_leave_together():
     """Neither hides the other; the first is named."""
-    with pytest.raises(ExceptionGroup, match="ValueError: broken|KeyError: 'mine'") as caught:
+    with pytest.raises(ExceptionGroup, match=r"ValueError: broken|KeyError: 'mine'") as caught:
         async with ActorSystem.open() as system:
             ref = await system.spawn(Abacus())
             try:
@@ -129,12 +129,11 @@ async def test_nothing_is_left_after_the_block():
     before = num_tasks()
     async with ActorSystem.open(grace=0) as system:
         ref = await system.spawn(Abacus())
-        async with anyio.create_task_group() as tasks:
-            async with ref.stream(Forever()) as items, ref.stream(Forever()):
-                await anext(items)
-                tasks.start_soon(ref.ask, Add())
-                await wait_all_tasks_blocked()
-                assert num_tasks() > before
+        async with anyio.create_task_group() as tasks, ref.stream(Forever()) as items, ref.stream(Forever()):
+            await anext(items)
+            tasks.start_soon(ref.ask, Add())
+            await wait_all_tasks_blocked()
+            assert num_tasks() > before
     await wait_all_tasks_blocked()
 
     assert before == num_tasks()

@@ -24,9 +24,9 @@ Item = TypeVar("Item")
 class Ref(ABC, Generic[P_contra]):
     """A handle on an actor that speaks ``P_contra``. It stays valid across restarts, and compares by address.
 
-    Messages of one sender arrive in the order in which it sent them; handlers with ``concurrency`` are given their tasks
-    in that order, and from there on it is the event loop that chooses. Nothing is promised across senders. Delivery is
-    at most once; nothing is retried in silence.
+    Messages of one sender arrive in the order in which it sent them; handlers with ``concurrency`` are given their
+    tasks in that order, and from there on it is the event loop that chooses. Nothing is promised across senders.
+    Delivery is at most once; nothing is retried in silence.
     """
 
     __slots__ = ()

@@ -63,4 +63,5 @@ async def use(system: ActorSystem, capacity: Ref[Capacity]) -> None:
     both: Ref[Capacity | Sessions] = capacity  # wrong
     with system.portal() as portal:
         portal.ask(capacity, EndSession())  # wrong
-    print(text, both)
+    await both.ask(EndSession())
+    text.upper()

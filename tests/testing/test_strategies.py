@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import find, given
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from areal_actors.cache import RewardTree, full_history, full_ids, lookup_in
@@ -17,6 +17,8 @@ from areal_actors.testing.strategies import (
     reward_trees,
     session_records,
 )
+
+GENERATE = settings(phases=[Phase.generate], max_examples=1000, database=None)  # any example will do, not the smallest
 
 
 @given(session_records())
@@ -61,7 +63,7 @@ def test_every_call_in_a_conversation_has_its_result(messages: tuple[ChatMessage
 )
 def test_the_cases_that_matter_are_reached(strategy: st.SearchStrategy[Any], condition: Any) -> None:
     """Forks, earlier token parents, siblings, unstored turns, several roots, answers with everything."""
-    assert condition(find(strategy, condition))
+    assert condition(find(strategy, condition, settings=GENERATE))
 
 
 @pytest.mark.parametrize("style", sorted(set(ECHO_STYLES) - {"exact"}))
@@ -69,5 +71,5 @@ def test_every_echo_style_changes_something(style: str) -> None:
     """A style that is exact would test nothing."""
     echo = ECHO_STYLES[style]
 
-    found = find(chat_messages("assistant"), lambda message: echo(message) != message)
+    found = find(chat_messages("assistant"), lambda message: echo(message) != message, settings=GENERATE)
     assert found != echo(found)

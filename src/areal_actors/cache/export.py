@@ -17,8 +17,10 @@ Padded arrays are in ``arrays``, the JSON document in ``document``, what returns
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from attrs import frozen
 
 from areal_actors.cache.history import Lookup, lookup_in
@@ -198,63 +200,57 @@ _Part = Ints | Interaction
 
 def _build_row(source: _Source, parts: Sequence[_Part], *, trained: frozenset[InteractionId]) -> Trajectory:
     """Join the parts; outputs in ``trained`` are trained, the others are context that was sampled."""
-    row = _Row()
+    pieces: list[Ints] = []
+    spans: list[_Span] = []
+    num_tokens = 0
     for part in parts:
         if isinstance(part, Interaction):
-            row.sampled(part, is_trained=part.id in trained, value=source.returns.get(part.id, 0.0))
+            spans.append(_Span(part, _checked_completion(part, num_tokens), num_tokens))
+            piece = spans[-1].completion.token_ids
         else:
-            row.read(part)
-    last = row.turns_seen[-1]
+            piece = part
+        pieces.append(piece)
+        num_tokens += len(piece)
+    last = spans[-1].turn
     return Trajectory(
         session=source.session,
-        interactions=tuple(turn.id for turn in row.turns_seen),
-        input_ids=np.concatenate(row.input_ids),
-        loss_mask=np.concatenate(row.loss_mask),
-        logprobs=np.concatenate(row.logprobs),
-        versions=np.concatenate(row.versions),
-        returns=np.concatenate(row.returns),
-        turns=np.concatenate(row.turns),
+        interactions=tuple(span.turn.id for span in spans),
+        input_ids=np.concatenate(pieces),
+        **_columns(spans, num_tokens, source.returns, trained),
         reward=source.returns[last.id],
         tag=last.tag,
     )
 
 
-class _Row:
-    """The columns of a row that is being built, as lists of pieces."""
+@frozen
+class _Span:
+    """Where a turn's output stands in a row."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.turns_seen: list[Interaction] = []
-        self.input_ids: list[Ints] = []
-        self.loss_mask: list[Ints] = []
-        self.logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
-        self.versions: list[Ints] = []
-        self.returns: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
-        self.turns: list[Ints] = []
+    turn: Interaction
+    completion: Completion
+    start: int
 
-    def read(self, ids: Ints) -> None:
-        """Add tokens that were read, not sampled."""
-        n = len(ids)
-        self.num_tokens += n
-        self.input_ids.append(ids)
-        self.loss_mask.append(np.zeros(n, np.int32))
-        self.logprobs.append(np.zeros(n, np.float32))
-        self.versions.append(np.full(n, -1, np.int32))
-        self.returns.append(np.zeros(n, np.float32))
-        self.turns.append(np.full(n, -1, np.int32))
 
-    def sampled(self, turn: Interaction, *, is_trained: bool, value: float) -> None:
-        """Add a turn's output."""
-        completion = _checked_completion(turn, self.num_tokens)
-        n = len(completion.token_ids)
-        self.num_tokens += n
-        self.input_ids.append(completion.token_ids)
-        self.loss_mask.append(np.full(n, is_trained, np.int32))
-        self.logprobs.append(completion.logprobs if is_trained else np.zeros(n, np.float32))
-        self.versions.append(completion.versions)
-        self.returns.append(np.full(n, value, np.float32))
-        self.turns.append(np.full(n, len(self.turns_seen), np.int32))
-        self.turns_seen.append(turn)
+def _columns(
+    spans: Sequence[_Span], num_tokens: int, returns: Mapping[InteractionId, float], trained: frozenset[InteractionId]
+) -> dict[str, npt.NDArray[Any]]:
+    """The columns beside the ids, neutral but for the spans."""
+    columns: dict[str, npt.NDArray[Any]] = {
+        "loss_mask": np.zeros(num_tokens, np.int32),
+        "logprobs": np.zeros(num_tokens, np.float32),
+        "versions": np.full(num_tokens, -1, np.int32),
+        "returns": np.zeros(num_tokens, np.float32),
+        "turns": np.full(num_tokens, -1, np.int32),
+    }
+    for position, span in enumerate(spans):
+        where = slice(span.start, span.start + len(span.completion.token_ids))
+        columns["versions"][where] = span.completion.versions
+        columns["turns"][where] = position
+        columns["returns"][where] = returns.get(span.turn.id, 0.0)
+        if span.turn.id in trained:
+            columns["loss_mask"][where] = 1
+            columns["logprobs"][where] = span.completion.logprobs
+    return columns
 
 
 def _checked_completion(turn: Interaction, num_tokens: int) -> Completion:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from areal_actors.cache.canonical import num_leading_instructions
 from areal_actors.domain import ChatMessage, ForkReason, Interaction, InteractionId, SessionRecord
@@ -50,7 +51,7 @@ def ancestry(
 def full_history(interaction: Interaction, lookup: Lookup, *, with_answer: bool = True) -> tuple[ChatMessage, ...]:
     """All messages of an interaction as they were stored, its own answer last (if it has one and ``with_answer``)."""
     messages: list[ChatMessage] = []
-    for turn in ancestry(interaction, lookup, lambda turn: turn.parent):
+    for turn in ancestry(interaction, lookup, attrgetter("parent")):
         go_on(messages, turn.messages, turn.fork)
         if turn.output is not None and (with_answer or turn is not interaction):
             messages.append(turn.output)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attrs import define, field, frozen
+from attrs import field, frozen
 
 from areal_actors.cache.canonical import (
     DIGEST_SIZE,
@@ -73,13 +73,12 @@ class Match:
     history: History = field(repr=False)
 
 
-@define(eq=False)
+@frozen(eq=False, weakref_slot=False)
 class _Entry:
-    """What the index knows of an interaction."""
+    """What the index knows of an interaction that has an answer."""
 
     id: InteractionId
     frame: Frame
-    prompt_digest: bytes
 
 
 @frozen
@@ -106,8 +105,8 @@ class ParentIndex:
 
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
-        self._entries: dict[InteractionId, _Entry] = {}
-        self._answers: dict[bytes, tuple[_Entry, ...]] = {}
+        self._asked: dict[InteractionId, tuple[_Entry, bytes]] = {}  # pending ones, with the digest of their prompt
+        self._answers: dict[bytes, _Entry | tuple[_Entry, ...]] = {}  # most answers are alone: a tuple costs 64 bytes
         self._prompts: set[bytes] = set()
         self._frames: dict[Frame, Frame] = {}
         self._recent: tuple[_Recent, ...] = ()
@@ -117,7 +116,7 @@ class ParentIndex:
         history, recent = self._digest(request)
         hint: ForkReason | None = None
         for position in _answer_positions(history.messages):
-            entries = self._answers.get(history.digest(position + 1), ())
+            entries = self._bucket(history.digest(position + 1))
             parent, reason = self._choose(entries, history, position, recent)
             if parent is not None:
                 return _linked(parent, history, position, reason)
@@ -127,15 +126,23 @@ class ParentIndex:
     def begin(self, interaction_id: InteractionId, history: History) -> None:
         """Remember that ``history`` was asked under this id."""
         digest = history.digest(len(history.messages))
-        self._entries[interaction_id] = _Entry(interaction_id, history.frame, digest)
+        self._asked[interaction_id] = _Entry(interaction_id, history.frame), digest
         self._prompts.add(digest)
         self._remember(history, interaction_id)
 
-    def answer(self, interaction_id: InteractionId, output: ChatMessage) -> None:
-        """Make the interaction findable by its answer (or by the part of an answer that its client has seen)."""
-        entry = self._entries[interaction_id]
-        digest = extend_digest(entry.prompt_digest, output)
-        self._answers[digest] = (*self._answers.get(digest, ()), entry)
+    def end(self, interaction_id: InteractionId, output: ChatMessage | None) -> None:
+        """Make the interaction findable by its answer, or by the part of an answer that its client has seen."""
+        entry, prompt_digest = self._asked.pop(interaction_id)
+        if output is None:
+            return
+        digest = extend_digest(prompt_digest, output)
+        others = self._bucket(digest)
+        self._answers[digest] = (*others, entry) if others else entry
+
+    def _bucket(self, digest: bytes) -> tuple[_Entry, ...]:
+        """The interactions that end with this digest, in the order in which they ended."""
+        found = self._answers.get(digest, ())
+        return (found,) if isinstance(found, _Entry) else found
 
     def _digest(self, request: CompletionRequest) -> tuple[History, _Recent | None]:
         """The request's history; digests are taken over from the recent history that shares most messages with it."""
@@ -159,7 +166,7 @@ class ParentIndex:
     ) -> tuple[Interaction | None, ForkReason | None]:
         """The best of those that answer like the message at ``position``, or why none of them is the parent."""
         reason: ForkReason | None = None
-        best: tuple[_Evidence, Interaction] | None = None
+        best: tuple[_Evidence, Interaction, Frame] | None = None
         for entry in entries:
             interaction = self._lookup(entry.id)
             if not self._is_path(entry, interaction, history, position, recent):
@@ -171,10 +178,10 @@ class ParentIndex:
             if not (evidence.has_same_system or self._is_proven(interaction, history, position)):
                 reason = ForkReason.NEW_SYSTEM_PROMPT
             elif best is None or evidence > best[0]:
-                best = evidence, interaction
+                best = evidence, interaction, entry.frame
         if best is None:
             return None, reason
-        return best[1], _frame_reason(self._entries[best[1].id].frame, history.frame)
+        return best[1], _frame_reason(best[2], history.frame)
 
     def _is_path(
         self, entry: _Entry, interaction: Interaction, history: History, position: int, recent: _Recent | None
@@ -210,11 +217,13 @@ def _answer_positions(messages: Sequence[ChatMessage]) -> Iterator[int]:
     return (i for i in range(len(messages) - 1, -1, -1) if messages[i].role == "assistant")
 
 
-def _num_shared(known: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> int:
-    """How many messages both begin with."""
+def _num_shared(known: tuple[ChatMessage, ...], messages: tuple[ChatMessage, ...]) -> int:
+    """How many messages both begin with. An agent that talks on repeats all of them: that is tried first."""
+    if messages[: len(known)] == known:
+        return len(known)
     num_shared = 0
     for left, right in zip(known, messages, strict=False):
-        if left is not right and left != right:
+        if not (left is right or left == right):
             break
         num_shared += 1
     return num_shared

@@ -5,6 +5,8 @@ The messages that the ids stand for are put together in ``history``, which also 
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from areal_actors.cache.history import Lookup, ancestry
@@ -15,7 +17,7 @@ __all__ = ["full_ids", "longest_token_ancestor", "prompt_ids", "token_path"]
 
 def token_path(interaction: Interaction, lookup: Lookup) -> list[Interaction]:
     """The interaction and its token parents, root first."""
-    return ancestry(interaction, lookup, lambda turn: turn.token_parent)
+    return ancestry(interaction, lookup, attrgetter("token_parent"))
 
 
 def prompt_ids(interaction: Interaction, lookup: Lookup) -> Ints:

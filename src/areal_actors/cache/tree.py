@@ -80,7 +80,9 @@ class ConversationTree:
         self.group = group
         self.metadata: Mapping[str, Any] = dict(metadata or {})
         self._interactions: dict[InteractionId, Interaction] = {}
-        self._index = ParentIndex(self.get)
+        self._known = self._interactions.__getitem__  # ids that the tree itself wrote down need no error message
+        self._index = ParentIndex(self._known)
+        self._versions = _ConstantArrays()
         self._num_pending = 0
         self._num_completed = 0
         self._last_completed: InteractionId | None = None
@@ -117,15 +119,15 @@ class ConversationTree:
 
     def history(self, interaction: Interaction) -> tuple[ChatMessage, ...]:
         """All messages of an interaction as they were stored, its own answer last."""
-        return full_history(interaction, self.get)
+        return full_history(interaction, self._known)
 
     def prompt_tokens(self, interaction: Interaction) -> Ints:
         """The exact ids of the prompt, int32 [T]."""
-        return prompt_ids(interaction, self.get)
+        return prompt_ids(interaction, self._known)
 
     def full_tokens(self, interaction: Interaction) -> Ints:
         """The exact ids of the prompt and of what was sampled, int32 [T]."""
-        return full_ids(interaction, self.get)
+        return full_ids(interaction, self._known)
 
     def snapshot(self, *, is_ended: bool = False) -> SessionRecord:
         """The session as it stands, frozen."""
@@ -169,7 +171,7 @@ class ConversationTree:
         """
         interaction = evolve(
             self._pending(interaction_id),
-            completion=_compact(completion),
+            completion=self._compact(completion),
             output=output,
             status=InteractionStatus.COMPLETED,
             completed_order=self._num_completed,
@@ -187,13 +189,26 @@ class ConversationTree:
 
         A cancelled interaction is never trained and never a parent. Raises as ``complete`` does.
         """
-        completion = None if partial is None else _compact(partial)
+        completion = None if partial is None else self._compact(partial)
         pending = self._pending(interaction_id)
         return self._end(evolve(pending, completion=completion, output=output, status=InteractionStatus.CANCELLED))
 
     def fail(self, interaction_id: InteractionId, reason: str) -> Interaction:
         """Record that no answer came, and why. Raises as ``complete`` does."""
         return self._end(evolve(self._pending(interaction_id), failure=reason, status=InteractionStatus.FAILED))
+
+    def _compact(self, completion: Completion) -> Completion:
+        """The same completion in as little memory as it takes, in arrays of our own."""
+        logprobs, versions = _owned(completion.logprobs), completion.versions
+        has_one_version = len(versions) > 0 and bool((versions == versions[0]).all())
+        is_same = np.array_equal(logprobs, completion.raw_logprobs)  # so it is without truncation and penalties
+        return evolve(
+            completion,
+            token_ids=_owned(completion.token_ids),
+            logprobs=logprobs,
+            raw_logprobs=logprobs if is_same else _owned(completion.raw_logprobs),
+            versions=self._versions.repeat(int(versions[0]), len(versions)) if has_one_version else _owned(versions),
+        )
 
     def _pending(self, interaction_id: InteractionId) -> Interaction:
         interaction = self.get(interaction_id)
@@ -203,10 +218,8 @@ class ConversationTree:
 
     def _end(self, interaction: Interaction) -> Interaction:
         self._num_pending -= 1
-        self._put(interaction)
-        if interaction.output is not None:
-            self._index.answer(interaction.id, interaction.output)
-        return interaction
+        self._index.end(interaction.id, interaction.output)
+        return self._put(interaction)
 
     def _put(self, interaction: Interaction) -> Interaction:
         self._interactions[interaction.id] = interaction
@@ -249,14 +262,15 @@ def _owned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return copy
 
 
-def _compact(completion: Completion) -> Completion:
-    """The same completion in as little memory as it takes; plain and sampled log-probabilities are often the same."""
-    logprobs = _owned(completion.logprobs)
-    is_same = np.array_equal(completion.logprobs, completion.raw_logprobs)
-    return evolve(
-        completion,
-        token_ids=_owned(completion.token_ids),
-        logprobs=logprobs,
-        raw_logprobs=logprobs if is_same else _owned(completion.raw_logprobs),
-        versions=_owned(completion.versions),
-    )
+class _ConstantArrays:
+    """Read-only arrays of one repeated value. Most completions are sampled under one version; they share theirs."""
+
+    def __init__(self) -> None:
+        self._longest: dict[int, Ints] = {}
+
+    def repeat(self, value: int, length: int) -> Ints:
+        """``value``, ``length`` times, as a contiguous slice of a shared array."""
+        array = self._longest.get(value)
+        if array is None or len(array) < length:
+            array = self._longest[value] = _owned(np.full(max(length, 64), value, np.int32))
+        return array[:length]

@@ -166,17 +166,20 @@ def _chained(names: Sequence[str]) -> Callable[[ChatMessage], ChatMessage]:
 # -------------------------------------------------------------------------------------------- sessions, rewards
 
 
-@st.composite
-def completions(draw: st.DrawFn, *, max_tokens: int = 5) -> Completion:
+def completions(*, max_tokens: int = 5) -> st.SearchStrategy[Completion]:
     """Sampled tokens with log-probabilities and (perhaps mixed) versions."""
-    n = draw(st.integers(0, max_tokens))
-    logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=n, max_size=n))
+    token = st.tuples(st.integers(0, _MAX_TOKEN), st.floats(-50, 0, width=32), st.integers(0, 9))
+    return st.builds(_completion, st.lists(token, max_size=max_tokens), st.sampled_from(FinishReason))
+
+
+def _completion(tokens: Sequence[tuple[int, float, int]], finish: FinishReason) -> Completion:
+    logprobs = [logprob for _, logprob, _ in tokens]
     return Completion(
-        token_ids=draw(st.lists(st.integers(0, _MAX_TOKEN), min_size=n, max_size=n)),
+        token_ids=[token_id for token_id, _, _ in tokens],
         logprobs=logprobs,
         raw_logprobs=logprobs,
-        versions=sorted(draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))),
-        finish=draw(st.sampled_from(FinishReason)),
+        versions=sorted(version for _, _, version in tokens),
+        finish=finish,
     )
 
 
@@ -185,7 +188,7 @@ def _rewards() -> st.SearchStrategy[float]:
 
 
 @st.composite
-def session_records(draw: st.DrawFn, *, max_size: int = 8) -> SessionRecord:
+def session_records(draw: st.DrawFn, *, max_size: int = 6) -> SessionRecord:
     """Sessions with several roots, siblings, forks of tokens, unfinished and unstored interactions, late rewards."""
     turns: list[Interaction] = []
     for order in range(draw(st.integers(0, max_size))):
@@ -209,11 +212,11 @@ def _interactions(draw: st.DrawFn, order: int, earlier: Sequence[Interaction]) -
         parent=None if parent is None else parent.id,
         token_parent=None if token_parent is None else token_parent.id,
         fork=None if token_parent is parent else ForkReason.TEMPLATE_REWROTE_HISTORY,
-        messages=(draw(chat_messages("user")),),
+        messages=(ChatMessage(role="user", content=f"question {order}"),),
         prompt_suffix=np.array(suffix, np.int32),
         num_prompt_tokens=_num_tokens(token_parent) + len(suffix),
         completion=draw(completions()) if has_tokens else None,
-        output=draw(chat_messages("assistant")) if has_tokens else None,
+        output=ChatMessage(role="assistant", content=f"answer {order}") if has_tokens else None,
         status=status,
         completed_order=len(completed) if is_completed else None,
         reward=draw(st.none() | _rewards()) if is_completed else None,

@@ -186,13 +186,15 @@ async def check_leaving_aborts(subject: Subject) -> None:
 async def check_pause_keeps(subject: Subject) -> None:
     """After ``pause`` nothing is sampled, new requests wait, and all goes on after ``resume``."""
     engine = subject.engine
+    seen: list[Chunk] = []
     late: list[Chunk] = []
+    before, after = 0, -1
 
     async def arrive_late() -> None:
         late.extend(await collect(engine, create_request(subject)))
 
     async with anyio.create_task_group() as tasks, engine.generate(create_request(subject)) as chunks:
-        seen = [await anext(aiter(chunks))]
+        seen.append(await anext(aiter(chunks)))
         await engine.pause()
         before = engine.statistics().sampled_tokens
         tasks.start_soon(arrive_late)

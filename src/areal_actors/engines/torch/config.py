@@ -27,6 +27,6 @@ class TorchEngineConfig:
     device: str = "auto"
     max_concurrent: int = field(default=64, validator=validators.ge(1))
     max_length: int = field(default=2048, validator=validators.ge(2))
-    prefill_chunk: int = field(default=256, validator=validators.ge(1))
+    prefill_chunk: int = field(default=512, validator=validators.ge(1))
     num_threads: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     deterministic: bool = False

@@ -30,7 +30,7 @@ class StepRunner:
         self._config = config
         self._device = next(iter(forward.parameters.values())).device
         self._is_padded = self._device.type != "cpu" if is_padded is None else is_padded
-        # A multiple of any vector width: then no row stands in the remainder loop of a kernel, which may round otherwise.
+        # A multiple of any vector width, so that no row stands in a kernel's remainder loop, which may round otherwise.
         self._num_fixed_rows = -(-config.max_concurrent // 64) * 64
         self._kv = KeyValues()
         self._free_tails = list(range(config.max_concurrent))

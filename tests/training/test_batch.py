@@ -58,23 +58,21 @@ def test_the_weights_of_a_mean_sum_to_one(found, aggregation):
 
 @given(seed=st.integers(0, 500), num_rows=st.integers(1, 5))
 def test_tokens_line_up(make_row, seed, num_rows):
-    """Advantages, log-probabilities and versions are those of the trained tokens, row by row; split undoes it."""
+    """Advantages and log-probabilities are those of the trained tokens, row by row."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(num_rows):
         length = int(rng.integers(2, 9))
         mask = np.concatenate([[0], rng.integers(0, 2, length - 1)])
         row = make_row(rng.integers(0, 9, length), mask, logprobs=-rng.random(length) * mask)
-        rows.append(TrainingRow(trajectory=evolve(row, versions=np.where(mask, 5, -1)), advantages=rng.random(length)))
+        rows.append(TrainingRow(trajectory=row, advantages=rng.random(length)))
     batch = Batch.create(rows, aggregation=Aggregation.TOKEN_MEAN)
 
     expected = [(row, t) for row in rows for t in range(row.trajectory.num_tokens) if row.trajectory.loss_mask[t]]
 
     assert batch.advantages.tolist() == [float(row.advantages[t]) for row, t in expected]
     assert batch.behaviour.tolist() == [float(row.trajectory.logprobs[t]) for row, t in expected]
-    assert batch.versions.tolist() == [5] * len(expected)
-    for row, values in zip(batch.rows, batch.split(batch.behaviour), strict=True):
-        assert np.array_equal(row.trajectory.logprobs, values)
+    assert [len(expected)] == [len(batch.tokens_of(range(len(batch.rows))))]
 
 
 def test_rows_without_trained_tokens_are_left_out(make_row):

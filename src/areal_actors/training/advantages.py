@@ -35,7 +35,7 @@ from attrs import field, frozen
 from areal_actors.domain import Episode, Floats, Group, Trajectory, as_floats
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
 
-__all__ = ["GroupAdvantages", "compute_advantages", "generalised_advantages", "has_zero_variance", "num_successes"]
+__all__ = ["GroupAdvantages", "compute_advantages", "generalised_advantages", "has_zero_variance"]
 
 Doubles = npt.NDArray[np.float64]
 
@@ -74,11 +74,6 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
 def has_zero_variance(group: Group) -> bool:
     """Whether all rewards of the group's successful episodes are equal: then it does not say what was better."""
     return _is_constant(np.array([episode.reward for episode in _successes(group)]))
-
-
-def num_successes(group: Group) -> int:
-    """Episodes that did not fail."""
-    return len(_successes(group))
 
 
 def generalised_advantages(

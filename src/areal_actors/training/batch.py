@@ -99,23 +99,10 @@ class Batch:
         """Log-probabilities that the tokens were sampled with, float32 [N]."""
         return as_floats(self._gather(lambda row: row.trajectory.logprobs))
 
-    @cached_property
-    def versions(self) -> npt.NDArray[np.int32]:
-        """Versions of the weights that sampled the tokens, int32 [N]."""
-        return self._gather(lambda row: row.trajectory.versions).astype(np.int32)
-
     def tokens_of(self, rows: Sequence[int]) -> Indices:
         """Indices into the token arrays of the tokens of ``rows``, row by row."""
-        return np.concatenate([np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
-
-    def split(self, values: Floats) -> list[Floats]:
-        """From one value per trained token [N] to one array per row, float32 [T], 0 off the mask."""
-        result = []
-        for row, start, stop in zip(self.rows, self.offsets[:-1], self.offsets[1:], strict=True):
-            spread = np.zeros(row.trajectory.num_tokens, dtype=np.float32)
-            spread[row.positions] = values[start:stop]
-            result.append(as_floats(spread))
-        return result
+        spans = [np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *spans])
 
     @cached_property
     def proximal(self) -> Floats | None:

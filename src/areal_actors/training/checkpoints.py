@@ -24,11 +24,12 @@ from typing import Any
 
 from attrs import field, frozen
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from areal_actors.errors import CheckpointError
 from areal_actors.training.directories import REPLACED, atomic_directory, sweep
+from areal_actors.training.tensor_files import write_tensors
 
 __all__ = ["Checkpoint", "find_checkpoints", "find_latest", "save_checkpoint"]
 
@@ -73,7 +74,7 @@ def save_checkpoint(
     num_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
     with atomic_directory(path, num_bytes=num_bytes) as partial:
         for name, tensors in parts.items():
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial / f"{name}.safetensors")
+            write_tensors(partial / f"{name}.safetensors", tensors)
         sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
         document = {"format": _FORMAT, "step": step, "sizes": sizes, "counters": dict(counters)}
         (partial / _DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")

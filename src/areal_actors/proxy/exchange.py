@@ -44,6 +44,7 @@ class Exchange:
         """Whether a status has been sent, after which nothing but the body can say that something failed."""
         self.fail_stream: Callable[[Any], bytes] | None = None
         """How an open stream words a failure."""
+        self._has_unread_body = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         self._receive = receive
         self._send = send
         self._sending = anyio.Lock(fast_acquire=True)
@@ -105,6 +106,7 @@ class Exchange:
             else:
                 parts.clear()
             if not message.get("more_body", False):
+                self._has_unread_body = False
                 break
         if size > max_bytes:
             raise PayloadTooLarge(f"The body has more than {max_bytes} bytes; shorten the conversation.")
@@ -151,15 +153,32 @@ class Exchange:
     async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
         """Answer with one JSON document; numpy arrays become lists."""
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-        self.is_started = True
         raw = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"x-request-id", self.request_id.encode()),
             *headers,
         ]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        if self._has_unread_body:
+            await self._send_while_discarding(status, raw, body)
+        else:
+            await self._send_whole(status, raw, body)
+
+    async def _send_whole(self, status: int, headers: list[Header], body: bytes) -> None:
+        self.is_started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _send_while_discarding(self, status: int, headers: list[Header], body: bytes) -> None:
+        """Answer a client that is still sending. The server would wait for room in a queue that nobody reads."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._discard)
+            await self._send_whole(status, headers, body)
+            tasks.cancel_scope.cancel()
+
+    async def _discard(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
         """Send server-sent events; the first ones start the response."""

@@ -1,0 +1,80 @@
+"""The real proxy on a real socket, in front of a script instead of a model.
+
+::
+
+    async with open_scripted_proxy() as proxy:
+        async with proxy.open_session() as session:
+            client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from attrs import frozen
+
+from areal_actors.actors.capacity import CapacityGranter
+from areal_actors.actors.exporter import Exporter
+from areal_actors.cache import SessionSettings
+from areal_actors.client import OpenAIProxyClient
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.messages import DescribeEndpoint, Endpoint, Serving
+from areal_actors.proxy import ProxyConfig, ProxyServer
+from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.testing.sessions import Script, ScriptedSessions, echo_script
+
+__all__ = ["ScriptedProxy", "open_scripted_proxy"]
+
+
+@frozen(kw_only=True)
+class ScriptedProxy:
+    """A proxy that is served. ``sessions.requests`` is what was asked of it."""
+
+    endpoint: Endpoint
+    sessions: ScriptedSessions
+    server: Ref[Serving]
+    system: ActorSystem
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self.endpoint.url
+
+    @property
+    def admin_headers(self) -> dict[str, str]:
+        """What the administrator sends."""
+        return {"authorization": f"Bearer {self.endpoint.admin_key}"}
+
+    def open_session(self, task_id: str = "task", *, api_key: str | None = None) -> OpenAIProxyClient:
+        """A session, to be entered with ``async with``."""
+        return OpenAIProxyClient(self.url, admin_key=self.endpoint.admin_key, task_id=task_id, api_key=api_key)
+
+
+@asynccontextmanager
+async def open_scripted_proxy(
+    script: Script = echo_script,
+    *,
+    config: ProxyConfig | None = None,
+    settings: SessionSettings | None = None,
+    max_sessions: int = 1024,
+) -> AsyncIterator[ScriptedProxy]:
+    """Serve until the block is left.
+
+    Args:
+        script: what the model says.
+        config: the proxy's settings; any free port of this machine without them.
+        settings: how long sessions are kept.
+        max_sessions: how many may be live at once.
+    """
+    limits = CapacityLimits(max_concurrent=max_sessions, batch_size=max_sessions)
+    sessions = ScriptedSessions(script, settings=settings)
+    async with ActorSystem.open() as system:
+        sessions_ref = await system.spawn(sessions)
+        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
+        exports = await system.spawn(Exporter(sessions=sessions_ref, capacity=capacity))
+        server = await system.spawn(
+            ProxyServer(sessions=sessions_ref, exports=exports, capacity=capacity, config=config)
+        )
+        endpoint = await server.ask(DescribeEndpoint())
+        yield ScriptedProxy(endpoint=endpoint, sessions=sessions, server=server, system=system)

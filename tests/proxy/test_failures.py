@@ -1,0 +1,68 @@
+"""What a client is told when something fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_actors import errors
+from areal_actors.proxy.failures import describe_failure, format_openai_failure
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retried"),
+    [
+        (errors.InvalidRequest("x"), 400, None),
+        (errors.ContextLengthExceeded(num_tokens=9, max_tokens=8), 400, None),
+        (errors.Unauthorized("x"), 401, None),
+        (errors.NotFound("x"), 404, None),
+        (errors.RequestTimeout("x"), 408, None),
+        (errors.Conflict("x"), 409, "false"),
+        (errors.SessionEnded("x"), 410, None),
+        (errors.PayloadTooLarge("x"), 413, None),
+        (errors.Unprocessable("x"), 422, None),
+        (errors.CapacityExhausted("x", retry_after_seconds=2.4), 429, None),
+        (errors.Unavailable("x"), 503, None),
+        (errors.RewardError("x"), 400, None),
+        (errors.RenderError("x"), 400, None),
+        (errors.ExportError("x"), 422, None),
+        (errors.GenerationAborted("x"), 503, None),
+        (errors.ActorStopped("x"), 503, None),
+        (errors.EngineError("x"), 500, "false"),
+        (errors.CaptureViolation("x"), 500, "false"),
+        (errors.RemoteError("sessions", "ValueError", "secret"), 500, "false"),
+        (ValueError("secret"), 500, "false"),
+    ],
+)
+def test_statuses_and_retries(error, status, retried):
+    """Clients retry 408, 409, 429 and 5xx; they are told not to where another attempt would end alike."""
+    failure = describe_failure(error, "req_1")
+
+    assert failure.status == status
+    assert failure.headers.get("x-should-retry") == retried
+    assert failure.is_unforeseen is (status == 500)
+
+
+def test_waiting_time_is_told_in_whole_seconds():
+    """``Retry-After`` has no fractions, and is never zero."""
+    assert describe_failure(errors.CapacityExhausted("x", retry_after_seconds=2.4), "r").headers == {"retry-after": "3"}
+    assert describe_failure(errors.Unavailable("x"), "r").headers == {"retry-after": "1"}
+
+
+def test_the_unforeseen_gives_nothing_away():
+    """A stranger reads the request's id, by which the log tells the story, and no word of the exception."""
+    message = describe_failure(ValueError("secret"), "req_1").message
+
+    assert "secret" not in message
+    assert "req_1" in message
+
+
+def test_an_overflow_is_worded_for_every_client():
+    """Some clients recognise the code, some the wording; both are there."""
+    body = format_openai_failure(
+        describe_failure(errors.ContextLengthExceeded(num_tokens=9000, max_tokens=8192), "req_1")
+    )
+
+    assert body["error"]["code"] == "context_length_exceeded"
+    assert body["error"]["param"] == "messages"
+    assert "prompt is too long" in body["error"]["message"]
+    assert "maximum context length is 8192 tokens" in body["error"]["message"]

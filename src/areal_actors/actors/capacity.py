@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 from attrs import field, frozen
 from attrs.validators import gt
 
@@ -79,6 +80,8 @@ class CapacityGranter(Actor[Capacity]):
         self._waiting.append(turn)
         try:
             await turn.wait()
+            # The turn may have come while the asker was leaving; nobody would settle that permit.
+            await anyio.lowlevel.checkpoint_if_cancelled()
         except BaseException:
             self._waiting.remove(turn)
             self._wake()

@@ -96,7 +96,6 @@ class Cell:
         self.incarnation = 0
         self.state = ActorState.STARTING
         self.handlers: dict[type[AnyMessage[Any]], Handler] = blueprint.first.handlers
-        self.tellable = frozenset(message for message, handler in self.handlers.items() if not handler.is_stream)
         self.serial: dict[type, Callable[[Any, Any], Awaitable[Any]]] = {
             message: handler.function
             for message, handler in self.handlers.items()

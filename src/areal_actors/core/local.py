@@ -31,11 +31,14 @@ Item = TypeVar("Item")
 class LocalRef(Ref[P_contra], Generic[P_contra]):
     """See ``Ref`` for the contract."""
 
-    __slots__ = ("_address", "cell")
+    __slots__ = ("_address", "_offer", "_tellable", "cell")
 
     def __init__(self, cell: Cell, address: Address) -> None:
         self.cell = cell
         self._address = address
+        # What a tell needs on its way, without the way there.
+        self._offer = cell.mailbox.offer
+        self._tellable = frozenset(message for message, handler in cell.handlers.items() if not handler.is_stream)
 
     @property
     def address(self) -> Address:
@@ -66,18 +69,17 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
 
     async def tell(self, message: Message[P_contra, Any]) -> None:
         """See ``Ref.tell``."""
-        cell = self.cell
-        if message.__class__ not in cell.tellable:
+        if message.__class__ not in self._tellable:
             raise self._unhandled(message)
-        if not cell.mailbox.offer(message):
+        if not self._offer(message):
             await self._tell_slowly(message)
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
         """See ``Ref.tell_nowait``."""
         cell = self.cell
-        if message.__class__ not in cell.tellable:
+        if message.__class__ not in self._tellable:
             raise self._unhandled(message)
-        if cell.mailbox.offer(message):
+        if self._offer(message):
             return
         if cell.mailbox.closed:
             raise self._stopped(message)

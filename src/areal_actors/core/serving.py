@@ -61,33 +61,30 @@ class Serving:
         replaced. A scope for each ask would cost as much as the rest of its way.
         """
         cell, mailbox, actor, counters = self._cell, self._mailbox, self._actor, self._counters
-        data, control, serial, streak = mailbox.data, mailbox.control, cell.serial, 0
+        data, control, serial = mailbox.data, mailbox.control, cell.serial
         cell.occupying = cell.frame
         current_frame.set(cell.frame)
         with cell.loop.new_scope() as scope:
             while True:
-                entry = data.popleft() if data and not control else mailbox.take()
-                if entry is None:
-                    if mailbox.closed and not self.num_concurrent:
-                        return True
-                    await self._sleep()
-                    streak = 0
-                    continue
-                streak += 1
-                if streak == FAIRNESS:
-                    streak = 0
-                    await checkpoint()
-                function = serial.get(entry.__class__)
-                if function is not None:
-                    if mailbox.senders:
-                        mailbox.admit()
-                    try:
-                        await function(actor, entry)
-                    except BaseException as error:  # noqa: BLE001 - raised again, with a note
-                        self._fail_tell(entry, error)
-                    counters.handled += 1
-                elif await self._dispatch(entry, scope):
-                    return False
+                for _ in range(FAIRNESS):
+                    entry = data.popleft() if data and not control else mailbox.take()
+                    if entry is None:
+                        if mailbox.closed and not self.num_concurrent:
+                            return True
+                        await self._sleep()
+                        continue
+                    function = serial.get(entry.__class__)
+                    if function is not None:
+                        if mailbox.senders:
+                            mailbox.admit()
+                        try:
+                            await function(actor, entry)
+                        except BaseException as error:  # noqa: BLE001 - raised again, with a note
+                            self._fail_tell(entry, error)
+                        counters.handled += 1
+                    elif await self._dispatch(entry, scope):
+                        return False
+                await checkpoint()
         return False
 
     def start_background(self, function: Callable[[], Awaitable[Any]], name: str) -> None:

@@ -18,7 +18,9 @@ from areal_actors.testing.strategies import (
     session_records,
 )
 
-GENERATE = settings(phases=[Phase.generate], max_examples=1000, database=None)  # any example will do, not the smallest
+GENERATE = settings(  # any example will do, not the smallest
+    phases=[Phase.generate], max_examples=1000, database=None, report_multiple_bugs=False
+)
 
 
 @given(session_records())

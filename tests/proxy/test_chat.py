@@ -155,11 +155,7 @@ def test_a_stream_says_role_and_names_once():
     assert {chunk["id"] for chunk in chunks} == {"chatcmpl-1"}
     assert deltas == [
         {"role": "assistant", "content": None},
-        {
-            "tool_calls": [
-                {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
-            ]
-        },
+        {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
         {},

@@ -125,9 +125,7 @@ async def test_who_may_do_what():
                 await http.post("/export_trajectories", json={}, headers=bearer(mine["api_key"]))
             ).status_code,
             "the administrator ends it": (
-                await http.post(
-                    "/rl/end_session", json={"session_id": mine["session_id"]}, headers=proxy.admin_headers
-                )
+                await http.post("/rl/end_session", json={"session_id": mine["session_id"]}, headers=proxy.admin_headers)
             ).status_code,
         }
 
@@ -183,9 +181,7 @@ async def test_rewards_that_mean_nothing():
 async def test_no_room_for_another_session():
     """429 with a time to wait; a place that is free again is taken again."""
     async with open_scripted_proxy(max_sessions=1) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        conflicting = await http.post(
-            "/rl/start_session", json={"api_key": "short"}, headers=proxy.admin_headers
-        )
+        conflicting = await http.post("/rl/start_session", json={"api_key": "short"}, headers=proxy.admin_headers)
         await start(http, proxy)
         full = await http.post("/rl/start_session", json={}, headers=proxy.admin_headers)
 

@@ -19,7 +19,7 @@ identifiers = st.text(max_size=12).map(InteractionId)
 
 
 @st.composite
-def trajectories(draw):
+def _trajectories(draw):
     length = draw(st.integers(0, 6))
     ints = npst.arrays(np.int32, length, elements=int32)
     floats = npst.arrays(np.float32, length, elements=finite)
@@ -42,7 +42,7 @@ episodes = st.builds(
     session=st.just(SessionId("s")),
     member=st.integers(0, 9),
     reward=st.floats(allow_nan=False, allow_infinity=False),
-    trajectories=st.lists(trajectories(), max_size=3).map(tuple),
+    trajectories=st.lists(_trajectories(), max_size=3).map(tuple),
     untrained=st.lists(
         st.builds(
             Untrained, interaction=identifiers, num_tokens=st.integers(0, 99), reason=st.sampled_from(UntrainedReason)

@@ -39,7 +39,7 @@ class Server:
         return httpx.Response(status, headers=headers, json=body)
 
 
-async def sent(server, *, is_repeatable=True, policy=None):
+async def _sent(server, *, is_repeatable=True, policy=None):
     return await send_with_retries(
         server.send, policy=policy or RetryPolicy(), random=Random(0), is_repeatable=is_repeatable
     )
@@ -50,7 +50,7 @@ async def test_what_passes_is_repeated():
     """503, 429 and 408 are asked again until there is an answer."""
     server = Server(503, 429, 408, 200)
 
-    assert (await sent(server, is_repeatable=False)).status_code == 200
+    assert (await _sent(server, is_repeatable=False)).status_code == 200
     assert server.num_requests == 4
 
 
@@ -60,7 +60,7 @@ async def test_what_stays_is_raised_at_once(status, error):
     """An answer that will not change is raised as the class that it stands for, with its message."""
     server = Server(status)
     with pytest.raises(error, match=f"said {status}"):
-        await sent(server)
+        await _sent(server)
 
     assert server.num_requests == 1
 
@@ -71,7 +71,7 @@ async def test_attempts_are_bounded():
     server = Server(*[(429, {"retry-after": "3"})] * 9)
     began = anyio.current_time()
     with pytest.raises(CapacityExhausted) as caught:
-        await sent(server, policy=RetryPolicy(max_attempts=3))
+        await _sent(server, policy=RetryPolicy(max_attempts=3))
 
     assert server.num_requests == 3
     assert caught.value.retry_after_seconds == 3.0
@@ -83,11 +83,11 @@ async def test_what_may_have_arrived_is_sent_again_only_if_it_does_no_harm():
     """A connection that was never made is tried again by anybody; one that broke, only by what can be repeated."""
     broken, refused = httpx.ReadError("broken"), httpx.ConnectError("refused")
 
-    assert (await sent(Server(broken, 200))).status_code == 200
-    assert (await sent(Server(refused, 200), is_repeatable=False)).status_code == 200
+    assert (await _sent(Server(broken, 200))).status_code == 200
+    assert (await _sent(Server(refused, 200), is_repeatable=False)).status_code == 200
     server = Server(broken, 200)
     with pytest.raises(Unavailable, match="broken"):
-        await sent(server, is_repeatable=False)
+        await _sent(server, is_repeatable=False)
 
     assert server.num_requests == 1
 

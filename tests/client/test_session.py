@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "one two"}]
 
 
-async def ask(session):
+async def _ask(session):
     async with create_http_client() as http:
         client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http)
         return await client.chat.completions.create(model="m", messages=MESSAGES)
@@ -34,7 +34,7 @@ async def test_an_episode_from_start_to_rows():
     """Start, ask, reward by id and by position, leave the block, export twice with different discounts."""
     async with open_scripted_proxy() as proxy:
         async with proxy.open_session("task-7") as session:
-            first, second = await ask(session), await ask(session)
+            first, second = await _ask(session), await _ask(session)
             await session.set_reward(first.id, np.float32(0.5))
             last = await session.set_last_reward(True)
         episode = await session.export_interactions(discount=0.9, style="individual")
@@ -56,11 +56,11 @@ async def test_leaving_ends_the_session():
             async with proxy.open_session() as failed:
                 raise KeyError("mine")
         async with proxy.open_session() as ended:
-            await ask(ended)
+            await _ask(ended)
             counts = [await ended.end_session(final_reward=1.0), await ended.end_session()]
         for session in (failed, ended):
             with pytest.raises(openai.APIStatusError) as caught:
-                await ask(session)
+                await _ask(session)
             assert caught.value.status_code == SessionEnded.status
 
     assert counts == [1, 1]
@@ -74,7 +74,7 @@ async def test_a_cancelled_block_ends_the_session():
                 scope.cancel()
                 await anyio.sleep_forever()
         with pytest.raises(openai.APIStatusError):
-            await ask(session)
+            await _ask(session)
 
 
 async def test_mistakes_are_raised_as_what_they_are():
@@ -83,7 +83,7 @@ async def test_mistakes_are_raised_as_what_they_are():
         with pytest.raises(Unauthorized):
             await OpenAIProxyClient(proxy.url, admin_key="sk-wrong").__aenter__()
         async with proxy.open_session() as session:
-            await ask(session)
+            await _ask(session)
             with pytest.raises(InvalidRequest):
                 await session.set_last_reward(float("nan"))
             with pytest.raises(NotFound):

@@ -24,8 +24,17 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("127.8.8.8", True), ("localhost", True), ("::1", True), ("[::1]", True), ("0.0.0.0", False)]
-    + [("10.0.0.1", False), ("::", False), ("example.org", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("::", False),
+        ("example.org", False),
+    ],
 )
 def test_what_counts_as_this_machine(host, expected):
     """Anything else is treated as reachable by strangers."""

@@ -30,7 +30,7 @@ DIALECT = ChatDialect(model="policy", clock=lambda: 1700000000.5, decode=lambda 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def answer(message, *, name="chatcmpl-1", finish=FinishReason.STOP, tops=()):
+def _answer(message, *, name="chatcmpl-1", finish=FinishReason.STOP, tops=()):
     completion = Completion(
         token_ids=[0, 1], logprobs=[-0.5, 0.0], raw_logprobs=[-1, -1], versions=[3, 3], finish=finish, top_logprobs=tops
     )
@@ -38,13 +38,13 @@ def answer(message, *, name="chatcmpl-1", finish=FinishReason.STOP, tops=()):
     return Answer(interaction=InteractionId(name), message=message, completion=completion, usage=usage)
 
 
-def completion_of(*answers, **fields):
+def _completion_of(*answers, **fields):
     document = orjson.loads(orjson.dumps(DIALECT.format_answers(DIALECT.parse(BODY | fields), answers)))
     ChatCompletion.model_validate(document, strict=True)
     return document
 
 
-def chunks_of(items, **fields):
+def _chunks_of(items, **fields):
     stream = DIALECT.open_stream(DIALECT.parse(BODY | {"stream": True} | fields))
     events = b"".join([*(stream.feed(item) for item in items), stream.finish()])
     *lines, done, rest = events.split(b"\n\n")
@@ -57,7 +57,7 @@ def chunks_of(items, **fields):
 
 def test_a_text_answer_has_every_key_that_strict_clients_need():
     """Id, object, created, model, index, role, a known finish reason and usage with cached tokens."""
-    assert completion_of(answer(ChatMessage(role="assistant", content="hello")), model="my-model") == {
+    assert _completion_of(_answer(ChatMessage(role="assistant", content="hello")), model="my-model") == {
         "id": "chatcmpl-1",
         "object": "chat.completion",
         "created": 1700000000,
@@ -82,7 +82,7 @@ def test_a_text_answer_has_every_key_that_strict_clients_need():
 def test_tool_calls_come_with_null_content_and_string_arguments():
     """The shape that all clients run tools on."""
     call = ToolCall(id="call_1", name="f", arguments='{"a":  1}')
-    choice = completion_of(answer(ChatMessage(role="assistant", content="", tool_calls=(call,))))["choices"][0]
+    choice = _completion_of(_answer(ChatMessage(role="assistant", content="", tool_calls=(call,))))["choices"][0]
 
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
@@ -93,7 +93,7 @@ def test_tool_calls_come_with_null_content_and_string_arguments():
 
 def test_an_empty_answer_is_empty_text():
     """Early policies say nothing; the answer is a string all the same."""
-    document = completion_of(answer(ChatMessage(role="assistant"), finish=FinishReason.LENGTH))
+    document = _completion_of(_answer(ChatMessage(role="assistant"), finish=FinishReason.LENGTH))
 
     assert document["choices"][0]["message"]["content"] == ""
     assert document["choices"][0]["finish_reason"] == "length"
@@ -101,9 +101,9 @@ def test_an_empty_answer_is_empty_text():
 
 def test_siblings_are_counted_once_for_their_prompt_and_named_each():
     """With n = 2, usage counts the common prompt once, and each choice can be rewarded by its own id."""
-    document = completion_of(
-        answer(ChatMessage(role="assistant", content="a")),
-        answer(ChatMessage(role="assistant", content="b"), name="chatcmpl-1-1"),
+    document = _completion_of(
+        _answer(ChatMessage(role="assistant", content="a")),
+        _answer(ChatMessage(role="assistant", content="b"), name="chatcmpl-1-1"),
         n=2,
     )
 
@@ -116,8 +116,8 @@ def test_siblings_are_counted_once_for_their_prompt_and_named_each():
 def test_logprobs_are_the_captured_ones():
     """One entry per sampled token; a part of a character has no bytes."""
     tops = ((TopLogprob(token_id=1, logprob=-0.1),), ())
-    document = completion_of(
-        answer(ChatMessage(role="assistant", content="é"), tops=tops), logprobs=True, top_logprobs=1
+    document = _completion_of(
+        _answer(ChatMessage(role="assistant", content="é"), tops=tops), logprobs=True, top_logprobs=1
     )
 
     assert document["choices"][0]["logprobs"]["content"] == [
@@ -134,19 +134,19 @@ def test_logprobs_are_the_captured_ones():
 def test_an_engine_word_never_reaches_a_client():
     """An aborted generation is an error that may be retried, not a finish reason that nobody knows."""
     with pytest.raises(Unavailable):
-        completion_of(answer(ChatMessage(role="assistant", content="a"), finish=FinishReason.ABORT))
+        _completion_of(_answer(ChatMessage(role="assistant", content="a"), finish=FinishReason.ABORT))
 
 
 def test_a_stream_says_role_and_names_once():
     """Role in the first delta, a call's id and name in its first, then a finish reason, usage, and the end."""
     call = ToolCall(id="call_1", name="f", arguments="{}")
-    chunks = chunks_of(
+    chunks = _chunks_of(
         [
             AnswerStarted(interaction=InteractionId("chatcmpl-1")),
             ToolCallStarted(index=0, id="call_1", name="f"),
             ToolArgumentsDelta(index=0, text="{"),
             ToolArgumentsDelta(index=0, text="}"),
-            answer(ChatMessage(role="assistant", tool_calls=(call,))),
+            _answer(ChatMessage(role="assistant", tool_calls=(call,))),
         ],
         stream_options={"include_usage": True},
     )
@@ -155,11 +155,7 @@ def test_a_stream_says_role_and_names_once():
     assert {chunk["id"] for chunk in chunks} == {"chatcmpl-1"}
     assert deltas == [
         {"role": "assistant", "content": None},
-        {
-            "tool_calls": [
-                {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
-            ]
-        },
+        {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
         {},
@@ -171,8 +167,8 @@ def test_a_stream_says_role_and_names_once():
 
 def test_usage_is_streamed_only_if_asked_for():
     """A chunk without choices surprises clients that did not ask for one."""
-    items = [AnswerStarted(interaction=InteractionId("c")), answer(ChatMessage(role="assistant"), name="c")]
-    chunks = chunks_of(items)
+    items = [AnswerStarted(interaction=InteractionId("c")), _answer(ChatMessage(role="assistant"), name="c")]
+    chunks = _chunks_of(items)
 
     assert all(chunk["choices"] for chunk in chunks)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -187,12 +183,12 @@ def test_the_deltas_of_a_stream_join_to_its_message(texts, num_choices):
         items.append(AnswerStarted(interaction=name, choice=choice))
         for is_reasoning, text in texts:
             items.append((ReasoningDelta if is_reasoning else TextDelta)(text=text, choice=choice))
-        items.append(answer(ChatMessage(role="assistant"), name=name))
-    choices = [choice for chunk in chunks_of(items, n=num_choices) for choice in chunk["choices"]]
+        items.append(_answer(ChatMessage(role="assistant"), name=name))
+    choices = [choice for chunk in _chunks_of(items, n=num_choices) for choice in chunk["choices"]]
 
     for index in range(num_choices):
         deltas = [choice["delta"] for choice in choices if choice["index"] == index]
         assert "".join(delta.get("content") or "" for delta in deltas) == "".join(t for r, t in texts if not r)
         assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "".join(t for r, t in texts if r)
-        assert [delta.get("role") for delta in deltas][0] == "assistant"
+        assert next(delta.get("role") for delta in deltas) == "assistant"
         assert sum("role" in delta for delta in deltas) == 1

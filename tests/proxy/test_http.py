@@ -23,7 +23,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "one two three"}]
 CHAT = "/v1/chat/completions"
 
 
-def bearer(key):
+def _bearer(key):
     return {"authorization": f"Bearer {key}"}
 
 
@@ -44,7 +44,7 @@ class Gate:
         yield TextDelta(text="second")
 
 
-async def start(http, proxy, **body):
+async def _start(http, proxy, **body):
     response = await http.post("/rl/start_session", json=body, headers=proxy.admin_headers)
     assert response.status_code == 200, response.text
     return response.json()
@@ -54,7 +54,7 @@ async def test_a_session_lives_from_start_to_export():
     """Every route of the life of a session, by URL, in the forms that the seed documents."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         granted = await http.post("/grant_capacity", headers=proxy.admin_headers)
-        session = (await start(http, proxy, task_id="task-0-0"))["session_id"]
+        session = (await _start(http, proxy, task_id="task-0-0"))["session_id"]
         first = (await http.post(f"/{session}{CHAT}", json=BODY)).json()
         second = (await http.post(f"/{session}{CHAT}", json=BODY)).json()
         named = await http.post(f"/{session}/rl/set_reward", json={"interaction_id": first["id"], "reward": 0.5})
@@ -84,16 +84,16 @@ async def test_a_session_lives_by_key_alone():
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         started = await http.get("/rl/v1/start_session", params={"task_id": "t"}, headers=proxy.admin_headers)
         key, session = started.json()["api_key"], started.json()["session_id"]
-        by_bearer = await http.post(CHAT, json=BODY, headers=bearer(key))
+        by_bearer = await http.post(CHAT, json=BODY, headers=_bearer(key))
         by_x_api_key = await http.post("/chat/completions", json=BODY, headers={"x-api-key": key})
-        named = await http.post(CHAT, json=BODY | {"session_id": session}, headers=bearer(key))
+        named = await http.post(CHAT, json=BODY | {"session_id": session}, headers=_bearer(key))
         rewarded = await http.post(
             "/rl/v1/set_reward",
             params={"session_id": session, "completion_id": by_bearer.json()["id"], "reward": "0.25"},
-            headers=bearer(key),
+            headers=_bearer(key),
         )
-        finalized = await http.post("/rl/v1/finalize", json={"final_reward": 1}, headers=bearer(key))
-        late = await http.post(CHAT, json=BODY, headers=bearer(key))
+        finalized = await http.post("/rl/v1/finalize", json={"final_reward": 1}, headers=_bearer(key))
+        late = await http.post(CHAT, json=BODY, headers=_bearer(key))
 
     assert [r.status_code for r in (by_bearer, by_x_api_key, named, rewarded, finalized)] == [200] * 5
     assert finalized.json()["interaction_count"] == 3
@@ -104,30 +104,28 @@ async def test_a_session_lives_by_key_alone():
 async def test_who_may_do_what():
     """No key, wrong keys, other sessions' keys and other people's sessions are refused, each with its status."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        mine, other = await start(http, proxy), await start(http, proxy)
+        mine, other = await _start(http, proxy), await _start(http, proxy)
         statuses = {
             "no key": (await http.post(CHAT, json=BODY)).status_code,
-            "wrong key": (await http.post(CHAT, json=BODY, headers=bearer("sk-wrong"))).status_code,
+            "wrong key": (await http.post(CHAT, json=BODY, headers=_bearer("sk-wrong"))).status_code,
             "placeholder on a URL": (
-                await http.post(f"/{mine['session_id']}{CHAT}", json=BODY, headers=bearer("DUMMY"))
+                await http.post(f"/{mine['session_id']}{CHAT}", json=BODY, headers=_bearer("DUMMY"))
             ).status_code,
             "another's key on a URL": (
-                await http.post(f"/{mine['session_id']}{CHAT}", json=BODY, headers=bearer(other["api_key"]))
+                await http.post(f"/{mine['session_id']}{CHAT}", json=BODY, headers=_bearer(other["api_key"]))
             ).status_code,
             "another's session by query": (
                 await http.post(
-                    CHAT, json=BODY, params={"session_id": mine["session_id"]}, headers=bearer(other["api_key"])
+                    CHAT, json=BODY, params={"session_id": mine["session_id"]}, headers=_bearer(other["api_key"])
                 )
             ).status_code,
             "unknown session": (await http.post(f"/nobody{CHAT}", json=BODY)).status_code,
             "start without admin key": (await http.post("/rl/start_session", json={})).status_code,
             "export with a session's key": (
-                await http.post("/export_trajectories", json={}, headers=bearer(mine["api_key"]))
+                await http.post("/export_trajectories", json={}, headers=_bearer(mine["api_key"]))
             ).status_code,
             "the administrator ends it": (
-                await http.post(
-                    "/rl/end_session", json={"session_id": mine["session_id"]}, headers=proxy.admin_headers
-                )
+                await http.post("/rl/end_session", json={"session_id": mine["session_id"]}, headers=proxy.admin_headers)
             ).status_code,
         }
 
@@ -148,19 +146,19 @@ async def test_session_urls_can_be_switched_off():
     """Then the URL of a session opens nothing without its key."""
     config = ProxyConfig(session_urls=False)
     async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        mine = await start(http, proxy)
+        mine = await _start(http, proxy)
         path = f"/{mine['session_id']}{CHAT}"
 
         assert (await http.post(path, json=BODY)).status_code == 401
-        assert (await http.post(path, json=BODY, headers=bearer("DUMMY"))).status_code == 401
-        assert (await http.post(path, json=BODY, headers=bearer(mine["api_key"]))).status_code == 200
+        assert (await http.post(path, json=BODY, headers=_bearer("DUMMY"))).status_code == 401
+        assert (await http.post(path, json=BODY, headers=_bearer(mine["api_key"]))).status_code == 200
 
 
 async def test_rewards_that_mean_nothing():
     """NaN, text, nothing, an unknown completion, and a session that is settled."""
     settings = SessionSettings(grace_seconds=0.0)
     async with open_scripted_proxy(settings=settings) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
+        session = (await _start(http, proxy))["session_id"]
         path = f"/{session}/rl/set_reward"
         early = await http.post(path, json={"reward": 1})
         await http.post(f"/{session}{CHAT}", json=BODY)
@@ -183,10 +181,8 @@ async def test_rewards_that_mean_nothing():
 async def test_no_room_for_another_session():
     """429 with a time to wait; a place that is free again is taken again."""
     async with open_scripted_proxy(max_sessions=1) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        conflicting = await http.post(
-            "/rl/start_session", json={"api_key": "short"}, headers=proxy.admin_headers
-        )
-        await start(http, proxy)
+        conflicting = await http.post("/rl/start_session", json={"api_key": "short"}, headers=proxy.admin_headers)
+        await _start(http, proxy)
         full = await http.post("/rl/start_session", json={}, headers=proxy.admin_headers)
 
     assert conflicting.status_code == 400
@@ -214,7 +210,7 @@ async def test_bodies_that_are_no_requests(content, headers, status):
     """Malformed and oversized bodies get an error body of their status; a wrong content type does not matter."""
     config = ProxyConfig(max_body_bytes=200_000)
     async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
+        session = (await _start(http, proxy))["session_id"]
         response = await http.post(f"/{session}{CHAT}", content=content, headers=headers)
 
     assert response.status_code == status
@@ -224,7 +220,7 @@ async def test_bodies_that_are_no_requests(content, headers, status):
 async def test_a_body_without_an_end_is_cut():
     """A client that sends on and on is answered and cut off, and the server lives."""
     config = ProxyConfig(max_body_bytes=100_000)
-    async with open_scripted_proxy(config=config) as proxy, await connect(proxy) as stream:
+    async with open_scripted_proxy(config=config) as proxy, await _connect(proxy) as stream:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_send_for_ever, stream)
             with anyio.fail_after(10):
@@ -247,7 +243,7 @@ async def _send_for_ever(stream):
 async def test_a_body_that_never_comes_times_out():
     """408, so that one slow client holds nothing."""
     config = ProxyConfig(body_timeout_seconds=0.02)
-    async with open_scripted_proxy(config=config) as proxy, await connect(proxy) as stream:
+    async with open_scripted_proxy(config=config) as proxy, await _connect(proxy) as stream:
         await stream.send(b"POST /x/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
 
         assert (await stream.receive()).startswith(b"HTTP/1.1 408")
@@ -282,7 +278,7 @@ async def test_the_unforeseen_is_logged_and_hidden():
         yield
 
     async with open_scripted_proxy(script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
+        session = (await _start(http, proxy))["session_id"]
         with capture_logs() as logs:
             response = await http.post(f"/{session}{CHAT}", json=BODY)
 
@@ -303,7 +299,7 @@ async def test_an_error_within_a_stream_is_its_last_event():
         raise ValueError
 
     async with open_scripted_proxy(script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
+        session = (await _start(http, proxy))["session_id"]
         with capture_logs():
             response = await http.post(f"/{session}{CHAT}", json=BODY | {"stream": True})
     events = response.text.strip().split("\n\n")
@@ -325,7 +321,7 @@ async def test_deltas_arrive_while_tokens_are_sampled():
     """The first word is read before the script may say the second."""
     gate = Gate()
     async with open_scripted_proxy(gate.script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
+        session = (await _start(http, proxy))["session_id"]
         async with http.stream("POST", f"/{session}{CHAT}", json=BODY | {"stream": True}) as response:
             lines = response.aiter_lines()
             said = []
@@ -345,7 +341,7 @@ async def test_a_silent_stream_carries_comments():
         open_scripted_proxy(gate.script, config=config) as proxy,
         httpx.AsyncClient(base_url=proxy.url) as http,
     ):
-        session = (await start(http, proxy))["session_id"]
+        session = (await _start(http, proxy))["session_id"]
         async with http.stream("POST", f"/{session}{CHAT}", json=BODY | {"stream": True}) as response:
             lines = [line async for line in _open_on_comment(response, gate)]
 
@@ -360,7 +356,7 @@ async def _open_on_comment(response, gate):
         yield line
 
 
-async def connect(proxy):
+async def _connect(proxy):
     return await anyio.connect_tcp("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
 
 
@@ -371,7 +367,7 @@ async def test_hanging_up_aborts_the_generation(is_stream):
     async with open_scripted_proxy(gate.script) as proxy, proxy.open_session() as session:
         body = orjson.dumps(BODY | {"stream": is_stream})
         head = f"POST /{session.session_id}{CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        async with await connect(proxy) as stream:
+        async with await _connect(proxy) as stream:
             await stream.send(head.encode() + body)
             with anyio.fail_after(10):
                 await gate.started.wait()
@@ -383,7 +379,7 @@ async def test_hanging_up_aborts_the_generation(is_stream):
 async def test_many_choices_and_agents_arrive_at_the_sessions():
     """``n`` makes siblings, each with a name of its own, and the header names the agent that asked."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
+        session = (await _start(http, proxy))["session_id"]
         path = f"/{session}{CHAT}"
         answer = (await http.post(path, json=BODY | {"n": 2}, headers={"x-areal-agent": "critic"})).json()
         second = answer["choices"][1]["interaction_id"]
@@ -397,7 +393,7 @@ async def test_many_choices_and_agents_arrive_at_the_sessions():
 
 async def test_a_refused_upload_leaves_nothing_waiting():
     """Whoever is refused before the body was read gets the answer, and the server closes: nothing waits for room."""
-    async with open_scripted_proxy() as proxy, await connect(proxy) as stream:
+    async with open_scripted_proxy() as proxy, await _connect(proxy) as stream:
         await stream.send(b"POST /rl/start_session HTTP/1.1\r\nhost: x\r\ncontent-length: 4000000\r\n\r\n")
         with suppress(anyio.BrokenResourceError):
             for _ in range(30):

@@ -56,7 +56,7 @@ def create_app(
         extra_routes: more routes, such as a dashboard's; the proxy's own come first.
     """
     config = config or ProxyConfig()
-    traffic = traffic or Traffic()
+    traffic = Traffic() if traffic is None else traffic
     gatekeeper = Gatekeeper(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
     chat = ChatDialect(
         model=model, decode=decode, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters

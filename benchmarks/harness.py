@@ -1,8 +1,8 @@
 """How this project measures: CPU time per operation, the minimum of several rounds, and ratios taken in one run.
 
 Machines that run this are noisy, so absolute times mean little; a ratio against a baseline measured a moment ago means
-more. A benchmark module exposes ``run(quick) -> list[Result]``; ``python -m benchmarks`` runs them all, prints one table
-with the gates beside the figures, and writes JSON that ``python -m benchmarks compare`` reads.
+more. A benchmark module exposes ``run(quick) -> list[Result]``; ``python -m benchmarks`` runs them all, prints one
+table with the gates beside the figures, and writes JSON that ``python -m benchmarks compare`` reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attrs import asdict, field, frozen
 
 @frozen(kw_only=True)
 class Result:
-    """One figure. ``gate`` is the bound it should respect (``None``: informative); ``unit`` names what ``value`` counts."""
+    """One figure. ``unit`` names what ``value`` counts; ``gate`` is the bound that it should respect, if there is one."""
 
     benchmark: str
     name: str

@@ -1,7 +1,7 @@
 """An agent that must use a tool: it calls ``multiply`` with JSON arguments, reads the result and reports it.
 
-Ordinary code against the OpenAI SDK: it knows nothing of training. ``areal-actors train examples/tool_agent.yaml`` gives it a
-base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns.
+Ordinary code against the OpenAI SDK: it knows nothing of training. ``areal-actors train examples/tool_agent.yaml``
+gives it a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QUESTIONS = (
 )
 
 ATTEMPTED, CALLED, ANSWERED, SOLVED = 0.1, 0.3, 0.5, 1.0
-"""Rewards: a call was attempted; it was right; the answer holds the result; the answer is the sentence that was shown."""
+"""Rewards: a call was attempted; it was right; the answer holds the result; it is the sentence that was shown."""
 
 
 def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -64,7 +64,7 @@ class CapacityHistory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), is_accepted=st.booleans())
-    def settle(self, data: st.DataObject, is_accepted: bool) -> None:
+    def settle(self, *, data: st.DataObject, is_accepted: bool) -> None:
         """Any running group ends."""
         version = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.state = self.state.settle(is_accepted=is_accepted)

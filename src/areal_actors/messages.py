@@ -1,4 +1,4 @@
-"""Every message between actors, grouped by the address that it is sent to. Read from top to bottom, this is the process graph.
+"""Every message between actors, grouped by the address that it is sent to: the process graph, from top to bottom.
 
 ::
 
@@ -9,8 +9,8 @@
                                           ▲
                        Training ──asks────┘ (evaluation)      everybody ──tells──▶ Progress
 
-What is asked is an imperative (``EndSession``); what is told is news (``VersionAdvanced``). Each message names the type of
-its reply; an actor class declares the addresses whose messages it handles.
+What is asked is an imperative (``EndSession``); what is told is news (``VersionAdvanced``). Each message names the
+type of its reply; an actor class declares the addresses whose messages it handles.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Capacity:
 
 @frozen(kw_only=True)
 class Permit:
-    """The right to run one group; a lease of its holder. ``version`` is that of the newest weights when it was granted."""
+    """The right to run one group; a lease. ``version`` is that of the newest weights when it was granted."""
 
     id: int
     version: int
@@ -94,7 +94,7 @@ class ClaimPermit(Message[Capacity, Permit]):
 
 @frozen(kw_only=True)
 class SettlePermit(Message[Capacity, None]):
-    """The group of a permit is over: accepted as training data, or rejected, which refunds it. Settling twice is harmless."""
+    """The group of a permit is over: accepted as training data, or rejected and refunded. Twice is harmless."""
 
     permit: int
     is_accepted: bool

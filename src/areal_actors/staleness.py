@@ -1,7 +1,7 @@
-"""How many episode groups may be live, as arithmetic on frozen values; the actor that owns them is ``actors/capacity.py``.
+"""How many episode groups may be live: arithmetic on frozen values. Their owner is ``actors/capacity.py``.
 
-With C the most groups that may run at once, B the groups that one training step consumes, v the version served and η the
-staleness that is tolerated, there is room for ::
+With C the most groups that may run at once, B the groups that one training step consumes, v the version served and η
+the staleness that is tolerated, there is room for ::
 
     capacity = min(C - running, (η + v + 1)·B - (accepted + running))
 

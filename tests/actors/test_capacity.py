@@ -9,7 +9,6 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +61,7 @@ async def test_a_batch_is_granted_and_the_next_waits_for_new_weights() -> None:
         await anyio.wait_all_tasks_blocked()
         assert [0, 0] == [permit.version for permit in granted]
 
-        for permit in list(granted):
+        for permit in granted:
             await ref.tell(SettlePermit(permit=permit.id, is_accepted=True))
         await anyio.wait_all_tasks_blocked()
         assert 2 == len(granted)

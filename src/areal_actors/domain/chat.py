@@ -59,8 +59,8 @@ class ToolChoice(StrEnum):
 class Credential:
     """Who asks: a session named by its URL, a key, or both. At least one is present.
 
-    ``is_capability`` tells that the session id stood in the URL's path, where knowing it is enough; an id from a query or
-    a body needs its key beside it.
+    ``is_capability`` tells that the session id stood in the URL's path, where knowing it is enough; an id from a
+    query or a body needs its key beside it.
     """
 
     session: SessionId | None = None
@@ -110,7 +110,7 @@ class Answer:
 
 @frozen(kw_only=True)
 class AnswerStarted:
-    """The answer of choice ``choice`` begins; said once, before its deltas, so that a stream can name it from its first chunk."""
+    """The answer of choice ``choice`` begins. Said once, before its deltas: a stream is named from its first chunk."""
 
     interaction: InteractionId
     choice: int = 0

@@ -35,12 +35,12 @@ class Untrained:
 
 @frozen(kw_only=True)
 class Trajectory:
-    """One training row of T tokens: ids, and for each token whether it is trained, under what it was sampled, what it earned.
+    """One training row of T tokens: for each its id, whether it is trained, what sampled it, what it earned.
 
-    ``input_ids`` int32 [T]; ``loss_mask`` int32 [T], 1 on sampled tokens that this row trains; ``logprobs`` float32 [T],
-    0 off the mask; ``versions`` int32 [T], -1 on tokens that were not sampled; ``returns`` float32 [T], each turn's own
-    return on its sampled tokens; ``turns`` int32 [T], the index into ``interactions`` of the turn that sampled the token, -1
-    elsewhere. ``reward`` is the return of the row's last interaction.
+    ``input_ids`` int32 [T]; ``loss_mask`` int32 [T], 1 on sampled tokens that this row trains; ``logprobs`` float32
+    [T], 0 off the mask; ``versions`` int32 [T], -1 on tokens that were not sampled; ``returns`` float32 [T], each
+    turn's own return on its sampled tokens; ``turns`` int32 [T], the index into ``interactions`` of the turn that
+    sampled the token, -1 elsewhere. ``reward`` is the return of the row's last interaction.
     """
 
     session: SessionId
@@ -78,7 +78,7 @@ class Trajectory:
 
 @frozen(kw_only=True)
 class Problem:
-    """One item of a dataset. ``position`` counts problems over all epochs; ``data`` is what the agent's ``run`` receives."""
+    """One item of a dataset. ``position`` counts problems over all epochs; ``data`` is what ``run`` receives."""
 
     position: int
     data: Mapping[str, Any]

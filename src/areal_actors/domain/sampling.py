@@ -68,8 +68,8 @@ class Completion:
     """What an engine sampled for one prompt; all arrays have the length of ``token_ids``.
 
     ``logprobs`` are of the distribution that was sampled from (after temperature, penalties and truncation) and
-    ``raw_logprobs`` of the plain softmax; ``versions`` are those of the weights that sampled each token. A stop token is
-    included as it was sampled. ``top_logprobs`` holds a tuple per token where the request asked for alternatives.
+    ``raw_logprobs`` of the plain softmax; ``versions`` are those of the weights that sampled each token. A stop token
+    is included as it was sampled. ``top_logprobs`` holds a tuple per token where the request asked for alternatives.
     """
 
     token_ids: Ints = field(converter=as_ints, eq=array_equality)
@@ -84,7 +84,8 @@ class Completion:
 class EngineRequest:
     """One generation. ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs, alone while it runs.
 
-    ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are added.
+    ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are
+    added.
     """
 
     id: str
@@ -98,8 +99,8 @@ class EngineRequest:
 class Chunk:
     """Tokens that were sampled since the last chunk, all under one version; the last chunk carries ``finish``.
 
-    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered as it was sampled. ``num_cached_tokens`` of
-    the prompt came from the prefix cache (set in the first chunk).
+    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered as it was sampled.
+    ``num_cached_tokens`` of the prompt came from the prefix cache (set in the first chunk).
     """
 
     token_ids: Ints = field(converter=as_ints, eq=False)
@@ -140,7 +141,9 @@ class Snapshot:
 
 @frozen(kw_only=True)
 class EngineInfo:
-    """What an engine can do. ``context_length`` bounds prompt plus output, ``vocab_size`` bounds the ids that it accepts.
+    """What an engine can do.
+
+    ``context_length`` bounds prompt plus output, ``vocab_size`` bounds the ids that it accepts.
 
     ``logprobs_follow_truncation`` tells whether reported log-probabilities are those after top-p, top-k and min-p.
     """

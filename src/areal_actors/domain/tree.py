@@ -40,12 +40,13 @@ class ForkReason(StrEnum):
 class Interaction:
     """One request and its answer within a session's tree.
 
-    Two parents: ``parent`` is the turn whose answer this one continues, and carries rewards; ``token_parent`` is the one
-    whose exact tokens are a prefix of this prompt, and carries packing and KV reuse. A fork has the first without the
-    second, and says why in ``fork``. ``prompt_suffix`` holds the prompt ids beyond the token parent's prompt and output
-    (the whole prompt where there is no token parent). ``messages`` are those beyond the conversational parent's prompt and
-    answer (all of them for a root); new instructions come first where ``fork`` is ``NEW_SYSTEM_PROMPT``. ``order`` counts
-    requests, ``completed_order`` counts completions in a session. ``failure`` says why a failed one failed.
+    Two parents: ``parent`` is the turn whose answer this one continues, and carries rewards; ``token_parent`` is the
+    one whose exact tokens are a prefix of this prompt, and carries packing and KV reuse. A fork has the first without
+    the second, and says why in ``fork``. ``prompt_suffix`` holds the prompt ids beyond the token parent's prompt and
+    output (the whole prompt where there is no token parent). ``messages`` are those beyond the conversational
+    parent's prompt and answer (all of them for a root); new instructions come first where ``fork`` is
+    ``NEW_SYSTEM_PROMPT``. ``order`` counts requests, ``completed_order`` counts completions in a session. ``failure``
+    says why a failed one failed.
     """
 
     id: InteractionId

@@ -82,9 +82,7 @@ class Trainer:
         """
 
         async def main() -> RunSummary:
-            return await self.run(
-                workflow, workflow_kwargs, resume=resume, run_dir=run_dir, is_handling_signals=True
-            )
+            return await self.run(workflow, workflow_kwargs, resume=resume, run_dir=run_dir, is_handling_signals=True)
 
         return anyio.run(main, backend=backend)
 
@@ -109,9 +107,7 @@ class Trainer:
             await self._run(agent, directory, resume=resume, is_handling_signals=is_handling_signals)
         return summarize_run(directory, seconds=time.monotonic() - started)
 
-    async def _run(
-        self, agent: Agent, directory: RunDirectory, *, resume: bool, is_handling_signals: bool
-    ) -> None:
+    async def _run(self, agent: Agent, directory: RunDirectory, *, resume: bool, is_handling_signals: bool) -> None:
         job = await to_thread.run_sync(lambda: _load(self.config, agent, directory, resume=resume))
         async with AsyncExitStack() as stack:
             inference = await stack.enter_async_context(_open_inference(job))
@@ -167,7 +163,7 @@ def _load(config: RunConfig, agent: Agent, directory: RunDirectory, *, resume: b
     counters = policy.restore(directory.checkpoints) if resume else None
     if resume and counters is None:
         raise CheckpointError(
-            f"There is no complete checkpoint in {directory.checkpoints} to resume from; start the run without --resume."
+            f"There is no complete checkpoint in {directory.checkpoints} to go on from; leave --resume out."
         )
     return _Job(
         config=config,
@@ -234,7 +230,10 @@ def _create_reporter(job: _Job) -> ProgressReporter:
             directory.sessions, decode=decode, max_sessions=config.logging.max_sessions, resumed_step=resumed
         ),
     ]
-    display = create_display(config.logging.display, RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed or 0))
+    display = create_display(
+        config.logging.display,
+        RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed or 0),
+    )
     if display is not None:
         listeners.append(display)
     if config.logging.tensorboard:

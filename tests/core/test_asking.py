@@ -159,15 +159,16 @@ async def test_an_exception_group_is_one_error_to_the_asker():
             await ref.ask(Fail(error=group))
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_future_that_a_stranger_cancelled_fails_the_ask_only(anyio_backend):
-    """On asyncio a handler may meet a CancelledError that concerns nobody here."""
+async def test_a_future_that_a_stranger_cancelled_is_an_ordinary_failure():
+    """A handler may meet a CancelledError that concerns nobody here: it fails the ask, or crashes the actor."""
     async with ActorSystem.open() as system:
-        ref = await system.spawn(Clerk())
+        ref = await system.spawn(Clerk(), supervision=Stop())
         with pytest.raises(RemoteError, match="CancelledError"):
             await ref.ask(Fail(error=asyncio.CancelledError()))
-
         assert await ref.ask(Echo(n=1)) == 1
+        await ref.tell(Fail(error=asyncio.CancelledError()))
+
+        assert "had been cancelled by a stranger" in str((await system.watch(ref)).error)
 
 
 async def test_messages_of_one_sender_arrive_in_order():

@@ -329,6 +329,38 @@ async def test_filling_ones_own_mailbox_is_refused():
         await a.stop(grace=0)
 
 
+async def test_actors_that_fill_each_others_mailboxes_are_refused():
+    """Whoever would close the circle of full mailboxes is told; the other goes on."""
+    full = anyio.Event()
+
+    class Teller(Link):
+        @Pass.handler
+        async def go(self, message: Pass) -> str:
+            await full.wait()
+            for _ in range(3):
+                await message.path[0].tell(Flood())
+            return self.context.name
+
+    async with ActorSystem.open() as system:
+        a, b = [await system.spawn(Teller(), name=name, mailbox_size=2) for name in "ab"]
+        outcomes: list[str] = []
+
+        async def ask(first: Ref[Chain], second: Ref[Chain]) -> None:
+            try:
+                outcomes.append(await first.ask(Pass(path=(second,))))
+            except RemoteError as error:
+                outcomes.append(error.type_name)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, a, b)
+            tasks.start_soon(ask, b, a)
+            await wait_all_tasks_blocked()
+            full.set()
+
+        assert outcomes.count("DeadlockError") == 1
+        assert {"a", "b"} & set(outcomes)
+
+
 async def test_stopping_oneself_and_waiting_for_it_is_refused():
     """``context.stop()`` is the way."""
     async with ActorSystem.open() as system:

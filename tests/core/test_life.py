@@ -223,6 +223,27 @@ async def test_leaving_a_lifespan_is_shielded_and_bounded():
     assert diary.count("leaves") == 1
 
 
+async def test_meeting_the_stopped_is_no_crash_at_the_end():
+    """An actor that tells one that was stopped before it ends quietly; in mid-life it crashes as by any error."""
+
+    class Reporter(Diarist):
+        @Work.handler
+        async def work(self, message: Work) -> None:
+            await anyio.sleep(message.seconds)
+            await cat.tell(Work())
+
+    async with ActorSystem.open() as system:
+        reporter = await system.spawn(Reporter(), name="reporter", supervision=Stop())
+        cat = await system.spawn(Diarist(), name="cat")
+        await reporter.tell(Work(seconds=1))
+    assert reporter.statistics().state is ActorState.STOPPED
+
+    async with ActorSystem.open() as system:
+        reporter = await system.spawn(Reporter(), name="reporter", supervision=Stop())
+        await reporter.tell(Work())
+        assert (await system.watch(reporter)).reason is DownReason.CRASHED
+
+
 async def test_an_actor_may_stop_itself():
     """It finishes what it had accepted."""
     diarist = Diarist()

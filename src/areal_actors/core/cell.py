@@ -157,10 +157,15 @@ class Cell:
         except Exception as error:  # noqa: BLE001 - whatever it is, the supervision policy is its handler
             cause = self._crash or root_cause(error)
             crash = cause if isinstance(cause, Exception) else error
-            if self.born.is_set():
+            if not self.born.is_set():
+                self.birth_error = crash
+            elif not self._follows_from_the_end(crash):
                 return crash
-            self.birth_error = crash
         return None
+
+    def _follows_from_the_end(self, crash: Exception) -> bool:
+        """Whether ``crash`` only says that somebody has stopped, which is no news while everything does."""
+        return isinstance(crash, ActorStopped) and (self.mailbox.closed or self.system.is_closing)
 
     async def _live(self, actor: Actor[Any]) -> None:
         async with anyio.create_task_group() as tasks:

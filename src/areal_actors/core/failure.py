@@ -17,6 +17,7 @@ import asyncio
 import traceback
 from collections.abc import Iterator
 
+from areal_actors.core.loops import is_trio
 from areal_actors.errors import ActorError, ActorStopped, ArealError, RemoteError
 
 __all__ = ["is_stray_cancellation", "leaves", "root_cause", "transferred"]
@@ -52,11 +53,13 @@ def transferred(error: BaseException, actor: str) -> ArealError:
 def is_stray_cancellation(error: BaseException) -> bool:
     """Whether a ``CancelledError`` reached a task that nobody cancelled.
 
-    On asyncio, awaiting a future that somebody else cancelled raises it. It is an ordinary failure of the handler, and
-    must not pass for the cancellation of the actor.
+    On asyncio, awaiting a future that somebody else cancelled raises it; to trio it is an exception like any other. It
+    is an ordinary failure of the handler, and must not pass for the cancellation of the actor.
     """
     if not isinstance(error, asyncio.CancelledError):
         return False
+    if is_trio():
+        return True
     task = asyncio.current_task()
     return task is not None and task.cancelling() == 0
 

@@ -51,7 +51,7 @@ class ActorSystem:
         self._portal: BlockingPortal | None = None
         self.loop = running_loop()
         self.host: Host | None = None
-        self._is_closing = False
+        self.is_closing = False
 
     @classmethod
     @asynccontextmanager
@@ -81,7 +81,7 @@ class ActorSystem:
                     system._tasks.cancel_scope.cancel()
                     raise
                 finally:
-                    system._is_closing = True
+                    system.is_closing = True
 
     @classmethod
     async def start_hosted(
@@ -130,7 +130,7 @@ class ActorSystem:
             ActorStopped: the system is closing.
             Exception: what the factory or the lifespan raised.
         """
-        if self._tasks is None or self._is_closing:
+        if self._tasks is None or self.is_closing:
             raise ActorStopped(f"system {self.name!r} is not open; spawn actors inside 'async with ActorSystem.open()'")
         first, create = (actor, None) if isinstance(actor, Actor) else (actor(), actor)
         if mailbox_size < 1:
@@ -169,7 +169,7 @@ class ActorSystem:
 
     async def stop(self, *, grace: float | None = None) -> None:
         """Stop every actor, last one first, within ``grace`` seconds in all; no actor can be spawned afterwards."""
-        self._is_closing = True
+        self.is_closing = True
         deadline = anyio.current_time() + (self.grace if grace is None else grace)
         while self._cells:
             cell = next(reversed(self._cells.values()))

@@ -1,7 +1,11 @@
 """An agent that must use a tool: it calls ``multiply`` with JSON arguments, reads the result and reports it.
 
-Ordinary code against the OpenAI SDK: it knows nothing of training. ``areal-actors train examples/tool_agent.yaml``
-gives it a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns.
+Ordinary code against the OpenAI SDK; it knows nothing of training. ``areal-actors train examples/tool_agent.yaml`` gives
+it a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns. Without
+these it talks to the server of ``OPENAI_BASE_URL``.
+
+The prompt shows one call and no answer: a small pretrained model then calls the tool now and then, seldom says what it
+returned, and has both to learn.
 """
 
 from __future__ import annotations
@@ -21,29 +25,34 @@ TOOLS: list[Any] = [
         "function": {
             "name": "multiply",
             "description": "Multiply two integers.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                "required": ["a", "b"],
-            },
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
         },
     }
 ]
 
-DEMONSTRATED = "A shelf holds {a} books. How many books are on {b} shelves?"
-QUESTIONS = (
-    "A box holds {a} pens. How many pens are in {b} boxes?",
-    "A field has {a} rows of {b} plants. How many plants are there?",
-    "One ticket costs {a} dollars. What do {b} tickets cost?",
-    "A train makes {a} trips with {b} passengers each. How many passengers travel?",
-)
+DEMONSTRATION: list[Any] = [
+    {"role": "system", "content": "Call multiply, then reply with its result."},
+    {"role": "user", "content": "What is 123 times 456?"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "call_0",
+                "type": "function",
+                "function": {"name": "multiply", "arguments": json.dumps({"a": 123, "b": 456})},
+            }
+        ],
+    },
+]
+
+QUESTIONS = ("What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b} = ?", "Compute the product of {a} and {b}.")
 
 ATTEMPTED, CALLED, ANSWERED, SOLVED = 0.1, 0.3, 0.5, 1.0
-"""Rewards: a call was attempted; it was right; the answer holds the result; it is the sentence that was shown."""
+"""Rewards: a call was attempted; it was the right one; the answer mentions the result; the answer is the result."""
 
 
 def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``num`` word problems with factors of three digits. Equal seeds give equal problems."""
+    """``num`` products of numbers of three digits. Equal seeds give equal problems."""
     rng = random.Random(seed)
     for _ in range(num):
         a, b = rng.randint(100, 999), rng.randint(100, 999)
@@ -51,32 +60,28 @@ def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 class ToolAgent:
-    """Two turns: a tool call, then the answer. ``num_demonstrations`` solved examples stand before the question."""
+    """Two turns: a tool call, then the answer. The bounds on new tokens leave little room around what is asked for."""
 
-    def __init__(self, num_demonstrations: int = 2, temperature: float = 1.0) -> None:
+    def __init__(self, temperature: float = 1.0, max_call_tokens: int = 40, max_answer_tokens: int = 16) -> None:
         self.temperature = temperature
-        pairs = [(123, 456), (728, 391), (505, 217)][:num_demonstrations]
-        self.demonstrations = [message for a, b in pairs for message in demonstration(a, b)]
+        self.max_call_tokens = max_call_tokens
+        self.max_answer_tokens = max_answer_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         """Work on one problem; returns its reward."""
-        client = AsyncOpenAI(
-            base_url=extra_kwargs["base_url"],
-            api_key=extra_kwargs["api_key"],
-            http_client=extra_kwargs["http_client"],
-        )
-        messages = [*self.demonstrations, {"role": "user", "content": data["question"]}]
-        first = await self.ask(client, messages, max_tokens=48)
-        arguments = parse_arguments(first)
-        if arguments is None:
-            return ATTEMPTED if "<tool_call>" in (first.content or "") or first.tool_calls else 0.0
-        if sorted(arguments) != sorted((data["a"], data["b"])):
-            return ATTEMPTED
+        client = AsyncOpenAI(**{k: extra_kwargs.get(k) for k in ("base_url", "api_key", "http_client")})
+        messages = [*DEMONSTRATION, {"role": "user", "content": data["question"]}]
+        called = await self.ask(client, messages, max_tokens=self.max_call_tokens)
+        if not is_right_call(called, a=data["a"], b=data["b"]):
+            return ATTEMPTED if called.tool_calls or "<tool_call>" in (called.content or "") else 0.0
+        assert called.tool_calls
         product = data["a"] * data["b"]
-        assert first.tool_calls
-        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": str(product)}
-        second = await self.ask(client, [*messages, first.model_dump(exclude_none=True), result], max_tokens=24)
-        return grade(second.content or "", product)
+        messages += [
+            called.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": str(product)},
+        ]
+        answered = await self.ask(client, messages, max_tokens=self.max_answer_tokens)
+        return grade(answered.content or "", product)
 
     async def ask(self, client: AsyncOpenAI, messages: list[Any], *, max_tokens: int) -> ChatCompletionMessage:
         """One turn of the model."""
@@ -86,31 +91,20 @@ class ToolAgent:
         return completion.choices[0].message
 
 
-def demonstration(a: int, b: int) -> list[dict[str, Any]]:
-    """A question, the call, its result and the answer."""
-    call = {"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}
-    return [
-        {"role": "user", "content": DEMONSTRATED.format(a=a, b=b)},
-        {"role": "assistant", "tool_calls": [{"id": f"call_{a}", "type": "function", "function": call}]},
-        {"role": "tool", "tool_call_id": f"call_{a}", "content": str(a * b)},
-        {"role": "assistant", "content": f"The answer is {a * b}."},
-    ]
-
-
-def parse_arguments(message: ChatCompletionMessage) -> tuple[int, int] | None:
-    """The two factors of the first call, or ``None`` if it is no valid call of ``multiply``."""
-    if not message.tool_calls or message.tool_calls[0].type != "function":
-        return None
-    function = message.tool_calls[0].function
+def is_right_call(message: ChatCompletionMessage, *, a: int, b: int) -> bool:
+    """Whether the message calls ``multiply`` once, with the two factors in either order."""
+    calls = message.tool_calls or []
+    if len(calls) != 1 or calls[0].type != "function" or calls[0].function.name != "multiply":
+        return False
     try:
-        arguments = json.loads(function.arguments)
-        return (int(arguments["a"]), int(arguments["b"])) if function.name == "multiply" else None
-    except (ValueError, TypeError, KeyError):
-        return None
+        arguments = json.loads(calls[0].function.arguments)
+    except ValueError:
+        return False
+    return arguments in ({"a": a, "b": b}, {"a": b, "b": a})
 
 
 def grade(answer: str, product: int) -> float:
     """How good the final answer is."""
-    if re.fullmatch(rf"The answer is {product}\.", answer.strip()):
+    if answer.strip() == str(product):
         return SOLVED
-    return ANSWERED if str(product) in answer else CALLED
+    return ANSWERED if re.search(rf"\b{product}\b", answer) else CALLED

@@ -24,8 +24,11 @@ from areal_actors.cache import STYLES
 from areal_actors.cache.rewards import RULES
 from areal_actors.config.documents import Document
 from areal_actors.config.loading import Schema
+from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory
-from areal_actors.engines.torch import TorchEngineConfig
+from areal_actors.datasets import DataPath, DatasetConfig, ProblemsReference
+from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
 from areal_actors.staleness import CapacityLimits
 from areal_actors.training.config import TrainerConfig
@@ -136,11 +139,12 @@ class RunConfig:
     """A name, or the path of a directory that transformers can load."""
     tokenizer: ModelName | None = None
     """Where the tokenizer and its chat template come from; the model without it."""
-    dataset: Mapping[str, Any] = field(factory=dict)
-    eval_dataset: Mapping[str, Any] | None = None
+    dataset: DatasetConfig
+    eval_dataset: DatasetConfig | None = None
     rollout: RolloutConfig
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
+    proxy: ProxyConfig = field(factory=ProxyConfig)
     trainer: TrainerConfig = field(factory=TrainerConfig)
     evaluation: EvaluationConfig = field(factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
@@ -182,17 +186,15 @@ class RunConfig:
 
 def _resolve_model(text: str, directory: Path) -> ModelName:
     """A path where it looks like one, or where there is such a directory; else a name."""
-    path = (directory / Path(text).expanduser()).absolute()
+    path = resolve_path(text, directory)
     is_path = text.startswith((".", "~", "/")) or path.is_dir()
     return ModelName(str(path) if is_path else text)
 
 
-def _resolve_workflow(text: str, directory: Path) -> WorkflowReference:
+def _resolve_reference(text: str, directory: Path) -> str:
     """A reference into a file gets the file's absolute path; module names stay."""
     file, colon, name = text.partition(":")
-    if not (colon and file.endswith(".py")):
-        return WorkflowReference(text)
-    return WorkflowReference(f"{(directory / Path(file).expanduser()).absolute()}:{name}")
+    return f"{resolve_path(file, directory)}:{name}" if colon and file.endswith(".py") else text
 
 
 _SCHEMA = Schema(
@@ -203,7 +205,12 @@ _SCHEMA = Schema(
         "rollout.fileroot": "fileroot",
         "rollout.tokenizer_path": "tokenizer",
     },
-    resolvers={ModelName: _resolve_model, WorkflowReference: _resolve_workflow},
+    resolvers={
+        ModelName: _resolve_model,
+        WorkflowReference: _resolve_reference,
+        ProblemsReference: _resolve_reference,
+        DataPath: lambda text, directory: str(resolve_path(text, directory)),
+    },
 )
 
 

@@ -26,7 +26,16 @@ from areal_actors.config.documents import ConfigPath, plain
 from areal_actors.config.kinds import describe_type, hint, show, type_name
 from areal_actors.errors import ArealError, ConfigError
 
-__all__ = ["Mistake", "Mistakes", "TypedText", "create_converter", "default_of", "nearest", "resolve_path", "settings_of"]
+__all__ = [
+    "Mistake",
+    "Mistakes",
+    "TypedText",
+    "create_converter",
+    "default_of",
+    "nearest",
+    "resolve_path",
+    "settings_of",
+]
 
 Resolver = Callable[[str, Path], Any]
 """From a text and the directory that relative paths in it are relative to, to a value."""

@@ -35,6 +35,7 @@
     ├── ModelError                  a model that cannot be found, read or converted             (config)
     ├── DatasetError                problems that cannot be found or read                       (config)
     ├── WorkflowError               a workflow that cannot be imported or run                   (config)
+    ├── RunDirectoryError           files of a run that cannot be written, or are not there      (run)
     ├── CheckpointError             a checkpoint that cannot be written or does not fit         (trainer)
     └── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
 
@@ -74,6 +75,7 @@ __all__ = [
     "RequestError",
     "RequestTimeout",
     "RewardError",
+    "RunDirectoryError",
     "SessionEnded",
     "TrainingDiverged",
     "Unauthorized",
@@ -308,6 +310,10 @@ class DatasetError(ArealError):
 
 class WorkflowError(ArealError):
     """The workflow cannot be imported, or is none."""
+
+
+class RunDirectoryError(ArealError):
+    """The files of a run cannot be written, or a directory holds no run."""
 
 
 class CheckpointError(ArealError):

@@ -25,7 +25,7 @@ import structlog
 from structlog.stdlib import BoundLogger
 from structlog.typing import EventDict, WrappedLogger
 
-__all__ = ["get_logger", "logging_to_file", "logging_to_stream", "redact"]
+__all__ = ["get_logger", "logging_to_file", "logging_to_stream", "redact", "redact_settings"]
 
 _QUIET = (
     "hypercorn",
@@ -46,6 +46,7 @@ _EVENT = "areal_event"
 
 _SECRET_KEYS = frozenset({"api_key", "admin_key", "session_key", "authorization", "x-api-key", "password", "secret"})
 _SESSION_KEYS = frozenset({"session", "session_id"})
+_SECRET_SETTING = re.compile(rf"(?im)^(\s*(?:{'|'.join(sorted(_SECRET_KEYS))}):[ \t]*['\"]?)((?!null\b)[^\s'\"]+)")
 _NUM_SHOWN = 4
 """Characters of a random token that are shown: enough to tell sessions apart, too few to guess the rest."""
 
@@ -87,6 +88,11 @@ def redact(text: str) -> str:
     for pattern in _PATTERNS:
         text = pattern.sub(lambda match: match[1] + _stump(match[2]), text)
     return text
+
+
+def redact_settings(text: str) -> str:
+    """YAML ``text`` with the values of keys and passwords cut to a stump."""
+    return _SECRET_SETTING.sub(lambda match: match[1] + _stump(match[2]), redact(text))
 
 
 def _stump(secret: str) -> str:

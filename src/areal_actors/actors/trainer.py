@@ -21,9 +21,9 @@ from typing import Any
 
 import anyio
 from anyio import to_thread
-from attrs import asdict, field, frozen
-from attrs.validators import ge, gt, le, optional
+from attrs import asdict, frozen
 
+from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import DataPosition, Group, Snapshot
 from areal_actors.messages import (
@@ -54,47 +54,6 @@ from areal_actors.training.trainer import PolicyTrainer
 __all__ = ["CheckpointConfig", "EvaluationConfig", "StopConfig", "TrainerActor", "TrainingPeers", "TrainingPlan"]
 
 _log = get_logger(__name__)
-
-
-@frozen(kw_only=True)
-class CheckpointConfig:
-    """How often a checkpoint is written, and how many are kept. One is written at the end in any case."""
-
-    every_steps: int = field(default=10, validator=ge(1))
-    keep: int = field(default=1, validator=ge(1))
-
-
-@frozen(kw_only=True)
-class EvaluationConfig:
-    """How often the held-out problems are run, besides before the first and after the last step. 0: only then."""
-
-    every_steps: int = field(default=0, validator=ge(0))
-
-
-@frozen(kw_only=True)
-class StopConfig:
-    """When training is good enough to stop early: the reward's moving average reaches ``reward``.
-
-    The average is exponential with weight ``smoothing`` on the past, corrected for its start (as in Adam, arXiv 1412.6980).
-    """
-
-    reward: float | None = None
-    smoothing: float = field(default=0.5, validator=[ge(0.0), le(0.99)])
-    min_steps: int = field(default=1, validator=ge(1))
-
-
-@frozen(kw_only=True)
-class TrainingPlan:
-    """What the trainer actor was asked to do."""
-
-    total_steps: int = field(validator=ge(1))
-    batch_size: int = field(validator=ge(1))
-    max_staleness: int = field(default=0, validator=ge(0))
-    evaluation: EvaluationConfig = field(factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
-    stop: StopConfig = field(factory=StopConfig)
-    max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
-    """A step that waits longer than this for its groups stops the run with an error. ``None``: no bound."""
 
 
 @frozen(kw_only=True)

@@ -1,0 +1,172 @@
+"""The command line: ``areal-actors train``, ``report``, ``settings``.
+
+Everything heavy is imported by the command that needs it, so that ``--help`` is there at once. What training is, is
+told in ``run``; here errors become one clear message and an exit code:
+
+0 done · 1 the run failed · 2 the configuration or the command is wrong · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from areal_actors import __version__
+from areal_actors.errors import ArealError, ConfigError, DatasetError, ModelError, WorkflowError
+
+__all__ = ["cli", "main"]
+
+_EXIT_FAILED = 1
+_EXIT_WRONG = 2
+_EXIT_INTERRUPTED = 130
+_WRONG = (ConfigError, ModelError, DatasetError, WorkflowError)
+"""What a person mends in the configuration."""
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    cli(prog_name="areal-actors")
+
+
+def _explains_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Let no traceback meet a person who did not ask for it. Commands take ``verbose``."""
+
+    @functools.wraps(command)
+    def explained(*, verbose: bool, **options: Any) -> None:
+        from areal_actors.telemetry import logging_to_stream
+
+        try:
+            with logging_to_stream(level=logging.DEBUG if verbose else logging.INFO):
+                command(**options)
+        except click.exceptions.Exit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - also groups with an interrupt in them; nothing is swallowed
+            _exit_with(error, is_verbose=verbose)
+
+    return explained
+
+
+def _exit_with(error: BaseException, *, is_verbose: bool) -> NoReturn:
+    """Say what went wrong, root cause first, and leave with its exit code."""
+    from areal_actors.core.failure import leaves, root_cause
+    from areal_actors.telemetry import redact
+
+    if is_verbose:
+        click.echo(redact("".join(traceback.format_exception(error))), err=True)
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
+        click.echo("Interrupted.", err=True)
+        sys.exit(_EXIT_INTERRUPTED)
+    cause = root_cause(error)
+    if isinstance(cause, (click.ClickException, SystemExit)):
+        raise cause
+    click.echo(f"Error: {redact(_explain(cause, is_verbose=is_verbose))}", err=True)
+    for other in [leaf for leaf in leaves(error) if leaf is not cause][:3]:
+        click.echo(f"  also: {redact(_explain(other, is_verbose=True))}", err=True)
+    sys.exit(_EXIT_WRONG if isinstance(cause, _WRONG) else _EXIT_FAILED)
+
+
+def _explain(error: BaseException, *, is_verbose: bool) -> str:
+    if isinstance(error, ArealError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text if is_verbose else f"{text}\nThis was not foreseen; --verbose shows where it happened."
+
+
+_verbose = click.option("--verbose", is_flag=True, help="Log details, and show tracebacks.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="areal-actors")
+def cli() -> None:
+    """Train the model behind an agent with reinforcement learning, by changing the agent's base URL alone.
+
+    \b
+    Begin with:
+      areal-actors train examples/tool_agent.yaml
+      areal-actors train examples/tool_agent.yaml total_steps=5 rollout.group_size=4
+    Then look at:
+      runs/<experiment>/<trial>/report.html     the run on one page
+      runs/<experiment>/<trial>/metrics.jsonl   the numbers of each step
+    And to write a configuration of your own:
+      areal-actors settings                     every setting, its default, what it is for
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+
+
+@cli.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of this run.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the run is written, instead of <fileroot>/<experiment_name>/<trial_name>.",
+)
+@_verbose
+@_explains_errors
+def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Path | None) -> None:
+    """Train as the YAML file CONFIG says, with settings changed by KEY=VALUE.
+
+    Values are YAML. Every mistake in the file and in the overrides is reported at once. Progress goes to standard
+    error; the last line of standard output is one JSON object that sums the run up.
+
+    \b
+    Examples:
+      areal-actors train my.yaml trainer.optimizer.learning_rate=1e-5 engine.device=cuda
+      areal-actors train my.yaml 'rollout.openai={turn_discount: 0.9}' stop.reward=null
+      areal-actors train my.yaml --resume
+
+    Ctrl-C finishes the step, writes a checkpoint and stops; a second one stops at once. In both cases --resume goes on
+    from the last checkpoint.
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.config import load_config
+
+    loaded = load_config(config, overrides)
+    from areal_actors.run import train as run_training
+
+    summary = run_training(loaded, resume=resume, run_dir=run_dir)
+    click.echo(json.dumps(summary.to_json()))
+
+
+@cli.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@_verbose
+@_explains_errors
+def report(*, run_dir: Path) -> None:
+    """Write the report and the learning curve of RUN_DIR again, from the files in it.
+
+    \b
+    Example:
+      areal-actors report runs/tool_agent/trial
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.dashboard import RunDirectory, write_report
+
+    click.echo(str(write_report(RunDirectory(path=run_dir))))
+
+
+@cli.command()
+@click.argument("section", required=False)
+@_verbose
+@_explains_errors
+def settings(*, section: str | None) -> None:
+    """Print every setting as commented YAML: what it must be, its default, what its section is for.
+
+    \b
+    Examples:
+      areal-actors settings
+      areal-actors settings trainer.objective
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.config import format_reference, settings_class
+
+    click.echo(format_reference(settings_class(section or "")), nl=False)
+
+
+if __name__ == "__main__":
+    main()

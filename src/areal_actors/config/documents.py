@@ -1,0 +1,183 @@
+"""YAML as configuration wants it: plain data, a line for every path, and no surprise.
+
+Three things differ from ``yaml.safe_load``. A key given twice in one mapping is a mistake, as is a mapping that
+contains itself. ``2e-5`` is a number, as in YAML 1.2 (the 1.1 rules ask for ``2.0e-5`` and would take it for text).
+What is written is read back equal, for any text. What the data means is decided in ``structure``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from attrs import field, frozen
+
+from areal_actors.errors import ConfigError
+
+__all__ = ["ConfigPath", "Document", "format_path", "format_yaml", "parse_yaml", "plain", "read_document"]
+
+ConfigPath = tuple[str | int, ...]
+"""Keys and list positions from the top of a configuration to one of its values."""
+
+_FLOAT = re.compile(
+    r"""^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[0-9][0-9_]*[eE][-+]?[0-9]+
+    |\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+    |\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, with the floats of YAML 1.2."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """The safe dumper, which quotes text that ``_Loader`` would take for a number."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+@frozen(kw_only=True)
+class Document:
+    """What a file said. ``source`` names it in messages."""
+
+    source: str
+    data: Any
+    root: yaml.Node | None = field(default=None, repr=False, eq=False)
+
+    def locate(self, path: ConfigPath) -> str:
+        """``file:line`` of the value at ``path``, or of the innermost section around it that the file has."""
+        node, line = self.root, None
+        for part in path:
+            found = _child(node, part)
+            if found is None:
+                break
+            node, line = found
+        return self.source if line is None else f"{self.source}:{line}"
+
+
+def read_document(path: Path) -> Document:
+    """Read a YAML file. Raises ``ConfigError`` naming the file, and the line and column where there is one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"There is no file {path}{_neighbours(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return parse_yaml(text, source=str(path))
+
+
+def parse_yaml(text: str, *, source: str) -> Document:
+    """The one document in ``text``. Raises ``ConfigError`` for malformed YAML, doubled keys and cycles."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        problems = tuple(_problems(node, source))
+        data = None if node is None or problems else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(_explain(error, text, source)) from error
+    except (ValueError, RecursionError) as error:  # dates that are none, thousands of nested brackets
+        raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
+    finally:
+        loader.dispose()
+    if problems:
+        raise ConfigError(problems)
+    return Document(source=source, data=data, root=node)
+
+
+def format_yaml(data: Any) -> str:
+    """``data`` as YAML that ``parse_yaml`` reads back equal; keys keep their order."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=100))
+
+
+def format_path(path: ConfigPath) -> str:
+    """``rollout.openai.mode``."""
+    return ".".join(str(part) for part in path)
+
+
+# ----------------------------------------------------------------------------------------------------- nodes
+
+
+def _child(node: yaml.Node | None, part: str | int) -> tuple[yaml.Node, int] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(part):
+                return value, key.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        value = node.value[part]
+        return value, value.start_mark.line + 1
+    return None
+
+
+def _problems(root: yaml.Node | None, source: str) -> Iterator[str]:
+    """Doubled keys and cycles, each node looked at once, however often anchors repeat it."""
+    done: set[int] = set()
+    above: set[int] = set()
+    stack: list[tuple[yaml.Node, bool]] = [] if root is None else [(root, False)]
+    while stack:
+        node, is_leaving = stack.pop()
+        if is_leaving:
+            above.discard(id(node))
+            done.add(id(node))
+        elif id(node) in above:
+            yield f"{source}:{node.start_mark.line + 1}: this section contains itself; write it out instead."
+        elif id(node) not in done:
+            above.add(id(node))
+            stack.append((node, True))
+            stack.extend((child, False) for child in _children(node))
+            yield from _doubled_keys(node, source)
+
+
+def _children(node: yaml.Node) -> Sequence[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [value for _, value in node.value]
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
+
+
+def _doubled_keys(node: yaml.Node, source: str) -> Iterator[str]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            yield f"{source}:{line}: a key must be a word, not a list or a mapping."
+        elif key.value in lines and key.tag != "tag:yaml.org,2002:merge":
+            yield f"{source}:{line}: {key.value} was given before, on line {lines[key.value]}; keep one of them."
+        else:
+            lines[key.value] = line
+
+
+# --------------------------------------------------------------------------------------------------- messages
+
+
+def _explain(error: yaml.YAMLError, text: str, source: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    if mark is None:
+        return f"{source} is not valid YAML: {problem}"
+    lines = text.splitlines()
+    line = lines[mark.line].strip() if mark.line < len(lines) else ""
+    place = f"the line reads: {line[:100]!r}" if line else "it is the end of the file"
+    return f"{source}:{mark.line + 1}:{mark.column + 1} is not valid YAML: {problem}; {place}"
+
+
+def _neighbours(path: Path) -> str:
+    """What else there is, for those who mistyped."""
+    found = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    return f"; {path.parent} has {', '.join(found[:8])}." if found else "; check the path."
+
+
+def plain(value: Any) -> Any:
+    """``value`` made of ordinary dicts, lists and strings, as ``format_yaml`` takes them."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, str) else value

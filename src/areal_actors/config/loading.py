@@ -1,0 +1,154 @@
+"""From a file and overrides to one frozen configuration, and back into a file.
+
+::
+
+    YAML ─ documents ─▶ data ─ aliases ─ overrides ─▶ data ─ structure ─▶ attrs classes
+                                                                 └▶ ConfigError: every mistake, with file and line
+
+Relative paths are relative to the file that they stand in; those of the command line to the working directory. Nothing
+here knows what there is to set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from attrs import field, frozen
+
+from areal_actors.config.documents import ConfigPath, Document, format_path, format_yaml, plain, read_document
+from areal_actors.config.overrides import Override, apply_override, parse_override, rename
+from areal_actors.config.reference import paths_of, sections_of
+from areal_actors.config.structure import Mistake, Mistakes, Resolver, create_converter, nearest
+from areal_actors.errors import ConfigError
+
+__all__ = ["Schema"]
+
+C = TypeVar("C")
+
+
+@frozen(kw_only=True)
+class Schema(Generic[C]):
+    """What a configuration consists of: its class, other names for its paths, and how special texts are resolved."""
+
+    cls: type[C]
+    aliases: Mapping[str, str] = field(factory=dict)
+    resolvers: Mapping[Any, Resolver] = field(factory=dict)
+
+    def load(self, path: Path, overrides: Iterable[str] = ()) -> C:
+        """The configuration of a YAML file with ``key.sub=value`` overrides.
+
+        Raises ``ConfigError`` listing every mistake, each with its place, its path and what was expected.
+        """
+        return self.build(read_document(path), overrides, directory=path.absolute().parent)
+
+    def build(self, document: Document, overrides: Iterable[str] = (), *, directory: Path) -> C:
+        """As ``load``, of a document that was read; its relative paths are relative to ``directory``."""
+        if document.data is not None and not isinstance(document.data, Mapping):
+            raise ConfigError(f"{document.source} must hold sections and settings, as in 'total_steps: 20'.")
+        data, used, found = self._apply_aliases(document)
+        data, typed, more = self._apply_overrides(data, overrides)
+        found += more
+        config = None
+        try:
+            config = create_converter(directory, self.resolvers).structure(data, self.cls)
+        except Mistakes as mistakes:
+            found += [self._place(mistake, document, typed, used) for mistake in mistakes.found]
+        if config is None or found:
+            raise ConfigError(tuple(dict.fromkeys(found)))
+        return config
+
+    def save(self, config: C, path: Path) -> None:
+        """Write ``config`` with every setting spelt out, so that ``load`` gives an equal one. Raises ``OSError``."""
+        data = create_converter(path.parent).unstructure(config, self.cls)
+        path.write_text(format_yaml(plain(data)), encoding="utf-8")
+
+    def section(self, path: str) -> type:
+        """The class of the section at the dotted ``path``. Raises ``ConfigError`` naming the nearest."""
+        if not path:
+            return self.cls
+        sections = {name: found[0] for name, kind in paths_of(self.cls).items() if (found := sections_of(kind))}
+        proper = format_path(rename(tuple(path.split(".")), self._alias_paths()))
+        if proper not in sections:
+            close = nearest(path, list(sections))
+            advice = f"did you mean {close}?" if close else f"there are {', '.join(sections)}"
+            raise ConfigError(f"{path} is no section; {advice}")
+        return sections[proper]
+
+    # ---------------------------------------------------------------------------------------------- its steps
+
+    def _apply_aliases(self, document: Document) -> tuple[Any, dict[ConfigPath, ConfigPath], list[str]]:
+        """The data under proper names, which names stand for aliases in the file, and what was given twice."""
+        data: Any = plain(document.data or {})
+        used: dict[ConfigPath, ConfigPath] = {}
+        found: list[str] = []
+        for alias, name in self._alias_paths().items():
+            value = _take(data, alias)
+            if value is None:
+                continue
+            if _take(data, name) is not None:
+                text = f"is another name of {format_path(name)}, which is given too; keep one of them"
+                found.append(_format(Mistake(path=alias, text=text), document.locate(alias)))
+            else:
+                data = apply_override(_without(data, alias), name, value)
+                used[name] = alias
+        return data, used, found
+
+    def _apply_overrides(self, data: Any, overrides: Iterable[str]) -> tuple[Any, dict[ConfigPath, str], list[str]]:
+        typed: dict[ConfigPath, str] = {}
+        found: list[str] = []
+        for text in overrides:
+            try:
+                override: Override = parse_override(text)
+                path = rename(override.path, self._alias_paths())
+                data = apply_override(data, path, override.value)
+                typed[path] = text
+            except Mistakes as mistakes:
+                found += [_format(mistake, "command line") for mistake in mistakes.found]
+        return data, typed, found
+
+    def _place(
+        self,
+        mistake: Mistake,
+        document: Document,
+        typed: Mapping[ConfigPath, str],
+        used: Mapping[ConfigPath, ConfigPath],
+    ) -> str:
+        """The mistake as a line that says where it was made."""
+        texts = [text for path, text in typed.items() if mistake.path[: len(path)] == path]
+        place = f"command line, {texts[-1]}" if texts else document.locate(rename(mistake.path, used))
+        return _format(self._with_advice(mistake), place)
+
+    def _with_advice(self, mistake: Mistake) -> Mistake:
+        """Where an unknown key is a setting of another section, say of which."""
+        if mistake.unknown is None:
+            return mistake
+        elsewhere = [path for path in paths_of(self.cls) if path.rpartition(".")[2] == mistake.unknown]
+        if not elsewhere:
+            return mistake
+        return Mistake(path=mistake.path, text=f"is no setting; did you mean {' or '.join(elsewhere[:3])}?")
+
+    def _alias_paths(self) -> dict[ConfigPath, ConfigPath]:
+        return {tuple(alias.split(".")): tuple(name.split(".")) for alias, name in self.aliases.items()}
+
+
+def _format(mistake: Mistake, place: str) -> str:
+    return " ".join(filter(None, (f"{place}:", format_path(mistake.path), mistake.text)))
+
+
+def _take(data: Any, path: ConfigPath) -> Any:
+    for part in path:
+        if not isinstance(data, Mapping) or part not in data:
+            return None
+        data = data[part]
+    return data
+
+
+def _without(data: Mapping[Any, Any], path: ConfigPath) -> dict[Any, Any]:
+    rest = dict(data)
+    if len(path) == 1:
+        del rest[path[0]]
+    else:
+        rest[path[0]] = _without(rest[path[0]], path[1:])
+    return rest

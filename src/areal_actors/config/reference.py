@@ -1,0 +1,104 @@
+"""The list of settings, drawn from the classes themselves: as dotted paths, and as YAML with explanations."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import attrs
+
+from areal_actors.config.documents import format_yaml, plain
+from areal_actors.config.kinds import describe_type, type_name
+from areal_actors.config.structure import default_of, settings_of
+
+__all__ = ["format_reference", "paths_of", "sections_of"]
+
+_WIDTH = 118
+
+
+def paths_of(cls: type, *, above: str = "") -> dict[str, Any]:
+    """Every setting below ``cls`` by its dotted path, with its type; sections come before what they hold."""
+    found: dict[str, Any] = {}
+    for name, setting in settings_of(cls).items():
+        found[above + name] = setting.type
+        for section in sections_of(setting.type):
+            found |= paths_of(section, above=f"{above}{name}.")
+    return found
+
+
+def sections_of(kind: Any) -> list[type]:
+    """The classes that a value of type ``kind`` may be an instance of."""
+    members = get_args(kind) if get_origin(kind) is not None else (kind,)
+    return [member for member in members if attrs.has(member)]
+
+
+def format_reference(cls: type) -> str:
+    """All settings of ``cls`` as commented YAML: what each must be, its default, and what it is for."""
+    return "\n".join(_lines(cls, indent="")).strip("\n") + "\n"
+
+
+def _lines(cls: type, *, indent: str) -> Iterator[str]:
+    explanations = _explanations(cls)
+    for name, setting in settings_of(cls).items():
+        if sections_of(setting.type):
+            yield from _section(name, setting, indent)
+            continue
+        if name in explanations:
+            yield from _comment(explanations[name], indent)
+        yield f"{indent}{name}:{_default(setting)}  # {_requirement(setting)}{describe_type(setting.type)}"
+
+
+def _section(name: str, setting: attrs.Attribute[Any], indent: str) -> Iterator[str]:
+    """A section with all of its settings; they are comments where the section is left out by default."""
+    sections = sections_of(setting.type)
+    is_left_out = setting.default is None
+    yield ""
+    yield f"{indent}{name}:" + (" null" if is_left_out else "")
+    for section in sections:
+        tag = [f"{indent}  type: {type_name(section)}"] if len(sections) > 1 else []
+        lines = [*_comment(_purpose(section), f"{indent}  "), *tag, *_lines(section, indent=f"{indent}  ")]
+        is_comment = is_left_out or len(sections) > 1
+        yield from ("#" + line if is_comment and line else line for line in lines)
+
+
+def _requirement(setting: attrs.Attribute[Any]) -> str:
+    return "required: " if setting.default is attrs.NOTHING else ""
+
+
+def _default(setting: attrs.Attribute[Any]) -> str:
+    if setting.default is attrs.NOTHING:
+        return ""
+    value = default_of(setting)
+    value = value.value if isinstance(value, Enum) else value
+    value = "runs" if isinstance(value, Path) else value
+    return " " + format_yaml(plain(value)).removesuffix("\n").removesuffix("\n...")
+
+
+def _explanations(cls: type) -> dict[str, str]:
+    """The texts below the fields of a class, by field. Python forgets them, so they are read from the source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement, following in pairwise(body.body):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = _words(text)
+    return found
+
+
+def _purpose(cls: type) -> str:
+    return _words(inspect.getdoc(cls) or "")
+
+
+def _words(text: str) -> str:
+    return " ".join(text.replace("``", "").split())
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")

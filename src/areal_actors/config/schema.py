@@ -1,0 +1,238 @@
+"""What there is to set: the one class that composes the settings of all components.
+
+Each section is a frozen class beside the component that it configures. ``RolloutConfig`` lives here because its
+settings go to several: the runner, the exporter and the granter each get their part by a property. Words such as
+``mode: inline`` are resolved to members of enumerations; nothing below compares strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NewType
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, in_, le, matches_re, optional
+
+from areal_actors.actors.capacity import CapacityConfig
+from areal_actors.actors.exporter import ExportConfig
+from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
+from areal_actors.actors.rollouts import RolloutsConfig
+from areal_actors.actors.sessions import SessionsConfig
+from areal_actors.cache import STYLES
+from areal_actors.cache.rewards import RULES
+from areal_actors.config.documents import Document
+from areal_actors.config.loading import Schema
+from areal_actors.config.structure import resolve_path
+from areal_actors.dashboard import DisplayStyle, RunDirectory
+from areal_actors.datasets import DataPath, DatasetConfig, ProblemsReference
+from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.proxy import ProxyConfig
+from areal_actors.rendering import RendererConfig
+from areal_actors.staleness import CapacityLimits
+from areal_actors.training.config import TrainerConfig
+
+__all__ = [
+    "AgentConfig",
+    "AgentMode",
+    "LoggingConfig",
+    "ModelName",
+    "RolloutConfig",
+    "RunConfig",
+    "WorkflowReference",
+    "create_config",
+    "load_config",
+    "save_config",
+    "settings_class",
+]
+
+ModelName = NewType("ModelName", str)
+"""The name of a model, or the absolute path of its directory."""
+
+WorkflowReference = NewType("WorkflowReference", str)
+"""``/absolute/file.py:Class``, ``module:Class`` or ``package.module.Class``."""
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+"""Names become directories and parts of URLs."""
+
+
+class AgentMode(StrEnum):
+    """Where agents run."""
+
+    INLINE = "inline"
+    """In the event loop of this process."""
+
+
+@frozen(kw_only=True)
+class AgentConfig:
+    """How agents are run, and how their rewards become training rows (also called rollout.agent)."""
+
+    mode: AgentMode = AgentMode.INLINE
+    turn_discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
+    """What an answer passes on of its return to the turn before it."""
+    reward_rule: str = field(default="mean", validator=in_(tuple(RULES)))
+    """How the returns of several continuations become one."""
+    export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
+    subproc_max_workers: int = field(default=4, validator=ge(1))
+    """Bound on the processes of agents that run in subprocesses; inline agents need none."""
+
+
+@frozen(kw_only=True)
+class RolloutConfig:
+    """Which agent runs on the problems, how often, and how far it may run ahead of training."""
+
+    workflow: WorkflowReference
+    """The agent: file.py:Class or package.module.Class."""
+    workflow_kwargs: Mapping[str, Any] = field(factory=dict)
+    """Arguments of the agent's class."""
+    group_size: int = field(default=8, validator=ge(1))
+    """Episodes per problem."""
+    max_concurrent_rollouts: int = field(default=16, validator=ge(1))
+    """Groups that run at once."""
+    max_head_offpolicyness: int = field(default=1, validator=ge(0))
+    """How many versions older than the trained weights a group may be; 0 is synchronous."""
+    episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
+    max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
+    """A step that waits longer than this for its groups ends the run with an error."""
+    dump_to_file: bool = True
+    """Whether every training row is written to rollout/<version>/<task>.jsonl in the run directory."""
+    openai: AgentConfig = field(factory=AgentConfig)
+
+    @property
+    def runner(self) -> RolloutsConfig:
+        """What the rollout runner needs of this."""
+        return RolloutsConfig(group_size=self.group_size, episode_timeout_seconds=self.episode_timeout_seconds)
+
+    @property
+    def export(self) -> ExportConfig:
+        """What the exporter needs of this."""
+        return ExportConfig(
+            style=self.openai.export_style, discount=self.openai.turn_discount, rule=self.openai.reward_rule
+        )
+
+
+@frozen(kw_only=True)
+class LoggingConfig:
+    """What a run shows and keeps."""
+
+    display: DisplayStyle = DisplayStyle.AUTO
+    """auto is rich at a terminal and plain lines elsewhere."""
+    tensorboard: bool = True
+    max_sessions: int = field(default=120, validator=ge(1))
+    """Conversations that are kept for the run report, spread over all versions."""
+
+
+@frozen(kw_only=True)
+class RunConfig:
+    """A run: which model learns what from which agent, with which settings of each component."""
+
+    experiment_name: str = field(validator=matches_re(_NAME))
+    trial_name: str = field(default="trial", validator=matches_re(_NAME))
+    fileroot: Path = field(factory=lambda: Path("runs").absolute())
+    """Runs are written to <fileroot>/<experiment_name>/<trial_name>."""
+    seed: int = 1
+    total_steps: int = field(validator=ge(1))
+    batch_size: int = field(default=8, validator=ge(1))
+    """Groups per step."""
+    model: ModelName
+    """A name, or the path of a directory that transformers can load."""
+    tokenizer: ModelName | None = None
+    """Where the tokenizer and its chat template come from; the model without it."""
+    dataset: DatasetConfig
+    eval_dataset: DatasetConfig | None = None
+    rollout: RolloutConfig
+    engine: TorchEngineConfig = field(factory=TorchEngineConfig)
+    renderer: RendererConfig = field(factory=RendererConfig)
+    proxy: ProxyConfig = field(factory=ProxyConfig)
+    trainer: TrainerConfig = field(factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
+    stop: StopConfig = field(factory=StopConfig)
+    sessions: SessionsConfig = field(factory=SessionsConfig)
+    capacity: CapacityConfig = field(factory=CapacityConfig)
+    logging: LoggingConfig = field(factory=LoggingConfig)
+
+    @property
+    def run_directory(self) -> RunDirectory:
+        """Where the run is written, unless somebody says otherwise."""
+        return RunDirectory(path=self.fileroot / self.experiment_name / self.trial_name)
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """What the trainer actor needs of this."""
+        return TrainingPlan(
+            total_steps=self.total_steps,
+            batch_size=self.batch_size,
+            max_staleness=self.rollout.max_head_offpolicyness,
+            evaluation=self.evaluation,
+            checkpoint=self.checkpoint,
+            stop=self.stop,
+            max_step_seconds=self.rollout.max_step_seconds,
+        )
+
+    @property
+    def limits(self) -> CapacityLimits:
+        """How far rollouts may run ahead of training."""
+        return CapacityLimits(
+            max_concurrent=self.rollout.max_concurrent_rollouts,
+            max_staleness=self.rollout.max_head_offpolicyness,
+            batch_size=self.batch_size,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+def _resolve_model(text: str, directory: Path) -> ModelName:
+    """A path where it looks like one, or where there is such a directory; else a name."""
+    path = resolve_path(text, directory)
+    is_path = text.startswith((".", "~", "/")) or path.is_dir()
+    return ModelName(str(path) if is_path else text)
+
+
+def _resolve_reference(text: str, directory: Path) -> str:
+    """A reference into a file gets the file's absolute path; module names stay."""
+    file, colon, name = text.partition(":")
+    return f"{resolve_path(file, directory)}:{name}" if colon and file.endswith(".py") else text
+
+
+_SCHEMA = Schema(
+    cls=RunConfig,
+    aliases={
+        "training": "trainer",
+        "rollout.agent": "rollout.openai",
+        "rollout.fileroot": "fileroot",
+        "rollout.tokenizer_path": "tokenizer",
+    },
+    resolvers={
+        ModelName: _resolve_model,
+        WorkflowReference: _resolve_reference,
+        ProblemsReference: _resolve_reference,
+        DataPath: lambda text, directory: str(resolve_path(text, directory)),
+    },
+)
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration of a YAML file, with ``key.sub=value`` overrides.
+
+    Relative paths in the file are relative to the file, those in overrides to the working directory. Raises
+    ``ConfigError`` listing every mistake, each with its line, its path and what was expected.
+    """
+    return _SCHEMA.load(path, overrides)
+
+
+def create_config(settings: Mapping[str, Any], *, directory: Path | None = None) -> RunConfig:
+    """The configuration of a program: ``settings`` nested as in YAML. Raises like ``load_config``."""
+    return _SCHEMA.build(Document(source="settings", data=settings), directory=directory or Path.cwd())
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write a configuration with every setting spelt out; ``load_config`` reads it back equal. Raises ``OSError``."""
+    _SCHEMA.save(config, path)
+
+
+def settings_class(path: str = "") -> type:
+    """The class of the section at the dotted ``path``; the whole for an empty one. Raises ``ConfigError``."""
+    return _SCHEMA.section(path)

@@ -1,0 +1,347 @@
+"""From plain data to frozen attrs classes, strictly, with every mistake at once.
+
+``create_converter`` gives a ``cattrs`` converter whose hooks collect mistakes instead of stopping at the first: each
+carries the path from the value that was structured, what was given, what is expected, and the nearest valid word.
+Nothing is coerced but a whole number where a number is wanted. A class is built only when all of its parts are right,
+but the validators of the parts that are right run in any case, so that their complaints come in the same list.
+
+Where values come from (files, the command line) is told in ``loading``; what there is to set, in ``schema``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+import cattrs
+from attrs import frozen
+
+from areal_actors.config.documents import ConfigPath, plain
+from areal_actors.config.kinds import describe_type, hint, show, type_name
+from areal_actors.errors import ArealError, ConfigError
+
+__all__ = [
+    "Mistake",
+    "Mistakes",
+    "TypedText",
+    "create_converter",
+    "default_of",
+    "nearest",
+    "resolve_path",
+    "settings_of",
+]
+
+Resolver = Callable[[str, Path], Any]
+"""From a text and the directory that relative paths in it are relative to, to a value."""
+
+
+class TypedText(str):
+    """Text that was typed on the command line: relative paths in it are relative to the working directory."""
+
+    __slots__ = ()
+
+
+@frozen(kw_only=True)
+class Mistake:
+    """One thing that cannot be meant, at ``path``. ``unknown`` is the key that no setting has."""
+
+    path: ConfigPath = ()
+    text: str
+    unknown: str | None = None
+
+    def below(self, part: str | int) -> Mistake:
+        """The same mistake, seen from one level above."""
+        return attrs.evolve(self, path=(part, *self.path))
+
+
+class Mistakes(Exception):
+    """Raised by the hooks. ``found`` holds at least one mistake."""
+
+    def __init__(self, found: Sequence[Mistake]) -> None:
+        super().__init__("; ".join(mistake.text for mistake in found))
+        self.found = tuple(found)
+
+
+def nearest(word: str, words: Sequence[str]) -> str | None:
+    """The valid word that was probably meant."""
+    return next(iter(get_close_matches(word, words, n=1, cutoff=0.6)), None)
+
+
+def create_converter(
+    directory: Path, resolvers: Mapping[Any, Resolver] | None = None, *, typed_in: Path | None = None
+) -> cattrs.Converter:
+    """A converter whose relative paths are relative to ``directory`` (those of ``TypedText`` to ``typed_in``).
+
+    ``resolvers`` say how texts of further types (``NewType`` of ``str``) are resolved. ``structure`` raises
+    ``Mistakes``.
+    """
+    converter = cattrs.Converter(detailed_validation=False)
+    makers = {Path: resolve_path, **(resolvers or {})}
+    # Hooks of classes come first, for subclasses too (every StrEnum is a str); then the last function registered.
+    for kind in (bool, int, float, str):
+        converter.register_structure_hook(kind, _structure_scalar_or_choice)
+    converter.register_structure_hook_func(lambda kind: kind is Any, lambda value, _: plain(value))
+    converter.register_structure_hook_func(_is_mapping, lambda value, kind: _structure_mapping(converter, value, kind))
+    converter.register_structure_hook_func(_is_list, lambda value, kind: _structure_list(converter, value, kind))
+    converter.register_structure_hook_func(_is_choice, _structure_choice)
+    converter.register_structure_hook_func(_is_union, lambda value, kind: _structure_union(converter, value, kind))
+    converter.register_structure_hook_func(attrs.has, lambda value, kind: _structure_class(converter, value, kind))
+
+    def structure_text(value: Any, kind: Any) -> Any:
+        base = typed_in or Path.cwd() if isinstance(value, TypedText) else directory
+        return makers[kind](_structure_scalar(value, str, expected=describe_type(kind)), base)
+
+    for kind in makers:
+        converter.register_structure_hook(kind, structure_text)
+    converter.register_unstructure_hook(Path, str)
+    return converter
+
+
+def resolve_path(text: str, directory: Path) -> Path:
+    """``text`` as an absolute path; ``~`` is the home directory."""
+    return (directory / Path(text).expanduser()).absolute()
+
+
+# --------------------------------------------------------------------------------------------------- scalars
+
+
+def _structure_scalar_or_choice(value: Any, kind: Any) -> Any:
+    return _structure_choice(value, kind) if _is_choice(kind) else _structure_scalar(value, kind)
+
+
+def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> Any:
+    given = str if isinstance(value, str) else type(value)
+    if kind is float and given is int:
+        return _float(value)
+    if given is not kind:
+        raise _wrong(value, expected or describe_type(kind), kind)
+    return kind(value)
+
+
+def _float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise _wrong(value, "a number that fits into a float") from None
+
+
+def _wrong(value: Any, expected: str, kind: Any = None) -> Mistakes:
+    return Mistakes([Mistake(text=f"must be {expected}, not {show(value)}{hint(value, kind)}")])
+
+
+def _is_choice(kind: Any) -> bool:
+    return get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, Enum))
+
+
+def _structure_choice(value: Any, kind: Any) -> Any:
+    choices = {v: v for v in get_args(kind)} if get_origin(kind) is Literal else {m.value: m for m in kind}
+    for word, choice in choices.items():
+        if type(word) is (str if isinstance(value, str) else type(value)) and word == value:
+            return choice
+    close = nearest(value, [str(word) for word in choices]) if isinstance(value, str) else None
+    meant = f"; did you mean {close}?" if close else ""
+    raise Mistakes([Mistake(text=f"must be {describe_type(kind)}, not {show(value)}{meant}")])
+
+
+# ------------------------------------------------------------------------------------------------ collections
+
+
+def _is_mapping(kind: Any) -> bool:
+    origin = get_origin(kind) or kind
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _structure_mapping(converter: cattrs.Converter, value: Any, kind: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(value, describe_type(kind))
+    _, inner = get_args(kind) or (str, Any)
+    return _collect(converter, {str(key): (item, inner) for key, item in value.items()})
+
+
+def _is_list(kind: Any) -> bool:
+    origin = get_origin(kind) or kind
+    return isinstance(origin, type) and issubclass(origin, Sequence) and not issubclass(origin, (str, bytes))
+
+
+def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(value, describe_type(kind))
+    arguments = get_args(kind) or (Any, ...)
+    is_fixed = get_origin(kind) is tuple and arguments[-1] is not ...
+    if is_fixed and len(arguments) != len(value):
+        raise _wrong(value, describe_type(kind))
+    kinds = arguments if is_fixed else (arguments[0],) * len(value)
+    items = _collect(converter, dict(enumerate(zip(value, kinds, strict=True)))).values()
+    return list(items) if get_origin(kind) is list else tuple(items)
+
+
+def _collect(converter: cattrs.Converter, parts: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:
+    """Structure each part by its kind; the mistakes of all parts come together."""
+    made, found = _attempt(converter, parts)
+    if found:
+        raise Mistakes(found)
+    return made
+
+
+def _attempt(converter: cattrs.Converter, parts: Mapping[Any, tuple[Any, Any]]) -> tuple[dict[Any, Any], list[Mistake]]:
+    made: dict[Any, Any] = {}
+    found: list[Mistake] = []
+    for part, (value, kind) in parts.items():
+        try:
+            made[part] = converter.structure(value, kind)
+        except Mistakes as mistakes:
+            found += [mistake.below(part) for mistake in mistakes.found]
+    return made, found
+
+
+# ---------------------------------------------------------------------------------------------------- unions
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
+
+
+def _structure_union(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
+    """The first member that takes the value; mappings go to the class that their ``type`` names."""
+    members = [member for member in get_args(kind) if member is not type(None)]
+    if value is None and len(members) < len(get_args(kind)):
+        return None
+    classes = [member for member in members if attrs.has(member)]
+    if isinstance(value, Mapping) and len(classes) > 1:
+        return _structure_tagged(converter, value, classes)
+    if isinstance(value, Mapping) and classes:
+        return converter.structure(value, classes[0])
+    if len(members) == 1:
+        return converter.structure(value, members[0])
+    for member in members:
+        try:
+            return converter.structure(value, member)
+        except Mistakes:
+            continue
+    raise _wrong(value, describe_type(kind))
+
+
+def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], classes: Sequence[type]) -> Any:
+    by_name = {type_name(cls): cls for cls in classes}
+    rest = {key: item for key, item in value.items() if key != "type"}
+    if "type" not in value:
+        fitting = [cls for cls in classes if _has_form(rest, cls)]
+        if len(fitting) == 1:
+            return converter.structure(rest, fitting[0])
+        raise Mistakes([Mistake(text=f"needs a type: one of {', '.join(by_name)}")])
+    named = by_name.get(str(value["type"]))
+    if named is None:
+        close = nearest(str(value["type"]), list(by_name))
+        meant = f"; did you mean {close}?" if close else ""
+        text = f"must be one of {', '.join(by_name)}, not {show(value['type'])}{meant}"
+        raise Mistakes([Mistake(path=("type",), text=text)])
+    return converter.structure(rest, named)
+
+
+def _has_form(value: Mapping[str, Any], cls: type) -> bool:
+    """Whether the class has all of these keys, and these keys are all that the class requires."""
+    settings = settings_of(cls)
+    required = {name for name, setting in settings.items() if is_required(setting)}
+    return required <= value.keys() <= settings.keys()
+
+
+# --------------------------------------------------------------------------------------------------- classes
+
+
+def settings_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:
+    """The fields of an attrs class that can be set, by their names in a file, with their types resolved."""
+    return {field.alias or field.name: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
+
+
+def is_required(setting: attrs.Attribute[Any]) -> bool:
+    """Whether a setting has no default."""
+    return setting.default is attrs.NOTHING
+
+
+def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
+    if value is None:
+        value = {}  # a section whose lines are all commented out
+    if not isinstance(value, Mapping):
+        raise _wrong(value, describe_type(cls))
+    settings = settings_of(cls)
+    made, found = _attempt(converter, {name: (value[name], settings[name].type) for name in settings if name in value})
+    found += [_unknown_key(str(key), list(settings)) for key in value if key not in settings]
+    found += [
+        _missing(name, setting) for name, setting in settings.items() if name not in value and is_required(setting)
+    ]
+    found += _validate(cls, made)
+    if found:
+        raise Mistakes(found)
+    try:
+        return cls(**made)
+    except (ValueError, TypeError, ArealError) as error:
+        raise Mistakes([Mistake(text=text) for text in _complaints(error)]) from error
+
+
+def _unknown_key(key: str, names: Sequence[str]) -> Mistake:
+    close = nearest(key, names)
+    advice = f"did you mean {close}?" if close else f"there are {', '.join(names)}"
+    return Mistake(path=(key,), text=f"is no setting; {advice}", unknown=None if close else key)
+
+
+def _missing(name: str, setting: attrs.Attribute[Any]) -> Mistake:
+    return Mistake(path=(name,), text=f"is missing; it must be {describe_type(setting.type)}")
+
+
+def _validate(cls: type, made: Mapping[str, Any]) -> list[Mistake]:
+    """The complaints of all validators of the parts that were made, on an instance that has no other parts."""
+    partial = _partial_instance(cls, made)
+    found: list[Mistake] = []
+    for name, setting in settings_of(cls).items():
+        if setting.validator is None or name not in made:
+            continue
+        try:
+            setting.validator(partial, setting, getattr(partial, setting.name))
+        except AttributeError:
+            continue  # it compares with a part that is missing or wrong, and will be asked again once that is mended
+        except (ValueError, TypeError, ArealError) as error:
+            found += [Mistake(path=(name,), text=text) for text in _complaints(error, setting.name)]
+    return found
+
+
+def _partial_instance(cls: Any, made: Mapping[str, Any]) -> Any:
+    """An instance without the parts that are missing or wrong. It never leaves this module."""
+    partial = cls.__new__(cls)
+    for name, setting in settings_of(cls).items():
+        if name in made:
+            object.__setattr__(partial, setting.name, made[name])
+        elif setting.default is not attrs.NOTHING:
+            object.__setattr__(partial, setting.name, default_of(setting, partial))
+    return partial
+
+
+def default_of(setting: attrs.Attribute[Any], instance: Any = None) -> Any:
+    """The default of a setting; one that is computed from the other parts asks ``instance``."""
+    default: Any = setting.default
+    if not isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        return default
+    return default.factory(instance) if default.takes_self else default.factory()
+
+
+_COMPARISON = re.compile(r"^(must be \S+ \S+): (.*)$", re.DOTALL)
+
+
+def _complaints(error: Exception, name: str = "") -> list[str]:
+    """What a validator said, without the name that the path says better."""
+    if isinstance(error, ConfigError):
+        return list(error.problems)
+    match error.args:
+        case (_, attrs.Attribute(), (list() | tuple() | set() | frozenset()) as options, value):
+            words = [str(option) for option in options]
+            close = nearest(str(value), words)
+            return [
+                f"must be one of {', '.join(words)}, not {show(value)}" + (f"; did you mean {close}?" if close else "")
+            ]
+    text = str(error.args[0] if error.args else error).removeprefix(f"'{name}' ")
+    return [_COMPARISON.sub(r"\1, not \2", text)]

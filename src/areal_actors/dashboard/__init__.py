@@ -1,0 +1,36 @@
+"""What people see of a run: the live display, the metrics, the learning curve and the report.
+
+Every writer here hears the news of a run (``messages.Progress``) from ``actors/progress.py``, on a worker thread:
+``open`` once, ``hear`` each news, ``close`` once. Rich, matplotlib, jinja2 and tensorboardX are loaded when used.
+"""
+
+from __future__ import annotations
+
+from areal_actors.dashboard.curve import write_curve
+from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, create_display
+from areal_actors.dashboard.dumps import Decode, FailureWriter, RolloutDumper
+from areal_actors.dashboard.files import RunDirectory
+from areal_actors.dashboard.metrics import STEP_KEYS, MetricsWriter, RunSummary, TensorboardWriter, summarize_run
+from areal_actors.dashboard.report import write_report
+from areal_actors.dashboard.samples import SessionSampler
+from areal_actors.dashboard.state import RunState
+
+__all__ = [
+    "STEP_KEYS",
+    "Decode",
+    "DisplayStyle",
+    "FailureWriter",
+    "MetricsWriter",
+    "PlainDisplay",
+    "RichDisplay",
+    "RolloutDumper",
+    "RunDirectory",
+    "RunState",
+    "RunSummary",
+    "SessionSampler",
+    "TensorboardWriter",
+    "create_display",
+    "summarize_run",
+    "write_curve",
+    "write_report",
+]

@@ -1,0 +1,169 @@
+"""What people see while a run is running: a live panel at a terminal, one line a step elsewhere, or nothing.
+
+What is shown is ``state``; here it meets the terminal. Displays are heard on a worker thread and never end a run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, TextIO
+
+from attrs import evolve
+
+from areal_actors.core import Message
+from areal_actors.dashboard.state import RunState, format_metrics, format_seconds, sparkline
+from areal_actors.messages import EvaluationFinished, PhaseChanged, Progress, StepFinished
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+__all__ = ["DisplayStyle", "PlainDisplay", "RichDisplay", "create_display", "render"]
+
+Clock = Callable[[], float]
+
+
+class DisplayStyle(StrEnum):
+    """How a run is shown."""
+
+    AUTO = "auto"
+    """rich at a terminal, plain elsewhere."""
+    RICH = "rich"
+    PLAIN = "plain"
+    NONE = "none"
+
+
+def create_display(
+    style: DisplayStyle, state: RunState, *, stream: TextIO | None = None, clock: Clock = time.monotonic
+) -> PlainDisplay | RichDisplay | None:
+    """The display of ``style`` on ``stream`` (standard error); ``None`` for ``none``."""
+    stream = stream or sys.stderr
+    if style is DisplayStyle.AUTO:
+        style = DisplayStyle.RICH if stream.isatty() else DisplayStyle.PLAIN
+    if style is DisplayStyle.NONE:
+        return None
+    if style is DisplayStyle.PLAIN:
+        return PlainDisplay(state, stream=stream, clock=clock)
+    from rich.console import Console
+
+    return RichDisplay(state, console=Console(file=stream), clock=clock)
+
+
+class PlainDisplay:
+    """One line for each step, phase and evaluation: for log files and pipes."""
+
+    name = "the plain display"
+    is_essential = False
+
+    def __init__(self, state: RunState, *, stream: TextIO, clock: Clock = time.monotonic) -> None:
+        self._state = state
+        self._stream = stream
+        self._clock = clock
+
+    def open(self) -> None:
+        """Say what begins."""
+        self._state = evolve(self._state, started_at=self._clock())
+        self._print(f"{self._state.title}: {self._state.total_steps} steps")
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Print what is worth a line. Raises ``OSError``."""
+        now = self._clock()
+        failed = self._state.num_failed
+        self._state = self._state.after(news, now)
+        line = self._line(news, now)
+        if line is not None:
+            self._print(line)
+        elif self._state.num_failed > failed:
+            self._print(f"episode failed ({self._state.num_failed} so far): {self._state.last_failure}")
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def _line(self, news: Message[Progress, None], now: float) -> str | None:
+        state = self._state
+        match news:
+            case StepFinished():
+                left = f"left {format_seconds(state.seconds_left(now))}"
+                took = format_seconds(now - state.started_at)
+                return f"step {state.step}/{state.total_steps}  {format_metrics(state.metrics)}  {took}  {left}"
+            case EvaluationFinished():
+                failed = f", {news.num_failed} failed" if news.num_failed else ""
+                return (
+                    f"evaluation of version {news.version}: {news.reward:.3f} "
+                    f"({news.num_episodes} episodes{failed}, {format_seconds(news.seconds)})"
+                )
+            case PhaseChanged():
+                return state.phase
+        return None
+
+    def _print(self, line: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+        self._stream.flush()
+
+
+class RichDisplay:
+    """A panel that is redrawn in place; log lines scroll above it."""
+
+    name = "the live display"
+    is_essential = False
+
+    def __init__(self, state: RunState, *, console: Console, clock: Clock = time.monotonic) -> None:
+        self._state = state
+        self._console = console
+        self._clock = clock
+        self._live: Live | None = None
+
+    def open(self) -> None:
+        """Begin to draw, four times a second on a thread of its own."""
+        from rich.live import Live
+
+        self._state = evolve(self._state, started_at=self._clock())
+        self._live = Live(
+            get_renderable=lambda: render(self._state, self._clock()), console=self._console, refresh_per_second=4
+        )
+        self._live.start()
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Remember; the next frame shows it."""
+        self._state = self._state.after(news, self._clock())
+
+    def close(self) -> None:
+        """Draw the last frame and leave it there."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+
+def render(state: RunState, now: float) -> RenderableType:
+    """A run as a panel."""
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_row(f"step {state.step}/{state.total_steps}", ProgressBar(total=state.total_steps, completed=state.step))
+    for label, text in _rows(state, now):
+        table.add_row(label, Text(text, overflow="ellipsis", no_wrap=True))
+    # Text, and not markup: titles and failures may contain brackets.
+    return Panel(table, title=Text(state.title), subtitle=Text(state.phase), border_style="cyan")
+
+
+def _rows(state: RunState, now: float) -> list[tuple[str, str]]:
+    rows = [("time", f"{format_seconds(now - state.started_at)}  left {format_seconds(state.seconds_left(now))}")]
+    if state.rewards:
+        rows.append(("reward", f"{state.rewards[-1]:.3f}  {sparkline(state.rewards, width=48)}"))
+    if state.evaluations:
+        rows.append(("eval", "  ".join(f"v{e.version} {e.reward:.3f}" for e in state.evaluations[-6:])))
+    if state.metrics:
+        shown = {key: value for key, value in state.metrics.items() if key not in {"reward", "eval_reward"}}
+        rows.append(("step", format_metrics(shown)))
+    failures = f", {state.num_failed} failed: {state.last_failure}" if state.num_failed else ""
+    rows.append(("episodes", f"{state.num_episodes}{failures}"))
+    return rows

@@ -1,0 +1,117 @@
+"""Training rows as text, for people who want to read what was trained: one file per task, one line per row."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from areal_actors.core import Message
+from areal_actors.dashboard.files import RunDirectory
+from areal_actors.dashboard.records import format_record, open_records, rewrite_records
+from areal_actors.domain import Ints, Trajectory
+from areal_actors.messages import EpisodeFinished, Progress
+
+__all__ = ["Decode", "FailureWriter", "RolloutDumper", "dump_rows"]
+
+Decode = Callable[[Ints], str]
+"""From token ids to text, special tokens included."""
+
+
+class RolloutDumper:
+    """Writes ``rollout/<version>/<task>.jsonl`` and the same below ``eval-rollout``.
+
+    A version is that of the weights when the episode began. A resumed run makes the episodes of its checkpoint's
+    version and later again, and removes their files first.
+    """
+
+    name = "trajectory dumps"
+    is_essential = False
+
+    def __init__(self, directory: RunDirectory, *, decode: Decode, resumed_step: int | None = None) -> None:
+        self._directory = directory
+        self._decode = decode
+        self._resumed_step = resumed_step
+
+    def open(self) -> None:
+        """Remove what will be made again."""
+        step = self._resumed_step or 0
+        _remove_versions(self._directory.rollouts, at_least=step)
+        # The checkpoint's own weights were evaluated before it was written.
+        _remove_versions(self._directory.eval_rollouts, at_least=step + (self._resumed_step is not None))
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Write the rows of an episode. Raises ``OSError``."""
+        if not isinstance(news, EpisodeFinished):
+            return
+        root = self._directory.eval_rollouts if news.is_eval else self._directory.rollouts
+        path = root / str(news.version) / f"{news.problem.position}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_records(path, "a") as file:
+            file.writelines(map(format_record, dump_rows(news, self._decode)))
+
+    def close(self) -> None:
+        """Nothing is open between two episodes."""
+
+
+def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]:
+    """One record per training row. The prompt ends where the first trained token begins."""
+    for row in news.episode.trajectories:
+        num_prompt = _num_prompt_tokens(row)
+        yield {
+            "task_id": str(news.problem.position),
+            "sample_idx": news.episode.member,
+            "seqlen": row.num_tokens,
+            "prompt_len": num_prompt,
+            "head_version": row.head_version,
+            "tail_version": row.tail_version,
+            "reward": row.reward,
+            "prompt": decode(row.input_ids[:num_prompt]),
+            "completion": decode(row.input_ids[num_prompt:]),
+        }
+
+
+def _num_prompt_tokens(row: Trajectory) -> int:
+    return int(row.loss_mask.argmax()) if row.num_trained_tokens else row.num_tokens
+
+
+def _remove_versions(root: Path, *, at_least: int) -> None:
+    for path in root.glob("*") if root.is_dir() else ():
+        if path.name.isdecimal() and int(path.name) >= at_least:
+            shutil.rmtree(path)
+
+
+class FailureWriter:
+    """Writes ``failures.jsonl``: every episode that failed, and why."""
+
+    name = "failures.jsonl"
+    is_essential = False
+
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        self._path = path
+        self._resumed_step = resumed_step
+
+    def open(self) -> None:
+        """Remove the failures of episodes that will be made again."""
+        limit = self._resumed_step or 0
+        rewrite_records(self._path, lambda record: record.get("version", 0) < limit)
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Write a failed episode. Raises ``OSError``."""
+        if not isinstance(news, EpisodeFinished) or news.episode.failure is None:
+            return
+        record = {
+            "task_id": str(news.problem.position),
+            "sample_idx": news.episode.member,
+            "version": news.version,
+            "is_eval": news.is_eval,
+            "turns": news.episode.num_turns,
+            "seconds": round(news.episode.seconds, 3),
+            "failure": news.episode.failure,
+        }
+        with open_records(self._path, "a") as file:
+            file.write(format_record(record))
+
+    def close(self) -> None:
+        """Nothing is open between two episodes."""

@@ -1,0 +1,120 @@
+"""The directory of a run: what lies where. Whoever writes or reads a run's files asks here for their names.
+
+::
+
+    runs/<experiment>/<trial>/
+      config.yaml        every setting, spelt out
+      metrics.jsonl      one JSON object a step (docs/metrics.md)
+      failures.jsonl     one JSON object for each episode that failed
+      sessions.jsonl     a sample of conversations, for the report
+      rollout/           <version>/<task>.jsonl: every training row as text
+      eval-rollout/      the same of evaluations
+      checkpoints/       what a resumed run goes on from
+      weights/           the trained model, as transformers loads it
+      logs/              run.jsonl: what happened
+      tensorboard/       scalars
+      report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+from attrs import field, frozen
+
+__all__ = ["RunDirectory"]
+
+
+@frozen(kw_only=True)
+class RunDirectory:
+    """Names of the files of one run."""
+
+    path: Path = field(converter=Path)
+
+    @property
+    def config(self) -> Path:
+        """Every setting, spelt out."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        """One JSON object for each episode that failed."""
+        return self.path / "failures.jsonl"
+
+    @property
+    def sessions(self) -> Path:
+        """A sample of conversations."""
+        return self.path / "sessions.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """Training rows as text, by version and task."""
+        return self.path / "rollout"
+
+    @property
+    def eval_rollouts(self) -> Path:
+        """Rows of evaluations as text, by version and task."""
+        return self.path / "eval-rollout"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What a resumed run goes on from."""
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """The trained model."""
+        return self.path / "weights"
+
+    @property
+    def logs(self) -> Path:
+        """Log files."""
+        return self.path / "logs"
+
+    @property
+    def log(self) -> Path:
+        """What happened, as JSON lines."""
+        return self.logs / "run.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files of scalars."""
+        return self.path / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        """The run on one page."""
+        return self.path / "report.html"
+
+    @property
+    def curve_svg(self) -> Path:
+        """The learning curve, for the report and the web."""
+        return self.path / "curve.svg"
+
+    @property
+    def curve_png(self) -> Path:
+        """The learning curve, for everything else."""
+        return self.path / "curve.png"
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run was started here."""
+        return self.metrics.exists() or self.config.exists()
+
+    def set_aside(self) -> Path | None:
+        """Make room for a fresh run: rename the directory of an earlier one to ``<trial>.<n>``, and say to what.
+
+        ``None`` where there was no run. Raises ``OSError``.
+        """
+        if not self.has_run:
+            return None
+        names = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
+        free = next(name for name in names if not name.exists())
+        self.path.rename(free)
+        return free

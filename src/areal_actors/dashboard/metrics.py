@@ -1,0 +1,175 @@
+"""The numbers of a run: ``metrics.jsonl``, TensorBoard scalars, and the summary that is read back from the former.
+
+Every key is explained in ``docs/metrics.md``. A record of step 0 holds the evaluation before the first step and nothing
+else; every other record is one training step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, frozen
+
+from areal_actors.core import Message
+from areal_actors.dashboard.files import RunDirectory
+from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
+from areal_actors.messages import EvaluationFinished, Progress, StepFinished
+
+__all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "TensorboardWriter", "summarize_run"]
+
+STEP_KEYS = (
+    "step",
+    "version",
+    "reward",
+    "eval_reward",
+    "loss",
+    "kl",
+    "reference_kl",
+    "entropy",
+    "staleness_mean",
+    "staleness_max",
+    "tokens",
+    "trained_tokens",
+    "packed_tokens",
+    "sampled_tokens",
+    "tokens_per_second",
+    "episodes",
+    "failed_episodes",
+    "zero_variance_groups",
+    "dropped_groups",
+    "grad_norm",
+    "learning_rate",
+    "clip_fraction",
+    "importance_mean",
+    "importance_max",
+    "behaviour_gap_mean",
+    "behaviour_gap_max",
+    "rollout_seconds",
+    "train_seconds",
+    "elapsed_seconds",
+)
+"""What every record has, in this order; null where a step has no such number. Further keys may follow."""
+
+
+class MetricsWriter:
+    """Writes ``metrics.jsonl``. ``resumed_step`` is the step of the checkpoint that a run goes on from.
+
+    What a crashed run wrote after its checkpoint is cut off, since those steps will be made again.
+    """
+
+    name = "metrics.jsonl"
+    is_essential = True
+
+    def __init__(
+        self, path: Path, *, resumed_step: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path = path
+        self._file = RecordFile(path)
+        self._resumed_step = resumed_step
+        self._clock = clock
+        self._epoch = 0.0
+
+    def open(self) -> None:
+        """Cut the file back; a fresh run begins a fresh file. Raises ``OSError``."""
+        limit = -1 if self._resumed_step is None else self._resumed_step
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.touch()
+        kept = rewrite_records(self._path, lambda record: record.get("step", 0) <= limit)
+        elapsed = kept[-1].get("elapsed_seconds") if kept else None
+        self._epoch = self._clock() - (elapsed or 0.0)
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Write a step, or the evaluation before the first one. Raises ``OSError``."""
+        match news:
+            case StepFinished():
+                self._write({**news.metrics, "step": news.step})
+            case EvaluationFinished(version=0):
+                self._write({"step": 0, "version": 0, "eval_reward": news.reward})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, metrics: Mapping[str, Any]) -> None:
+        elapsed = {"elapsed_seconds": round(self._clock() - self._epoch, 3)}
+        self._file.append({**dict.fromkeys(STEP_KEYS), **metrics, **elapsed})
+
+
+class TensorboardWriter:
+    """Writes the same numbers as TensorBoard scalars, one per key, by step."""
+
+    name = "TensorBoard"
+    is_essential = False
+
+    def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
+        self._directory = directory
+        self._resumed_step = resumed_step
+        self._writer: Any = None
+
+    def open(self) -> None:
+        """Open an event file; what a crashed run wrote after its checkpoint is hidden."""
+        from tensorboardX import SummaryWriter
+
+        purge_step = None if self._resumed_step is None else self._resumed_step + 1
+        self._writer = SummaryWriter(str(self._directory), purge_step=purge_step, flush_secs=10)
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Write what is a number."""
+        match news:
+            case StepFinished():
+                self._write(news.step, {key: value for key, value in news.metrics.items() if key != "eval_reward"})
+            case EvaluationFinished():
+                self._write(news.version, {"eval_reward": news.reward, "eval_seconds": news.seconds})
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for key, value in metrics.items():
+            if value is not None:
+                self._writer.add_scalar(key, value, step)
+
+
+@frozen(kw_only=True)
+class RunSummary:
+    """A run in one line. ``seconds`` is its wall-clock time, evaluations included; ``version`` that of its weights."""
+
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    eval_first: float | None
+    eval_last: float | None
+    seconds: float
+    run_dir: Path
+    version: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for ``json.dumps``."""
+        return asdict(self) | {"run_dir": str(self.run_dir)}
+
+
+def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> RunSummary:
+    """The summary of what ``metrics.jsonl`` holds; ``seconds`` is read from it too unless it is given.
+
+    Raises ``OSError`` if the file cannot be read; a run without steps has none.
+    """
+    records = list(read_records(directory.metrics))
+    rewards = [record["reward"] for record in records if record.get("reward") is not None]
+    evaluations = [record["eval_reward"] for record in records if record.get("eval_reward") is not None]
+    last: Mapping[str, Any] = records[-1] if records else {}
+    return RunSummary(
+        steps=int(last.get("step") or 0),
+        reward_first=rewards[0] if rewards else None,
+        reward_last=rewards[-1] if rewards else None,
+        eval_first=evaluations[0] if evaluations else None,
+        eval_last=evaluations[-1] if evaluations else None,
+        seconds=round(float(last.get("elapsed_seconds") or 0.0) if seconds is None else seconds, 3),
+        run_dir=directory.path,
+        version=int(last.get("version") or 0),
+    )

@@ -1,0 +1,84 @@
+"""JSON lines that survive a crash: appended and flushed line by line, cut back when a run resumes.
+
+A process that is killed can leave half a line at the end; readers skip it, and the next writer removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+__all__ = ["RecordFile", "format_record", "open_records", "read_records", "rewrite_records"]
+
+
+class RecordFile:
+    """A file of JSON lines that is appended to. Opened by the first record; every line is flushed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line. Raises ``OSError``."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open_records(self.path, "a")
+        self._file.write(format_record(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a later record opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def open_records(path: Path, mode: Literal["a", "w"]) -> TextIO:
+    """Open a file of records for writing. Half a surrogate pair, which JSON can say and UTF-8 cannot, is escaped."""
+    return path.open(mode, encoding="utf-8", errors="backslashreplace")
+
+
+def format_record(record: Mapping[str, Any]) -> str:
+    """One line of strict JSON. JSON has no word for nan or infinity: they become null."""
+    return json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, without a last line that was cut off; none if there is no file. Raises ``OSError``."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def rewrite_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Keep the records that ``keep`` says, replacing the file in one piece; returns them. Raises ``OSError``."""
+    kept = [record for record in read_records(path) if keep(record)]
+    if path.exists():
+        partial = path.with_name(f".{path.name}.partial")
+        with open_records(partial, "w") as file:
+            file.writelines(map(format_record, kept))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    return kept

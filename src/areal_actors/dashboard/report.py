@@ -1,0 +1,181 @@
+"""``report.html``: a run on one page that needs no network, no script and no server.
+
+It is drawn from the files of the run directory alone, so that it can be drawn again at any time, also of a run that
+crashed. Whatever models and agents wrote is escaped; the page carries a policy that forbids scripts altogether. The
+number of conversations is bounded by their size in the page. The template is ``report.html.jinja``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_actors import __version__
+from areal_actors.dashboard.curve import write_curve
+from areal_actors.dashboard.files import RunDirectory
+from areal_actors.dashboard.metrics import STEP_KEYS, summarize_run
+from areal_actors.dashboard.records import read_records
+from areal_actors.errors import RunDirectoryError
+from areal_actors.telemetry import redact_settings
+
+__all__ = ["write_report"]
+
+_MAX_SESSION_BYTES = 2_000_000
+"""Of all conversations in the page together; about a hundred long ones."""
+_MAX_STEPS = 1000
+_MAX_FAILURES = 50
+_MAX_CONFIG = 40_000
+
+_SHADES = 8
+_LEAST_LOGPROB = -4.0
+"""Tokens at or below this log-probability (2 %) have the darkest shade."""
+
+
+def write_report(directory: RunDirectory) -> Path:
+    """Write ``report.html`` and the learning curve of a run; returns the page's path.
+
+    Raises ``RunDirectoryError`` if there is no run, or its files cannot be read or written.
+    """
+    if not directory.metrics.exists():
+        raise RunDirectoryError(
+            f"{directory.path} holds no run: there is no {directory.metrics.name}. Give the directory of a run, as in "
+            "runs/<experiment>/<trial>."
+        )
+    try:
+        write_curve(directory)
+        directory.report.write_bytes(_encode(_render(directory)))
+    except OSError as error:
+        raise RunDirectoryError(f"The report of {directory.path} could not be written: {error}") from error
+    return directory.report
+
+
+def _render(directory: RunDirectory) -> str:
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(
+        loader=PackageLoader("areal_actors.dashboard", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": format_number, "shade": shade, "masked": mask_at}
+    sessions, num_left_out = _sessions(directory, environment)
+    return environment.get_template("report.html.jinja").render(
+        title=f"{directory.path.parent.name} / {directory.path.name}",
+        summary=summarize_run(directory).to_json(),
+        library_version=__version__,
+        config=_config(directory),
+        curve=_inline_svg(directory.curve_svg),
+        keys=STEP_KEYS,
+        steps=_thin(list(read_records(directory.metrics)), _MAX_STEPS),
+        failures=_failures(directory),
+        sessions=sessions,
+        num_left_out=num_left_out,
+        num_shades=_SHADES,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def _config(directory: RunDirectory) -> str:
+    if not directory.config.exists():
+        return ""
+    return redact_settings(directory.config.read_text(encoding="utf-8", errors="replace"))[:_MAX_CONFIG]
+
+
+def _inline_svg(path: Path) -> Any:
+    """The picture as part of the page. matplotlib wrote it and escapes its texts."""
+    from markupsafe import Markup
+
+    text = path.read_text(encoding="utf-8")
+    return Markup(text[text.index("<svg") :])  # noqa: S704
+
+
+def _thin(records: Sequence[dict[str, Any]], limit: int) -> Sequence[dict[str, Any]]:
+    """At most ``limit`` records, evenly spread, the last among them."""
+    stride = max(1, math.ceil(len(records) / limit))
+    return records[::-1][::stride][::-1]
+
+
+def _failures(directory: RunDirectory) -> list[tuple[str, int, dict[str, Any]]]:
+    """Reasons, how often each, and the first episode that had it; the most frequent first."""
+    counts: Counter[str] = Counter()
+    first: dict[str, dict[str, Any]] = {}
+    for record in read_records(directory.failures):
+        reason = str(record.get("failure"))
+        counts[reason] += 1
+        first.setdefault(reason, record)
+    return [(reason, num, first[reason]) for reason, num in counts.most_common(_MAX_FAILURES)]
+
+
+def _sessions(directory: RunDirectory, environment: Any) -> tuple[list[str], int]:
+    """Conversations as HTML while there is room, newest versions first, and how many there was no room for."""
+    template = environment.get_template("session.html.jinja")
+    shown: list[str] = []
+    room, num_left_out = _MAX_SESSION_BYTES, 0
+    records = sorted(read_records(directory.sessions), key=lambda record: -int(record.get("version", 0)))
+    for record in records:
+        html = template.render(session=record, turns=_as_tree(record.get("turns", ())), untrained=_untrained(record))
+        size = len(_encode(html))
+        if size > room:
+            num_left_out += 1
+        else:
+            room -= size
+            shown.append(environment.filters["safe"](html))
+    return shown, num_left_out
+
+
+def _encode(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
+def _untrained(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {entry["interaction"]: entry for entry in record.get("untrained", ())}
+
+
+def _as_tree(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns with their depth, each below its conversational parent, siblings in order of request."""
+    children: dict[str | None, list[dict[str, Any]]] = {}
+    known: set[str] = set()
+    for turn in turns:
+        parent = turn.get("parent")
+        children.setdefault(parent if parent in known else None, []).append(turn)
+        known.add(turn["id"])
+    ordered: list[dict[str, Any]] = []
+    stack = [(turn, 0) for turn in reversed(children.get(None, []))]
+    while stack:
+        turn, depth = stack.pop()
+        ordered.append({**turn, "depth": depth})
+        # A chain stays at its depth; only where a conversation branches, the branches move in.
+        below = children.get(turn["id"], [])
+        stack.extend((child, depth + (len(below) > 1)) for child in reversed(below))
+    return ordered
+
+
+# ----------------------------------------------------------------------------------------------------- filters
+
+
+def format_number(value: Any) -> str:
+    """A number as a table shows it; nothing for null."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def shade(logprob: float | None) -> int:
+    """0 for a token that was certain, up to ``_SHADES - 1`` for one that was a surprise."""
+    if logprob is None:
+        return 0
+    return min(_SHADES - 1, max(0, int(logprob / _LEAST_LOGPROB * _SHADES)))
+
+
+def mask_at(runs: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
+    """The runs ``[value, how often]`` as one value per token; 0 where there are fewer."""
+    values = [value for value, num in runs for _ in range(num)]
+    return [*values[:num_tokens], *([0] * (num_tokens - len(values)))]

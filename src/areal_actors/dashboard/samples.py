@@ -1,0 +1,179 @@
+"""A sample of conversations, spread over the whole run, small enough to read: what the report shows of sessions.
+
+``describe_session`` turns a session and its episode into plain data: each turn with its new messages, the text of each
+sampled token with its log-probability, which of them were trained, under which versions, and why others were not.
+``SessionSampler`` keeps a bounded number of such records in ``sessions.jsonl``: the first few episodes of every
+version, and when there are too many, those of every second version, every fourth, and so on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict
+
+from areal_actors.core import Message
+from areal_actors.dashboard.dumps import Decode
+from areal_actors.dashboard.records import RecordFile, rewrite_records
+from areal_actors.domain import ChatMessage, Interaction, InteractionId, Trajectory, as_ints
+from areal_actors.messages import Progress, SessionArchived
+from areal_actors.telemetry import redact
+
+__all__ = ["SessionSampler", "describe_session"]
+
+_NUM_PER_VERSION = 4
+_MAX_TURNS = 64
+_MAX_TOKENS = 2048
+_MAX_TEXT = 8_000
+"""Bounds on one record: characters of a message, sampled tokens of a session, turns. What is left out is counted."""
+
+
+class SessionSampler:
+    """Writes ``sessions.jsonl``, at most ``max_sessions`` records of it."""
+
+    name = "sessions.jsonl"
+    is_essential = False
+
+    def __init__(self, path: Path, *, decode: Decode, max_sessions: int = 120, resumed_step: int | None = None) -> None:
+        self._path = path
+        self._decode = decode
+        self._max = max_sessions
+        self._resumed_step = resumed_step
+        self._file = RecordFile(path)
+        self._stride = 1
+        self._versions: list[int] = []
+        self._seen: Counter[tuple[int, bool, bool]] = Counter()
+
+    def open(self) -> None:
+        """Remove the sessions of episodes that will be made again."""
+        limit = self._resumed_step or 0
+        kept = rewrite_records(self._path, lambda record: record["version"] < limit)
+        self._versions = [record["version"] for record in kept]
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Keep the session if it is among the first of its version and kind. Raises ``OSError``."""
+        if not isinstance(news, SessionArchived):
+            return
+        version = sampled_version(news.record.interactions)
+        kind = (version, news.is_eval, news.episode.failure is not None)
+        self._seen[kind] += 1
+        if version % self._stride or self._seen[kind] > self._num_per_kind(is_eval=news.is_eval):
+            return
+        self._file.append(describe_session(news, version=version, decode=self._decode))
+        self._versions.append(version)
+        if len(self._versions) > self._max:
+            self._thin()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _num_per_kind(self, *, is_eval: bool) -> int:
+        return min(_NUM_PER_VERSION // 2 if is_eval else _NUM_PER_VERSION, self._max)
+
+    def _thin(self) -> None:
+        """Keep every second version, every fourth, … until at least half of the room is free."""
+        while sum(v % self._stride == 0 for v in self._versions) > self._max // 2 and self._stride <= max(
+            self._versions
+        ):
+            self._stride *= 2
+        self._file.close()
+        room = iter(range(self._max))
+        kept = rewrite_records(
+            self._path, lambda record: record["version"] % self._stride == 0 and next(room, None) is not None
+        )
+        self._versions = [record["version"] for record in kept]
+
+
+def sampled_version(interactions: Iterable[Interaction]) -> int:
+    """The oldest weights that sampled a token of the session; 0 if there is none."""
+    completions = [turn.completion for turn in interactions if turn.completion is not None]
+    return min((int(version) for completion in completions for version in completion.versions), default=0)
+
+
+def describe_session(news: SessionArchived, *, version: int, decode: Decode) -> dict[str, Any]:
+    """A session as plain data, bounded in size."""
+    record, episode = news.record, news.episode
+    returns, masks = _trained(episode.trajectories)
+    budget = _MAX_TOKENS
+    turns = []
+    for turn in record.interactions[:_MAX_TURNS]:
+        described = _describe_turn(turn, decode, budget)
+        mask = () if news.is_eval else masks.get(turn.id, ())  # evaluations have rows, and nobody trains them
+        described |= {"return": returns.get(turn.id), "mask": _runs(mask)}
+        budget -= len(described["tokens"])
+        turns.append(described)
+    return {
+        "session": redact(f"session {record.id}").removeprefix("session "),
+        "version": version,
+        "is_eval": news.is_eval,
+        "task_id": str(news.problem.position),
+        "sample_idx": episode.member,
+        "reward": episode.reward,
+        "seconds": round(episode.seconds, 3),
+        "failure": None if episode.failure is None else _cut(episode.failure),
+        "untrained": [asdict(entry) for entry in episode.untrained],
+        "turns": turns,
+        "num_turns": len(record.interactions),
+    }
+
+
+def _describe_turn(turn: Interaction, decode: Decode, budget: int) -> dict[str, Any]:
+    completion = turn.completion
+    ids = () if completion is None else completion.token_ids[: max(budget, 0)]
+    logprobs = () if completion is None else completion.logprobs.tolist()
+    return {
+        "id": turn.id,
+        "parent": turn.parent,
+        "token_parent": turn.token_parent,
+        "fork": turn.fork,
+        "status": turn.status,
+        "tag": turn.tag,
+        "reward": turn.reward,
+        "is_stored": turn.is_stored,
+        "failure": None if turn.failure is None else _cut(turn.failure),
+        "messages": [_describe_message(message) for message in turn.messages],
+        "answer": None if turn.output is None else _describe_message(turn.output),
+        "num_prompt_tokens": turn.num_prompt_tokens,
+        "num_tokens": 0 if completion is None else len(completion.token_ids),
+        "finish": None if completion is None else completion.finish,
+        "tokens": [
+            [decode(as_ints([token])), round(logprob, 3)] for token, logprob in zip(ids, logprobs, strict=False)
+        ],
+        "versions": [] if completion is None else _runs(completion.versions.tolist()),
+    }
+
+
+def _describe_message(message: ChatMessage) -> dict[str, Any]:
+    calls = [{"name": call.name, "arguments": _cut(call.arguments)} for call in message.tool_calls]
+    texts = {"content": message.content, "reasoning": message.reasoning}
+    described = {key: _cut(text) for key, text in texts.items() if text}
+    return {"role": message.role, **described, **({"tool_calls": calls} if calls else {})}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… ({len(text) - _MAX_TEXT} more characters)"
+
+
+def _trained(rows: Sequence[Trajectory]) -> tuple[dict[InteractionId, float], dict[InteractionId, list[int]]]:
+    """The return of each turn, and for each of its tokens whether some row trains it."""
+    returns: dict[InteractionId, float] = {}
+    masks: dict[InteractionId, list[int]] = {}
+    for row in rows:
+        for index, interaction in enumerate(row.interactions):
+            places = row.turns == index
+            mask = row.loss_mask[places].tolist()
+            if any(mask):
+                returns[interaction] = float(row.returns[places][0])
+            before = masks.setdefault(interaction, [0] * len(mask))
+            masks[interaction] = [max(pair) for pair in zip(before, mask, strict=False)]
+    return returns, masks
+
+
+def _runs(values: Iterable[int]) -> list[list[int]]:
+    """``[value, how often]`` for each run of equal values."""
+    return [[value, len(list(run))] for value, run in groupby(values)]

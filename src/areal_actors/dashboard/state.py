@@ -1,0 +1,137 @@
+"""What a display knows of a run: one frozen value, made anew by each news. No terminal, no clock, no rendering."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from attrs import evolve, field, frozen
+
+from areal_actors.core import Message
+from areal_actors.messages import EpisodeFinished, EvaluationFinished, PhaseChanged, Progress, StepFinished
+
+__all__ = ["Evaluation", "RunState", "format_metrics", "format_seconds", "sparkline"]
+
+_NUM_TIMES = 8
+"""Steps over which the duration of a step is averaged."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@frozen(kw_only=True)
+class Evaluation:
+    """One evaluation on held-out problems."""
+
+    version: int
+    reward: float
+
+
+@frozen(kw_only=True)
+class RunState:
+    """A run as it stands. ``started_at`` and ``step_times`` are seconds of the display's clock."""
+
+    title: str = ""
+    total_steps: int
+    started_at: float = 0.0
+    step: int = 0
+    phase: str = "starting"
+    metrics: Mapping[str, float | int | None] = field(factory=dict)
+    rewards: tuple[float, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    step_times: tuple[float, ...] = ()
+    num_episodes: int = 0
+    num_failed: int = 0
+    last_failure: str | None = None
+
+    def after(self, news: Message[Progress, None], now: float) -> RunState:
+        """The state once ``news`` was heard at ``now``. News that a display has no use for changes nothing."""
+        match news:
+            case PhaseChanged():
+                return evolve(self, phase=f"{news.phase}: {news.detail}" if news.detail else news.phase)
+            case EpisodeFinished():
+                return self._after_episode(news)
+            case EvaluationFinished():
+                evaluation = Evaluation(version=news.version, reward=news.reward)
+                return evolve(self, evaluations=(*self.evaluations, evaluation), phase="training")
+            case StepFinished():
+                return self._after_step(news, now)
+        return self
+
+    def _after_episode(self, news: EpisodeFinished) -> RunState:
+        failure = news.episode.failure
+        return evolve(
+            self,
+            num_episodes=self.num_episodes + 1,
+            num_failed=self.num_failed + (failure is not None),
+            last_failure=failure or self.last_failure,
+        )
+
+    def _after_step(self, news: StepFinished, now: float) -> RunState:
+        reward = news.metrics.get("reward")
+        return evolve(
+            self,
+            step=news.step,
+            phase="training",
+            metrics=dict(news.metrics),
+            rewards=self.rewards if reward is None else (*self.rewards, float(reward)),
+            step_times=(*self.step_times, now)[-_NUM_TIMES - 1 :],
+        )
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The mean of the last few steps; ``None`` before there are two to compare."""
+        if len(self.step_times) < 2:  # noqa: PLR2004 - a difference needs two
+            return None
+        return (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
+
+    def seconds_left(self, now: float) -> float | None:
+        """How long the remaining steps will take at the pace of the last ones; the step that runs has begun already."""
+        pace = self.seconds_per_step
+        if pace is None:
+            return None
+        return max(0.0, (self.total_steps - self.step) * pace - (now - self.step_times[-1]))
+
+
+def sparkline(values: tuple[float, ...], *, width: int) -> str:
+    """``values`` as a row of bars at most ``width`` wide; where there are more, each bar is the mean of its share.
+
+    The lowest bar is 0 or the least value, whichever is less, and the highest 1 or the greatest.
+    """
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(0.0, *means), max(1.0, *means)
+    return "".join(_BARS[min(int((mean - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for mean in means)
+
+
+def format_seconds(seconds: float | None) -> str:
+    """``42 s``, ``4:05`` or ``1:02:03``; a dash where it is not known."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+
+
+def format_metrics(metrics: Mapping[str, float | int | None]) -> str:
+    """The few numbers of a step that a person follows, in words."""
+    parts = [
+        _part(metrics, "reward", "reward {:.3f}"),
+        _part(metrics, "eval_reward", "eval {:.3f}"),
+        _part(metrics, "loss", "loss {:+.4f}"),
+        _part(metrics, "kl", "kl {:.4f}"),
+        _part(metrics, "entropy", "entropy {:.3f}"),
+        _part(metrics, "staleness_mean", "staleness {:.1f}"),
+        _part(metrics, "staleness_max", "max {:.0f}"),
+        _part(metrics, "tokens_per_second", "{:.0f} tokens/s"),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _part(metrics: Mapping[str, float | int | None], key: str, form: str) -> str:
+    value = metrics.get(key)
+    return "" if value is None else form.format(value)

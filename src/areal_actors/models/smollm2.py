@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 from areal_actors.errors import ModelError
 from areal_actors.models.making import make_once
@@ -52,7 +53,7 @@ def _convert(weights: Path, target: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
-        model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     # The loaded model claims to be quantised, which save_pretrained refuses; the weights are plain tensors by now.
     del model.config.quantization_config
     model.hf_quantizer = None

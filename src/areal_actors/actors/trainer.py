@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from anyio import to_thread
 from attrs import asdict, frozen
 
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
-from areal_actors.core import Actor, Context, Ref
+from areal_actors.core import Actor, Context, OwnThread, Ref
 from areal_actors.domain import DataPosition, Group, Snapshot
 from areal_actors.messages import (
     AcknowledgeLease,
@@ -92,12 +91,14 @@ class TrainerActor(Actor[Training]):
         self._summary: TrainingSummary | None = None
         self._saved_version: int | None = policy.version if self._is_resumed else None
         self._num_sampled = 0
+        self._thread: OwnThread
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Train while the actor lives."""
-        context.tasks.start_soon(self._train)
-        yield
+        async with OwnThread.open() as self._thread:
+            context.tasks.start_soon(self._train)
+            yield
 
     @RequestStop.handler
     async def request_stop(self, message: RequestStop) -> None:
@@ -137,7 +138,7 @@ class TrainerActor(Actor[Training]):
         if lease is None:
             return False
         leased = anyio.current_time()
-        statistics = await to_thread.run_sync(self._policy.train_step, lease.groups)
+        statistics = await self._thread.run(lambda: self._policy.train_step(lease.groups))
         await self._publish()
         trained = anyio.current_time()
         self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
@@ -208,7 +209,7 @@ class TrainerActor(Actor[Training]):
             return
         await self._tell(PhaseChanged(phase="saving a checkpoint", detail=f"step {self._policy.version}"))
         counters = {"position": asdict(self._position), "average": self._average.state()}
-        await to_thread.run_sync(
+        await self._thread.run(
             lambda: self._policy.save(self._checkpoints, counters=counters, num_kept=self._plan.checkpoint.keep)
         )
         self._saved_version = self._policy.version

@@ -10,6 +10,7 @@ from areal_actors.core.ref import Ref
 from areal_actors.core.statistics import ActorState, ActorStatistics, SystemStatistics
 from areal_actors.core.supervision import Down, DownReason, Escalate, Restart, Stop, Supervision
 from areal_actors.core.system import ActorSystem
+from areal_actors.core.threads import OwnThread
 from areal_actors.core.wire import Wire
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "DownReason",
     "Escalate",
     "Message",
+    "OwnThread",
     "Portal",
     "Ref",
     "Restart",

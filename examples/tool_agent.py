@@ -1,11 +1,11 @@
 """An agent that must use a tool: it calls ``multiply`` with JSON arguments, reads the result and reports it.
 
-Ordinary code against the OpenAI SDK; it knows nothing of training. ``areal-actors train examples/tool_agent.yaml`` gives
-it a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns. Without
-these it talks to the server of ``OPENAI_BASE_URL``.
+Ordinary code against the OpenAI SDK; it knows nothing of training. ``areal-actors train examples/tool_agent.yaml``
+gives it a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns.
+Without these it talks to the server of ``OPENAI_BASE_URL``.
 
-The prompt shows one call and no answer: a small pretrained model then calls the tool now and then, seldom says what it
-returned, and has both to learn.
+The prompt shows two solved problems, and asks in other words than they do: a small pretrained model then calls the tool
+now and then, and has to learn to do it always, with the right numbers.
 """
 
 from __future__ import annotations
@@ -25,44 +25,49 @@ TOOLS: list[Any] = [
         "function": {
             "name": "multiply",
             "description": "Multiply two integers.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
         },
     }
 ]
 
-DEMONSTRATION: list[Any] = [
-    {"role": "system", "content": "Call multiply, then reply with its result."},
-    {"role": "user", "content": "What is 123 times 456?"},
-    {
-        "role": "assistant",
-        "tool_calls": [
-            {
-                "id": "call_0",
-                "type": "function",
-                "function": {"name": "multiply", "arguments": json.dumps({"a": 123, "b": 456})},
-            }
-        ],
-    },
-]
-
-QUESTIONS = ("What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b} = ?", "Compute the product of {a} and {b}.")
+QUESTIONS = (
+    "A box holds {a} pens. How many pens are in {b} boxes?",
+    "A field has {a} rows of {b} plants. How many plants are there?",
+    "One ticket costs {a} dollars. What do {b} tickets cost?",
+    "A train makes {a} trips with {b} passengers each. How many passengers travel?",
+)
 
 ATTEMPTED, CALLED, ANSWERED, SOLVED = 0.1, 0.3, 0.5, 1.0
-"""Rewards: a call was attempted; it was the right one; the answer mentions the result; the answer is the result."""
+"""Rewards: a call was attempted; it was the right one; the answer mentions the result; it is the sentence shown."""
 
 
 def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``num`` products of numbers of three digits. Equal seeds give equal problems."""
+    """``num`` word problems with factors of three digits. Equal seeds give equal problems."""
     rng = random.Random(seed)
     for _ in range(num):
         a, b = rng.randint(100, 999), rng.randint(100, 999)
         yield {"question": rng.choice(QUESTIONS).format(a=a, b=b), "a": a, "b": b}
 
 
+def demonstrate(a: int, b: int) -> list[Any]:
+    """A solved problem: question, call, result, answer."""
+    call = {"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}
+    return [
+        {"role": "user", "content": f"A shelf holds {a} books. How many books are on {b} shelves?"},
+        {"role": "assistant", "tool_calls": [{"id": f"call_{a}", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": f"call_{a}", "content": str(a * b)},
+        {"role": "assistant", "content": f"The answer is {a * b}."},
+    ]
+
+
 class ToolAgent:
     """Two turns: a tool call, then the answer. The bounds on new tokens leave little room around what is asked for."""
 
-    def __init__(self, temperature: float = 1.0, max_call_tokens: int = 40, max_answer_tokens: int = 16) -> None:
+    def __init__(self, temperature: float = 1.0, max_call_tokens: int = 44, max_answer_tokens: int = 16) -> None:
         self.temperature = temperature
         self.max_call_tokens = max_call_tokens
         self.max_answer_tokens = max_answer_tokens
@@ -70,7 +75,7 @@ class ToolAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         """Work on one problem; returns its reward."""
         client = AsyncOpenAI(**{k: extra_kwargs.get(k) for k in ("base_url", "api_key", "http_client")})
-        messages = [*DEMONSTRATION, {"role": "user", "content": data["question"]}]
+        messages = [*demonstrate(123, 456), *demonstrate(728, 391), {"role": "user", "content": data["question"]}]
         called = await self.ask(client, messages, max_tokens=self.max_call_tokens)
         if not is_right_call(called, a=data["a"], b=data["b"]):
             return ATTEMPTED if called.tool_calls or "<tool_call>" in (called.content or "") else 0.0
@@ -105,6 +110,6 @@ def is_right_call(message: ChatCompletionMessage, *, a: int, b: int) -> bool:
 
 def grade(answer: str, product: int) -> float:
     """How good the final answer is."""
-    if answer.strip() == str(product):
+    if answer.strip() == f"The answer is {product}.":
         return SOLVED
     return ANSWERED if re.search(rf"\b{product}\b", answer) else CALLED

@@ -61,7 +61,7 @@ def create_tiny_tokenizer(*, template: str = CHATML, more_special: Sequence[str]
     from transformers import PreTrainedTokenizerFast
 
     padding, start, end = SPECIAL_TOKENS
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_train_tokenizer()),
         bos_token=start,
         eos_token=end,

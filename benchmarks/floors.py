@@ -1,8 +1,9 @@
 """What the proxy is measured against: the least that an HTTP server, and the least that a capturing one, can cost.
 
 ``http_floor`` reads a body and answers with a constant. ``capture_floor`` parses the request, renders it incrementally
-with the real renderer, keeps ids and logprobs, and words an answer: no keys, no checks, no trees, no actors. ``proxy`` is
-the complete stack. All have the same engine, which samples a fixed answer at no cost, and run on Hypercorn.
+with the real renderer, keeps ids and logprobs, and words an answer: no keys, no checks, no trees, no actors.
+``proxy`` is the complete stack. All have the same engine, which samples a fixed answer at no cost, and run on
+Hypercorn.
 """
 
 from __future__ import annotations
@@ -70,12 +71,10 @@ class NullEngine:
             max_concurrent=2**20,
         )
         logprobs = np.full(len(ids), -0.5, dtype=np.float32)
-        self.chunk = Chunk(
-            token_ids=ids, logprobs=logprobs, raw_logprobs=logprobs, version=0, finish=FinishReason.STOP
-        )
+        self.chunk = Chunk(token_ids=ids, logprobs=logprobs, raw_logprobs=logprobs, version=0, finish=FinishReason.STOP)
 
     @asynccontextmanager
-    async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:  # noqa: ARG002
         """One chunk."""
         yield self._chunks()
 

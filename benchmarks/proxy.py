@@ -1,8 +1,8 @@
 """The proxy: server CPU per request, beside the floors of ``floors``, in the same run.
 
 Each server runs in a process of its own and tells its CPU time; the load comes from here, over raw keep-alive sockets,
-because an HTTP library would cost more than what is measured. ``serve`` names what is served, so that other stacks can be
-measured in the same way.
+because an HTTP library would cost more than what is measured. ``serve`` names what is served, so that other stacks
+can be measured in the same way.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def serve(name: str) -> None:
     anyio.run(run)
 
 
-def run(quick: bool) -> list[Result]:
+def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
     """Server CPU per request of the proxy and of its floors, and the ratios; the least of several rounds."""
     rounds, num_requests = (2, 400) if quick else (5, 1600)
     best: dict[tuple[str, str], float] = {}

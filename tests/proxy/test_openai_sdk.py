@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import httpx
 import openai
 import pytest
-from structlog.testing import capture_logs
 
 from areal_actors import errors
 from areal_actors.client import create_http_client
@@ -134,7 +133,7 @@ async def test_what_is_not_worth_retrying_is_asked_once(error, expected, status)
         yield
 
     async with connected(script, max_retries=5) as (client, _, statuses):
-        with capture_logs(), pytest.raises(expected) as caught:
+        with pytest.raises(expected) as caught:
             await client.chat.completions.create(model="m", messages=MESSAGES)
 
     assert statuses == [status]

@@ -24,6 +24,10 @@ from areal_actors.domain import (
     InteractionId,
     Ints,
     SampleKey,
+    Tool,
+    ToolArgumentsDelta,
+    ToolCallStarted,
+    ToolChoice,
     Usage,
 )
 from areal_actors.errors import ContextLengthExceeded
@@ -35,8 +39,8 @@ __all__ = ["Choice", "SampleKeys", "engine_request"]
 class SampleKeys:
     """Keys for the random numbers of one session's requests.
 
-    A request that names its own seed is repeatable. Any other is keyed by the session, by what it asks, and by how often
-    the session has asked that before: the order in which parallel requests arrive changes nothing.
+    A request that names its own seed is repeatable. Any other is keyed by the session, by what it asks, and by how
+    often the session has asked that before: the order in which parallel requests arrive changes nothing.
     """
 
     def __init__(self, base: SampleKey) -> None:
@@ -108,7 +112,7 @@ class Choice:
     def _open_parser(self) -> StreamParser:
         request = self._plan.request
         return self._renderer.open_stream(
-            tools=request.tools,
+            tools=_callable_tools(request),
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
@@ -126,6 +130,8 @@ class Choice:
         return () if self._parser is None else self._note(self._parser.finish())
 
     def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        if not self._plan.request.parallel_tool_calls:
+            deltas = [delta for delta in deltas if not _is_of_further_call(delta)]
         if self.index:
             deltas = [evolve(delta, choice=self.index) for delta in deltas]
         self._deltas.extend(deltas)
@@ -165,13 +171,14 @@ class Choice:
         """The message, with the ids of tool calls that were streamed already."""
         streamed = iter([delta.id for delta in self._deltas if hasattr(delta, "id")])
         request = self._plan.request
-        return self._renderer.parse(
+        message = self._renderer.parse(
             completion.token_ids,
-            tools=request.tools,
+            tools=_callable_tools(request),
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=lambda: next(streamed, None) or self._call_ids(),
         )
+        return message if request.parallel_tool_calls else evolve(message, tool_calls=message.tool_calls[:1])
 
     def _sampled(self) -> _Sampled:
         chunks = self._chunks
@@ -185,3 +192,12 @@ class Choice:
             top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
         )
         return _Sampled(completion=completion, num_cached_tokens=chunks[0].num_cached_tokens)
+
+
+def _callable_tools(request: CompletionRequest) -> tuple[Tool, ...]:
+    """The tools whose calls are looked for. The prompt shows all of them, so that the turn extends the last one."""
+    return () if request.tool_choice is ToolChoice.NONE else request.tools
+
+
+def _is_of_further_call(delta: Delta) -> bool:
+    return isinstance(delta, ToolCallStarted | ToolArgumentsDelta) and delta.index > 0

@@ -7,7 +7,6 @@ it is never logged in full.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from attrs import field, frozen
 from areal_actors.domain import Credential, SessionId
 from areal_actors.errors import Unauthorized
 
-__all__ = ["Gatekeeper", "create_admin_key", "read_key", "redact"]
+__all__ = ["Gatekeeper", "create_admin_key", "read_key"]
 
 
 def create_admin_key() -> str:
@@ -31,11 +30,6 @@ def read_key(headers: Mapping[bytes, bytes]) -> str | None:
     key = bearer.strip() if scheme.lower() == b"bearer" else b""
     key = key or headers.get(b"x-api-key", b"").strip()
     return key.decode("latin-1") or None
-
-
-def redact(session: str) -> str:
-    """A name for a session that can stand in a log: equal for equal sessions, and of no use to a reader."""
-    return f"session-{hashlib.sha256(session.encode()).hexdigest()[:8]}"
 
 
 @frozen(kw_only=True)

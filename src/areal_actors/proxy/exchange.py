@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -15,9 +16,13 @@ import anyio
 import orjson
 
 from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
+from areal_actors.proxy.beside import start_beside
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
+from areal_actors.telemetry import get_logger
 
 __all__ = ["Exchange", "HungUp"]
+
+_log = get_logger(__name__)
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
@@ -121,30 +126,35 @@ class Exchange:
             HungUp: the client left; what ``work`` was waiting for has been cancelled.
             Exception: what ``work`` raises.
         """
-        results: list[T] = []
-        errors: list[Exception] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch, tasks.cancel_scope, quiet_seconds)
+        with anyio.CancelScope() as scope:
+            stop = start_beside(partial(self._watch, scope, quiet_seconds))
             try:
-                results.append(await work())
-            except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
-                errors.append(error)
-            tasks.cancel_scope.cancel()
-        if errors:
-            raise errors[0]
-        if not results:
-            raise HungUp
-        return results[0]
+                return await work()
+            finally:
+                stop()
+        raise HungUp
 
     async def _watch(self, scope: anyio.CancelScope, quiet_seconds: float | None) -> None:
-        """Cancel ``scope`` when the client has gone."""
+        """Cancel ``scope`` when the client has gone, or cannot be written to."""
+        try:
+            if quiet_seconds is None:
+                await self._await_hang_up()
+            else:
+                await self._keep_alive(quiet_seconds)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client can no longer be reached
+            _log.warning("connection_lost", request=self.request_id, error=repr(error))
+        scope.cancel()
+
+    async def _await_hang_up(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _keep_alive(self, quiet_seconds: float) -> None:
+        """Return when the client has gone; until then, break every silence with a comment."""
         while True:
             seen = self._num_sent
             with anyio.move_on_after(quiet_seconds):
-                while (await self._receive())["type"] != "http.disconnect":
-                    pass
-                scope.cancel()
-                return
+                return await self._await_hang_up()
             if self._num_sent == seen:
                 await self.send_events(KEEP_ALIVE)
 
@@ -172,13 +182,9 @@ class Exchange:
     async def _send_while_discarding(self, status: int, headers: list[Header], body: bytes) -> None:
         """Answer a client that is still sending. The server would wait for room in a queue that nobody reads."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._discard)
+            tasks.start_soon(self._await_hang_up)
             await self._send_whole(status, headers, body)
             tasks.cancel_scope.cancel()
-
-    async def _discard(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
         """Send server-sent events; the first ones start the response."""

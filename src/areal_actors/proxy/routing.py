@@ -14,7 +14,6 @@ from attrs import frozen
 from starlette.routing import BaseRoute, Match
 
 from areal_actors.core import root_cause
-from areal_actors.proxy.auth import redact
 from areal_actors.proxy.exchange import Exchange, HungUp, Receive, Send
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
 from areal_actors.proxy.traffic import Traffic
@@ -106,7 +105,7 @@ def _log_failure(exchange: Exchange, error: BaseException) -> None:
         "request_failed",
         request=exchange.request_id,
         operation=exchange.scope["areal.operation"],
-        session=None if exchange.session is None else redact(exchange.session),
+        session=exchange.session,  # cut to a stump by the log
         exc_info=error,
     )
 

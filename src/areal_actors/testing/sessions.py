@@ -6,9 +6,9 @@ For tests of anything that speaks HTTP to the proxy, ours and yours. Keys, ends 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from itertools import count
 
 import anyio
 from attrs import define, evolve, field
@@ -104,8 +104,7 @@ class ScriptedSessions(Actor[Sessions]):
     def __init__(self, script: Script = echo_script, *, settings: SessionSettings | None = None) -> None:
         self.requests: list[CompletionRequest] = []
         self._script = script
-        numbers = count()
-        self._store = SessionStore(token_factory=lambda: f"token-{next(numbers)}", settings=settings)
+        self._store = SessionStore(token_factory=lambda: secrets.token_urlsafe(16), settings=settings)
         self._interactions: dict[SessionId, dict[InteractionId, Interaction]] = {}
         self._num_answers = 0
 

@@ -1,0 +1,161 @@
+"""The proxy in front of the real sessions, renderer and generation; only the engine is scripted."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import anyio
+import openai
+import pytest
+
+from areal_actors.actors.capacity import CapacityGranter
+from areal_actors.actors.exporter import Exporter
+from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.sessions import SessionManager
+from areal_actors.client import OpenAIProxyClient, create_http_client
+from areal_actors.core import ActorSystem
+from areal_actors.domain import ChatMessage
+from areal_actors.messages import DescribeEndpoint
+from areal_actors.proxy import ProxyServer
+from areal_actors.rendering import create_renderer
+from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.testing.engines import EchoEngine, echo_logprob, script_answers
+from areal_actors.testing.tokenizers import tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.anyio,
+    # At [DONE] the SDK leaves its generators to the garbage collector, of which trio warns.
+    pytest.mark.filterwarnings("ignore:Async generator '(httpx|openai|httpcore):ResourceWarning"),
+]
+
+QUESTION = {"role": "user", "content": "What is 12 times 34?"}
+TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12, "b": 34}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    """Rendering has no state worth resetting."""
+    return create_renderer(tiny_tokenizer())
+
+
+def _ids(renderer, text):
+    """What a model samples to say ``text``, end of turn included."""
+    empty = renderer.render((ChatMessage(role="user", content=""),))
+    full = renderer.render((ChatMessage(role="user", content=text),))
+    start = next(i for i, (a, b) in enumerate(zip(empty, full, strict=False)) if a != b)
+    return [*full[start : start + len(full) - len(empty)].tolist(), renderer.stop_token_ids[0]]
+
+
+@asynccontextmanager
+async def _stack(renderer, *texts, is_gated=False):
+    """A session of the whole stack, whose engine says ``texts`` one after another."""
+    script = script_answers(*(_ids(renderer, text) for text in texts))
+    engine = EchoEngine(script, is_gated=is_gated, vocab_size=renderer.vocab_size)
+    limits = CapacityLimits(max_concurrent=4, batch_size=4)
+    async with ActorSystem.open() as system, create_http_client() as http:
+        generation = await system.spawn(GenerationActor(engine))
+        sessions = await system.spawn(SessionManager(renderer=renderer, generation=generation))
+        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
+        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
+        server = await system.spawn(
+            ProxyServer(
+                sessions=sessions,
+                exports=exports,
+                capacity=capacity,
+                generation=generation,
+                decode=renderer.decode,
+            )
+        )
+        endpoint = await server.ask(DescribeEndpoint())
+        async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key) as session:
+            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http)
+            yield client, session, engine
+
+
+async def test_what_was_sampled_is_what_is_exported(renderer):
+    """Two turns with a tool: the ids and logprobs of the rows are the engine's, and the SDK's echo finds its parent."""
+    async with _stack(renderer, CALL, "It is 408.") as (client, session, _):
+        first = await client.chat.completions.create(model="m", messages=[QUESTION], tools=[TOOL], logprobs=True)
+        call = first.choices[0].message.tool_calls[0]
+        history = [QUESTION, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "408"}]
+        second = await client.chat.completions.create(model="m", messages=history, tools=[TOOL])
+        await session.set_last_reward(1.0)
+        await session.end_session()
+        (row,) = (await session.export_interactions(discount=0.9, style="concat")).trajectories
+        models = [model.id async for model in client.models.list()]
+
+    sampled = [*_ids(renderer, CALL), *_ids(renderer, "It is 408.")]
+    assert (call.function.name, call.function.arguments) == ("multiply", '{"a": 12, "b": 34}')
+    assert second.choices[0].message.content == "It is 408."
+    assert row.interactions == (first.id, second.id)
+    assert row.input_ids[row.loss_mask == 1].tolist() == sampled
+    assert row.logprobs[row.loss_mask == 1].tolist() == [echo_logprob(token) for token in sampled]
+    assert sorted(set(row.returns[row.loss_mask == 1].tolist())) == pytest.approx([0.9, 1.0])
+    assert "".join(entry.token for entry in first.choices[0].logprobs.content).startswith("<tool_call>")
+    assert models == ["echo"]
+
+
+async def test_a_stream_says_what_the_json_says(renderer):
+    """Token by token, the chunks join to the same call, under an id that the session knows."""
+    async with _stack(renderer, "Let me see.\n" + CALL) as (client, session, _):
+        whole = await client.chat.completions.create(model="m", messages=[QUESTION], tools=[TOOL])
+        async with client.chat.completions.stream(model="m", messages=[QUESTION], tools=[TOOL]) as stream:
+            joined = await stream.get_final_completion()
+        await session.set_reward(joined.id, 1.0)
+
+    ours, theirs = joined.choices[0].message, whole.choices[0].message
+    assert ours.content == theirs.content
+    assert [call.function.arguments for call in ours.tool_calls] == [c.function.arguments for c in theirs.tool_calls]
+    assert joined.choices[0].finish_reason == whole.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_tools_that_may_not_be_called_are_text_and_single_calls_are_single(renderer, is_stream):
+    """``tool_choice: none`` gives text, ``parallel_tool_calls: false`` one call of two; streamed or not."""
+
+    async def ask(client, **fields):
+        arguments = {"model": "m", "messages": [QUESTION], "tools": [TOOL], **fields}
+        if not is_stream:
+            return (await client.chat.completions.create(**arguments)).choices[0].message
+        async with client.chat.completions.stream(**arguments) as stream:
+            return (await stream.get_final_completion()).choices[0].message
+
+    async with _stack(renderer, f"{CALL}\n{CALL}") as (client, _, _):
+        none = await ask(client, tool_choice="none")
+        single = await ask(client, parallel_tool_calls=False)
+        both = await ask(client)
+
+    assert not none.tool_calls
+    assert "<tool_call>" in none.content
+    assert len(single.tool_calls) == 1
+    assert len(both.tool_calls) == 2
+
+
+async def test_hanging_up_aborts_in_the_engine(renderer):
+    """The client's cancellation reaches the engine, in the middle of a generation that would not end."""
+    async with _stack(renderer, "It is 408.", is_gated=True) as (client, _, engine):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(
+                lambda: client.with_options(max_retries=0).chat.completions.create(model="m", messages=[QUESTION])
+            )
+            with anyio.fail_after(10):
+                while not engine.requests:
+                    await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(10):
+            while not engine.statistics().aborted:
+                await anyio.lowlevel.checkpoint()
+
+    assert (engine.statistics().aborted, engine.statistics().running) == (1, 0)
+
+
+async def test_a_conversation_that_does_not_fit_is_worded_for_clients(renderer):
+    """The SDK sees the code that agents look for."""
+    async with _stack(renderer, "no") as (client, _, engine):
+        long = {"role": "user", "content": "higher lower between " * 20_000}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="m", messages=[long])
+
+    assert caught.value.code == "context_length_exceeded"
+    assert engine.statistics().running == 0

@@ -1,4 +1,4 @@
-"""The exporter: groups are lent, acknowledged and forgotten, each once, whoever is cancelled and whatever comes twice."""
+"""The exporter: groups are lent, acknowledged and forgotten, each once, whoever is cancelled or comes twice."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ steps = st.lists(
 
 @given(program=steps)
 async def test_every_accepted_group_is_trained_once_or_dropped(program: list[tuple]):
-    """Random interleavings of deliveries, leases, hang-ups and versions: nothing twice, nothing lost, exact positions."""
+    """Random deliveries, leases, hang-ups and versions: nothing twice, nothing lost, and exact positions."""
     trained: list[int] = []
     fates: dict[int, bool] = {}
     version, lease = 0, None

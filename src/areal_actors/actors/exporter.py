@@ -1,11 +1,12 @@
 """The exporter: from ended sessions to training rows, and the queue between rollouts and the trainer.
 
 Delivery has two phases. Groups are leased to the trainer and forgotten only when it acknowledges that it has trained
-them; a lease that was not acknowledged is offered again as it was. Staleness is enforced here, when a batch is consumed,
-beside the bound at admission (``capacity.py``): a group that waited too long is dropped, and its place is refunded.
+them; a lease that was not acknowledged is offered again as it was. Staleness is enforced here, when a batch is
+consumed, beside the bound at admission (``capacity.py``): a group that waited too long is dropped, and its place is
+refunded.
 
-Each decision is one change without a wait in it, so that an asker who is cancelled loses nothing; what others must hear of
-it is told by a task of the actor's own.
+Each decision is one change without a wait in it, so that an asker who is cancelled loses nothing; what others must
+hear of it is told by a task of the actor's own.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ __all__ = ["Choice", "SampleKeys", "engine_request"]
 class SampleKeys:
     """Keys for the random numbers of one session's requests.
 
-    A request that names its own seed is repeatable. Any other is keyed by the session, by what it asks, and by how often
-    the session has asked that before: the order in which parallel requests arrive changes nothing.
+    A request that names its own seed is repeatable. Any other is keyed by the session, by what it asks, and by how
+    often the session has asked that before: the order in which parallel requests arrive changes nothing.
     """
 
     def __init__(self, base: SampleKey) -> None:

@@ -1,7 +1,7 @@
 """The capacity granter: the one owner of how many episode groups may be live.
 
-The arithmetic is ``staleness.py``. A permit is a lease: whoever holds it settles it, and one that nobody settles in time
-(its holder was killed) is taken back as rejected, so that a crash cannot leak capacity.
+The arithmetic is ``staleness.py``. A permit is a lease: whoever holds it settles it, and one that nobody settles in
+time (its holder was killed) is taken back as rejected, so that a crash cannot leak capacity.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class CapacityGranter(Actor[Capacity]):
         self._wake()
 
     def _wake(self) -> None:
-        """Give the first in line a turn each while there is room. A turn keeps its place, and its room, until it is taken."""
+        """Give the first in line a turn each while there is room; a turn keeps its place and room until it is taken."""
         for turn, _ in zip(self._waiting, range(self._state.available), strict=False):
             turn.set()
 

@@ -1,11 +1,18 @@
 """The exporter: from ended sessions to training rows, and the queue between rollouts and the trainer.
 
-Delivery has two phases. Groups are leased to the trainer and forgotten only when it acknowledges that it has trained them;
-a lease that was not acknowledged is offered again as it was. Staleness is enforced here, when a batch is consumed, beside
-the bound at admission (``capacity.py``): a group that waited too long is dropped, and its place is refunded.
+Delivery has two phases. Groups are leased to the trainer and forgotten only when it acknowledges that it has trained
+them; a lease that was not acknowledged is offered again as it was. Staleness is enforced here, when a batch is
+consumed, beside the bound at admission (``capacity.py``): a group that waited too long is dropped, and its place is
+refunded.
+
+Each decision is one change without a wait in it, so that an asker who is cancelled loses nothing; what others must
+hear of it is told by a task of the actor's own.
 """
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 from attrs import field, frozen
@@ -14,8 +21,8 @@ from attrs.validators import ge, in_, le
 from areal_actors.actors.positions import ConsumedPositions
 from areal_actors.cache import STYLES, export_trajectories, total_reward
 from areal_actors.cache.rewards import RULES
-from areal_actors.core import Actor, Ref
-from areal_actors.domain import DataPosition, Episode, Group, GroupId, SessionId
+from areal_actors.core import Actor, Context, Ref
+from areal_actors.domain import DataPosition, Episode, Group, GroupId
 from areal_actors.errors import Conflict
 from areal_actors.messages import (
     AcknowledgeLease,
@@ -63,10 +70,18 @@ class Exporter(Actor[Exports]):
         self._config = config or ExportConfig()
         self._consumed = ConsumedPositions(start)
         self._ready: dict[GroupId, Group] = {}
-        self._verdicts: dict[GroupId, bool] = {}
+        self._held: set[GroupId] = set()  # ready or lent
         self._lease: Lease | None = None
         self._next_lease = 0
-        self._delivered = anyio.Event()
+        self._num_dropped = 0
+        self._changed = anyio.Event()
+        self._context: Context
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Keep the context, whose tasks tell others what became of groups."""
+        self._context = context
+        yield
 
     @ExportSession.handler(concurrency=64)
     async def export(self, message: ExportSession) -> Episode:
@@ -91,52 +106,49 @@ class Exporter(Actor[Exports]):
     async def deliver(self, message: DeliverGroup) -> bool:
         """Queue a group that has something to train; count the problem of any other as consumed."""
         group = message.group
-        if group.id in self._verdicts:
-            return self._verdicts[group.id]
+        if group.id in self._held:
+            return True
         if group.problem.position in self._consumed:
             return False
         is_accepted = any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
-        self._verdicts[group.id] = is_accepted
         if is_accepted:
+            self._held.add(group.id)
             self._ready[group.id] = group
-            self._delivered.set()
+            self._notify()
         else:
-            await self._consume(group)
+            self._consume(group)
         return is_accepted
 
-    @LeaseGroups.handler(concurrency=2)
+    @LeaseGroups.handler(concurrency=64)
     async def lease(self, message: LeaseGroups) -> Lease:
-        """Wait for enough groups that are fresh enough, and lend those whose problems come first."""
-        if self._lease is not None:
-            return self._lease
-        dropped = 0
-        while True:
-            dropped += await self._drop_stale(message)
-            if len(self._ready) >= message.num_groups:
-                return self._lend(message.num_groups, dropped)
-            self._delivered = anyio.Event()
-            await self._delivered.wait()
+        """Wait for enough groups that are fresh enough, and lend those whose problems come first.
 
-    def _lend(self, num_groups: int, dropped: int) -> Lease:
+        There is one lease at a time: whoever asks before it is acknowledged is given the same.
+        """
+        while self._lease is None:
+            self._drop_stale(message)
+            if len(self._ready) >= message.num_groups:
+                self._lend(message.num_groups)
+            else:
+                await self._changed.wait()
+        return self._lease
+
+    def _lend(self, num_groups: int) -> None:
         chosen = sorted(self._ready.values(), key=lambda group: group.problem.position)[:num_groups]
         for group in chosen:
             del self._ready[group.id]
-        self._lease = Lease(id=self._next_lease, groups=tuple(chosen), dropped=dropped)
+        self._lease = Lease(id=self._next_lease, groups=tuple(chosen), dropped=self._num_dropped)
         self._next_lease += 1
-        return self._lease
+        self._num_dropped = 0
+        self._notify()
 
-    async def _drop_stale(self, wanted: LeaseGroups) -> int:
-        stale = [
-            group
-            for group in self._ready.values()
-            if is_too_stale(group.head_version, version=wanted.version, max_staleness=wanted.max_staleness)
-        ]
-        for group in stale:
-            del self._ready[group.id]
-            _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
-            await self._capacity.tell(RefundGroup())
-            await self._consume(group)
-        return len(stale)
+    def _drop_stale(self, wanted: LeaseGroups) -> None:
+        for group in tuple(self._ready.values()):
+            if is_too_stale(group.head_version, version=wanted.version, max_staleness=wanted.max_staleness):
+                _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
+                del self._ready[group.id]
+                self._num_dropped += 1
+                self._consume(group, is_refunded=True)
 
     @AcknowledgeLease.handler
     async def acknowledge(self, message: AcknowledgeLease) -> DataPosition:
@@ -146,14 +158,21 @@ class Exporter(Actor[Exports]):
         if self._lease is not None and self._lease.id == message.lease:
             lease, self._lease = self._lease, None
             for group in lease.groups:
-                await self._consume(group)
+                self._consume(group)
         return self._consumed.summary()
 
-    async def _consume(self, group: Group) -> None:
+    def _consume(self, group: Group, *, is_refunded: bool = False) -> None:
         self._consumed.add(group.problem.position)
-        self._verdicts.pop(group.id, None)
-        for episode in group.episodes:
-            await self._forget(episode.session)
+        self._held.discard(group.id)
+        self._context.tasks.start_soon(self._let_go, group, is_refunded)
 
-    async def _forget(self, session: SessionId) -> None:
-        await self._sessions.tell(ForgetSession(session=session))
+    async def _let_go(self, group: Group, is_refunded: bool) -> None:  # noqa: FBT001 - tasks take no keywords
+        """Free what others keep of a consumed group."""
+        if is_refunded:
+            await self._capacity.tell(RefundGroup())
+        for episode in group.episodes:
+            await self._sessions.tell(ForgetSession(session=episode.session))
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

@@ -30,8 +30,8 @@ class EvaluationConfig:
 class StopConfig:
     """When training is good enough to stop early: the reward's moving average reaches ``reward``.
 
-    The average is exponential with weight ``smoothing`` on the past, corrected for its start (as in Adam,
-    arXiv 1412.6980).
+    The average is exponential with weight ``smoothing`` on the past, corrected for its start (as in Adam, arXiv
+    1412.6980).
     """
 
     reward: float | None = None

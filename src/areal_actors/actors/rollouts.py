@@ -1,8 +1,8 @@
 """The rollout runner: runs agents on problems, in groups, each episode in a scope of its own.
 
 An episode opens a session, lets the agent talk to the proxy over HTTP as any agent would, assigns the reward that it
-returned, ends the session and collects its rows. A failed episode is data: it is recorded and rejected, and its siblings
-live on. A group is delivered when all of its episodes are over.
+returned, ends the session and collects its rows. A failed episode is data: it is recorded and rejected, and its
+siblings live on. A group is delivered when all of its episodes are over.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class _Slot:
 class RolloutRunner(Actor[Rollouts]):
     """Runs training groups as capacity allows, and evaluations when asked.
 
-    ``problem_at`` maps a position to its problem; with ``None`` nothing is produced, only ``RunProblem`` and ``Evaluate``
-    are served.
+    ``problem_at`` maps a position to its problem; with ``None`` nothing is produced, only ``RunProblem`` and
+    ``Evaluate`` are served.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The session manager: the one owner of sessions, their conversation trees and their rewards.
 
-It composes the pure parts: ``cache`` finds the parent of a request and plans its exact prompt, ``rendering`` turns messages
-into ids and back, and the generation actor samples. Handlers interleave only where they wait, so a tree is never seen
-half-changed.
+It composes the pure parts: ``cache`` finds the parent of a request and plans its exact prompt, ``rendering`` turns
+messages into ids and back, and the generation actor samples. Handlers interleave only where they wait, so a tree is
+never seen half-changed.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ One step::
                             StepFinished ◀─ checkpoint, if due ◀─┴─ Evaluate, if due
 
 Agents keep running all the while. The arithmetic of a step is ``training``; how stale a group may be is asked for with
-each lease. A checkpoint holds the weights, the optimiser, the position in the data and what this actor counts, so that a
-resumed run goes on where it was.
+each lease. A checkpoint holds the weights, the optimiser, the position in the data and what this actor counts, so
+that a resumed run goes on where it was.
 """
 
 from __future__ import annotations
@@ -288,5 +288,6 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "behaviour_gap_mean": statistics.behaviour_gap_mean,
         "behaviour_gap_max": statistics.behaviour_gap_max,
     }
-    # A step in which no token had an advantage computed nothing: it has no entropy, rather than one that is not a number.
+    # A step in which no token had an advantage computed nothing: it has no entropy, rather than one that is not a
+    # number.
     return {key: value if value is None or isfinite(value) else None for key, value in metrics.items()}

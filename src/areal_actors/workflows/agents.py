@@ -1,8 +1,8 @@
 """Agents: anything with ``async def run(self, data, **extra_kwargs)`` that returns a reward.
 
-The agent knows nothing of training. It is given a base URL, a key and an HTTP client, talks to the model as it would to any
-other, and returns a number for its last completion or a ``dict`` of numbers by completion id. What it returns is checked here;
-how an episode is opened, rewarded and exported around it is ``actors/rollouts.py``.
+The agent knows nothing of training. It is given a base URL, a key and an HTTP client, talks to the model as it would
+to any other, and returns a number for its last completion or a ``dict`` of numbers by completion id. What it returns
+is checked here; how an episode is opened, rewarded and exported around it is ``actors/rollouts.py``.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class EpisodeContext:
     is_eval: bool = False
 
 
-_current: ContextVar[EpisodeContext] = ContextVar("areal_episode", default=EpisodeContext())
+_OUTSIDE = EpisodeContext()
+_current: ContextVar[EpisodeContext] = ContextVar("areal_episode", default=_OUTSIDE)
 
 
 def get() -> EpisodeContext:

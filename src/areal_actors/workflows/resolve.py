@@ -1,8 +1,8 @@
 """From what a configuration or a caller names to an agent that can run.
 
-A workflow may be an instance, a class (with keyword arguments), a dotted name (``package.module.Class``) or a file and a name
-(``agents/tool.py:ToolAgent``, relative to the configuration). Only what the person who starts the run wrote is imported:
-nothing that arrives over HTTP comes near this module.
+A workflow may be an instance, a class (with keyword arguments), a dotted name (``package.module.Class``) or a file
+and a name (``agents/tool.py:ToolAgent``, relative to the configuration). Only what the person who starts the run
+wrote is imported: nothing that arrives over HTTP comes near this module.
 """
 
 from __future__ import annotations

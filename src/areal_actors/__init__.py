@@ -1,5 +1,73 @@
-"""Train the model behind any agent. The shop window: names only; importing it loads neither torch nor starlette."""
+"""Train the model behind any agent. The shop window: what most programs need, by name.
+
+``import areal_actors`` loads neither torch nor starlette: a name is imported from its module when it is first used.
+What is not here is imported from the module that has it, such as ``areal_actors.domain`` or ``areal_actors.testing``.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from areal_actors.cache.rewards import RewardTree, backpropagate
+    from areal_actors.client import OpenAIProxyClient
+    from areal_actors.config import RunConfig, create_config, load_config
+    from areal_actors.core import Actor, ActorSystem, Context, Message, Ref, StreamMessage
+    from areal_actors.errors import ArealError
+    from areal_actors.run import RunSummary, Trainer, train
+    from areal_actors.run.inference import EmbeddedSession, Inference, InferenceConfig, open_inference
+
+__all__ = [
+    "Actor",
+    "ActorSystem",
+    "ArealError",
+    "Context",
+    "EmbeddedSession",
+    "Inference",
+    "InferenceConfig",
+    "Message",
+    "OpenAIProxyClient",
+    "Ref",
+    "RewardTree",
+    "RunConfig",
+    "RunSummary",
+    "StreamMessage",
+    "Trainer",
+    "__version__",
+    "backpropagate",
+    "create_config",
+    "load_config",
+    "open_inference",
+    "train",
+]
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "areal_actors.cache.rewards": ("RewardTree", "backpropagate"),
+    "areal_actors.client": ("OpenAIProxyClient",),
+    "areal_actors.config": ("RunConfig", "create_config", "load_config"),
+    "areal_actors.core": ("Actor", "ActorSystem", "Context", "Message", "Ref", "StreamMessage"),
+    "areal_actors.errors": ("ArealError",),
+    "areal_actors.run": ("RunSummary", "Trainer", "train"),
+    "areal_actors.run.inference": ("EmbeddedSession", "Inference", "InferenceConfig", "open_inference"),
+}
+"""Where each name lives; type checkers read the same above."""
+
+# Hidden from type checkers, for which a module with ``__getattr__`` has every attribute, misspelt ones included.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import what ``name`` stands for, once."""
+        from importlib import import_module
+
+        home = next((module for module, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        """What is for sale, imported or not."""
+        return sorted(__all__)

@@ -2,16 +2,18 @@
 
 Machines that run this are noisy, so absolute times mean little; a ratio against a baseline measured a moment ago means
 more. A benchmark module exposes ``run(quick) -> list[Result]``; ``python -m benchmarks`` runs them all, prints one
-table with the gates beside the figures, and writes JSON that ``python -m benchmarks compare`` reads.
+table with the gates beside the figures, and writes JSON (``report``) that ``python -m benchmarks compare`` reads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import asdict, field, frozen
+
+__all__ = ["Result", "cpu_us_per_operation"]
 
 
 @frozen(kw_only=True)
@@ -38,6 +40,11 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """A plain dict for ``json.dump``."""
         return asdict(self) | {"passed": self.passed}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Result:
+        """What ``to_json`` wrote. Raises ``TypeError`` for a document that is not such a dict."""
+        return cls(**{key: value for key, value in document.items() if key != "passed"})
 
 
 def cpu_us_per_operation(operation: Callable[[], object], *, num_operations: int, rounds: int = 5) -> float:

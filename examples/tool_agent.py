@@ -1,8 +1,8 @@
 """An agent that must use a tool: it calls ``multiply`` with JSON arguments, reads the result and reports it.
 
-Ordinary code against the OpenAI SDK; it knows nothing of training. ``areal-actors train examples/tool_agent.yaml`` gives
-it a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns. Without
-these it talks to the server of ``OPENAI_BASE_URL``.
+Ordinary code against the OpenAI SDK; it knows nothing of training. ``areal-actors train examples/tool_agent.yaml``
+gives it a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns.
+Without these it talks to the server of ``OPENAI_BASE_URL``.
 
 The prompt shows one call and no answer: a small pretrained model then calls the tool now and then, seldom says what it
 returned, and has both to learn.

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import orjson
 
 from areal_actors.domain import Problem
 from areal_actors.errors import DatasetError
 
 __all__ = ["Problems", "find_overlap"]
 
+_ABOUT_THE_SOURCE = "metadata"
+"""The key under which generators say how they made a problem, which does not make it another one."""
+
 
 class Problems:
-    """A finite list of problems, read in epochs without end. Each epoch is a permutation of its own, drawn from ``seed``.
+    """A finite list of problems, read in epochs without end; each epoch is a permutation of its own.
 
-    Raises ``DatasetError`` for an empty list.
+    ``seed`` draws the permutations. Raises ``DatasetError`` for an empty list.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], *, seed: int = 0, is_shuffled: bool = True) -> None:
-        if not rows:
+        if not len(rows):
             raise DatasetError("The dataset has no problems; check its source, and what selects from it.")
         self._rows = rows
         self._seed = seed
         self._is_shuffled = is_shuffled
+        # Two epochs: the last groups of one are asked for again while the next one has begun.
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
@@ -34,13 +39,21 @@ class Problems:
         return len(self._rows)
 
     def at(self, position: int) -> Problem:
-        """The problem at ``position``, counted over all epochs from 0."""
+        """The problem at ``position``, counted over all epochs from 0. What an agent does to its data stays with it.
+
+        Raises ``IndexError`` for a negative position.
+        """
+        if position < 0:
+            raise IndexError(f"Problems are counted from 0; there is none at {position}.")
         epoch, index = divmod(position, len(self._rows))
-        return Problem(position=position, data=dict(self._rows[self._order(epoch)[index]]))
+        return self._problem(position, self._order(epoch)[index])
 
     def all(self) -> tuple[Problem, ...]:
         """Every problem once, in the order of the source: what an evaluation runs."""
-        return tuple(Problem(position=index, data=dict(row)) for index, row in enumerate(self._rows))
+        return tuple(self._problem(index, index) for index in range(len(self._rows)))
+
+    def _problem(self, position: int, row: int) -> Problem:
+        return Problem(position=position, data=deepcopy(dict(self._rows[row])))
 
     def _permutation(self, epoch: int) -> list[int]:
         if not self._is_shuffled:
@@ -50,10 +63,15 @@ class Problems:
 
 
 def find_overlap(train: Problems, held_out: Problems) -> int:
-    """How many held-out problems are also trained on. Problems are equal if their JSON is."""
+    """How many held-out problems are also trained on.
+
+    Two problems are the same if their JSON is, whatever their ``metadata``; values that JSON does not have count by
+    what they print.
+    """
     seen = {_fingerprint(problem) for problem in train.all()}
     return sum(_fingerprint(problem) in seen for problem in held_out.all())
 
 
-def _fingerprint(problem: Problem) -> bytes:
-    return orjson.dumps(dict(problem.data), option=orjson.OPT_SORT_KEYS, default=repr)
+def _fingerprint(problem: Problem) -> str:
+    told = {str(key): value for key, value in problem.data.items() if key != _ABOUT_THE_SOURCE}
+    return json.dumps(told, sort_keys=True, default=repr)

@@ -6,20 +6,26 @@ A configuration names exactly one of them::
     dataset: {huggingface: data/gsm8k, split: train}
     dataset: {reasoning_gym: chain_sum, size: 500, seed: 1, options: {max_terms: 3}}
     dataset: {python: "tool_agent.py:problems", size: 512, seed: 1}
+
+Held-out problems are another such line: another ``seed`` for what makes problems, another part (``start``, ``size``) of
+what is read.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, NewType
+from typing import Any, NewType, NoReturn, cast
 
-import orjson
+import numpy as np
 from attrs import field, frozen
 from attrs.validators import ge, optional
 
 from areal_actors.datasets.problems import Problems
-from areal_actors.errors import DatasetError
+from areal_actors.errors import ArealError, DatasetError
 
 __all__ = ["DataPath", "DatasetConfig", "ProblemsReference", "load_problems"]
 
@@ -30,15 +36,21 @@ ProblemsReference = NewType("ProblemsReference", str)
 """A function that yields problems: ``file.py:name``, relative to the configuration file, or ``module:name``."""
 
 Import = Callable[[str], Any]
+Rows = Sequence[Mapping[str, Any]]
+
 _KINDS = ("jsonl", "huggingface", "reasoning_gym", "python")
+_NUM_MADE = 1000
+"""How many problems are made where nobody says."""
 
 
 @frozen(kw_only=True)
 class DatasetConfig:
     """One source, and what is taken of it. Paths are relative to the configuration file.
 
-    ``size`` bounds the number of problems (generators make that many); ``seed`` is the generator's. ``options`` go to the
-    reasoning-gym generator, or to the Python function as keyword arguments. ``is_shuffled`` permutes each epoch anew.
+    ``start`` problems are skipped and ``size`` are taken (``None``: all of a file; 1000 of what makes problems).
+    ``seed`` goes to what makes problems: different seeds make different ones. ``options`` go to the reasoning-gym
+    generator, or to the Python function as keyword arguments beside ``num`` and ``seed``. ``is_shuffled`` permutes each
+    epoch anew.
     """
 
     jsonl: DataPath | None = None
@@ -46,8 +58,9 @@ class DatasetConfig:
     split: str | None = None
     reasoning_gym: str | None = None
     python: ProblemsReference | None = None
+    start: int = field(default=0, validator=ge(0))
     size: int | None = field(default=None, validator=optional(ge(1)))
-    seed: int = 0
+    seed: int = field(default=0, validator=ge(0))
     options: Mapping[str, Any] = field(factory=dict)
     is_shuffled: bool = True
 
@@ -58,113 +71,140 @@ class DatasetConfig:
             found = f"it names {' and '.join(named)}" if named else "it names none"
             raise ValueError(f"name exactly one source of {', '.join(_KINDS)}; {found}")
 
+    @property
+    def num_made(self) -> int:
+        """How many problems a generator is asked for."""
+        return self.start + (self.size or _NUM_MADE)
+
 
 def load_problems(
     config: DatasetConfig, *, import_reference: Import, directory: Path | None = None, shuffle_seed: int = 0
 ) -> Problems:
-    """Read or make the problems. ``import_reference`` finds the object behind ``file.py:name``.
+    """Read or make the problems; blocks meanwhile. ``import_reference`` finds the object behind ``file.py:name``.
 
-    Raises ``DatasetError`` naming the source, and for files the line, that is at fault.
+    Paths are relative to ``directory`` (default: the working directory). Raises ``DatasetError`` naming the source, and
+    for files the line, that is at fault.
     """
     rows = _rows(config, import_reference, directory or Path.cwd())
-    if config.size is not None:
-        rows = rows[: config.size]
-    return Problems(rows, seed=shuffle_seed, is_shuffled=config.is_shuffled)
+    end = len(rows) if config.size is None else config.start + config.size
+    return Problems(rows[config.start : end], seed=shuffle_seed, is_shuffled=config.is_shuffled)
 
 
-def _rows(config: DatasetConfig, import_reference: Import, directory: Path) -> Sequence[Mapping[str, Any]]:
+def _rows(config: DatasetConfig, import_reference: Import, directory: Path) -> Rows:
     if config.jsonl is not None:
         return _read_jsonl(directory / config.jsonl)
     if config.huggingface is not None:
-        return _load_huggingface(directory / config.huggingface, config.split)
+        return cast("Rows", _load_huggingface(directory / config.huggingface, config.split))
     if config.reasoning_gym is not None:
         return _generate(config.reasoning_gym, config)
     assert config.python is not None
     return _call(config.python, import_reference(config.python), config)
 
 
-def _read_jsonl(path: Path) -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def _read_jsonl(path: Path) -> Rows:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append(_parse_line(path, number, line))
+            return [_parse_line(path, number, line) for number, line in enumerate(file, start=1) if line.strip()]
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return rows
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
+    """One object. Python's own parser: it keeps integers of any size, which problems of arithmetic have."""
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path}, line {number} is no JSON: {error}.") from None
     if not isinstance(row, dict):
         raise DatasetError(f"{path}, line {number} is a JSON {type(row).__name__}; each line is one object.")
     return row
 
 
-def _load_huggingface(path: Path, split: str | None) -> Sequence[Mapping[str, Any]]:
+@frozen
+class _Table:
+    """Rows of a Hugging Face dataset, read from disk when they are asked for."""
+
+    rows: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _Table(self.rows.select(range(*index.indices(len(self.rows)))))
+        return self.rows[index]
+
+
+def _load_huggingface(path: Path, split: str | None) -> _Table:
     try:
         import datasets
     except ImportError:
         raise DatasetError(
-            "Datasets of Hugging Face need their library: pip install 'areal_actors[datasets]'"
+            "Datasets of Hugging Face need their library; run: pip install 'areal_actors[datasets]'"
         ) from None
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path} is no dataset that save_to_disk() wrote: {error}") from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise DatasetError(f"{path} has the splits {', '.join(found)}; 'split' says {split!r}.")
-        found = found[split]
-    rows: Sequence[Mapping[str, Any]] = found.to_list()
-    return rows
+    if not isinstance(found, datasets.DatasetDict):
+        return _Table(found)
+    if split not in found:
+        said = "no split is named" if split is None else f"there is no split {split!r}"
+        raise DatasetError(f"{path} has the splits {', '.join(found)}, and {said}; set 'split' to one of them.")
+    return _Table(found[split])
 
 
-def _generate(name: str, config: DatasetConfig) -> list[Mapping[str, Any]]:
-    """Problems of reasoning-gym. The agent scores an answer with ``data["score"](answer)``."""
+# -------------------------------------------------------------------------------------------------- generators
+
+
+def _generate(name: str, config: DatasetConfig) -> Rows:
+    """Problems of reasoning-gym, as it makes them: ``question``, ``answer`` and ``metadata``.
+
+    Its own score is ``reasoning_gym.get_score_answer_fn(data["metadata"]["source_dataset"])(answer, data)``. It seeds
+    problem n of seed s with s + n, so that neighbouring seeds share nearly all problems: seeds are spread first.
+    """
     try:
         import reasoning_gym
     except ImportError:
-        raise DatasetError("Generators of reasoning-gym need it: pip install 'areal_actors[recipes]'") from None
+        raise DatasetError("Generators of reasoning-gym need it; run: pip install 'areal_actors[recipes]'") from None
     try:
-        made = reasoning_gym.create_dataset(name, size=config.size or 1000, seed=config.seed, **config.options)
+        made = reasoning_gym.create_dataset(name, size=config.num_made, seed=_spread(config.seed), **config.options)
+        return [dict(entry) for entry in made]
     except (ValueError, TypeError, AssertionError, KeyError) as error:
         raise DatasetError(f"reasoning-gym cannot make {name!r} with {dict(config.options)}: {error}") from error
-    return [
-        {
-            "question": entry["question"],
-            "answer": entry["answer"],
-            "metadata": entry["metadata"],
-            "score": _Scorer(made, entry),
-        }
-        for entry in made
-    ]
 
 
-@frozen
-class _Scorer:
-    """The generator's own score of an answer, in [0, 1]."""
-
-    dataset: Any = field(repr=False)
-    entry: Mapping[str, Any]
-
-    def __call__(self, answer: str | None) -> float:
-        return float(self.dataset.score_answer(answer, dict(self.entry)))
+def _spread(seed: int) -> int:
+    """A seed below 2³¹ that is far from those of the neighbours."""
+    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
 
 
-def _call(reference: str, function: Any, config: DatasetConfig) -> list[Mapping[str, Any]]:
-    if not callable(function):
-        raise DatasetError(f"{reference} is no function; it returns the problems as dicts.")
-    arguments = {"num": config.size or 1000, "seed": config.seed, **config.options}
+def _call(reference: str, function: Any, config: DatasetConfig) -> Rows:
+    arguments = {"num": config.num_made, "seed": config.seed, **config.options}
+    _check_call(reference, function, arguments)
     try:
-        rows = list(function(**arguments))
-    except TypeError as error:
-        raise DatasetError(f"{reference}({', '.join(arguments)}) does not fit: {error}") from error
+        rows = list(islice(function(**arguments), config.num_made))
+    except ArealError:
+        raise
+    except Exception as error:  # the user's code: whatever it raises, it made no problems
+        raise DatasetError(f"{reference} raised {type(error).__name__}: {error}") from error
     bad = next((row for row in rows if not isinstance(row, Mapping)), None)
     if bad is not None:
-        raise DatasetError(f"{reference} yields {type(bad).__name__}s; each problem is a dict.")
+        raise DatasetError(f"{reference} yields a {type(bad).__name__}; each problem is a dict.")
     return rows
+
+
+def _check_call(reference: str, function: Any, arguments: Mapping[str, Any]) -> None:
+    if not callable(function):
+        raise DatasetError(f"{reference} is a {type(function).__name__}, not a function that returns problems.")
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise DatasetError(f"{reference}({', '.join(arguments)}) does not fit the function: {error}.") from None

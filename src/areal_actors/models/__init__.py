@@ -1,7 +1,14 @@
-"""Models by name: what ``model:`` in a configuration may say, and how it becomes a directory that transformers loads."""
+"""Models by name: what ``model:`` of a configuration may say, and how it becomes what transformers loads."""
 
 from __future__ import annotations
 
-from areal_actors.models.files import ModelFiles, load_policy, resolve_model
+from areal_actors.models.files import (
+    BUILT_IN,
+    ModelFiles,
+    cache_directory,
+    load_policy,
+    resolve_model,
+    resolve_tokenizer,
+)
 
-__all__ = ["ModelFiles", "load_policy", "resolve_model"]
+__all__ = ["BUILT_IN", "ModelFiles", "cache_directory", "load_policy", "resolve_model", "resolve_tokenizer"]

@@ -1,28 +1,38 @@
 """From the name of a model to its files, and from its files to a policy.
 
-A model is a directory in the layout of transformers (``config.json``, safetensors, a tokenizer with a chat template) or one of
-the names in ``BUILT_IN``, which are made once and kept in a cache. Nothing is downloaded.
+A model is a directory in the layout of transformers (``config.json``, safetensors, a tokenizer) or one of the names in
+``BUILT_IN``, which are made once and kept in a cache. Nothing is downloaded. What the tokenizer and its chat template
+are good for is said by ``rendering``, which may be given another template.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import frozen
 
 from areal_actors.errors import ModelError
+from areal_actors.models.quiet import quiet_transformers
 from areal_actors.models.smollm2 import convert_smollm2
 from areal_actors.models.tiny import create_tiny
 
-__all__ = ["BUILT_IN", "ModelFiles", "cache_directory", "load_policy", "resolve_model"]
+__all__ = ["BUILT_IN", "ModelFiles", "cache_directory", "load_policy", "resolve_model", "resolve_tokenizer"]
 
 BUILT_IN: Mapping[str, Callable[[Path], Path]] = {"smollm2-135m-instruct": convert_smollm2, "tiny": create_tiny}
 """Names that need no files of the user, and what makes them: from the cache directory to the model's."""
+
+_PARTS: Mapping[str, Sequence[str]] = {
+    "config.json": ("config.json",),
+    "its weights (*.safetensors)": ("*.safetensors", "pytorch_model*.bin"),
+    "its tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+}
+"""What a model consists of: what it is called to people, and the patterns of which one must match a file."""
+
+_TOKENIZER = "its tokenizer (tokenizer.json)"
 
 
 @frozen(kw_only=True)
@@ -33,51 +43,69 @@ class ModelFiles:
     path: Path
 
 
-def cache_directory() -> Path:
-    """Where converted models are kept: ``$AREAL_CACHE``, else the user's cache directory."""
-    if "AREAL_CACHE" in os.environ:
-        return Path(os.environ["AREAL_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "areal_actors"
+def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """Where converted models are kept: ``$AREAL_CACHE``, else ``areal_actors`` in the user's cache directory."""
+    environment = os.environ if environment is None else environment
+    if environment.get("AREAL_CACHE"):
+        return Path(environment["AREAL_CACHE"]).expanduser().absolute()
+    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "areal_actors"
 
 
-def resolve_model(name: str, *, cache: Path | None = None) -> ModelFiles:
-    """The files of a built-in name or of a directory. Raises ``ModelError`` saying what is missing, and how to get it."""
+def resolve_model(name: str, *, cache: Path | None = None, has_tokenizer: bool = True) -> ModelFiles:
+    """The files of a built-in name or of a directory. Blocks while a built-in model is made for the first time.
+
+    ``has_tokenizer`` is false for a model whose tokenizer lies elsewhere. Raises ``ModelError`` saying what is missing,
+    and how to get it.
+    """
+    parts = [part for part in _PARTS if has_tokenizer or part != _TOKENIZER]
+    return _resolve(name, cache=cache, parts=parts, what="model")
+
+
+def resolve_tokenizer(name: str, *, cache: Path | None = None) -> ModelFiles:
+    """The files of a tokenizer: a built-in model's, or a directory that needs no weights. Raises ``ModelError``."""
+    return _resolve(name, cache=cache, parts=(_TOKENIZER,), what="tokenizer")
+
+
+def _resolve(name: str, *, cache: Path | None, parts: Sequence[str], what: str) -> ModelFiles:
     if name in BUILT_IN:
         return ModelFiles(name=name, path=BUILT_IN[name](cache or cache_directory()))
     path = Path(name).expanduser()
     if not path.is_dir():
-        near = get_close_matches(name, BUILT_IN, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ModelError(
-            f"There is no model {name!r}: it is neither a directory nor one of {', '.join(sorted(BUILT_IN))}.{hint}"
-        )
-    _check_layout(path)
-    return ModelFiles(name=path.name, path=path.resolve())
-
-
-def _check_layout(path: Path) -> None:
-    missing = [name for name in ("config.json", "tokenizer_config.json") if not (path / name).is_file()]
-    if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-        missing.append("*.safetensors")
+        raise ModelError(_not_found(name, path, what))
+    missing = [part for part in parts if not any(any(path.glob(pattern)) for pattern in _PARTS[part])]
     if missing:
         raise ModelError(
-            f"{path} is no complete model: it lacks {', '.join(missing)}. "
+            f"{path} holds no complete {what}: it lacks {', '.join(missing)}. "
             "Save model and tokenizer there with save_pretrained()."
         )
+    return ModelFiles(name=path.resolve().name, path=path.resolve())
 
 
-def load_policy(path: Path, *, dtype: str = "float32") -> Any:
-    """The model at ``path`` as a transformers causal LM in evaluation mode. Raises ``ModelError`` if it cannot be read."""
+def _not_found(name: str, path: Path, what: str) -> str:
+    if path.is_file():
+        return f"The {what} {name!r} is a file; name the directory that holds it and its config.json."
+    near = get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]!r}?" if near else "nothing is downloaded, so name a directory on this machine."
+    return f"There is no {what} {name!r}, neither a directory nor one of {', '.join(sorted(BUILT_IN))}: {hint}"
+
+
+def load_policy(path: Path, *, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> Any:
+    """The model at ``path`` as a transformers causal LM in evaluation mode, on the CPU.
+
+    Raises ``ModelError`` if it cannot be read, or if its files lack weights (which transformers would make up).
+    """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    factory: Any = AutoModelForCausalLM
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
+        with quiet_transformers():
+            model, report = factory.from_pretrained(
+                path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(f"The model in {path} cannot be read: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"The files in {path} lack {len(missing)} weights, {missing[0]} among them; save it again.")
     return model.eval()

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from areal_actors.errors import ModelError
+from areal_actors.telemetry import get_logger
 
 __all__ = ["make_once"]
 
+_log = get_logger(__name__)
+
 
 def make_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """``target``, filled by ``make`` unless it exists. It appears complete or not at all; the first of several makers wins.
+    """``target``, filled by ``make`` unless it exists. It appears complete or not at all.
 
-    Raises ``ModelError`` if the disk refuses.
+    Others who want it meanwhile wait for it. A maker that is killed leaves nothing that anybody would take for the
+    model, and the next one clears it away. Raises ``ModelError`` if the disk refuses, and what ``make`` raises.
     """
     if target.is_dir():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            make(partial)
-            _publish(partial, target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with _locked(target):
+            if not target.is_dir():
+                _make(target, make)
     except OSError as error:
         raise ModelError(
             f"{target} cannot be written: {error}. Free space there, or set AREAL_CACHE to another directory."
@@ -35,11 +37,27 @@ def make_once(target: Path, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def _publish(partial: Path, target: Path) -> None:
-    """Give the finished directory its name; one that another process published first is as good."""
-    partial.chmod(0o755)
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Hold the lock of ``target``. The operating system frees it if its holder dies."""
+    lock = FileLock(target.parent / f".{target.name}.lock")
     try:
-        os.rename(partial, target)
-    except OSError:
-        if not target.is_dir():
-            raise
+        lock.acquire(blocking=False)
+    except Timeout:
+        _log.info("waiting_for_model", model=target.name, detail="another process is making it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(target: Path, make: Callable[[Path], None]) -> None:
+    partial = target.parent / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        make(partial)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

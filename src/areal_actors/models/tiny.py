@@ -1,75 +1,101 @@
 """A model of 0.2 million random parameters: what tests train, and what shows the machinery in seconds.
 
-It knows nothing, but it is a real one: a Llama with a byte-level tokenizer and a ChatML template, in the layout that every
-program loads.
+It knows nothing, but it is a real one: a Llama with a byte-level tokenizer and a ChatML template, in the layout that
+every program loads. Its tokenizer takes milliseconds to build and serves tests by itself (``areal_actors.testing``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_actors.models.making import make_once
+from areal_actors.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHATML", "create_tiny", "create_tiny_tokenizer"]
+__all__ = ["CHATML", "SPECIAL_TOKENS", "create_tiny", "create_tiny_tokenizer"]
 
-FORMAT = 1
+FORMAT = 2
+"""Grows when anything below changes, so that old copies are not used."""
+
 SEED = 0
 VOCAB_SIZE = 384
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Ids 0, 1 and 2: padding, beginning of a turn (and of text), end of a turn (and of text)."""
 
 CHATML = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>' + '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+"""Any role, no default system prompt, no tools."""
 
 _TEXT = (
-    "What is the answer? The answer is 42. Call the tool with arguments, read its result and report the number.",
-    '<tool_call>\n{"name": "multiply", "arguments": {"a": 12, "b": 34}}\n</tool_call>',
-    "<tool_response>\n408\n</tool_response>",
-    "user assistant system tool say think number letter word count one two three four five six seven eight nine ten",
+    "You are a helpful assistant. Answer the question of the user in one short sentence.",
+    "What is the sum of 12 and 30? The sum of 12 and 30 is 42. Let me think about the answer to this question.",
+    'To call a tool, say: {"name": "multiply", "arguments": {"a": 12, "b": 34}} and then read the result: 408',
+    "<tool_call>\n</tool_call>\n<tool_response>\n</tool_response>\n<think>\n</think>\n<tools>\n</tools>",
+    "system user assistant tool higher lower between correct guess the number from 1 to 9",
 )
 
 
 def create_tiny(cache: Path) -> Path:
-    """The tiny model below ``cache``, made if it is not there."""
+    """The tiny model below ``cache``, made if it is not there, which takes less than a second."""
     return make_once(cache / f"tiny-{FORMAT}", _save)
 
 
-def create_tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of ``VOCAB_SIZE`` ids; the same each time."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def create_tiny_tokenizer(*, template: str = CHATML, more_special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A fast tokenizer with ``template`` as its chat template; equal arguments give equal ids, every time.
+
+    Its beginning, end and padding tokens are ``SPECIAL_TOKENS``. ``more_special`` are added behind the 384 others.
+    """
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+    padding, start, end = SPECIAL_TOKENS
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer.from_str(_train_tokenizer()),
+        bos_token=start,
+        eos_token=end,
+        pad_token=padding,
+        unk_token=padding,
+    )
+    if more_special:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(more_special)})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def _train_tokenizer() -> str:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=template,
-    )
+    return tokenizer.to_str()
 
 
 def _save(target: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    tokenizer = create_tiny_tokenizer()
+    padding, start, end = range(len(SPECIAL_TOKENS))
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=96,
@@ -79,14 +105,13 @@ def _save(target: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=padding,
+        bos_token_id=start,
+        eos_token_id=end,
         # Wider than usual: a random model that is nearly uniform has little to reinforce.
         initializer_range=0.07,
     )
-    with torch.random.fork_rng(devices=[]):
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+        LlamaForCausalLM(config).save_pretrained(target)
+        create_tiny_tokenizer().save_pretrained(target)

@@ -69,9 +69,7 @@ class SlowTinyAgent(TinyAgent):
         return sum(character.isdigit() for character in text) / max(len(text), 1)
 
     async def _ask(self, client: AsyncOpenAI, messages: list[Any]) -> str:
-        completion = await client.chat.completions.create(
-            model="policy", messages=messages, max_tokens=self.max_tokens
-        )
+        completion = await client.chat.completions.create(model="policy", messages=messages, max_tokens=self.max_tokens)
         return completion.choices[0].message.content or ""
 
 

@@ -1,8 +1,8 @@
 """A training run from its configuration: what ``areal-actors train`` and ``Trainer(config).train(...)`` do.
 
-The run opens everything inside one event loop: the engine and the actors around it (``inference``), then the reporter, the
-rollout runner and the trainer. It ends when training does, or when a person asks (``signals``), and writes what a person
-wants to find: weights, the report, one line of summary.
+The run opens everything inside one event loop: the engine and the actors around it (``inference``), then the reporter,
+the rollout runner and the trainer. It ends when training does, or when a person asks (``signals``), and writes what a
+person wants to find: weights, the report, one line of summary.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Trainer:
             self.config.rollout.workflow if workflow is None else workflow,
             workflow_kwargs=self.config.rollout.workflow_kwargs if workflow is None else workflow_kwargs,
         )
-        directory = self.config.run_directory if run_dir is None else RunDirectory(path=run_dir.absolute())
+        directory = self.config.run_directory if run_dir is None else RunDirectory(path=_absolute(run_dir))
         started = time.monotonic()
         _prepare(self.config, directory, resume=resume)
         with logging_to_file(directory.log):
@@ -135,6 +135,11 @@ class _Job:
 
 
 # ------------------------------------------------------------------------------------------------- before the loop
+
+
+def _absolute(path: Path) -> Path:
+    """What reports and exports name wherever they are read."""
+    return path.absolute()
 
 
 def _prepare(config: RunConfig, directory: RunDirectory, *, resume: bool) -> None:

@@ -25,6 +25,7 @@ from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
 from areal_actors.training.config import Aggregation, KlPlace, Layout, TrainerConfig
 from areal_actors.training.forward import TokenScores, score_pack
+from areal_actors.training.memory import release_free_memory
 from areal_actors.training.objective import Objective, TokenSums, create_objective
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_tree
@@ -90,6 +91,7 @@ class PolicyTrainer:
             sums, num_skipped = sums + update_sums, num_skipped + skipped
             num_packed += sum(pack.num_tokens for pack in packs)
         self._optimizer.zero_grad()
+        release_free_memory()
         self.version += 1
         return StepStatistics.create(
             sums,

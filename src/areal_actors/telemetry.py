@@ -151,13 +151,9 @@ def logging_to_file(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
 class _CurrentStderr(logging.StreamHandler[TextIO]):
     """Writes to what ``sys.stderr`` is at that moment: a live display puts itself in its place."""
 
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        """The base class assigns one; there is nothing to keep."""
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class _PeopleFormatter(logging.Formatter):

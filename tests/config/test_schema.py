@@ -248,6 +248,18 @@ def test_relative_paths_belong_to_the_file_that_they_stand_in(write, tmp_path, m
     assert load_config(path, ["rollout.workflow=package.module.Agent"]).rollout.workflow == "package.module.Agent"
 
 
+@pytest.mark.parametrize("model", ["m" * 5000, "a\0b", "org/name"])
+def test_any_text_may_be_the_name_of_a_model(write, model):
+    """Whether there is such a model is found out later, by those who know models."""
+    assert load_config(write(model=model)).model == model
+
+
+def test_the_home_of_nobody_is_a_mistake(write):
+    """It is named like any other."""
+    with pytest.raises(ConfigError, match="fileroot names the home of a user who is not known here"):
+        load_config(write(fileroot="~no-such-user/runs"))
+
+
 def test_names_that_are_no_directories_are_refused(write):
     """They become directories and parts of URLs."""
     with pytest.raises(ConfigError, match="experiment_name"):

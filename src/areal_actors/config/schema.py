@@ -7,6 +7,7 @@ settings go to several: the runner, the exporter and the granter each get their 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -187,7 +188,8 @@ class RunConfig:
 def _resolve_model(text: str, directory: Path) -> ModelName:
     """A path where it looks like one, or where there is such a directory; else a name."""
     path = resolve_path(text, directory)
-    is_path = text.startswith((".", "~", "/")) or path.is_dir()
+    # os.path takes any text; Path.is_dir raises for a name that is too long.
+    is_path = text.startswith((".", "~", "/")) or os.path.isdir(path)  # noqa: PTH112
     return ModelName(str(path) if is_path else text)
 
 

@@ -104,8 +104,11 @@ def create_converter(
 
 
 def resolve_path(text: str, directory: Path) -> Path:
-    """``text`` as an absolute path; ``~`` is the home directory."""
-    return (directory / Path(text).expanduser()).absolute()
+    """``text`` as an absolute path; ``~`` is the home directory. Raises ``Mistakes`` for the home of nobody."""
+    try:
+        return (directory / Path(text).expanduser()).absolute()
+    except RuntimeError:
+        raise Mistakes([Mistake(text=f"names the home of a user who is not known here: {show(text)}")]) from None
 
 
 # --------------------------------------------------------------------------------------------------- scalars
@@ -116,10 +119,9 @@ def _structure_scalar_or_choice(value: Any, kind: Any) -> Any:
 
 
 def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> Any:
-    given = str if isinstance(value, str) else type(value)
-    if kind is float and given is int:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return _float(value)
-    if given is not kind:
+    if (str if isinstance(value, str) else type(value)) is not kind:
         raise _wrong(value, expected or describe_type(kind), kind)
     return kind(value)
 

@@ -40,16 +40,16 @@ def create_display(
     style: DisplayStyle, state: RunState, *, stream: TextIO | None = None, clock: Clock = time.monotonic
 ) -> PlainDisplay | RichDisplay | None:
     """The display of ``style`` on ``stream`` (standard error); ``None`` for ``none``."""
-    stream = stream or sys.stderr
+    target: TextIO = sys.stderr if stream is None else stream
     if style is DisplayStyle.AUTO:
-        style = DisplayStyle.RICH if stream.isatty() else DisplayStyle.PLAIN
+        style = DisplayStyle.RICH if target.isatty() else DisplayStyle.PLAIN
     if style is DisplayStyle.NONE:
         return None
     if style is DisplayStyle.PLAIN:
-        return PlainDisplay(state, stream=stream, clock=clock)
+        return PlainDisplay(state, stream=target, clock=clock)
     from rich.console import Console
 
-    return RichDisplay(state, console=Console(file=stream), clock=clock)
+    return RichDisplay(state, console=Console(file=target), clock=clock)
 
 
 class PlainDisplay:

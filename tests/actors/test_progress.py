@@ -17,6 +17,12 @@ from areal_actors.messages import EvaluationFinished, PhaseChanged, StepFinished
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request):
+    """Real time: the listeners work on a thread, which virtual time cannot see."""
+    return request.param
+
+
 class Recorder:
     """Remembers what it heard, and fails where it was asked to."""
 

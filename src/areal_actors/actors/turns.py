@@ -24,6 +24,7 @@ from areal_actors.domain import (
     InteractionId,
     Ints,
     SampleKey,
+    ToolCallStarted,
     Usage,
 )
 from areal_actors.errors import ContextLengthExceeded
@@ -163,7 +164,7 @@ class Choice:
 
     def _message(self, completion: Completion) -> ChatMessage:
         """The message, with the ids of tool calls that were streamed already."""
-        streamed = iter([delta.id for delta in self._deltas if hasattr(delta, "id")])
+        streamed = iter([delta.id for delta in self._deltas if isinstance(delta, ToolCallStarted)])
         request = self._plan.request
         return self._renderer.parse(
             completion.token_ids,

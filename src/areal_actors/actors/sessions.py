@@ -30,7 +30,7 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
 )
-from areal_actors.errors import ActorStopped, ArealError, NotFound, SessionEnded, Unavailable
+from areal_actors.errors import ActorStopped, NotFound, SessionEnded, Unavailable
 from areal_actors.messages import (
     Capacity,
     CollectSession,
@@ -139,7 +139,7 @@ class SessionManager(Actor[Sessions]):
             self._store.for_reward(message.credential, now, is_capability=message.credential.is_capability)
             session.tree.set_reward(None, message.final_reward)
         self._store.end(session.id, now)
-        await self._settle(session, is_accepted=session.tree.num_completed > 0)
+        await self._settle(session.id)
         return SessionClosed(session=session.id, num_interactions=len(session.tree))
 
     @SetReward.handler
@@ -158,6 +158,7 @@ class SessionManager(Actor[Sessions]):
     @ForgetSession.handler
     async def forget(self, message: ForgetSession) -> None:
         """Free a session whose rows have arrived; one that is still live ends by that."""
+        await self._settle(message.session)
         self._extras.pop(message.session, None)
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
@@ -166,33 +167,38 @@ class SessionManager(Actor[Sessions]):
     def _resolve(self, credential: Credential) -> Session:
         return self._store.resolve(credential, is_capability=credential.is_capability)
 
-    async def _settle(self, session: Session, *, is_accepted: bool) -> None:
-        extras = self._extras.get(session.id)
+    async def _settle(self, session: SessionId) -> None:
+        """Give back the permit that was claimed for this session alone, if there is one.
+
+        It is never counted as accepted: what an external agent exports goes to whoever asked for it and not into the
+        queue of the trainer, which would wait for ever for the group that it had made room for.
+        """
+        extras = self._extras.get(session)
         if self._capacity is None or extras is None or extras.permit is None:
             return
         permit, extras.permit = extras.permit, None
-        await self._capacity.tell(SettlePermit(permit=permit, is_accepted=is_accepted))
+        await self._capacity.tell(SettlePermit(permit=permit, is_accepted=False))
 
     async def _expire_idle(self) -> None:
         while True:
             await anyio.sleep(self._config.sweep_seconds)
             for session_id in self._store.expire(anyio.current_time()):
                 _log.warning("session_expired", session=session_id)
-                await self._settle(self._store.get(session_id), is_accepted=False)
+                await self._settle(session_id)
 
     # ----------------------------------------------------------------------------------------- completions
 
     @Complete.handler(concurrency=100_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
-        """Answer in one piece."""
+        """Answer in one piece: all choices are recorded, or none is."""
         turn = self._begin(message.credential, message.request, is_streaming=False)
-        answers = []
         async with self._sampling(turn) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
                 async for chunk in chunks:
                     choice.feed(chunk)
-                answers.append(_finish(turn, choice))
-        return tuple(answers)
+            for choice in turn.choices:
+                _check_complete(turn, choice)
+            return tuple(choice.complete() for choice in turn.choices)
 
     @StreamComplete.handler(concurrency=100_000)
     async def stream_complete(self, message: StreamComplete) -> AsyncIterator[AnswerStarted | Delta | Answer]:
@@ -206,7 +212,8 @@ class SessionManager(Actor[Sessions]):
                         yield delta
                 for delta in choice.flush():
                     yield delta
-                yield _finish(turn, choice)
+                _check_complete(turn, choice)
+                yield choice.complete()
 
     def _begin(self, credential: Credential, request: CompletionRequest, *, is_streaming: bool) -> _Turn:
         session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
@@ -256,21 +263,22 @@ class SessionManager(Actor[Sessions]):
             for choice in turn.choices:
                 choice.fail("the generation actor stopped")
             raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
-        except ArealError as error:
+        except Exception as error:
             for choice in turn.choices:
                 choice.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
             for choice in turn.choices:
                 choice.cancel()
+            turn.session.last_used_at = anyio.current_time()  # a long answer is no idleness
 
 
-def _finish(turn: _Turn, choice: Choice) -> Answer:
+def _check_complete(turn: _Turn, choice: Choice) -> None:
+    """Raise if the answer came to no proper end, or comes too late for its session."""
     if choice.was_aborted:
         raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
     if turn.session.is_ended:
         raise SessionEnded(f"Session {turn.session.id} ended while this request was answered; start a new one.")
-    return choice.complete()
 
 
 def _names(first: str, num_choices: int) -> list[str]:

@@ -169,7 +169,7 @@ class Choice:
 
     def _message(self, completion: Completion) -> ChatMessage:
         """The message, with the ids of tool calls that were streamed already."""
-        streamed = iter([delta.id for delta in self._deltas if hasattr(delta, "id")])
+        streamed = iter([delta.id for delta in self._deltas if isinstance(delta, ToolCallStarted)])
         request = self._plan.request
         message = self._renderer.parse(
             completion.token_ids,

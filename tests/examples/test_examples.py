@@ -1,0 +1,92 @@
+"""Every file of ``examples/`` does what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_actors.config import load_config
+from areal_actors.datasets import find_overlap, load_problems
+from areal_actors.run import Trainer
+from areal_actors.workflows import import_reference, resolve_agent
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
+
+
+def run_example(name: str) -> str:
+    """What the program prints, run from the root of the repository as a person would."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", f"examples/{name}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=EXAMPLES.parent,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_every_example_is_listed():
+    """The table of the README names every file, and none that is not there."""
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    files = [path for path in EXAMPLES.iterdir() if path.suffix in {".py", ".yaml"}]
+
+    assert [] == [path.name for path in files if f"`{path.name}`" not in listed]
+
+
+@pytest.mark.parametrize("name", ["embed_asyncio.py", "embed_trio.py"])
+def test_embedding_is_short(name):
+    """Opening the actors in one's own app takes less than thirty lines, imports included."""
+    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 30
+
+
+def test_embed_asyncio():
+    """Two turns make one row: each sampled token is trained, with the discounted return of its turn."""
+    lines = [line.split() for line in run_example("embed_asyncio.py").splitlines()]
+    row = {name: list(map(float, values)) for name, *values in lines}
+    trained = [index for index, flag in enumerate(row["loss_mask"]) if flag]
+
+    assert {"input_ids", "loss_mask", "logprobs", "versions", "returns"} == set(row)
+    assert {0.9, 1.0} == {row["returns"][index] for index in trained}
+    assert all(row["logprobs"][index] < 0 and row["versions"][index] == 0 for index in trained)
+
+
+def test_embed_trio():
+    """Both agents get a row of their own."""
+    lines = sorted(run_example("embed_trio.py").splitlines())
+
+    assert ["ada", "ben"] == [line.split()[0] for line in lines]
+    assert all(" for the tokens " in line for line in lines)
+
+
+def test_property_test():
+    """The law holds for the rule."""
+    import_reference("property_test.py:test_no_answer_pays_for_what_follows_it", directory=EXAMPLES)()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs_load(name):
+    """A configuration has no mistakes, its agent can be made, and it is evaluated on problems that it never sees."""
+    config = load_config(EXAMPLES / name)
+    problems = load_problems(config.dataset, import_reference=import_reference)
+    held_out = load_problems(config.eval_dataset, import_reference=import_reference)
+
+    assert resolve_agent(config.rollout.workflow, workflow_kwargs=config.rollout.workflow_kwargs)
+    assert 0 == find_overlap(problems, held_out)
+    assert len(problems) >= config.batch_size
+
+
+def test_the_tiny_job_trains(tmp_path):
+    """Two steps of it write metrics, weights and a report."""
+    overrides = ["total_steps=2", "rollout.group_size=4", "eval_dataset.size=4", "logging.display=none"]
+    config = load_config(EXAMPLES / "tiny.yaml", overrides)
+    summary = Trainer(config).train(run_dir=tmp_path)
+
+    assert (2, 2) == (summary.steps, summary.version)
+    for file in ("metrics.jsonl", "report.html", "curve.png", "weights/model.safetensors"):
+        assert (tmp_path / file).is_file(), file

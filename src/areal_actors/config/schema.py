@@ -75,8 +75,6 @@ class AgentConfig:
     reward_rule: str = field(default="mean", validator=in_(tuple(RULES)))
     """How the returns of several continuations become one."""
     export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
-    subproc_max_workers: int = field(default=4, validator=ge(1))
-    """Bound on the processes of agents that run in subprocesses; inline agents need none."""
 
 
 @frozen(kw_only=True)

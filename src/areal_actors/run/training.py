@@ -41,6 +41,7 @@ from areal_actors.datasets import Problems, find_overlap, load_problems
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Training, TrainingSummary
 from areal_actors.models import ModelFiles, load_policy, resolve_model
+from areal_actors.models.quiet import quiet_transformers
 from areal_actors.rendering import Renderer, load_renderer
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine
 from areal_actors.run.signals import stop_on_signals
@@ -285,13 +286,16 @@ async def _spawn_learners(
 
 async def _save_results(job: _Job, progress: Ref[Progress], summary: TrainingSummary) -> None:
     """Weights, curve and report. A run that was interrupted has its checkpoint, and no use for the weights yet."""
-    from areal_actors.training.weights import export_model
-
     if summary.is_finished:
         await progress.ask(PhaseChanged(phase="saving the weights", detail=str(job.directory.weights)))
-        await to_thread.run_sync(
-            lambda: export_model(job.policy.model, job.directory.weights, tokenizer_directory=job.model.path)
-        )
+        await to_thread.run_sync(_export, job)
     await progress.ask(PhaseChanged(phase="done", detail=summary.stop_reason or ""))
     await to_thread.run_sync(write_curve, job.directory)
     await to_thread.run_sync(write_report, job.directory)
+
+
+def _export(job: _Job) -> None:
+    from areal_actors.training.weights import export_model
+
+    with quiet_transformers():
+        export_model(job.policy.model, job.directory.weights, tokenizer_directory=job.model.path)

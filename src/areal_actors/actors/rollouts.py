@@ -8,7 +8,7 @@ siblings live on. A group is delivered when all of its episodes are over.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 import httpx
@@ -50,6 +50,8 @@ __all__ = ["Peers", "RolloutRunner", "RolloutsConfig"]
 
 _log = get_logger(__name__)
 
+_FORGET_SECONDS = 5.0
+
 
 @frozen(kw_only=True)
 class RolloutsConfig:
@@ -59,6 +61,8 @@ class RolloutsConfig:
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     is_archiving: bool = True
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
+    max_failed_groups: int = field(default=16, validator=ge(1))
+    """So many training groups in a row of which every episode failed end the run: it would learn nothing, for ever."""
 
 
 @frozen(kw_only=True)
@@ -80,7 +84,13 @@ class _Slot:
     member: int
     key: SampleKey
     is_eval: bool
-    version: int
+    version: int | None
+    """That of the newest weights when it began; ``None`` for what is run by hand, which nobody is told of."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the exporter will need its session until the group is trained."""
+        return self.version is not None and not self.is_eval
 
 
 class RolloutRunner(Actor[Rollouts]):
@@ -113,6 +123,7 @@ class RolloutRunner(Actor[Rollouts]):
         self._start = start or DataPosition()
         self._seed = seed
         self._num_by_hand = 0
+        self._num_failed_groups = 0
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -134,10 +145,22 @@ class RolloutRunner(Actor[Rollouts]):
         group = await self._run_group(problem, slots)
         is_accepted = await self._peers.exports.ask(DeliverGroup(group=group))
         await self._peers.capacity.tell(SettlePermit(permit=permit.id, is_accepted=is_accepted))
+        self._check_progress(group)
+
+    def _check_progress(self, group: Group) -> None:
+        """Raise if the agent fails and fails: its groups are refunded, and more would be started without end."""
+        failures = [episode.failure for episode in group.episodes if episode.failure is not None]
+        has_success = len(failures) < len(group.episodes)
+        self._num_failed_groups = 0 if has_success else self._num_failed_groups + 1
+        if self._num_failed_groups == self._config.max_failed_groups:
+            raise EpisodeError(
+                f"Every episode of the last {self._num_failed_groups} groups failed, so nothing can be learnt. "
+                f"The last failure: {failures[-1]}"
+            )
 
     @Evaluate.handler(concurrency=2)
     async def evaluate(self, message: Evaluate) -> tuple[Group, ...]:
-        """One episode per held-out problem, all at once; their sessions are forgotten afterwards."""
+        """One episode per held-out problem, all at once. Their sessions are forgotten: the rows are in the reply."""
         groups: dict[int, Group] = {}
 
         async def run(problem: Problem) -> None:
@@ -147,8 +170,6 @@ class RolloutRunner(Actor[Rollouts]):
         async with anyio.create_task_group() as tasks:
             for problem in self._held_out:
                 tasks.start_soon(run, problem)
-        for group in groups.values():
-            await self._forget(group)
         return tuple(groups[problem.position] for problem in self._held_out)
 
     @RunProblem.handler(concurrency=256)
@@ -156,16 +177,10 @@ class RolloutRunner(Actor[Rollouts]):
         """One group by hand. Its sessions are forgotten: the rows are in the reply."""
         self._num_by_hand += 1
         purpose = f"hand-{self._num_by_hand}"
-        slots = self._slots(message.problem, message.num_episodes, purpose=purpose, version=-1)
-        group = await self._run_group(message.problem, slots)
-        await self._forget(group)
-        return group
+        slots = self._slots(message.problem, message.num_episodes, purpose=purpose, version=None)
+        return await self._run_group(message.problem, slots)
 
-    async def _forget(self, group: Group) -> None:
-        for episode in group.episodes:
-            await self._peers.sessions.tell(ForgetSession(session=episode.session))
-
-    def _slots(self, problem: Problem, num: int, *, purpose: str, version: int) -> list[_Slot]:
+    def _slots(self, problem: Problem, num: int, *, purpose: str, version: int | None) -> list[_Slot]:
         is_eval = purpose == "eval"
         # An evaluation repeats its random numbers at every version, so that only the weights make the difference.
         name = f"eval-{version}-{problem.position}" if is_eval else f"{purpose}-{problem.position}"
@@ -199,27 +214,52 @@ class RolloutRunner(Actor[Rollouts]):
         opened = await self._peers.sessions.ask(
             OpenSession(task=f"{slot.group}-{slot.member}", group=slot.group, key=slot.key)
         )
+        is_wanted = False
         try:
-            episode = await self._attempt(slot, opened)
-        except EpisodeError as error:
-            episode = await self._failed(slot, opened.session, str(error))
-        episode = evolve(episode, seconds=anyio.current_time() - started)
-        await self._report(slot, episode)
+            episode = await self._settle(slot, opened)
+            episode = evolve(episode, seconds=anyio.current_time() - started)
+            await self._report(slot, episode)
+            is_wanted = slot.is_training
+        finally:
+            if not is_wanted:
+                await self._forget(opened.session)
         return episode
+
+    async def _forget(self, session: SessionId) -> None:
+        """Free the session of an episode that was cut short, or whose rows are in the reply of whoever asked."""
+        with anyio.move_on_after(_FORGET_SECONDS, shield=True), suppress(ActorError):
+            await self._peers.sessions.tell(ForgetSession(session=session))
+
+    async def _settle(self, slot: _Slot, opened: SessionOpened) -> Episode:
+        """The episode, succeeded or failed; its session has ended."""
+        try:
+            return await self._attempt(slot, opened)
+        except EpisodeError as error:
+            return await self._failed(slot, opened.session, str(error))
 
     async def _attempt(self, slot: _Slot, opened: SessionOpened) -> Episode:
         reward = await self._run_agent(slot, opened)
-        credential = Credential(session=opened.session)
         try:
-            await self._assign(credential, reward)
+            episode = await self._conclude(slot, opened.session, reward)
         except ActorError:
             raise
         except ArealError as error:
+            raise EpisodeError(f"{self._agent_name}.run returned a reward that cannot be kept: {error}") from error
+        if episode.num_turns == 0:
             raise EpisodeError(
-                f"{type(self._agent).__name__}.run returned a reward that cannot be kept: {error}"
-            ) from error
+                f"{self._agent_name}.run never called the model; use the base_url and api_key that it is given."
+            )
+        return episode
+
+    async def _conclude(self, slot: _Slot, session: SessionId, reward: Reward) -> Episode:
+        """Assign the rewards, end the session and build its rows."""
+        credential = Credential(session=session)
+        if reward.last is not None:
+            await self._peers.sessions.ask(SetReward(credential=credential, reward=reward.last))
+        for interaction, value in reward.by_interaction.items():
+            await self._peers.sessions.ask(SetReward(credential=credential, reward=value, interaction=interaction))
         await self._peers.sessions.ask(EndSession(credential=credential))
-        return await self._peers.exports.ask(ExportSession(session=opened.session, member=slot.member))
+        return await self._peers.exports.ask(ExportSession(session=session, member=slot.member))
 
     async def _run_agent(self, slot: _Slot, opened: SessionOpened) -> Reward:
         injected = Injected(
@@ -232,15 +272,13 @@ class RolloutRunner(Actor[Rollouts]):
         with workflow_context.enter(context), anyio.move_on_after(seconds):
             return await run_agent(self._agent, dict(slot.problem.data), injected)
         raise EpisodeError(
-            f"{type(self._agent).__name__}.run took longer than {seconds:g} s; "
+            f"{self._agent_name}.run took longer than {seconds:g} s; "
             "raise rollout.episode_timeout_seconds if episodes need more."
         )
 
-    async def _assign(self, credential: Credential, reward: Reward) -> None:
-        if reward.last is not None:
-            await self._peers.sessions.ask(SetReward(credential=credential, reward=reward.last))
-        for interaction, value in reward.by_interaction.items():
-            await self._peers.sessions.ask(SetReward(credential=credential, reward=value, interaction=interaction))
+    @property
+    def _agent_name(self) -> str:
+        return type(self._agent).__name__
 
     async def _failed(self, slot: _Slot, session: SessionId, failure: str) -> Episode:
         """A rejected episode: its session ends, its turns are listed, none is trained."""
@@ -250,7 +288,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     async def _report(self, slot: _Slot, episode: Episode) -> None:
         progress = self._peers.progress
-        if progress is None:
+        if progress is None or slot.version is None:
             return
         finished = EpisodeFinished(episode=episode, problem=slot.problem, version=slot.version, is_eval=slot.is_eval)
         await progress.tell(finished)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import anyio
 import httpx
 from attrs import field, frozen
 
@@ -46,17 +47,38 @@ class Reward:
 
 
 async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
-    """Run one episode inline.
+    """Run one episode inline, in a task of its own.
 
-    Raises ``EpisodeError`` when the agent raises, or returns what is no reward. Cancellation passes through.
+    Raises ``EpisodeError`` when the agent raises, cancels itself, or returns what is no reward. Cancelling the caller
+    cancels the agent.
     """
+    outcome: list[Reward | EpisodeError] = []
+
+    async def run() -> None:
+        outcome.append(await _attempt(agent, data, injected))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+    if not outcome:  # on asyncio, a task can be cancelled by what it awaits, and ends without a word
+        raise EpisodeError(f"{type(agent).__name__}.run was cancelled, by itself or by something that it awaited.")
+    if isinstance(outcome[0], EpisodeError):
+        raise outcome[0]
+    return outcome[0]
+
+
+async def _attempt(agent: Agent, data: Any, injected: Injected) -> Reward | EpisodeError:
+    name = type(agent).__name__
     try:
         result = await agent.run(
             data, base_url=injected.base_url, api_key=injected.api_key, http_client=injected.http_client
         )
-    except Exception as error:
-        raise EpisodeError(f"{type(agent).__name__}.run raised {_summary(error)}") from error
-    return parse_result(result, agent=type(agent).__name__)
+        return parse_result(result, agent=name)
+    except EpisodeError as error:
+        return error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent does costs its episode and no more
+        failure = EpisodeError(f"{name}.run raised {_summary(error)}")
+        failure.__cause__ = error
+        return failure
 
 
 def parse_result(result: Any, *, agent: str = "agent") -> Reward:
@@ -69,13 +91,12 @@ def parse_result(result: Any, *, agent: str = "agent") -> Reward:
 def _number(value: Any, agent: str) -> float:
     """A float of a number or of a numpy or torch scalar. Whether it is finite is checked where rewards are kept."""
     item = getattr(value, "item", None)
-    if callable(item):
-        try:
-            value = item()
-        except (ValueError, RuntimeError, TypeError) as error:
-            raise EpisodeError(f"{agent}.run returned a {type(value).__name__} that is no scalar: {error}") from error
-    if isinstance(value, bool | int | float):
-        return float(value)
+    try:
+        scalar = item() if callable(item) else value
+        if isinstance(scalar, bool | int | float):
+            return float(scalar)
+    except (ValueError, RuntimeError, TypeError, OverflowError) as error:
+        raise EpisodeError(f"{agent}.run returned a {type(value).__name__} that is no reward: {error}") from error
     raise EpisodeError(
         f"{agent}.run returned {_shorten(value)} of type {type(value).__name__}; "
         "return a number, or a dict from completion ids to numbers."

@@ -44,6 +44,8 @@ def import_reference(reference: str, *, directory: Path | None = None) -> Any:
 
     Raises ``WorkflowError`` with the step that failed: no such file, an import that raised, no such name.
     """
+    if reference.endswith(".py"):
+        raise WorkflowError(f"{reference!r} names a file; say what in it: '{reference}:Class'.")
     module_name, _, name = reference.partition(":") if ":" in reference else reference.rpartition(".")
     if not module_name or not name:
         raise WorkflowError(f"{reference!r} names nothing; write 'file.py:Class' or 'package.module.Class'.")
@@ -72,7 +74,7 @@ def _import_file(name: str, directory: Path | None) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise WorkflowError(f"Importing {path} raised {type(error).__name__}: {error}") from error
     return module
@@ -92,6 +94,9 @@ def _construct(target: type, kwargs: dict[str, Any]) -> Any:
         return target(**kwargs)
     except TypeError as error:
         raise WorkflowError(f"{target.__name__}({', '.join(sorted(kwargs))}) does not fit: {error}") from error
+    except Exception as error:
+        summary = f"{type(error).__name__}: {error}"
+        raise WorkflowError(f"{target.__name__}({', '.join(sorted(kwargs))}) raised {summary}") from error
 
 
 def _checked(target: Any, workflow: Any) -> Agent:

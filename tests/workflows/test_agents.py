@@ -1,0 +1,178 @@
+"""What an agent returns, and what becomes of it when it does anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from typing import Any
+
+import anyio
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.domain import InteractionId
+from areal_actors.errors import EpisodeError, NotFound
+from areal_actors.workflows import Agent, Injected, Reward, parse_result, run_agent
+
+NUMBERS = [
+    (0.5, 0.5),
+    (3, 3.0),
+    (True, 1.0),
+    (np.float32(0.25), 0.25),
+    (np.int64(-2), -2.0),
+    (np.bool_(True), 1.0),
+    (np.array([0.5]), 0.5),
+    (torch.tensor(1.5), 1.5),
+    (torch.tensor([True]), 1.0),
+]
+
+
+@pytest.mark.parametrize(("returned", "expected"), NUMBERS, ids=repr)
+def test_any_scalar_is_a_reward(returned: Any, expected: float):
+    """Of Python, of numpy and of torch, alone or by completion."""
+    assert Reward(last=expected) == parse_result(returned)
+    assert {InteractionId("a"): expected} == parse_result({"a": returned}).by_interaction
+    assert type(parse_result(returned).last) is float
+
+
+NONSENSE = [
+    (None, "NoneType"),
+    ("0.5", "str"),
+    ([1.0], "list"),
+    (1j, "complex"),
+    (Decimal("0.5"), "Decimal"),
+    (np.zeros(2), "no reward"),
+    (torch.zeros(3), "no reward"),
+    (10**400, "no reward"),
+    ({"a": None}, "NoneType"),
+    ("x" * 1000, "…"),
+]
+
+
+@pytest.mark.parametrize(("returned", "complaint"), NONSENSE, ids=lambda value: type(value).__name__)
+def test_anything_else_is_refused_by_name(returned: Any, complaint: str):
+    """The message names the agent, what it returned and its type, in a line that can be read."""
+    with pytest.raises(EpisodeError, match=complaint) as refusal:
+        parse_result(returned, agent="MyAgent")
+
+    assert "MyAgent.run returned" in str(refusal.value)
+    assert 300 > len(str(refusal.value))
+
+
+@given(rewards=st.dictionaries(st.text(), st.one_of(st.floats(), st.integers(-(10**9), 10**9), st.booleans())))
+def test_rewards_by_completion_keep_their_ids_and_values(rewards: dict[str, float]):
+    """Finite or not: what is a number is passed on, and judged where it is kept."""
+    found = parse_result(rewards)
+
+    assert found.last is None
+    assert list(rewards) == list(found.by_interaction)
+    for name, value in rewards.items():
+        kept = found.by_interaction[InteractionId(name)]
+        assert kept == value or (math.isnan(kept) and math.isnan(value))
+
+
+class Doing(Agent):
+    """An agent of one function."""
+
+    def __init__(self, act: Callable[..., Awaitable[Any]]) -> None:
+        self.act = act
+
+    async def run(self, data: Any, **extra_kwargs: Any) -> Any:
+        return await self.act(data, **extra_kwargs)
+
+
+async def run(act: Callable[..., Awaitable[Any]]) -> Reward:
+    async with httpx.AsyncClient() as client:
+        return await run_agent(Doing(act), {"x": 1}, Injected(base_url="u", api_key="k", http_client=client))
+
+
+@pytest.mark.anyio
+async def test_an_agent_is_given_its_problem_and_a_way_to_the_model():
+    """Everything that an OpenAI client takes."""
+
+    async def act(data: Any, *, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> float:
+        assert ({"x": 1}, "u", "k") == (data, base_url, api_key)
+        assert not http_client.is_closed
+        return 1.0
+
+    assert Reward(last=1.0) == await run(act)
+
+
+def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    async def act(data: Any, **_: Any) -> Any:
+        raise error
+
+    return act
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [
+        (ValueError("no\nanswer"), "ValueError: no"),
+        (NotFound("no such thing"), "raised no such thing"),
+        (TimeoutError(), "TimeoutError"),
+        (SystemExit(2), "SystemExit"),
+        (ExceptionGroup("several", [KeyError("inner")]), "KeyError: 'inner'"),
+        (EpisodeError("as it is"), "^as it is$"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_whatever_an_agent_raises_costs_its_episode_and_no_more(error: BaseException, complaint: str):
+    """The first cause is named, and kept for whoever wants the traceback."""
+    with pytest.raises(EpisodeError, match=complaint) as failure:
+        await run(raising(error))
+
+    assert failure.value is error or failure.value.__cause__ is error
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_cancels_itself_has_failed(anyio_backend: str):
+    """On asyncio a task ends without a word when what it awaits was cancelled; its episode must not."""
+    if anyio_backend == "trio":
+        pytest.skip("trio has no cancellation that a task could bring upon itself")
+
+    async def await_a_cancelled_future(data: Any, **_: Any) -> float:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        return await future
+
+    async def cancel_own_task(data: Any, **_: Any) -> float:
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+        return 1.0
+
+    for act in (await_a_cancelled_future, cancel_own_task):
+        with pytest.raises(EpisodeError, match="was cancelled"):
+            await run(act)
+
+
+@pytest.mark.anyio
+async def test_cancelling_the_caller_cancels_the_agent():
+    """A run that stops takes its agents with it, and they may clean up."""
+    cleaned = []
+
+    async def act(data: Any, **_: Any) -> float:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cleaned.append(sys.exc_info()[0])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run, act)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    assert 1 == len(cleaned)
+
+
+def test_a_key_does_not_show():
+    """Injected arguments are printed in logs and tracebacks."""
+    assert "secret" not in repr(Injected(base_url="u", api_key="secret", http_client=None))

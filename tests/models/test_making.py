@@ -74,5 +74,5 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     """The error says what cannot be written, why, and what to do."""
     (tmp_path / "cache").write_text("a file where the directory should be")
 
-    with pytest.raises(ModelError, match="cannot be written.*AREAL_CACHE"):
+    with pytest.raises(ModelError, match=r"cannot be written.*AREAL_CACHE"):
         make_once(tmp_path / "cache" / "model", fill)

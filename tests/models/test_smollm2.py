@@ -58,7 +58,7 @@ def converted() -> Path:
 
 @pytest.mark.model
 def test_the_converted_model_knows_what_it_was_taught(converted: Path) -> None:
-    """One forward pass over a question ranks the right answer first: weights, tokenizer and template belong together."""
+    """One forward pass over a question ranks the right answer first: weights, tokenizer and template fit."""
     from areal_actors.domain import ChatMessage
 
     renderer = load_renderer(converted)

@@ -1,0 +1,53 @@
+"""An agent of one turn that adds and subtracts: ``areal-actors train examples/arithmetic.yaml`` trains its model.
+
+Three worked sums stand before the question; without them a small model answers in sentences, and no answer is right.
+The sums are few, and are split: those that are held out are never trained on. The agent answers the ``question`` of any
+problem whose ``answer`` is a text to be matched, those of many reasoning-gym generators among them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from openai import AsyncOpenAI
+
+WORKED = (("4 + 3 =", "7"), ("9 - 5 =", "4"), ("6 + 8 =", "14"))
+
+
+def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
+    """The first ``num`` of the sums of 1 to 20 and 1 to 9, shuffled by ``seed``: 357 of them, each once."""
+    sums = [(a, sign, b) for a in range(1, 21) for b in range(1, 10) for sign in "+-"]
+    random.Random(seed).shuffle(sums)
+    rows = [{"question": f"{a} {sign} {b} =", "answer": str(a + b if sign == "+" else a - b)} for a, sign, b in sums]
+    shown = {question for question, _ in WORKED}
+    yield from [row for row in rows if row["question"] not in shown][:num]
+
+
+class ArithmeticAgent:
+    """One question, one number; the reward is 1 if it is the right one."""
+
+    def __init__(self, temperature: float = 1.0, max_tokens: int = 8) -> None:
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Work on one problem; returns its reward."""
+        client = AsyncOpenAI(**{k: extra_kwargs.get(k) for k in ("base_url", "api_key", "http_client")})
+        completion = await client.chat.completions.create(
+            model="policy",
+            messages=create_messages(data["question"]),
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+        )
+        answer = (completion.choices[0].message.content or "").strip()
+        return float(answer == data["answer"])
+
+
+def create_messages(question: str) -> list[Any]:
+    """The prompt: what is wanted, the worked sums, the question."""
+    messages = [{"role": "system", "content": "Reply with the number."}]
+    for asked, answered in WORKED:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return [*messages, {"role": "user", "content": question}]

@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("ci", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
-settings.load_profile("ci")
 
 
 @pytest.fixture(params=["asyncio", "trio"])

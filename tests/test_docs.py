@@ -1,0 +1,157 @@
+"""README and documentation are true: every Python block of them runs, every link leads somewhere.
+
+The blocks of a page share their names, from top to bottom, and may await at the top level, as in a notebook. A block
+that cannot be run says why in the line before it: ``<!-- not run: because -->``.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import anyio
+import pytest
+from attrs import frozen
+
+from areal_actors import messages
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
+_FENCE = re.compile(
+    r"(?P<skip><!-- not run: .+? -->\n)?^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+@frozen(kw_only=True)
+class Block:
+    """A fenced block. ``title`` names the file that it shows."""
+
+    language: str
+    title: str | None
+    text: str
+    line: int
+    is_run: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page that name their language."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            language=match["language"],
+            title=match["title"],
+            text=match["text"],
+            line=text.count("\n", 0, match.start("text")),
+            is_run=match["skip"] is None and ">>>" not in match["text"],
+        )
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def run_block(block: Block, page: Path, names: dict) -> None:
+    """Run a block as the next cell of its page; its line numbers are those of the page."""
+    source = "\n" * block.line + block.text
+    code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    if not code.co_flags & inspect.CO_COROUTINE:
+        exec(code, names)
+        return
+
+    async def cell() -> None:
+        await eval(code, names)
+
+    anyio.run(cell)
+
+
+def name_of(page: Path) -> str:
+    """The page's path from the root, as people know it."""
+    return str(page.relative_to(ROOT))
+
+
+RUN = [page for page in PAGES if page.name != "README.md" and any(b.language == "python" for b in blocks(page))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_blocks_run(page, tmp_path, monkeypatch):
+    """A reader who types the page in gets no error. What is asserted on it holds."""
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python" and block.is_run:
+            run_block(block, page, names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in page.read_text(encoding="utf-8")], ids=name_of)
+def test_sessions_of_the_interpreter(page):
+    """What the page says Python answers is what it answers."""
+    results = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    """Links to files of the repository are to files that it has; a heading that is linked to exists."""
+    for match in _LINK.finditer(_CODE.sub("", page.read_text(encoding="utf-8"))):
+        target, _, anchor = match["target"].partition("#")
+        if target.startswith(("https://", "http://")):
+            continue
+        path = page.parent / target if target else page
+
+        assert path.exists(), match["target"]
+        assert not anchor or anchor in anchors(path), match["target"]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings get."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_documentation_leaves_no_page_out():
+    """Every page stands in the navigation, or nobody would find it."""
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+
+    assert [] == [page for page in pages if f"- {page}\n" not in listed]
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def lines_of(drawing: str) -> list[str]:
+    """A drawing without its margins."""
+    return [line.strip() for line in drawing.splitlines() if line.strip()]
+
+
+def test_architecture_draws_the_process_graph_of_the_code():
+    """The first drawing is the one at the top of the messages."""
+    drawn = ARCHITECTURE.split("```")[1]
+    source = (messages.__doc__ or "").split("::\n")[1].split("\n\nWhat is asked")[0]
+
+    assert lines_of(source) == lines_of(drawn)
+
+
+def test_architecture_names_the_floors_that_are_enforced():
+    """From top to bottom, the floors are those of the import linter, but for rooms that are not built yet."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = settings["tool"]["importlinter"]["contracts"][0]
+    floors = [" · ".join(room for room in floor.split(" | ") if "(" not in room) for floor in contract["layers"]]
+    drawn = lines_of(ARCHITECTURE.split("## Floors")[1].split("```")[1])
+
+    assert [floor for floor in floors if floor] == [line.split("   ")[0] for line in drawn]
+
+
+def test_architecture_names_files_that_exist():
+    """Who follows a path of the architecture page finds a file there."""
+    paths = set(re.findall(r"`((?:\w+/)*\w+\.py)`", ARCHITECTURE))
+
+    assert len(paths) > 10
+    assert [] == [path for path in paths if not (ROOT / "src" / "areal_actors" / path).is_file()]

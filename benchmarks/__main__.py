@@ -6,8 +6,8 @@
     python -m benchmarks kernel proxy --quick a short look at two
     python -m benchmarks compare A.json B.json
 
-Each benchmark runs in a process of its own, one after another, so that none inherits the heap, the threads or the caches
-of the one before, and so that one that fails does not take the others with it.
+Each benchmark runs in a process of its own, one after another, so that none inherits the heap, the threads or the
+caches of the one before, and so that one that fails does not take the others with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Asynchronous against synchronous training: seconds until both have learned the same, while agents wait for slow tools.
+"""Asynchronous against synchronous training: seconds until both have learned the same, while tools are slow.
 
-Everything is real: the proxy, the SDK, the engine, the trainer; only the tool is an ``anyio.sleep``. Its times are drawn
-from a long tail, the same for each problem and member in both runs, because a synchronous step waits for the slowest
-of its episodes and an asynchronous one does not. Both runs stop when the moving average of the reward reaches one
-threshold, so that what is compared is equal; what staleness costs in steps is in the figure.
+Everything is real: the proxy, the SDK, the engine, the trainer; only the tool is an ``anyio.sleep``. Its times are
+drawn from a long tail, the same for each problem and member in both runs, because a synchronous step waits for the
+slowest of its episodes and an asynchronous one does not. Both runs stop when the moving average of the reward reaches
+one threshold, so that what is compared is equal; what staleness costs in steps is in the figure.
 
 This is wall-clock time, the one thing that sleeping agents cost. On a machine that does other work, look at the ratio.
 """

@@ -18,7 +18,7 @@ __all__ = ["Result", "cpu_us_per_operation"]
 
 @frozen(kw_only=True)
 class Result:
-    """One figure. ``unit`` names what ``value`` counts; ``gate`` is the bound that it should respect, if there is one."""
+    """One figure. ``unit`` names what ``value`` counts; ``gate`` is the bound that it should respect, if any."""
 
     benchmark: str
     name: str

@@ -1,4 +1,4 @@
-"""What a run of benchmarks found: figures, what failed, on which machine; its file, its table, and two of them compared.
+"""What a run of benchmarks found: figures, failures, the machine; its file, its table, and two of them compared.
 
 How figures come about is each benchmark's own matter; here they are only kept, shown and put side by side.
 """

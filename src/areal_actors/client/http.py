@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import orjson
 
+from areal_actors.client.connections import StackTransport
 from areal_actors.errors import (
     CapacityExhausted,
     Conflict,
@@ -51,10 +52,8 @@ def create_http_client(
     connections; and it ignores proxies of the environment, which would not find a server on this machine.
     """
     return httpx.AsyncClient(
+        transport=StackTransport(max_connections=max_connections, keep_seconds=30.0),
         timeout=httpx.Timeout(read_timeout_seconds, connect=10.0),
-        limits=httpx.Limits(
-            max_connections=max_connections, max_keepalive_connections=max_connections, keepalive_expiry=30.0
-        ),
         follow_redirects=True,
         trust_env=False,
     )

@@ -37,7 +37,8 @@
     ├── WorkflowError               a workflow that cannot be imported or run                   (config)
     ├── RunDirectoryError           files of a run that cannot be written, or are not there      (run)
     ├── CheckpointError             a checkpoint that cannot be written or does not fit         (trainer)
-    └── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
+    ├── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
+    └── TrainingStalled             no groups to train came in time                             (trainer)
 
 A message says what happened, to what, and what to do about it. HTTP statuses are attributes, chosen so that
 client libraries retry exactly what is worth retrying (408, 409, 429 and 5xx are retried by the SDKs; the rest is not).
@@ -78,6 +79,7 @@ __all__ = [
     "RunDirectoryError",
     "SessionEnded",
     "TrainingDiverged",
+    "TrainingStalled",
     "Unauthorized",
     "Unavailable",
     "Unprocessable",
@@ -322,3 +324,7 @@ class CheckpointError(ArealError):
 
 class TrainingDiverged(ArealError):
     """The loss or the gradient norm is not a finite number."""
+
+
+class TrainingStalled(ArealError):
+    """The groups of a step did not come within the time that was allowed for it."""

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
-from attrs import define, field, frozen
-from tests.actors.house import House, encode, open_house, say
+from tests.actors.house import House, encode, say
+from tests.actors.theatre import Act, Episode, open_theatre
 
-from areal_actors.actors.rollouts import Peers, RolloutRunner, RolloutsConfig
-from areal_actors.client import create_http_client
-from areal_actors.core import Actor, Ref
-from areal_actors.domain import Answer, DataPosition, Problem, SessionId
+from areal_actors.actors.rollouts import RolloutsConfig
+from areal_actors.domain import DataPosition, SessionId
 from areal_actors.errors import EpisodeError, NotFound
 from areal_actors.messages import (
     DescribeCapacity,
-    Endpoint,
     EpisodeFinished,
     Evaluate,
-    EvaluationFinished,
     LeaseGroups,
-    PhaseChanged,
-    Progress,
-    Rollouts,
-    RunProblem,
     SessionArchived,
-    StepFinished,
 )
 from areal_actors.staleness import CapacityLimits
 from areal_actors.testing.engines import EchoEngine
@@ -37,109 +26,6 @@ from areal_actors.workflows import EpisodeContext
 from areal_actors.workflows import context as workflow_context
 
 pytestmark = pytest.mark.anyio
-
-
-class Notebook(Actor[Progress]):
-    """Writes all news down."""
-
-    def __init__(self) -> None:
-        self.news: list[Any] = []
-
-    @PhaseChanged.handler
-    async def phase(self, message: PhaseChanged) -> None:
-        self.news.append(message)
-
-    @EpisodeFinished.handler
-    async def episode(self, message: EpisodeFinished) -> None:
-        self.news.append(message)
-
-    @SessionArchived.handler
-    async def archive(self, message: SessionArchived) -> None:
-        self.news.append(message)
-
-    @StepFinished.handler
-    async def step(self, message: StepFinished) -> None:
-        self.news.append(message)
-
-    @EvaluationFinished.handler
-    async def evaluation(self, message: EvaluationFinished) -> None:
-        self.news.append(message)
-
-
-@frozen
-class Episode:
-    """What an agent of these tests can do: ask the model, and know where it is."""
-
-    house: House
-    session: SessionId
-    data: Mapping[str, Any]
-
-    @property
-    def context(self) -> EpisodeContext:
-        return workflow_context.get()
-
-    async def ask(self, text: str = "what?") -> Answer:
-        (answer,) = await self.house.complete(self.session, say(text))
-        return answer
-
-
-Act = Callable[[Episode], Awaitable[Any]]
-
-
-@define
-class Acting:
-    """An agent of one function; it speaks to the sessions without HTTP, so that virtual time holds."""
-
-    house: House
-    act: Act
-
-    async def run(self, data: Mapping[str, Any], **extra_kwargs: Any) -> Any:
-        session = SessionId(extra_kwargs["base_url"].split("/")[-2])
-        return await self.act(Episode(self.house, session, data))
-
-
-@define
-class Theatre:
-    """A runner, and what can be seen of it."""
-
-    house: House
-    runner: Ref[Rollouts]
-    notebook: Notebook = field(factory=Notebook)
-
-    async def play(self, num_episodes: int = 1):
-        """One group by hand."""
-        problem = Problem(position=0, data={"question": "what?"})
-        return await self.runner.ask(RunProblem(problem=problem, num_episodes=num_episodes))
-
-
-@asynccontextmanager
-async def open_theatre(
-    act: Act,
-    *,
-    is_producing: bool = False,
-    held_out: int = 0,
-    start: DataPosition | None = None,
-    config: RolloutsConfig | None = None,
-    **options: Any,
-) -> AsyncIterator[Theatre]:
-    async with open_house(**options) as house, create_http_client() as http_client:
-        notebook = Notebook()
-        progress = await house.system.spawn(notebook, name="progress")
-        runner = RolloutRunner(
-            agent=Acting(house, act),
-            peers=Peers(sessions=house.sessions, exports=house.exports, capacity=house.capacity, progress=progress),
-            endpoint=Endpoint(url="http://proxy", admin_key="key"),
-            http_client=http_client,
-            config=config or RolloutsConfig(group_size=2, episode_timeout_seconds=60),
-            problem_at=problem_at if is_producing else None,
-            held_out=tuple(map(problem_at, range(held_out))),
-            start=start,
-        )
-        yield Theatre(house, await house.system.spawn(runner, name="rollouts"), notebook)
-
-
-def problem_at(position: int) -> Problem:
-    return Problem(position=position, data={"question": f"what is {position}?"})
 
 
 async def num_live_sessions(house: House, sessions: list[SessionId]) -> int:

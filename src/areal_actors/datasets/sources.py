@@ -157,7 +157,9 @@ def _load_huggingface(path: Path, split: str | None) -> _Table:
         return _Table(found)
     if split not in found:
         said = "no split is named" if split is None else f"there is no split {split!r}"
-        raise DatasetError(f"{path} has the splits {', '.join(map(str, found))}, and {said}; set 'split' to one of them.")
+        raise DatasetError(
+            f"{path} has the splits {', '.join(map(str, found))}, and {said}; set 'split' to one of them."
+        )
     return _Table(found[split])
 
 

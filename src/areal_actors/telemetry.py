@@ -15,6 +15,7 @@ import json
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ import structlog
 from structlog.stdlib import BoundLogger
 from structlog.typing import EventDict, WrappedLogger
 
-__all__ = ["get_logger", "logging_to_file", "logging_to_stream", "redact", "redact_settings"]
+__all__ = ["get_logger", "logging_to_file", "logging_to_stream", "quiet_transformers", "redact", "redact_settings"]
 
 _QUIET = (
     "hypercorn",
@@ -213,3 +214,22 @@ def _set_level(undo: ExitStack, name: str, level: int) -> None:
 
 def _is_terminal(stream: TextIO) -> bool:
     return stream.isatty()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Neither log lines, warnings nor progress bars of transformers, until the block ends."""
+    from transformers import utils
+
+    log: Any = utils.logging
+    verbosity, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(logging.CRITICAL)
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(verbosity)
+        if has_bars:
+            log.enable_progress_bar()

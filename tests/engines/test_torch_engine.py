@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -341,3 +342,12 @@ def test_settings_load_no_torch():
     code = "import sys, areal_actors.engines.torch.config; assert 'torch' not in sys.modules"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_half_precision_model_is_proved_in_full_precision(llama):
+    """Rounding in bfloat16 is no reason to refuse a path: the same one is chosen as for the float32 model."""
+    with torch.no_grad():
+        forward = create_forward(copy.deepcopy(llama).to(torch.bfloat16))
+
+    assert isinstance(forward, LlamaForward)
+    assert {torch.bfloat16} == {weight.dtype for weight in forward.parameters.values()}

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from attrs import frozen
 
 from areal_actors.errors import ModelError
-from areal_actors.models.quiet import quiet_transformers
 from areal_actors.models.smollm2 import convert_smollm2
 from areal_actors.models.tiny import create_tiny
+from areal_actors.telemetry import quiet_transformers
 
 __all__ = ["BUILT_IN", "ModelFiles", "cache_directory", "load_policy", "resolve_model", "resolve_tokenizer"]
 

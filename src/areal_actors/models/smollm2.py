@@ -14,8 +14,7 @@ from typing import Any
 
 from areal_actors.errors import ModelError
 from areal_actors.models.making import make_once
-from areal_actors.models.quiet import quiet_transformers
-from areal_actors.telemetry import get_logger
+from areal_actors.telemetry import get_logger, quiet_transformers
 
 __all__ = ["INSTALL", "convert_smollm2"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -39,6 +38,7 @@ from areal_actors.engines.torch.worker import (
     Worker,
 )
 from areal_actors.errors import ArealError, EngineError, InvalidRequest, ModelError
+from areal_actors.telemetry import quiet_transformers
 
 __all__ = ["TorchEngine"]
 
@@ -327,7 +327,8 @@ def _own(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=dtype)
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model} cannot be loaded: {error}") from error
     return loaded.to(device).eval()
@@ -336,21 +337,15 @@ def _own(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
 def _choose_dtype(asked: str, device: str) -> str:
     if asked != "auto":
         return asked
+    return "bfloat16" if _multiplies_bfloat16(device) else "float32"
+
+
+def _multiplies_bfloat16(device: str) -> bool:
+    """Whether ``device`` multiplies bfloat16 in hardware (CUDA; AMX, AVX512-BF16). Emulation is slower than float32.
+
+    Capabilities are asked for, not timed: a machine that is busy for a moment must not change what is computed.
+    """
     if device.startswith("cuda"):
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-    return "bfloat16" if _is_bfloat16_fast() else "float32"
-
-
-def _is_bfloat16_fast(num_rounds: int = 5) -> bool:
-    """Whether this CPU multiplies bfloat16 clearly faster than float32 (AMX, AVX512-BF16); emulation is slower."""
-
-    def measure(dtype: torch.dtype) -> float:
-        left, right = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-        times = []
-        for _ in range(num_rounds + 1):
-            start = time.perf_counter()
-            torch.mm(left, right)
-            times.append(time.perf_counter() - start)
-        return min(times[1:])
-
-    return measure(torch.bfloat16) * 1.5 < measure(torch.float32)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))

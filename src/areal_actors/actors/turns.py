@@ -55,7 +55,8 @@ class SampleKeys:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]
         occurrence = self._asked.get(digest, 0)
         self._asked[digest] = occurrence + 1
-        return [evolve(self._base, path=(*self._base.path, digest, occurrence, choice)) for choice in choices]
+        seed, path = self._base.seed, self._base.path
+        return [SampleKey(seed=seed, path=(*path, digest, occurrence, choice)) for choice in choices]
 
 
 def engine_request(
@@ -70,7 +71,8 @@ def engine_request(
     if room < 1:
         wanted = len(plan.token_ids) + sampling.max_new_tokens
         raise ContextLengthExceeded(num_tokens=wanted, max_tokens=context_length)
-    sampling = evolve(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+    if sampling.max_new_tokens > room:
+        sampling = evolve(sampling, max_new_tokens=room)
     return EngineRequest(
         id=request_id, prompt=plan.token_ids, sampling=sampling, key=key, stop_token_ids=stop_token_ids
     )
@@ -182,12 +184,12 @@ class Choice:
 
     def _sampled(self) -> _Sampled:
         chunks = self._chunks
-        versions = [np.full(len(chunk.token_ids), chunk.version, dtype=np.int32) for chunk in chunks]
+        versions = np.array([chunk.version for chunk in chunks], dtype=np.int32)
         completion = Completion(
             token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
             logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
             raw_logprobs=np.concatenate([chunk.raw_logprobs for chunk in chunks]),
-            versions=np.concatenate(versions),
+            versions=versions.repeat([len(chunk.token_ids) for chunk in chunks]),
             finish=chunks[-1].finish or FinishReason.ABORT,
             top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
         )

@@ -92,6 +92,7 @@ class TrainerActor(Actor[Training]):
         self._stopping = anyio.Event()
         self._ended = anyio.Event()
         self._summary: TrainingSummary | None = None
+        self._measured = (0.0, 0)
         self._saved_version: int | None = policy.version if self._is_resumed else None
         self._thread: OwnThread
 
@@ -119,6 +120,7 @@ class TrainerActor(Actor[Training]):
 
     async def _train(self) -> None:
         await self._publish()
+        await self._speed()
         if not self._is_resumed:
             await self._evaluate()
         is_finished = self._policy.version >= self._plan.total_steps
@@ -135,7 +137,7 @@ class TrainerActor(Actor[Training]):
 
     async def _step(self) -> bool:
         """One step; returns whether training is over. Being asked to stop while waiting for groups makes no step."""
-        started, num_sampled = anyio.current_time(), await self._num_sampled()
+        started = anyio.current_time()
         lease = await self._lease()
         if lease is None:
             return False
@@ -146,8 +148,7 @@ class TrainerActor(Actor[Training]):
         self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
         await self._peers.capacity.tell(VersionAdvanced(version=self._policy.version))
         is_over = self._is_over(statistics)
-        num_sampled = await self._num_sampled() - num_sampled
-        metrics = _metrics(statistics, lease) | _speed(num_sampled, trained - started)
+        metrics = _metrics(statistics, lease) | await self._speed()
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
         metrics["eval_reward"] = await self._evaluate() if self._is_evaluation_due(is_over=is_over) else None
         await self._tell(StepFinished(step=self._policy.version, metrics=metrics))
@@ -228,9 +229,13 @@ class TrainerActor(Actor[Training]):
         )
         self._saved_version = self._policy.version
 
-    async def _num_sampled(self) -> int:
-        """Tokens that the engine has sampled so far."""
-        return (await self._peers.generation.ask(DescribeEngine())).statistics.sampled_tokens
+    async def _speed(self) -> dict[str, float | int | None]:
+        """Tokens that the engine sampled since this was asked before, evaluations included, and how fast."""
+        view = await self._peers.generation.ask(DescribeEngine())
+        now, (then, num_before) = anyio.current_time(), self._measured
+        self._measured = (now, view.statistics.sampled_tokens)
+        num = view.statistics.sampled_tokens - num_before
+        return {"sampled_tokens": num, "tokens_per_second": num / (now - then) if now > then else None}
 
     async def _tell(self, news: StepFinished | EvaluationFinished | PhaseChanged) -> None:
         if self._peers.progress is not None:
@@ -269,10 +274,6 @@ def _evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> E
         num_failed=sum(episode.failure is not None for episode in episodes),
         seconds=seconds,
     )
-
-
-def _speed(num_sampled: int, seconds: float) -> dict[str, float | int | None]:
-    return {"sampled_tokens": num_sampled, "tokens_per_second": num_sampled / seconds if seconds > 0 else None}
 
 
 def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:

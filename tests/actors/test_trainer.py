@@ -299,14 +299,16 @@ async def test_evaluations_come_as_often_as_planned_and_count_failures_as_zero(t
     assert [None, 0.75, 0.75] == [news.metrics["eval_reward"] for news in school.told(StepFinished)]
 
 
-async def test_tokens_of_evaluations_are_not_counted_as_a_step_s(tmp_path: Path):
-    """Tokens per second are those that were sampled while the step was made."""
+async def test_every_sampled_token_is_counted_in_one_step(tmp_path: Path):
+    """Those of evaluations too: the speed is what the engine did, over all the time that it had."""
     plan = evolve(PLAN, evaluation=EvaluationConfig(every_steps=1))
     async with open_school(tmp_path, plan, held_out=2) as school:
         await school.deliver(0, 1, 2, 3)
         await school.training.ask(AwaitTraining())
+    steps = [news.metrics for news in school.told(StepFinished)]
 
-    assert [0, 0] == [news.metrics["sampled_tokens"] for news in school.told(StepFinished)]
+    assert [2 * len(encode("42"))] * 2 == [metrics["sampled_tokens"] for metrics in steps]
+    assert all(metrics["tokens_per_second"] > 0 for metrics in steps)
 
 
 async def test_a_resumed_trainer_goes_on_where_the_checkpoint_was_written(tmp_path: Path):

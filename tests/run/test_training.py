@@ -1,0 +1,260 @@
+"""Whole runs of the tiny job: they rise, they resume exactly, and they end as they were asked to, saying why."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_actors.__main__ import cli
+from areal_actors.dashboard import RunDirectory
+from areal_actors.training.checkpoints import find_checkpoints
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "examples" / "tiny.yaml"
+SMALL = (
+    "batch_size=3",
+    "rollout.group_size=6",
+    "eval_dataset.size=4",
+    "engine.max_concurrent=18",
+    "engine.deterministic=true",
+    "engine.num_threads=1",
+    "logging.tensorboard=false",
+    "logging.display=plain",
+    "trainer.dtype=float32",
+)
+MAX_SECONDS = 120.0
+
+
+def settings(run_dir: Path, *more: str) -> list[str]:
+    return ["train", str(CONFIG), *SMALL, *more, "--run-dir", str(run_dir)]
+
+
+def run_here(run_dir: Path, *more: str) -> Result:
+    """The command line, inside this process."""
+    return CliRunner().invoke(cli, settings(run_dir, *more))
+
+
+@contextmanager
+def run_elsewhere(run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """The command line, in a process that may be killed; nothing of it is left behind."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    with (run_dir.parent / f"{run_dir.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "areal_actors", *settings(run_dir, *more)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = RunDirectory(path=run_dir).metrics
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    """Until a step has been recorded; nothing tells of it but the file."""
+    wait_until(lambda: process.poll() is not None or any(row["step"] >= step for row in read_metrics(run_dir)))
+    assert process.poll() is None, (run_dir.parent / f"{run_dir.name}.log").read_text()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + MAX_SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def essence(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run learnt, without the time that it took, and what was sampled meanwhile."""
+    took = ("seconds", "per_second", "sampled_tokens")
+    return [{k: v for k, v in row.items() if not k.endswith(took)} for row in read_metrics(run_dir)]
+
+
+def rollouts(run_dir: Path) -> dict[str, list[str]]:
+    """The dumped rows by version and task; episodes of a group end in any order."""
+    root = RunDirectory(path=run_dir).rollouts
+    return {str(path.relative_to(root)): sorted(path.read_text().splitlines()) for path in root.rglob("*.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Six steps without an interruption."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    return run_dir, run_here(run_dir, "total_steps=6", "checkpoint.every_steps=2")
+
+
+def test_the_tiny_job_rises(whole_run: tuple[Path, Result]):
+    """From nothing to something in a few steps; the last line sums it up, and the weights load as they are."""
+    run_dir, result = whole_run
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout.splitlines()[-1])
+    rows = read_metrics(run_dir)
+    weights = RunDirectory(path=run_dir).weights
+
+    assert [0, 1, 2, 3, 4, 5, 6] == [row["step"] for row in rows]
+    assert summary["eval_last"] > summary["eval_first"] + 0.2
+    assert (6, 6, str(run_dir)) == (summary["steps"], summary["version"], summary["run_dir"])
+    assert (rows[1]["reward"], rows[-1]["reward"]) == (summary["reward_first"], summary["reward_last"])
+    assert {0.0} == {row["staleness_max"] for row in rows[1:]}
+    assert AutoModelForCausalLM.from_pretrained(weights).num_parameters() > 100_000
+    assert AutoTokenizer.from_pretrained(weights).chat_template
+    assert RunDirectory(path=run_dir).report.stat().st_size > 1000
+
+
+def test_a_killed_run_resumes_as_if_nothing_had_happened(whole_run: tuple[Path, Result], tmp_path: Path):
+    """``kill -9`` between two checkpoints: the resumed run equals the uninterrupted one, number by number."""
+    expected, _ = whole_run
+    run_dir = tmp_path / "run"
+    options = ("total_steps=6", "checkpoint.every_steps=2")
+    with run_elsewhere(run_dir, *options) as process:
+        wait_for_step(process, run_dir, 3)
+        process.kill()
+        process.wait()
+    (checkpoint,) = find_checkpoints(RunDirectory(path=run_dir).checkpoints)
+    result = run_here(run_dir, *options, "--resume")
+
+    assert result.exit_code == 0, result.output
+    assert checkpoint.step in (2, 4)
+    assert essence(expected) == essence(run_dir)
+    assert rollouts(expected) == rollouts(run_dir)
+
+
+def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path):
+    """Ctrl-C: a checkpoint, a summary as the last line, exit code 0, and no process left."""
+    run_dir = tmp_path / "run"
+    with run_elsewhere(run_dir, "total_steps=1000") as process:
+        wait_for_step(process, run_dir, 1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=MAX_SECONDS)
+    summary = json.loads(output.splitlines()[-1])
+    saved = [checkpoint.step for checkpoint in find_checkpoints(RunDirectory(path=run_dir).checkpoints)]
+
+    assert 0 == process.returncode
+    assert summary["steps"] == read_metrics(run_dir)[-1]["step"] == saved[-1]
+    assert 1000 > summary["steps"] >= 1
+    assert [] == [child for child in children if child.is_running()]
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path: Path):
+    """Whoever asks twice does not wait for a step; what was written is complete."""
+    run_dir = tmp_path / "run"
+    with run_elsewhere(run_dir, "total_steps=1000", "checkpoint.every_steps=1") as process:
+        wait_for_step(process, run_dir, 1)
+        process.send_signal(signal.SIGINT)
+        # One at a time: a process that is signalled without a pause does nothing but take signals.
+        log = run_dir.parent / f"{run_dir.name}.log"
+        wait_until(lambda: process.poll() is not None or "stopping" in log.read_text())
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=MAX_SECONDS)
+
+    assert 130 == process.returncode
+    assert "" == output
+    assert all(row["reward"] is not None for row in read_metrics(run_dir)[1:])
+
+
+# ------------------------------------------------------------------------------------------------- what is wrong
+
+
+def complaint(result: Result, exit_code: int) -> str:
+    """The one message of a run that could not be."""
+    assert exit_code == result.exit_code, (result.output, result.exception)
+    assert "Traceback" not in result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert 1 == len(lines), result.output
+    return result.stderr[result.stderr.index("Error: ") :]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model=/no/such/model", ["no model '/no/such/model'", "smollm2-135m-instruct", "tiny"]),
+        ("modell=tiny", ["modell", "model"]),
+        ("rollout.grop_size=3", ["rollout.grop_size", "group_size"]),
+        ("total_steps=many", ["total_steps", "many"]),
+        ("rollout.workflow=tiny_agnet.py:TinyAgent", ["tiny_agnet.py"]),
+        ("dataset.python=no_such_module:problems", ["no_such_module"]),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_one_clear_message(tmp_path: Path, override: str, words: list[str]):
+    """Its path and the nearest valid name, and nothing was started."""
+    message = complaint(run_here(tmp_path / "run", override), exit_code=2)
+
+    assert [] == [word for word in words if word not in message], message
+
+
+def test_malformed_yaml_is_one_clear_message(tmp_path: Path):
+    """With the line."""
+    path = tmp_path / "broken.yaml"
+    path.write_text("experiment_name: [tiny\nmodel: tiny\n")
+    message = complaint(CliRunner().invoke(cli, ["train", str(path)]), exit_code=2)
+
+    assert "broken.yaml" in message
+    assert "line" in message
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path):
+    """A typo in the directory does not start a run of its own."""
+    message = complaint(run_here(tmp_path / "run", "--resume"), exit_code=2)
+
+    assert "no run in" in message
+
+
+def test_a_port_in_use_is_one_clear_message(tmp_path: Path):
+    """Which address, and what to change."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        message = complaint(run_here(tmp_path / "run", f"proxy.port={port}"), exit_code=1)
+
+    assert str(port) in message
+    assert "in use" in message
+
+
+def test_an_agent_that_always_fails_ends_the_run_with_its_error(tmp_path: Path):
+    """The user reads what their agent raised, and not only that nothing was learnt."""
+    agent = tmp_path / "failing_agent.py"
+    agent.write_text("class Agent:\n    async def run(self, data, **extra): raise KeyError('my_field')\n")
+    message = complaint(
+        run_here(tmp_path / "run", f"rollout.workflow={agent}:Agent", "total_steps=2", "eval_dataset=null"), exit_code=1
+    )
+
+    assert "KeyError: 'my_field'" in message
+
+
+def test_a_full_disk_ends_the_run_with_what_to_do(tmp_path: Path):
+    """A checkpoint that cannot be written whole is not written; the earlier files are untouched."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))  # Python sees EFBIG where a full disk says ENOSPC
+    try:
+        result = run_here(tmp_path / "run", "total_steps=1", "eval_dataset=null")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = complaint(result, exit_code=1)
+
+    assert "could not be written" in message
+    assert "Free some space" in message
+    assert () == find_checkpoints(RunDirectory(path=tmp_path / "run").checkpoints)
+    assert [1] == [row["step"] for row in read_metrics(tmp_path / "run")]

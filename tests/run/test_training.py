@@ -227,7 +227,7 @@ def test_a_port_in_use_is_one_clear_message(tmp_path: Path):
     """Which address, and what to change."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        message = complaint(run_here(tmp_path / "run", f"proxy.port={port}"), exit_code=1)
+        message = complaint(run_here(tmp_path / "run", f"proxy.port={port}"), exit_code=2)
 
     assert str(port) in message
     assert "in use" in message

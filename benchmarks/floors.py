@@ -104,7 +104,8 @@ def _encode(renderer: TemplateRenderer, text: str) -> list[int]:
     """Ids of plain text: what an assistant's message adds to a prompt that is asked for nothing else."""
     empty = renderer.render((ChatMessage(role="user", content=""),))
     full = renderer.render((ChatMessage(role="user", content=text),))
-    return full[: len(full) - len(empty)].tolist()
+    ids: list[int] = full[: len(full) - len(empty)].tolist()
+    return ids
 
 
 async def _tell_cpu(_: Request) -> PlainTextResponse:

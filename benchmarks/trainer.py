@@ -59,7 +59,7 @@ def _measure(name: str, create_model: Callable[[], Any], *, rounds: int) -> list
         benchmark="trainer",
         name=f"{name} tree over plain",
         value=costs["plain"] / costs["tree"],
-        unit="x",
+        unit="ratio",
         gate=2.0,
         higher_is_better=True,
         baseline=f"{name} plain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from areal_actors.errors import ModelError
 from areal_actors.models.making import make_once
+from areal_actors.models.tiny import create_tiny
 
 
 def fill(target: Path) -> None:
@@ -76,3 +78,16 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"cannot be written.*AREAL_CACHE"):
         make_once(tmp_path / "cache" / "model", fill)
+
+
+def test_a_disk_that_is_full_while_weights_are_written_is_named(tmp_path: Path) -> None:
+    """The real writer of the real model, cut off: one message with what to do, and nothing left that looks whole."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))  # Python sees EFBIG where a full disk says ENOSPC
+    try:
+        with pytest.raises(ModelError, match="Free space there"):
+            create_tiny(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert [] == [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from areal_actors.errors import ModelError
 from areal_actors.telemetry import get_logger
@@ -30,7 +31,7 @@ def make_once(target: Path, make: Callable[[Path], None]) -> Path:
         with _locked(target):
             if not target.is_dir():
                 _make(target, make)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk, by the name that the writer of tensors gives it
         raise ModelError(
             f"{target} cannot be written: {error}. Free space there, or set AREAL_CACHE to another directory."
         ) from error

@@ -7,10 +7,11 @@ adds its own actors to the same system (``training``).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 from anyio import to_thread
 from attrs import field, frozen
 
@@ -22,6 +23,7 @@ from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
 from areal_actors.engines import Engine
 from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.errors import ActorStopped
 from areal_actors.messages import (
     Capacity,
     DescribeEndpoint,
@@ -43,6 +45,8 @@ from areal_actors.rendering import Renderer, RendererConfig, load_renderer
 from areal_actors.staleness import CapacityLimits, CapacityState
 
 __all__ = ["EmbeddedSession", "Inference", "InferenceConfig", "open_actors", "open_engine", "open_inference"]
+
+FORGET_SECONDS = 5.0
 
 UNLIMITED = 1_000_000
 """Sessions that may be open where nobody trains on them."""
@@ -84,7 +88,9 @@ class Inference:
         try:
             yield EmbeddedSession(opened=opened, inference=self)
         finally:
-            self.sessions.tell_nowait(ForgetSession(session=opened.session))
+            # The block's own error must not hide behind that of a session manager which has stopped.
+            with anyio.move_on_after(FORGET_SECONDS, shield=True), suppress(ActorStopped):
+                await self.sessions.tell(ForgetSession(session=opened.session))
 
 
 @frozen(kw_only=True)

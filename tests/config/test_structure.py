@@ -171,9 +171,9 @@ def test_unions_are_told_apart_by_type_or_by_form():
 
 def test_paths_are_relative_to_their_file_or_to_where_they_were_typed():
     """A path from the file and one from the command line have different homes."""
-    converter = create_converter(Path("/work/config"), typed_in=Path("/home/me"))
+    converter = create_converter(Path("/project/config"), typed_in=Path("/home/me"))
 
-    assert converter.structure("a/b", Path) == Path("/work/config/a/b")
+    assert converter.structure("a/b", Path) == Path("/project/config/a/b")
     assert converter.structure(TypedText("a/b"), Path) == Path("/home/me/a/b")
     assert converter.structure("/abs", Path) == Path("/abs")
     assert converter.structure("~/x", Path) == Path.home() / "x"

@@ -20,7 +20,6 @@ class UntrainedReason(StrEnum):
     FAILED = "failed"
     NOT_STORED = "not_stored"
     NO_REWARD = "no_reward"
-    NON_LEAF_PREFIX = "non_leaf_prefix"
     TOO_LONG = "too_long"
 
 

@@ -164,7 +164,9 @@ async def open_school(
     engine, policy = engine or LoadingEngine(), policy or create_policy()
     limits = CapacityLimits(max_concurrent=64, batch_size=64)
     start = parse_position(counters)
-    async with open_theatre(act, held_out=held_out, engine=engine, limits=limits, start=start, max_seconds=10) as stage:
+    async with open_theatre(
+        act, held_out=held_out, engine=engine, limits=limits, start=start, max_seconds=100
+    ) as stage:
         engine.house = stage.house
         actor = TrainerActor(
             policy=policy,

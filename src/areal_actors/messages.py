@@ -24,6 +24,7 @@ from areal_actors.core import Message, StreamMessage
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
+    Attempt,
     Chunk,
     CompletionRequest,
     Credential,
@@ -161,11 +162,12 @@ class Complete(Message[Sessions, tuple[Answer, ...]]):
     """Answer a request: one ``Answer`` per choice, remembered as siblings in the session's tree.
 
     Raises the ``RequestError`` that the client should read. Cancelling the ask aborts the generation and keeps what was
-    sampled as a cancelled interaction.
+    sampled as a cancelled interaction. A retry, recognised by ``attempt``, joins or repeats the first answer.
     """
 
     credential: Credential
     request: CompletionRequest
+    attempt: Attempt | None = None
 
 
 @frozen(kw_only=True)
@@ -174,6 +176,15 @@ class StreamComplete(StreamMessage[Sessions, AnswerStarted | Delta | Answer]):
 
     Each choice begins with ``AnswerStarted``, before its first delta, and ends with its ``Answer``.
     """
+
+    credential: Credential
+    request: CompletionRequest
+    attempt: Attempt | None = None
+
+
+@frozen(kw_only=True)
+class CountTokens(Message[Sessions, int]):
+    """How many tokens the prompt of ``request`` would have, within its session; nothing is remembered or sampled."""
 
     credential: Credential
     request: CompletionRequest

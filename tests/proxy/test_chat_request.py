@@ -18,7 +18,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-names = st.sampled_from([p.name for p in CHAT_PARAMETERS]) | st.text(max_size=12)
+names = st.sampled_from([p.name for p in CHAT_PARAMETERS.parameters]) | st.text(max_size=12)
 roles = st.sampled_from(["system", "developer", "user", "assistant", "tool", "function", ""])
 parts = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "refusal", "image_url", "input_audio"])},

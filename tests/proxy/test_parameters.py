@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from openai.resources.chat.completions import AsyncCompletions
 
-from areal_actors.proxy.parameters import CHAT_PARAMETERS, Support, check_parameters
+from areal_actors.proxy.parameters import CHAT_PARAMETERS, Support
 
 _OF_THE_SDK_ALONE = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 _DOCS = Path(__file__).parents[2] / "docs" / "http.md"
@@ -17,33 +17,33 @@ _DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 def test_every_parameter_of_the_sdk_is_decided():
     """Whatever ``chat.completions.create`` takes has a row: nothing is ignored by oversight."""
     parameters = set(inspect.signature(inspect.unwrap(AsyncCompletions.create)).parameters) - _OF_THE_SDK_ALONE
-    table = {parameter.name for parameter in CHAT_PARAMETERS}
+    table = {parameter.name for parameter in CHAT_PARAMETERS.parameters}
 
     assert parameters - table == set()
 
 
 def test_names_are_unique():
     """One row decides."""
-    names = [parameter.name for parameter in CHAT_PARAMETERS]
+    names = [parameter.name for parameter in CHAT_PARAMETERS.parameters]
 
     assert len(set(names)) == len(names)
 
 
 def test_refusals_and_indifference_have_reasons():
     """A client reads why, and so does the documentation."""
-    assert all(p.note for p in CHAT_PARAMETERS if p.support is not Support.HONOURED)
+    assert all(p.note for p in CHAT_PARAMETERS.parameters if p.support is not Support.HONOURED)
 
 
-@pytest.mark.parametrize("parameter", [p for p in CHAT_PARAMETERS if p.neutral], ids=lambda p: p.name)
+@pytest.mark.parametrize("parameter", [p for p in CHAT_PARAMETERS.parameters if p.neutral], ids=lambda p: p.name)
 def test_neutral_values_are_accepted(parameter):
     """Asking for what happens anyway is no reason to refuse."""
     for value in parameter.neutral:
-        check_parameters({parameter.name: value})
+        CHAT_PARAMETERS.check({parameter.name: value})
 
 
 def test_the_documentation_has_the_table():
     """``docs/http.md`` lists every parameter with its support and its note, word for word."""
     text = _DOCS.read_text()
-    rows = [f"| `{p.name}` | {p.support} | {p.note} |" for p in CHAT_PARAMETERS]
+    rows = [f"| `{p.name}` | {p.support} | {p.note} |" for p in CHAT_PARAMETERS.parameters]
 
     assert [row for row in rows if row not in text] == []

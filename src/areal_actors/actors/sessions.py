@@ -35,6 +35,7 @@ from areal_actors.messages import (
     Capacity,
     CollectSession,
     Complete,
+    CountTokens,
     DescribeEngine,
     EndSession,
     ForgetSession,
@@ -206,7 +207,9 @@ class SessionManager(Actor[Sessions]):
         turn = self._begin(message.credential, message.request, is_streaming=True)
         async with self._sampling(turn) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
-                yield AnswerStarted(interaction=choice.interaction, choice=choice.index)
+                yield AnswerStarted(
+                    interaction=choice.interaction, num_prompt_tokens=len(turn.plan.token_ids), choice=choice.index
+                )
                 async for chunk in chunks:
                     for delta in choice.feed(chunk):
                         yield delta
@@ -215,11 +218,24 @@ class SessionManager(Actor[Sessions]):
                 _check_complete(turn, choice)
                 yield choice.complete()
 
+    @CountTokens.handler
+    async def count_tokens(self, message: CountTokens) -> int:
+        """Plan the prompt, and leave no trace."""
+        session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
+        return len(plan_prompt(session.tree, self._renderer, message.request).token_ids)
+
     def _begin(self, credential: Credential, request: CompletionRequest, *, is_streaming: bool) -> _Turn:
         session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
         plan = plan_prompt(session.tree, self._renderer, request)
+        grammar = self._renderer.constrain(
+            tools=request.tools,
+            tool_choice=request.tool_choice,
+            parallel_tool_calls=request.parallel_tool_calls,
+            response_format=request.response_format,
+            template_kwargs=request.template_kwargs,
+        )
         keys = self._extras[session.id].keys.keys(request, plan.token_ids)
-        names = _names(f"chatcmpl-{self._token()}", request.num_choices)
+        names = _names(f"{request.id_prefix}{self._token()}", request.num_choices)
         requests = tuple(
             engine_request(
                 request_id=name,
@@ -227,6 +243,7 @@ class SessionManager(Actor[Sessions]):
                 key=key,
                 stop_token_ids=self._renderer.stop_token_ids,
                 context_length=self._context_length,
+                grammar=grammar,
             )
             for name, key in zip(names, keys, strict=True)
         )

@@ -21,6 +21,7 @@ from areal_actors.domain import (
     Delta,
     EngineRequest,
     FinishReason,
+    Grammar,
     InteractionId,
     Ints,
     SampleKey,
@@ -60,7 +61,13 @@ class SampleKeys:
 
 
 def engine_request(
-    *, request_id: str, plan: PromptPlan, key: SampleKey, stop_token_ids: tuple[int, ...], context_length: int
+    *,
+    request_id: str,
+    plan: PromptPlan,
+    key: SampleKey,
+    stop_token_ids: tuple[int, ...],
+    context_length: int,
+    grammar: Grammar | None = None,
 ) -> EngineRequest:
     """What the engine is asked for one choice, bounded by the room that the prompt leaves.
 
@@ -74,7 +81,12 @@ def engine_request(
     if sampling.max_new_tokens > room:
         sampling = evolve(sampling, max_new_tokens=room)
     return EngineRequest(
-        id=request_id, prompt=plan.token_ids, sampling=sampling, key=key, stop_token_ids=stop_token_ids
+        id=request_id,
+        prompt=plan.token_ids,
+        sampling=sampling,
+        key=key,
+        stop_token_ids=stop_token_ids,
+        grammar=grammar,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NewType
 
 from attrs import field, frozen
 
+from areal_actors.domain.grammar import Grammar
 from areal_actors.domain.sampling import Completion, Sampling
 
 SessionId = NewType("SessionId", str)
@@ -69,17 +70,33 @@ class Credential:
 
 
 @frozen(kw_only=True)
+class Attempt:
+    """One sending of a request: what tells a retry from a second request that happens to be equal.
+
+    ``fingerprint`` is a digest of the route and the body. ``number`` counts the sendings before this one, as the
+    client's SDK tells; ``idempotency_key`` is the client's own name for the request.
+    """
+
+    fingerprint: str
+    number: int = 0
+    idempotency_key: str | None = None
+
+
+@frozen(kw_only=True)
 class CompletionRequest:
     """One request for an answer, free of any dialect.
 
-    ``tool_choice`` is a ``ToolChoice`` or the name of the tool that must be called. ``tag`` names the agent of a
-    multi-agent episode that asks. ``seed`` is the client's own seed where it gave one.
+    ``tool_choice`` is a ``ToolChoice`` or the name of the tool that must be called. ``response_format`` is what the
+    text of the answer must match, where it is no call. ``tag`` names the agent of a multi-agent episode that asks.
+    ``seed`` is the client's own seed where it gave one. ``id_prefix`` begins the ids of the answers, as the dialect
+    has it. ``previous`` names the answer that ``messages`` follow, where the client sent that instead of the history.
     """
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice | str = ToolChoice.AUTO
     parallel_tool_calls: bool = True
+    response_format: Grammar | None = None
     sampling: Sampling = field(factory=Sampling)
     num_choices: int = 1
     seed: int | None = None
@@ -87,6 +104,8 @@ class CompletionRequest:
     template_kwargs: Mapping[str, Any] = field(factory=dict)
     metadata: Mapping[str, str] = field(factory=dict)
     tag: str | None = None
+    id_prefix: str = "chatcmpl-"
+    previous: InteractionId | None = None
 
 
 @frozen(kw_only=True)
@@ -100,12 +119,16 @@ class Usage:
 
 @frozen(kw_only=True)
 class Answer:
-    """One finished choice: what the client reads, and the interaction that remembers its tokens."""
+    """One finished choice: what the client reads, and the interaction that remembers its tokens.
+
+    ``stop_sequence`` is the stop string at which the text ends, where there was one.
+    """
 
     interaction: InteractionId
     message: ChatMessage
     completion: Completion
     usage: Usage
+    stop_sequence: str | None = None
 
 
 @frozen(kw_only=True)
@@ -113,6 +136,7 @@ class AnswerStarted:
     """The answer of choice ``choice`` begins. Said once, before its deltas: a stream is named from its first chunk."""
 
     interaction: InteractionId
+    num_prompt_tokens: int = 0
     choice: int = 0
 
 

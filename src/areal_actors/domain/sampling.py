@@ -10,6 +10,7 @@ from typing import Any
 from attrs import field, frozen
 
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
+from areal_actors.domain.grammar import Grammar
 
 
 @frozen(kw_only=True)
@@ -85,7 +86,7 @@ class EngineRequest:
     """One generation. ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs, alone while it runs.
 
     ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are
-    added.
+    added. With a ``grammar``, what is sampled matches it, and one of these ids ends it where it may end.
     """
 
     id: str
@@ -93,6 +94,7 @@ class EngineRequest:
     sampling: Sampling = field(factory=Sampling)
     key: SampleKey
     stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
 
 @frozen(kw_only=True)
@@ -146,6 +148,7 @@ class EngineInfo:
     ``context_length`` bounds prompt plus output, ``vocab_size`` bounds the ids that it accepts.
 
     ``logprobs_follow_truncation`` tells whether reported log-probabilities are those after top-p, top-k and min-p.
+    ``has_grammars`` tells whether it can hold what it samples to a grammar.
     """
 
     name: str
@@ -156,6 +159,7 @@ class EngineInfo:
     device: str
     max_concurrent: int
     logprobs_follow_truncation: bool = True
+    has_grammars: bool = False
 
 
 @frozen(kw_only=True)

@@ -14,7 +14,7 @@ from areal_actors.domain import CompletionRequest, Sampling, ToolChoice
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy.chat_messages import parse_messages, parse_tools
 from areal_actors.proxy.fields import read_flag, read_integer, read_mapping, read_number, read_text, shown, wrong
-from areal_actors.proxy.parameters import check_parameters
+from areal_actors.proxy.parameters import CHAT_PARAMETERS
 
 __all__ = ["DEFAULT_MAX_TOKENS", "ParsedChat", "parse_chat_request"]
 
@@ -59,7 +59,7 @@ def parse_chat_request(
         UnsupportedParameter: a parameter that cannot be honoured.
         InvalidRequest: a value that makes no sense; ``param`` names the field.
     """
-    check_parameters(body, inert=inert)
+    CHAT_PARAMETERS.check(body, inert=inert)
     has_logprobs = read_flag(body, "logprobs", default=False)
     _check_response_format(body)
     tools = parse_tools(body.get("tools"))

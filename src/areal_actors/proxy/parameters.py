@@ -1,7 +1,7 @@
 """Every parameter that a client may send, and what becomes of it: honoured, inert, or refused with a reason.
 
-One table decides for the code, for ``docs/http.md`` and for the tests, which walk the parameter list of the OpenAI SDK
-against it. How an honoured value is read and checked is in ``chat``.
+One table per route decides for the code, for ``docs/http.md`` and for the tests, which walk the parameter lists of the
+SDKs against it. How an honoured value is read and checked is in the dialect's own module.
 
 A name that is not in the table is refused. An unknown name is either a misspelling (``temperatur``), whose effect would
 be missing from everything that is learnt, or a feature that we cannot judge; OpenAI's own endpoint refuses such names
@@ -16,11 +16,11 @@ from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from areal_actors.errors import UnsupportedParameter
 
-__all__ = ["CHAT_PARAMETERS", "Parameter", "Support", "check_parameters"]
+__all__ = ["CHAT_PARAMETERS", "Parameter", "ParameterTable", "Support"]
 
 _MAX_SHOWN = 64
 
@@ -45,6 +45,56 @@ class Parameter:
     neutral: tuple[Any, ...] = ()
 
 
+@frozen(kw_only=True)
+class ParameterTable:
+    """The parameters of one route. ``operation`` names it in messages."""
+
+    operation: str
+    parameters: tuple[Parameter, ...]
+    _by_name: Mapping[str, Parameter] = field(init=False, repr=False, eq=False)
+    _honoured: frozenset[str] = field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Index the rows by name."""
+        object.__setattr__(self, "_by_name", {parameter.name: parameter for parameter in self.parameters})
+        honoured = frozenset(p.name for p in self.parameters if p.support is Support.HONOURED)
+        object.__setattr__(self, "_honoured", honoured)
+
+    def check(self, body: Mapping[str, Any], *, inert: Collection[str] = ()) -> None:
+        """Refuse what cannot be honoured. ``null`` and empty lists and objects ask for nothing, under any name.
+
+        ``inert`` are further names to accept and ignore.
+
+        Raises:
+            UnsupportedParameter: names the parameter and the reason.
+        """
+        if body.keys() <= self._honoured:
+            return
+        for name, value in body.items():
+            if name in self._honoured or name in inert or value is None or value in ([], {}):
+                continue
+            parameter = self._by_name.get(name)
+            if parameter is None:
+                raise self._unknown(name)
+            if parameter.support is Support.REFUSED and not _is_neutral(value, parameter.neutral):
+                raise UnsupportedParameter(f"{name} is not supported: {parameter.note}.", param=name)
+
+    def _unknown(self, name: str) -> UnsupportedParameter:
+        shown = name[:_MAX_SHOWN]
+        near = get_close_matches(shown, self._by_name, n=1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out."
+        return UnsupportedParameter(
+            f"{shown!r} is not a parameter of {self.operation}; {hint} "
+            "If it does not matter, list it in the proxy's inert_parameters.",
+            param=shown,
+        )
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Equality that tells ``True`` from 1."""
+    return any(value == known and isinstance(value, bool) is isinstance(known, bool) for known in neutral)
+
+
 def _honoured(name: str, note: str = "") -> Parameter:
     return Parameter(name=name, support=Support.HONOURED, note=note)
 
@@ -60,7 +110,7 @@ def _refused(name: str, note: str, *neutral: Any) -> Parameter:
 _NO_GRAMMAR = "the engine does not constrain what it samples; describe the form in the prompt"
 _REASONING = "models differ in how they think; pass chat_template_kwargs for a template that has a switch"
 
-CHAT_PARAMETERS: tuple[Parameter, ...] = (
+_CHAT = (
     _honoured("messages", "content parts of type text are joined by newlines; images, audio and files are refused"),
     _honoured("model", "any name; it is repeated in the answer, and the session's policy answers"),
     _honoured("max_tokens", "512 without it; bounded by the context length"),
@@ -134,41 +184,4 @@ CHAT_PARAMETERS: tuple[Parameter, ...] = (
     _refused("ebnf", _NO_GRAMMAR),
 )
 
-_BY_NAME: Mapping[str, Parameter] = {parameter.name: parameter for parameter in CHAT_PARAMETERS}
-_HONOURED = frozenset(p.name for p in CHAT_PARAMETERS if p.support is Support.HONOURED)
-
-
-def check_parameters(body: Mapping[str, Any], *, inert: Collection[str] = ()) -> None:
-    """Refuse what cannot be honoured. ``null`` and empty lists and objects ask for nothing, under any name.
-
-    ``inert`` are further names to accept and ignore.
-
-    Raises:
-        UnsupportedParameter: names the parameter and the reason.
-    """
-    if body.keys() <= _HONOURED:
-        return
-    for name, value in body.items():
-        if name in _HONOURED or name in inert or value is None or value in ([], {}):
-            continue
-        parameter = _BY_NAME.get(name)
-        if parameter is None:
-            raise _unknown(name)
-        if parameter.support is Support.REFUSED and not _is_neutral(value, parameter.neutral):
-            raise UnsupportedParameter(f"{name} is not supported: {parameter.note}.", param=name)
-
-
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Equality that tells ``True`` from 1."""
-    return any(value == known and isinstance(value, bool) is isinstance(known, bool) for known in neutral)
-
-
-def _unknown(name: str) -> UnsupportedParameter:
-    shown = name[:_MAX_SHOWN]
-    near = get_close_matches(shown, _BY_NAME, n=1)
-    hint = f"did you mean {near[0]}?" if near else "leave it out."
-    return UnsupportedParameter(
-        f"{shown!r} is not a parameter of chat completions; {hint} "
-        "If it does not matter, list it in the proxy's inert_parameters.",
-        param=shown,
-    )
+CHAT_PARAMETERS = ParameterTable(operation="chat completions", parameters=_CHAT)

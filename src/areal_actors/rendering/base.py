@@ -14,12 +14,14 @@ from areal_actors.domain import (
     ChatMessage,
     Delta,
     ForkReason,
+    Grammar,
     Ints,
     ReasoningDelta,
     TextDelta,
     Tool,
     ToolArgumentsDelta,
     ToolCallStarted,
+    ToolChoice,
 )
 
 __all__ = ["Delta", "ReasoningDelta", "Renderer", "StreamParser", "TextDelta", "ToolArgumentsDelta", "ToolCallStarted"]
@@ -107,6 +109,21 @@ class Renderer(Protocol):
         call_ids: Callable[[], str] | None = None,
     ) -> StreamParser:
         """A parser for one answer as it arrives; its deltas join to what ``parse`` returns."""
+        ...
+
+    def constrain(
+        self,
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoice | str = ToolChoice.AUTO,
+        parallel_tool_calls: bool = True,
+        response_format: Grammar | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Grammar | None:
+        """What an answer must match, thinking included: calls as ``tool_choice`` demands, or ``response_format``.
+
+        ``None`` where nothing is demanded. Raises ``UnsupportedParameter`` where the model's format has no grammar.
+        """
         ...
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:

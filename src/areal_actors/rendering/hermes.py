@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from attrs import frozen
 
-from areal_actors.domain import Tool, ToolCall
+from areal_actors.domain import Exactly, Grammar, InOrder, JsonText, OneOf, Repeated, Tool, ToolCall
 from areal_actors.rendering.base import Delta, TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.rendering.tags import num_held_back
 
@@ -39,6 +39,11 @@ class Hermes:
         """A parser for one answer."""
         return _HermesParser(call_ids)
 
+    def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
+        """Calls as the templates of the family write them, their arguments held to the tool's schema."""
+        call = OneOf(parts=tuple(map(_grammar_of_call, tools)))
+        return Repeated(part=call, at_most=None if is_parallel else 1, separator="\n")
+
     def format_tools(self, tools: Sequence[Tool]) -> str:
         """The tools as one JSON object a line, and how to call one."""
         lines = "\n".join(json.dumps(_signature(tool), ensure_ascii=False) for tool in tools)
@@ -60,6 +65,12 @@ class Hermes:
 
 def _signature(tool: Tool) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+
+
+def _grammar_of_call(tool: Tool) -> Grammar:
+    before = f'{_OPEN}\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+    arguments = JsonText(schema={"type": "object", **tool.parameters})
+    return InOrder(parts=(Exactly(text=before), arguments, Exactly(text=f"}}\n{_CLOSE}")))
 
 
 def _is_json(text: str) -> bool:

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from areal_actors.domain import Tool, ToolCall
+from areal_actors.domain import Grammar, Tool, ToolCall
 from areal_actors.errors import ConfigError
 from areal_actors.rendering.base import Delta, TextDelta
 from areal_actors.rendering.hermes import Hermes
@@ -71,6 +71,10 @@ class ToolFormat(Protocol):
         """A parser for one answer; ``call_ids`` makes the ids of its calls."""
         ...
 
+    def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar | None:
+        """The text of one call of one of ``tools``, or of several if ``is_parallel``; ``None`` if it has no grammar."""
+        ...
+
     def format_tools(self, tools: Sequence[Tool]) -> str:
         """The block of a system message that offers ``tools`` and says how to call them."""
         ...
@@ -98,6 +102,10 @@ class ReasoningFormat(Protocol):
 
     def is_opened_by(self, prompt: str) -> bool:
         """Whether this rendered prompt ends inside the thinking."""
+        ...
+
+    def constrain(self, *, is_open: bool) -> Grammar:
+        """The text of the thinking, up to where the answer proper begins; it may be empty unless ``is_open``."""
         ...
 
     def open_parser(self, *, is_open: bool) -> AnswerParser:

@@ -14,8 +14,8 @@ from typing import Any
 
 from attrs import field, frozen
 
-from areal_actors.domain import ChatMessage, ForkReason, Ints, Tool, as_ints
-from areal_actors.errors import RenderError
+from areal_actors.domain import ChatMessage, ForkReason, Grammar, InOrder, Ints, Tool, ToolChoice, as_ints
+from areal_actors.errors import RenderError, UnsupportedParameter
 from areal_actors.rendering.base import StreamParser
 from areal_actors.rendering.parity import ParityProbe, Verdict
 from areal_actors.rendering.parsers import AnswerParser, PlainText, ReasoningFormat, ToolFormat
@@ -156,6 +156,35 @@ class TemplateRenderer:
             tools=tool_format.open_parser(call_ids or _create_call_id) if tool_format else PlainText(),
         )
 
+    def constrain(
+        self,
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoice | str = ToolChoice.AUTO,
+        parallel_tool_calls: bool = True,
+        response_format: Grammar | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Grammar | None:
+        """See ``Renderer.constrain``."""
+        if tool_choice in (ToolChoice.AUTO, ToolChoice.NONE):
+            answer = response_format
+        else:
+            answer = self._constrain_calls(tools, tool_choice, is_parallel=parallel_tool_calls)
+        if answer is None or self.reasoning_format is None:
+            return answer
+        is_open = self._is_open(self.reasoning_format, template_kwargs or _NO_OPTIONS)
+        return InOrder(parts=(self.reasoning_format.constrain(is_open=is_open), answer))
+
+    def _constrain_calls(self, tools: Sequence[Tool], choice: ToolChoice | str, *, is_parallel: bool) -> Grammar:
+        wanted = tools if choice is ToolChoice.REQUIRED else [tool for tool in tools if tool.name == choice]
+        form = self.tool_format.constrain(wanted, is_parallel=is_parallel) if self.tool_format and wanted else None
+        if form is None:
+            raise UnsupportedParameter(
+                "tool_choice cannot be enforced: the way in which this model writes calls has no grammar. Use auto.",
+                param="tool_choice",
+            )
+        return form
+
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
         """See ``Renderer.decode``."""
         return self.vocabulary.decode(token_ids)
@@ -163,12 +192,16 @@ class TemplateRenderer:
     def _open_reasoning(self, options: Mapping[str, Any]) -> AnswerParser:
         if self.reasoning_format is None:
             return PlainText()
+        return self.reasoning_format.open_parser(is_open=self._is_open(self.reasoning_format, options))
+
+    def _is_open(self, form: ReasoningFormat, options: Mapping[str, Any]) -> bool:
+        """``_is_opened``, remembered."""
         key = canonical_json(options)
         if key not in self._openings:
             if len(self._openings) >= _MAX_KEPT:
                 self._openings.clear()
-            self._openings[key] = self._is_opened(self.reasoning_format, options)
-        return self.reasoning_format.open_parser(is_open=self._openings[key])
+            self._openings[key] = self._is_opened(form, options)
+        return self._openings[key]
 
     def _is_opened(self, form: ReasoningFormat, options: Mapping[str, Any]) -> bool:
         """Whether prompts with these options end inside the thinking."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, OneOf
 from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta
 from areal_actors.rendering.tags import num_held_back
 
@@ -30,6 +31,12 @@ class ThinkTags:
     def is_opened_by(self, prompt: str) -> bool:
         """Whether the prompt ends with the opening tag."""
         return prompt.rstrip().endswith(_OPEN)
+
+    def constrain(self, *, is_open: bool) -> Grammar:
+        """Thinking, closed and set apart as the templates of the family have it."""
+        rest = (FreeText(excluding=(_CLOSE,)), Exactly(text=f"{_CLOSE}\n\n"))
+        thought = InOrder(parts=rest if is_open else (Exactly(text=_OPEN), *rest))
+        return thought if is_open else OneOf(parts=(Exactly(text=""), thought))
 
     def open_parser(self, *, is_open: bool) -> _ThinkParser:
         """A parser for one answer."""

@@ -40,6 +40,7 @@ from areal_actors.errors import NotFound
 from areal_actors.messages import (
     CollectSession,
     Complete,
+    CountTokens,
     EndSession,
     ForgetSession,
     OpenSession,
@@ -134,11 +135,17 @@ class ScriptedSessions(Actor[Sessions]):
         session = self._admit(message)
         for index, name in enumerate(self._names(message.request)):
             saying = _Saying(request=message.request, interaction=name)
-            yield AnswerStarted(interaction=name, choice=index)
+            yield AnswerStarted(interaction=name, num_prompt_tokens=len(message.request.messages), choice=index)
             async with aclosing(self._say(saying)) as deltas:
                 async for delta in deltas:
                     yield evolve(delta, choice=index)
             yield self._record(session, saying)
+
+    @CountTokens.handler
+    async def count_tokens(self, message: CountTokens) -> int:
+        """One token per message, as answers count them."""
+        self._store.resolve(message.credential, is_capability=message.credential.is_capability)
+        return len(message.request.messages)
 
     @SetReward.handler
     async def set_reward(self, message: SetReward) -> InteractionId:
@@ -177,7 +184,7 @@ class ScriptedSessions(Actor[Sessions]):
 
     def _names(self, request: CompletionRequest) -> list[InteractionId]:
         self._num_answers += 1
-        first = f"chatcmpl-{self._num_answers}"
+        first = f"{request.id_prefix}{self._num_answers}"
         return [InteractionId(f"{first}-{index}" if index else first) for index in range(request.num_choices)]
 
     async def _say(self, saying: _Saying) -> AsyncGenerator[Delta, None]:

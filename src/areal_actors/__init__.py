@@ -13,19 +13,25 @@ if TYPE_CHECKING:
     from areal_actors.client import OpenAIProxyClient
     from areal_actors.config import RunConfig, create_config, load_config
     from areal_actors.core import Actor, ActorSystem, Context, Message, Ref, StreamMessage
+    from areal_actors.direct import ArealAnthropic, ArealOpenAI
     from areal_actors.errors import ArealError
     from areal_actors.run import RunSummary, Trainer, train
     from areal_actors.run.inference import EmbeddedSession, Inference, InferenceConfig, open_inference
+    from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
 
 __all__ = [
     "Actor",
     "ActorSystem",
+    "ArealAnthropic",
     "ArealError",
+    "ArealOpenAI",
     "Context",
     "EmbeddedSession",
     "Inference",
     "InferenceConfig",
+    "InteractionWithTokenLogpReward",
     "Message",
+    "ModelResponse",
     "OpenAIProxyClient",
     "Ref",
     "RewardTree",
@@ -48,8 +54,10 @@ _HOMES = {
     "areal_actors.client": ("OpenAIProxyClient",),
     "areal_actors.config": ("RunConfig", "create_config", "load_config"),
     "areal_actors.core": ("Actor", "ActorSystem", "Context", "Message", "Ref", "StreamMessage"),
+    "areal_actors.direct": ("ArealAnthropic", "ArealOpenAI"),
     "areal_actors.errors": ("ArealError",),
     "areal_actors.run": ("RunSummary", "Trainer", "train"),
+    "areal_actors.workflows.interactions": ("InteractionWithTokenLogpReward", "ModelResponse"),
     "areal_actors.run.inference": ("EmbeddedSession", "Inference", "InferenceConfig", "open_inference"),
 }
 """Where each name lives; type checkers read the same above."""

@@ -15,7 +15,7 @@ import anyio
 from attrs import define, field, frozen
 
 from areal_actors.actors.turns import Choice, SampleKeys, engine_request
-from areal_actors.cache import PromptPlan, Session, SessionSettings, SessionStore, plan_prompt
+from areal_actors.cache import ConversationTree, PromptPlan, Session, SessionSettings, SessionStore, plan_prompt
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import (
     Answer,
@@ -110,16 +110,24 @@ class SessionManager(Actor[Sessions]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Learn the engine's bounds, and end idle sessions while the actor lives."""
-        view = await self._generation.ask(DescribeEngine())
-        self._context_length = view.info.context_length
+        await self.learn_engine()
         context.tasks.start_soon(self._expire_idle)
         yield
+
+    async def learn_engine(self) -> None:
+        """Ask the engine for its bounds; needed before the first completion by whoever runs no lifespan."""
+        view = await self._generation.ask(DescribeEngine())
+        self._context_length = view.info.context_length
 
     # ------------------------------------------------------------------------------------------- lifecycle
 
     @OpenSession.handler
     async def open(self, message: OpenSession) -> SessionOpened:
         """Issue an id and a key."""
+        return self.open_session(message)
+
+    def open_session(self, message: OpenSession) -> SessionOpened:
+        """Open a session at once, for an owner that is no actor."""
         issued = self._store.create(
             message.task,
             now=anyio.current_time(),
@@ -164,6 +172,10 @@ class SessionManager(Actor[Sessions]):
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
+
+    def tree(self, session: SessionId) -> ConversationTree:
+        """The conversations of a session, for an owner that is no actor."""
+        return self._store.get(session).tree
 
     def _resolve(self, credential: Credential) -> Session:
         return self._store.resolve(credential, is_capability=credential.is_capability)

@@ -1,0 +1,69 @@
+"""``ArealAnthropic``: an ``AsyncAnthropic`` on an engine in this process. Needs ``anthropic``."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import anthropic
+
+from areal_actors.direct.rewards import HasRewards
+from areal_actors.direct.trajectory import DirectSession, EngineLike, TokenizerLike
+from areal_actors.direct.transport import create_http_client, http_library_of
+
+__all__ = ["ArealAnthropic"]
+
+_BASE_URL = "http://direct"
+
+
+class ArealAnthropic(HasRewards, anthropic.AsyncAnthropic):
+    """One trajectory, asked for through Anthropic's SDK.
+
+    ::
+
+        client = ArealAnthropic(engine=engine, tokenizer=tokenizer)
+        answer = await client.messages.create(model="default", max_tokens=256, messages=messages)
+        client.set_last_reward(1.0)
+        client.apply_reward_discount(turn_discount=0.9)
+        rows = client.export_interactions(style="individual")
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike | None = None,
+        tokenizer: TokenizerLike = None,
+        *,
+        seed: int = 0,
+        direct: DirectSession | None = None,
+        **options: Any,
+    ) -> None:
+        """Begin a trajectory.
+
+        Args:
+            engine: an engine, the ref of a generation actor, or what ``open_inference`` gives.
+            tokenizer: a fast tokenizer, a model's directory or a renderer; not needed where the engine brings one.
+            seed: keys the samples.
+            direct: a trajectory to share; made anew without it.
+            options: of ``AsyncAnthropic``, such as ``timeout`` or ``max_retries``.
+
+        Raises:
+            ConfigError: there is no engine, or no tokenizer.
+        """
+        self.direct = direct or DirectSession(engine, tokenizer, seed=seed)
+        options.setdefault("api_key", self.direct.api_key)
+        options.setdefault("base_url", _BASE_URL)
+        if options.get("http_client") is None:
+            options["http_client"] = create_http_client(self.direct.app, http_library_of(anthropic))
+        super().__init__(**options)
+
+    def copy(self, **options: Any) -> Self:
+        """A client with other options and the same trajectory."""
+        options["_extra_kwargs"] = {**options.get("_extra_kwargs", {}), "direct": self.direct}
+        return super().copy(**options)
+
+    with_options = copy
+
+    async def request(self, *args: Any, **kwargs: Any) -> Any:
+        """Send a request, and remember the SDK's object of its answer."""
+        answer = await super().request(*args, **kwargs)
+        self.remember(answer)
+        return answer

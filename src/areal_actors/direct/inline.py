@@ -1,0 +1,153 @@
+"""An actor without a life of its own: its handlers run in the tasks of those who ask.
+
+A client that is made in the middle of somebody's coroutine has no task group to start actors in. The session manager
+needs none: it waits only for its engine, and between two waits it leaves its trees whole. Here its handlers are called
+as they are; its lifespan, mailbox and supervision do not exist.
+
+Not for everybody: a stream's generator runs in its reader's task, so that a reader must not open a cancel scope before
+one item and close it before the next. The proxy does neither.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+import anyio
+
+from areal_actors.core import Actor, ActorState, ActorStatistics, Address, Message, Ref, StreamMessage
+from areal_actors.core.contract import Handler, check_complete, collect_handlers
+from areal_actors.core.failure import transferred
+from areal_actors.errors import DeadlineExceeded, ProtocolError
+
+__all__ = ["InlineRef"]
+
+P = TypeVar("P")
+R = TypeVar("R")
+Item = TypeVar("Item")
+
+
+class InlineRef(Ref[P]):
+    """A ref to ``actor`` that calls its handlers. A serial handler runs alone among the serial ones."""
+
+    __slots__ = ("_actor", "_address", "_counters", "_handlers", "_turn")
+
+    def __init__(self, actor: Actor[P], *, name: str) -> None:
+        self._actor = actor
+        self._address = Address(node="inline", name=f"{name}-{id(actor):x}")
+        self._handlers = collect_handlers(type(actor))
+        check_complete(type(actor), self._handlers)
+        self._turn = anyio.Lock(fast_acquire=True)
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def address(self) -> Address:
+        """A name that is unique in this process."""
+        return self._address
+
+    async def ask(self, message: Message[P, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
+        """Call the handler. Raises as ``Ref.ask`` does, except that nothing can have stopped."""
+        handler = self._handler(message)
+        reply: R
+        try:
+            with self._counted(), anyio.fail_after(timeout):
+                if handler.concurrency == 1:
+                    async with self._turn:
+                        reply = await handler.function(self._actor, message)
+                else:
+                    reply = await handler.function(self._actor, message)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.name} did not answer {type(message).__name__} in time") from None
+        except Exception as error:  # noqa: BLE001 - raised again, as it would arrive from an actor
+            raise transferred(error, self.name) from None
+        return reply
+
+    async def tell(self, message: Message[P, Any]) -> None:
+        """Call the handler and wait for its end; raises what it raises."""
+        await self.ask(message)
+
+    def tell_nowait(self, message: Message[P, Any]) -> None:
+        """Not possible here: there is no mailbox that could keep the message."""
+        raise ProtocolError(f"{self.name} has no mailbox; use tell for {type(message).__name__}.")
+
+    def stream(
+        self,
+        message: StreamMessage[P, Item],
+        *,
+        buffer_size: int = 16,  # noqa: ARG002 - nothing is buffered: the reader drives the handler
+    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
+        """Drive the handler's generator from the reader's task."""
+        return self._stream(message)
+
+    @asynccontextmanager
+    async def _stream(self, message: StreamMessage[P, Item]) -> AsyncIterator[AsyncIterator[Item]]:
+        generator: AsyncGenerator[Item, None] = self._handler(message).function(self._actor, message)
+        with self._counted():
+            try:
+                yield _Items(generator, self.name)
+            finally:
+                await generator.aclose()
+
+    async def stop(self, *, grace: float | None = None) -> None:
+        """Nothing runs that could be stopped."""
+
+    def statistics(self) -> ActorStatistics:
+        """What has been asked; there is never a queue."""
+        counters = self._counters
+        return ActorStatistics(
+            name=self.name,
+            state=ActorState.RUNNING,
+            incarnation=1,
+            num_queued=0,
+            num_parked=0,
+            num_waiting_senders=0,
+            num_running=counters["begun"] - counters["ended"],
+            mailbox_size=0,
+            num_handled=counters["ended"],
+            num_failed=counters["failed"],
+            num_cancelled=counters["cancelled"],
+            num_dropped=0,
+            mailbox_peak=0,
+        )
+
+    def _handler(self, message: object) -> Handler:
+        handler = self._handlers.get(type(message))  # type: ignore[arg-type]
+        if handler is None:
+            raise ProtocolError(f"{type(self._actor).__name__} has no handler for {type(message).__name__}.")
+        return handler
+
+    def _counted(self) -> _Counted:
+        return _Counted(self._counters)
+
+
+class _Counted:
+    """Counts one handler, however it ends."""
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+
+    def __enter__(self) -> None:
+        self._counters["begun"] += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._counters["ended"] += 1
+        if kind is not None:
+            self._counters["failed" if issubclass(kind, Exception) else "cancelled"] += 1
+
+
+class _Items(AsyncIterator[Item]):
+    """The generator's items, its errors as they would arrive from an actor."""
+
+    def __init__(self, generator: AsyncGenerator[Item, None], name: str) -> None:
+        self._generator = generator
+        self._name = name
+
+    async def __anext__(self) -> Item:
+        try:
+            return await anext(self._generator)
+        except StopAsyncIteration:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again, as it would arrive from an actor
+            raise transferred(error, self._name) from None

@@ -1,0 +1,196 @@
+"""From an SDK's HTTP client straight into an ASGI application, without a socket.
+
+The transport that httpx ships for this runs the application to its end before the caller sees a byte, and knows no
+hang-up. Here the response begins when the application begins it, its body arrives as it is sent, and closing it early
+is a disconnect, which the application sees as it would see a closed connection.
+
+The official SDKs are split between ``httpx`` and its successor ``httpx2``, which have the same classes; what is written
+here is written for both, over the module that the installed SDK uses.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from areal_actors.proxy.beside import start_beside
+
+__all__ = ["App", "create_http_client", "http_library_of"]
+
+App = Callable[
+    [MutableMapping[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]
+]
+
+_BUFFERED = 16
+"""Chunks that the application may be ahead of its reader."""
+_END_SECONDS = 5.0
+"""How long a reader that leaves waits for the application to notice."""
+
+
+def http_library_of(sdk: ModuleType) -> ModuleType:
+    """``httpx`` or ``httpx2``: the library whose clients the installed ``openai`` or ``anthropic`` takes."""
+    classes = sdk.DefaultAsyncHttpxClient.__mro__
+    client = next(kind for kind in classes if kind.__name__ == "AsyncClient")
+    return sys.modules[client.__module__.partition(".")[0]]
+
+
+def create_http_client(app: App, library: ModuleType) -> Any:
+    """An ``AsyncClient`` of ``library`` that sends every request to ``app``."""
+    return library.AsyncClient(transport=_transport_class(library)(app), trust_env=False)
+
+
+class _Call:
+    """One request on its way through the application."""
+
+    def __init__(self, scope: MutableMapping[str, Any], body: bytes) -> None:
+        self.status = 500
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.failure: Exception | None = None
+        self.started = anyio.Event()
+        self._scope = scope
+        self._body: bytes | None = body
+        self._gone = anyio.Event()
+        self._ended = anyio.Event()
+        self._send: MemoryObjectSendStream[bytes]
+        self.chunks: MemoryObjectReceiveStream[bytes]
+        self._send, self.chunks = anyio.create_memory_object_stream[bytes](_BUFFERED)
+
+    async def run(self, app: App) -> None:
+        """Let the application answer; lets no exception out."""
+        try:
+            await app(self._scope, self._receive, self._answer)
+        except Exception as error:  # noqa: BLE001 - raised where the response is read
+            self.failure = error
+        finally:
+            self._send.close()
+            self.started.set()
+            self._ended.set()
+
+    async def hang_up(self) -> None:
+        """Disconnect, and wait until the application has let go of what it did for this request."""
+        self._gone.set()
+        self.chunks.close()
+        with anyio.move_on_after(_END_SECONDS, shield=True):
+            await self._ended.wait()
+
+    async def _receive(self) -> dict[str, Any]:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _answer(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], list(message.get("headers", ()))
+            self.started.set()
+            return
+        if message.get("body"):
+            with suppress(anyio.BrokenResourceError):  # the reader has gone: servers drop what is sent then, too
+                await self._send.send(message["body"])
+        if not message.get("more_body", False):
+            self._send.close()
+
+
+class _Body:
+    """The body of a response, as the application sends it; an iterator, so that nothing is left to a collector."""
+
+    def __init__(self, call: _Call, stop: Callable[[], object], request: Any, library: Any) -> None:
+        self._call, self._stop, self._request, self._library = call, stop, request, library
+        self._seconds = _read_seconds(request)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            with anyio.fail_after(self._seconds):
+                return await self._call.chunks.receive()
+        except anyio.EndOfStream:
+            _check(self._call, self._library)
+            raise StopAsyncIteration from None
+        except TimeoutError:
+            text = f"Nothing arrived within {self._seconds:g} s."
+            raise self._library.ReadTimeout(text, request=self._request) from None
+
+    async def aclose(self) -> None:
+        """Hang up. Closing twice is harmless."""
+        await _end(self._call, self._stop)
+
+
+@cache
+def _transport_class(library: Any) -> Any:
+    """The transport, made of the base classes of ``library``."""
+
+    class Body(_Body, library.AsyncByteStream):  # type: ignore[misc]
+        """What the library takes as a stream."""
+
+    class DirectTransport(library.AsyncBaseTransport):  # type: ignore[misc]
+        """Sends requests to an application in this process."""
+
+        def __init__(self, app: App) -> None:
+            self._app = app
+
+        async def handle_async_request(self, request: Any) -> Any:
+            """Answer ``request``. Raises ``ReadTimeout`` and ``ReadError`` of the library."""
+            call = _Call(_scope_of(request), b"".join([part async for part in request.stream]))
+            stop = start_beside(partial(call.run, self._app))
+            try:
+                await _await_start(call, request, library)
+            except BaseException:
+                await _end(call, stop)
+                raise
+            return library.Response(call.status, headers=call.headers, stream=Body(call, stop, request, library))
+
+    return DirectTransport
+
+
+async def _await_start(call: _Call, request: Any, library: Any) -> None:
+    seconds = _read_seconds(request)
+    try:
+        with anyio.fail_after(seconds):
+            await call.started.wait()
+    except TimeoutError:
+        raise library.ReadTimeout(f"No answer began within {seconds:g} s.", request=request) from None
+    _check(call, library)
+
+
+def _check(call: _Call, library: Any) -> None:
+    if call.failure is not None:
+        raise library.ReadError(f"The application failed: {call.failure!r}") from call.failure
+
+
+async def _end(call: _Call, stop: Callable[[], object]) -> None:
+    await call.hang_up()
+    stop()
+
+
+def _read_seconds(request: Any) -> float:
+    seconds = request.extensions.get("timeout", {}).get("read")
+    return math.inf if seconds is None else float(seconds)
+
+
+def _scope_of(request: Any) -> dict[str, Any]:
+    url = request.url
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": url.scheme,
+        "path": url.path,
+        "raw_path": url.raw_path.partition(b"?")[0],
+        "query_string": url.query,
+        "root_path": "",
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "client": ("127.0.0.1", 0),
+        "server": (url.host, url.port),
+    }

@@ -1,0 +1,73 @@
+"""What a rollout workflow reads and returns of one answer: tokens, log-probabilities, versions, and the training row.
+
+These are views of what the session remembers, in the names that workflow authors know. They are made at the end of an
+episode and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from areal_actors.cache.arrays import to_tensors
+from areal_actors.domain import Trajectory
+from areal_actors.errors import ExportError
+
+__all__ = ["InteractionWithTokenLogpReward", "ModelResponse"]
+
+
+@frozen(kw_only=True)
+class ModelResponse:
+    """What an engine read and sampled, as plain lists: T prompt tokens, and n sampled ones with a value of each list.
+
+    ``output_logprobs`` are of the distribution that was sampled from, ``output_versions`` of the weights that sampled.
+    ``stop_reason`` is ``stop``, ``length`` or ``abort``.
+    """
+
+    input_tokens: list[int]
+    output_tokens: list[int] = field(factory=list)
+    output_logprobs: list[float] = field(factory=list)
+    output_versions: list[int] = field(factory=list)
+    stop_reason: str = "stop"
+
+    @property
+    def input_len(self) -> int:
+        """The number of prompt tokens, T."""
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        """The number of sampled tokens, n."""
+        return len(self.output_tokens)
+
+
+@frozen(kw_only=True)
+class InteractionWithTokenLogpReward:
+    """One request and its answer, by token, with its reward.
+
+    ``reward`` is the return where a discount was applied, the assigned reward otherwise, and ``None`` where there is
+    neither. ``messages`` are those of the request and ``output_message_list`` the answer's, in the shape of OpenAI's
+    API; ``completion`` is the SDK's own object where there is one. ``parent`` is the turn that this one continues.
+    """
+
+    interaction_id: str
+    model_response: ModelResponse | None = None
+    reward: float | None = None
+    parent: InteractionWithTokenLogpReward | None = field(default=None, repr=False)
+    messages: Sequence[dict[str, Any]] = ()
+    output_message_list: Sequence[dict[str, Any]] | None = None
+    completion: Any = field(default=None, repr=False)
+    row: Trajectory | None = field(default=None, repr=False)
+    """The training row that this interaction ends; ``None`` where it ends none."""
+
+    def to_tensor_dict(self) -> dict[str, Any]:
+        """The training row as tensors with a leading axis of one row, named and typed as ``cache.arrays`` has it.
+
+        Raises:
+            ExportError: the interaction is in no row, because it was not completed or not stored.
+        """
+        if self.row is None:
+            raise ExportError(f"Interaction {self.interaction_id} is in no training row; export it to learn why.")
+        return to_tensors([self.row])

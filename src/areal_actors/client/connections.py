@@ -4,28 +4,48 @@ httpx keeps its connections in one list and asks all of them, with two system ca
 alive, for every request that begins and for every one that ends. With the hundred connections that a batch of episodes
 has, most of the time of a rollout goes there. Here every connection is an httpx transport of one connection, and a
 request takes the one that was used last; what HTTP is remains httpx's matter.
+
+``httpx2``, the successor that newer SDKs take their clients from, has the same classes and the same list; what is
+written here is written for both.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
 
 import anyio
-import httpx
 from attrs import frozen
 
-__all__ = ["StackTransport"]
+__all__ = ["Stack", "create_stack_transport"]
 
 
 @frozen
 class _Idle:
     since: float
-    connection: httpx.AsyncHTTPTransport
+    connection: Any
 
 
-class StackTransport(httpx.AsyncBaseTransport):
+def create_stack_transport(library: ModuleType, *, max_connections: int, keep_seconds: float) -> Stack:
+    """A transport for the clients of ``library``, which is ``httpx`` or ``httpx2``; see ``Stack``."""
+    transport: Stack = _transport_class(library)(library, max_connections=max_connections, keep_seconds=keep_seconds)
+    return transport
+
+
+@cache
+def _transport_class(library: Any) -> Any:
+    return type("StackTransport", (Stack, library.AsyncBaseTransport), {})
+
+
+@cache
+def _stream_class(library: Any) -> Any:
+    return type("Borrowed", (_Borrowed, library.AsyncByteStream), {})
+
+
+class Stack:
     """Sends each request over the connection that became free last, or over a new one.
 
     At most ``max_connections`` are open at once; further requests wait in line, for as long as the ``pool`` timeout of
@@ -33,15 +53,16 @@ class StackTransport(httpx.AsyncBaseTransport):
     another one becomes free; one whose request failed, was cancelled or was not read to its end is closed at once.
     """
 
-    def __init__(self, *, max_connections: int, keep_seconds: float) -> None:
+    def __init__(self, library: Any, *, max_connections: int, keep_seconds: float) -> None:
+        self._library = library
         self._places = anyio.Semaphore(max_connections)
         self._keep_seconds = keep_seconds
         self._idle: deque[_Idle] = deque()
         # Made once: reading the certificates of the system takes longer than a thousand requests on this machine.
-        self._verify = httpx.create_ssl_context(trust_env=False)
+        self._verify = library.create_ssl_context(trust_env=False)
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send ``request``. Raises what httpx raises; the connection is free again when the response is closed."""
+    async def handle_async_request(self, request: Any) -> Any:
+        """Send ``request``; the connection is free again when the response is closed. Raises what the library does."""
         await self._take_place(request)
         try:
             connection = self._idle.pop().connection if self._idle else self._connect()
@@ -50,8 +71,8 @@ class StackTransport(httpx.AsyncBaseTransport):
             raise
         try:
             response = await connection.handle_async_request(request)
-            assert isinstance(response.stream, httpx.AsyncByteStream)
-            response.stream = _Borrowed(response.stream, partial(self._give_back, connection))
+            give_back = partial(self._give_back, connection)
+            response.stream = _stream_class(self._library)(response.stream, give_back)
         except BaseException:
             await self._give_back(connection, is_usable=False)
             raise
@@ -62,18 +83,20 @@ class StackTransport(httpx.AsyncBaseTransport):
         self._keep_seconds = -1.0
         await self._close_expired()
 
-    async def _take_place(self, request: httpx.Request) -> None:
+    async def _take_place(self, request: Any) -> None:
         try:
             with anyio.fail_after(request.extensions.get("timeout", {}).get("pool")):
                 await self._places.acquire()
         except TimeoutError as error:
-            raise httpx.PoolTimeout("Every connection of this client is in use.", request=request) from error
+            text = "Every connection of this client is in use."
+            raise self._library.PoolTimeout(text, request=request) from error
 
-    def _connect(self) -> httpx.AsyncHTTPTransport:
-        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=self._keep_seconds)
-        return httpx.AsyncHTTPTransport(verify=self._verify, trust_env=False, limits=limits)
+    def _connect(self) -> Any:
+        library = self._library
+        limits = library.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=self._keep_seconds)
+        return library.AsyncHTTPTransport(verify=self._verify, trust_env=False, limits=limits)
 
-    async def _give_back(self, connection: httpx.AsyncHTTPTransport, *, is_usable: bool) -> None:
+    async def _give_back(self, connection: Any, *, is_usable: bool) -> None:
         self._places.release()
         with anyio.CancelScope(shield=True):  # closing a socket does not wait for its peer
             if is_usable:
@@ -89,13 +112,13 @@ class StackTransport(httpx.AsyncBaseTransport):
             await self._idle.popleft().connection.aclose()
 
 
-class _Borrowed(httpx.AsyncByteStream):
+class _Borrowed:
     """A response's body; when it is closed, its connection is given back.
 
     An iterator rather than a generator: a reader that stops early would leave one to the garbage collector.
     """
 
-    def __init__(self, stream: httpx.AsyncByteStream, give_back: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, stream: Any, give_back: Callable[..., Awaitable[None]]) -> None:
         self._stream = stream
         self._parts = aiter(stream)
         self._give_back = give_back
@@ -107,10 +130,11 @@ class _Borrowed(httpx.AsyncByteStream):
 
     async def __anext__(self) -> bytes:
         try:
-            return await anext(self._parts)
+            part: bytes = await anext(self._parts)
         except StopAsyncIteration:
             self._is_read = True
             raise
+        return part
 
     async def aclose(self) -> None:
         """Free the connection. Closing twice is harmless."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module, metadata
+from types import ModuleType
 from typing import Any
 
 import httpx
 import orjson
 
-from areal_actors.client.connections import StackTransport
+from areal_actors.client.connections import create_stack_transport
 from areal_actors.errors import (
     CapacityExhausted,
     Conflict,
@@ -23,7 +25,7 @@ from areal_actors.errors import (
     Unprocessable,
 )
 
-__all__ = ["create_http_client", "error_of", "retry_after"]
+__all__ = ["create_agent_http_client", "create_http_client", "error_of", "retry_after"]
 
 _READ_SECONDS = 3600.0
 _BY_STATUS: Mapping[int, type[RequestError]] = {
@@ -46,17 +48,49 @@ _BY_STATUS: Mapping[int, type[RequestError]] = {
 def create_http_client(
     *, max_connections: int = 1000, read_timeout_seconds: float = _READ_SECONDS
 ) -> httpx.AsyncClient:
-    """A client to inject into agents as ``http_client``: it suits ``openai`` 2 and 3.
+    """A client of httpx for requests to a proxy.
 
     It waits an hour for an answer, because a request is held, not refused, while weights are updated; it keeps many
     connections; and it ignores proxies of the environment, which would not find a server on this machine.
     """
-    return httpx.AsyncClient(
-        transport=StackTransport(max_connections=max_connections, keep_seconds=30.0),
-        timeout=httpx.Timeout(read_timeout_seconds, connect=10.0),
+    client: httpx.AsyncClient = _create_client(httpx, max_connections, read_timeout_seconds)
+    return client
+
+
+def create_agent_http_client(
+    *, max_connections: int = 1000, read_timeout_seconds: float = _READ_SECONDS
+) -> httpx.AsyncClient:
+    """A client to inject into agents as ``http_client``, of the library that the installed SDKs take.
+
+    ``openai`` 3 takes clients of ``httpx2`` and of ``httpx``, ``openai`` 2 and ``anthropic`` 0 those of ``httpx``
+    alone, ``anthropic`` 2 those of ``httpx2`` alone. It is one of ``httpx2``, which has the same methods, where every
+    SDK that is installed asks for that, and one of ``httpx`` otherwise.
+    """
+    client: httpx.AsyncClient = _create_client(_agents_library(), max_connections, read_timeout_seconds)
+    return client
+
+
+def _create_client(library: Any, max_connections: int, read_timeout_seconds: float) -> Any:
+    return library.AsyncClient(
+        transport=create_stack_transport(library, max_connections=max_connections, keep_seconds=30.0),
+        timeout=library.Timeout(read_timeout_seconds, connect=10.0),
         follow_redirects=True,
         trust_env=False,
     )
+
+
+def _agents_library() -> ModuleType:
+    """What the installed SDKs name in their requirements; they are not imported, which would take a second."""
+    wanted = {_library_of(sdk) for sdk in ("openai", "anthropic")} - {None}
+    return import_module("httpx2") if wanted == {"httpx2"} else httpx
+
+
+def _library_of(sdk: str) -> str | None:
+    try:
+        required = metadata.requires(sdk) or []
+    except metadata.PackageNotFoundError:
+        return None
+    return "httpx2" if any(line.startswith("httpx2") for line in required) else "httpx"
 
 
 def error_of(response: httpx.Response) -> RequestError:

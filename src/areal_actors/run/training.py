@@ -20,7 +20,7 @@ from attrs import field, frozen
 from areal_actors.actors.progress import Listener, ProgressReporter
 from areal_actors.actors.rollouts import Peers, RolloutRunner
 from areal_actors.actors.trainer import TrainerActor, TrainingPeers, parse_position
-from areal_actors.client import create_http_client
+from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig, save_config
 from areal_actors.core import Ref
 from areal_actors.dashboard import (
@@ -252,7 +252,7 @@ async def _spawn_learners(
     job: _Job, inference: Inference, progress: Ref[Progress], stack: AsyncExitStack
 ) -> Ref[Training]:
     """The rollout runner and the trainer."""
-    http_client = await stack.enter_async_context(create_http_client())
+    http_client = await stack.enter_async_context(create_agent_http_client())
     runner = RolloutRunner(
         agent=job.agent,
         peers=Peers(

@@ -1,9 +1,9 @@
 """A reward rule of your own, attacked by Hypothesis on trees of every shape: ``pytest examples/property_test.py``."""
 
-from hypothesis import given
+import pytest
 
-from areal_actors import RewardTree, backpropagate
-from areal_actors.testing.strategies import reward_trees
+from areal_actors import RewardTree
+from areal_actors.testing.laws import REWARD_LAWS
 
 
 def best_continuation(tree: RewardTree, discount: float) -> list[float]:
@@ -15,9 +15,7 @@ def best_continuation(tree: RewardTree, discount: float) -> list[float]:
     return returns
 
 
-@given(reward_trees())
-def test_no_answer_pays_for_what_follows_it(tree: RewardTree) -> None:
-    """Whatever is said next, an answer returns at least its own reward."""
-    returns = backpropagate(tree, 0.9, best_continuation)
-
-    assert all(returns[name] >= reward for name, reward in zip(tree.ids, tree.rewards, strict=True))
+@pytest.mark.parametrize("law", ["leaves keep their own", "free of order", "roots are independent"])
+def test_it_keeps_the_laws(law: str) -> None:
+    """It is not linear, and pays no attention to the order in which answers came."""
+    REWARD_LAWS[law].check(best_continuation)

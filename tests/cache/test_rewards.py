@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
+from itertools import count
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.cache import RULES, RewardTree, backpropagate, parse_reward, total_reward
+from areal_actors.cache import RULES, RewardTree, Rule, backpropagate, parse_reward, total_reward
 from areal_actors.domain import Interaction, InteractionId, InteractionStatus, SessionId, SessionRecord
 from areal_actors.errors import ExportError, RewardError
+from areal_actors.testing.laws import REWARD_LAWS, RewardLaw, chain, is_close
 from areal_actors.testing.strategies import reward_trees, session_records
 
 discounts = st.floats(0, 1)
 tree_rules = st.sampled_from(["mean", "sum", "max"])
-
-
-def close(left: Any, right: Any) -> bool:
-    """Whether two maps of returns agree but for rounding."""
-    return left.keys() == right.keys() and all(
-        math.isclose(left[k], right[k], rel_tol=1e-9, abs_tol=1e-6) for k in left
-    )
-
-
-def chain(*rewards: float) -> RewardTree:
-    """A conversation without branches."""
-    size = len(rewards)
-    return RewardTree(
-        ids=tuple(InteractionId(str(i)) for i in range(size)),
-        parents=tuple(i - 1 if i else None for i in range(size)),
-        rewards=rewards,
-    )
-
-
-def permuted(tree: RewardTree, order: list[int]) -> RewardTree:
-    """The same tree with its interactions written down in another order."""
-    new = {old: position for position, old in enumerate(order)}
-    return RewardTree(
-        ids=tuple(tree.ids[old] for old in order),
-        parents=tuple(None if (p := tree.parents[old]) is None else new[p] for old in order),
-        rewards=tuple(tree.rewards[old] for old in order),
-    )
 
 
 def oracle(tree: RewardTree, discount: float, rule: str) -> dict[InteractionId, float]:
@@ -61,36 +36,68 @@ def oracle(tree: RewardTree, discount: float, rule: str) -> dict[InteractionId, 
     return {tree.ids[n]: value(n) for n in range(len(tree.ids))}
 
 
+_BROKEN = {
+    "mean": set(),
+    "sum": {"bounded"},
+    "max": {"linear"},
+    "creation-order": {
+        "leaves keep their own",
+        "free of order",
+        "bounded",
+        "roots are independent",
+        "siblings are strangers",
+    },
+}
+
+
+@pytest.mark.parametrize("law", REWARD_LAWS.values(), ids=list(REWARD_LAWS))
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_the_laws_of_each_rule(rule: str, law: RewardLaw) -> None:
+    """Each rule keeps the laws that it is known to keep."""
+    if law.name not in _BROKEN[rule]:
+        law.check(rule)
+
+
+def _add_one(tree: RewardTree, _: float) -> list[float]:
+    return [reward + 1 for reward in tree.rewards]
+
+
+def _share_all(tree: RewardTree, _: float) -> list[float]:
+    return [math.fsum(tree.rewards)] * len(tree.ids)
+
+
+def _number(tree: RewardTree, _: float) -> list[float]:
+    return [float(position) for position in range(len(tree.ids))]
+
+
+def _forget(tree: RewardTree, _: float, calls: Iterator[int] = count()) -> list[float]:  # noqa: B008 - it remembers
+    return [float(next(calls))] * len(tree.ids)
+
+
+@pytest.mark.parametrize(
+    ("rule", "law"),
+    [
+        (_add_one, "leaves keep their own"),
+        (_add_one, "chains have a closed form"),
+        (_add_one, "discount 0 is the identity"),
+        (_add_one, "linear"),
+        (_add_one, "bounded"),
+        (_number, "free of order"),
+        (_share_all, "roots are independent"),
+        (_share_all, "siblings are strangers"),
+        (_forget, "pure"),
+    ],
+)
+def test_a_law_that_is_broken_is_found_out(rule: Rule, law: str) -> None:
+    """Every law can say no."""
+    with pytest.raises(AssertionError):
+        REWARD_LAWS[law].check(rule)
+
+
 @given(reward_trees(max_size=12), discounts, tree_rules)
 def test_returns_are_those_of_the_definition(tree: RewardTree, discount: float, rule: str) -> None:
     """Against an independent recursive reading of the definition."""
-    assert close(oracle(tree, discount, rule), backpropagate(tree, discount, rule))
-
-
-@given(reward_trees(), discounts, st.sampled_from(sorted(RULES)))
-def test_discount_0_is_the_identity(tree: RewardTree, discount: float, rule: str) -> None:
-    """Without a future, everybody keeps what they were given."""
-    assert dict(zip(tree.ids, tree.rewards, strict=True)) == backpropagate(tree, 0.0, rule)
-
-
-@given(reward_trees(), discounts, tree_rules)
-def test_leaves_keep_their_own(tree: RewardTree, discount: float, rule: str) -> None:
-    """Who has no children has nothing to inherit."""
-    returns = backpropagate(tree, discount, rule)
-
-    for position, reward in enumerate(tree.rewards):
-        if position not in tree.parents:
-            assert reward == returns[tree.ids[position]]
-
-
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), discounts, st.sampled_from(sorted(RULES)))
-def test_a_chain_has_a_closed_form_under_every_rule(rewards: list[float], discount: float, rule: str) -> None:
-    """On a chain, return k is the sum of later rewards, each discounted once per step."""
-    returns = list(backpropagate(chain(*rewards), discount, rule).values())
-
-    for k in range(len(rewards)):
-        expected = sum(reward * discount**i for i, reward in enumerate(rewards[k:]))
-        assert expected == pytest.approx(returns[k], abs=1e-9)
+    assert is_close(oracle(tree, discount, rule), backpropagate(tree, discount, rule))
 
 
 def test_the_documented_numbers() -> None:
@@ -105,50 +112,6 @@ def test_nothing_leaks_between_siblings() -> None:
     assert backpropagate(tree, 0.9) == {"a": 0.45, "b": 0.0, "c": 1.0}
     assert backpropagate(tree, 0.9, "max") == {"a": 0.9, "b": 0.0, "c": 1.0}
     assert pytest.approx([0.81, 0.9, 1.0]) == list(backpropagate(tree, 0.9, "creation-order").values())
-
-
-@given(reward_trees(), st.data(), discounts, st.sampled_from(["mean", "sum"]), st.floats(-3, 3))
-def test_returns_are_linear(tree: RewardTree, data: st.DataObject, discount: float, rule: str, scale: float) -> None:
-    """The returns of a sum of rewards are the sum of the returns, and scaling goes through."""
-    size = len(tree.ids)
-    others = tuple(data.draw(st.lists(st.floats(-1e3, 1e3), min_size=size, max_size=size)))
-    mixed = evolve(tree, rewards=tuple(scale * a + b for a, b in zip(tree.rewards, others, strict=True)))
-    left, right = backpropagate(tree, discount, rule), backpropagate(evolve(tree, rewards=others), discount, rule)
-
-    assert close({k: scale * left[k] + right[k] for k in left}, backpropagate(mixed, discount, rule))
-
-
-@given(reward_trees(), st.data(), discounts, tree_rules)
-def test_the_order_of_writing_changes_nothing(
-    tree: RewardTree, data: st.DataObject, discount: float, rule: str
-) -> None:
-    """Permuting siblings, roots and arrival gives the same returns, to the last bit."""
-    order = data.draw(st.permutations(range(len(tree.ids))))
-
-    assert backpropagate(tree, discount, rule) == backpropagate(permuted(tree, order), discount, rule)
-
-
-@given(reward_trees(), st.floats(0, 0.95), st.sampled_from(["mean", "max"]))
-def test_returns_are_bounded(tree: RewardTree, discount: float, rule: str) -> None:
-    """No return exceeds the largest reward times the sum of discounts along the longest path."""
-    largest = max(map(abs, tree.rewards), default=0.0)
-    bound = largest * sum(discount**k for k in range(len(tree.ids) + 1))
-
-    assert all(abs(value) <= bound * (1 + 1e-9) for value in backpropagate(tree, discount, rule).values())
-
-
-@given(reward_trees(), reward_trees(), discounts, tree_rules)
-def test_roots_are_independent(left: RewardTree, right: RewardTree, discount: float, rule: str) -> None:
-    """Two conversations in one session know nothing of each other."""
-    size = len(left.ids)
-    both = RewardTree(
-        ids=left.ids + tuple(InteractionId(f"other-{i}") for i in right.ids),
-        parents=left.parents + tuple(None if p is None else p + size for p in right.parents),
-        rewards=left.rewards + right.rewards,
-    )
-    returns = backpropagate(both, discount, rule)
-
-    assert backpropagate(left, discount, rule) == {i: returns[i] for i in left.ids}
 
 
 @given(session_records(), discounts, st.sampled_from(sorted(RULES)))

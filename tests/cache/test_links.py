@@ -263,6 +263,25 @@ def test_an_edited_thought_deep_in_the_history_breaks_the_link(talk: Any) -> Non
     assert parent_of(match(talk, [user("hi"), answer("a"), user("more"), answer("b"), user("x")])) == "2"
 
 
+def test_a_shortened_history_says_so(talk: Any) -> None:
+    """A client that keeps a window of its conversation begins a new branch, and is told from one that edits."""
+    talk.turn("1", [user("hi")], "first")
+    talk.turn("2", [user("hi"), answer("first"), user("more")], "second")
+
+    window = match(talk, [user("more"), answer("second"), user("and?")])
+    edited = match(talk, [user("ho"), answer("first"), user("more")])
+
+    assert (window.parent, window.fork_hint) == (None, ForkReason.HISTORY_TRUNCATED)
+    assert (edited.parent, edited.fork_hint) == (None, ForkReason.CLIENT_EDITED_HISTORY)
+
+
+def test_a_root_that_is_asked_again_is_a_sibling(talk: Any) -> None:
+    """Also while the first one is still being answered."""
+    assert talk.begin("1", [user("hi")]).fork is ForkReason.ROOT
+    assert talk.begin("2", [user("hi")]).fork is ForkReason.SIBLING
+    assert talk.begin("3", [user("ho")]).fork is ForkReason.ROOT
+
+
 def test_examples_in_a_first_prompt_are_a_root(talk: Any) -> None:
     """Few-shot answers that we never gave are no edit of ours."""
     shots = [user("1+1"), answer("2"), user("2+2")]

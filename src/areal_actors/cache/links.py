@@ -23,6 +23,7 @@ from areal_actors.cache.canonical import (
     extend_digest,
     has_same_calls,
     is_echo,
+    message_digest,
     num_leading_instructions,
     options_digest,
     prefix_digests,
@@ -79,6 +80,7 @@ class _Entry:
 
     id: InteractionId
     frame: Frame
+    num_messages: int
 
 
 @frozen
@@ -108,6 +110,7 @@ class ParentIndex:
         self._asked: dict[InteractionId, tuple[_Entry, bytes]] = {}  # pending ones, with the digest of their prompt
         self._answers: dict[bytes, _Entry | tuple[_Entry, ...]] = {}  # most answers are alone: a tuple costs 64 bytes
         self._prompts: set[bytes] = set()
+        self._lengths: dict[bytes, int] = {}  # of answers on their own, the number of messages before them
         self._frames: dict[Frame, Frame] = {}
         self._recent: tuple[_Recent, ...] = ()
 
@@ -121,12 +124,17 @@ class ParentIndex:
             if parent is not None:
                 return _linked(parent, history, position, reason)
             hint = hint or reason or self._edit_reason(history, position)
-        return Match(parent=None, new_messages=history.messages, fork_hint=hint or ForkReason.ROOT, history=history)
+        hint = hint or self._stray_reason(history.messages) or ForkReason.ROOT
+        return Match(parent=None, new_messages=history.messages, fork_hint=hint, history=history)
+
+    def is_asked(self, history: History) -> bool:
+        """Whether exactly these messages were asked before."""
+        return history.digest(len(history.messages)) in self._prompts
 
     def begin(self, interaction_id: InteractionId, history: History) -> None:
         """Remember that ``history`` was asked under this id."""
         digest = history.digest(len(history.messages))
-        self._asked[interaction_id] = _Entry(interaction_id, history.frame), digest
+        self._asked[interaction_id] = _Entry(interaction_id, history.frame, len(history.messages)), digest
         self._prompts.add(digest)
         self._remember(history, interaction_id)
 
@@ -138,6 +146,8 @@ class ParentIndex:
         digest = extend_digest(prompt_digest, output)
         others = self._bucket(digest)
         self._answers[digest] = (*others, entry) if others else entry
+        alone = message_digest(output)
+        self._lengths[alone] = max(entry.num_messages, self._lengths.get(alone, 0))
 
     def _bucket(self, digest: bytes) -> tuple[_Entry, ...]:
         """The interactions that end with this digest, in the order in which they ended."""
@@ -205,6 +215,15 @@ class ParentIndex:
         """An answer that we did not give, after a prompt that we did answer, was edited by the client."""
         is_known_prompt = position > 0 and history.digest(position) in self._prompts
         return ForkReason.CLIENT_EDITED_HISTORY if is_known_prompt else None
+
+    def _stray_reason(self, messages: Sequence[ChatMessage]) -> ForkReason | None:
+        """An answer of ours after other messages than we answered: some were left out, or one was edited."""
+        for position in _answer_positions(messages):
+            length = self._lengths.get(message_digest(messages[position]))
+            if length is not None:
+                is_shorter = position < length
+                return ForkReason.HISTORY_TRUNCATED if is_shorter else ForkReason.CLIENT_EDITED_HISTORY
+        return None
 
     def _remember(self, history: History, interaction_id: InteractionId) -> None:
         same = [recent for recent in self._recent if recent.history.messages == history.messages]

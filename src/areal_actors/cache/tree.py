@@ -148,12 +148,13 @@ class ConversationTree:
         """
         if interaction_id in self._interactions:
             raise Conflict(f"Session {self.session} already has an interaction {interaction_id}; choose another id.")
+        is_asked_again = plan.fork is ForkReason.ROOT and self._index.is_asked(plan.match.history)
         interaction = Interaction(
             id=interaction_id,
             order=len(self._interactions),
             parent=plan.parent,
             token_parent=plan.token_parent,
-            fork=plan.fork,
+            fork=ForkReason.SIBLING if is_asked_again else plan.fork,
             messages=plan.messages,
             prompt_suffix=_owned(plan.suffix),
             num_prompt_tokens=len(plan.token_ids),

@@ -28,8 +28,13 @@ class ForkReason(StrEnum):
     """Why a turn does not extend the exact tokens of the turn before it."""
 
     ROOT = "root"
+    """Nothing of ours stands in its history."""
+    SIBLING = "sibling"
+    """The prompt of another root was asked again."""
     TEMPLATE_REWROTE_HISTORY = "template_rewrote_history"
     CLIENT_EDITED_HISTORY = "client_edited_history"
+    HISTORY_TRUNCATED = "history_truncated"
+    """The client left earlier messages out and kept an answer of ours."""
     NEW_SYSTEM_PROMPT = "new_system_prompt"
     TOOLS_CHANGED = "tools_changed"
     TEMPLATE_OPTIONS_CHANGED = "template_options_changed"

@@ -15,6 +15,7 @@ from areal_actors.engines.base import Snapshot
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject
 from areal_actors.testing.engines import EchoEngine
+from areal_actors.testing.tokenizers import tiny_tokenizer
 
 PROMPT = np.random.default_rng(3).integers(0, 96, 40)
 
@@ -46,12 +47,27 @@ async def open_torch(model, **settings) -> AsyncIterator[Subject]:
         )
 
 
-def create_llama() -> LlamaForCausalLM:
+@asynccontextmanager
+async def open_with_grammars() -> AsyncIterator[Subject]:
+    """The embedded engine with a tokenizer, which is smaller than the model's vocabulary."""
+    model, tokenizer = create_llama(vocab_size=400), tiny_tokenizer()
+    config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16)
+    async with TorchEngine.open(config, model=model, tokenizer=tokenizer.backend_tokenizer) as engine:
+        yield Subject(
+            engine=engine,
+            create_snapshot=lambda version: Snapshot(version=version, state=model.state_dict()),
+            prompt=PROMPT,
+            decode=tokenizer.decode,
+            stop_token_ids=(2,),
+        )
+
+
+def create_llama(vocab_size: int = 96) -> LlamaForCausalLM:
     """Three query heads to each of two key heads, untied: the lean path."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=96,
+            vocab_size=vocab_size,
             hidden_size=24,
             intermediate_size=40,
             num_hidden_layers=2,
@@ -94,6 +110,7 @@ ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
     "llama": lambda: open_torch(create_llama()),
     "qwen2": lambda: open_torch(create_qwen()),
     "gpt2": lambda: open_torch(create_gpt2()),
+    "grammars": open_with_grammars,
     "deterministic": lambda: open_torch(create_llama(), deterministic=True),
 }
 

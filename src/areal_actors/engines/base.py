@@ -34,8 +34,8 @@ class Engine(Protocol):
 
         The stream ends after the chunk that carries ``finish``. Leaving the block early, or being cancelled in it,
         aborts the generation in the engine before the next token. Raises ``ContextLengthExceeded`` for a prompt that
-        leaves no room for one token, ``InvalidRequest`` for ids outside the vocabulary, ``EngineError`` if the engine
-        failed.
+        leaves no room for one token, ``InvalidRequest`` for ids outside the vocabulary or a grammar that is none,
+        ``UnsupportedParameter`` for one that it cannot hold, ``EngineError`` if the engine failed.
         """
         ...
 

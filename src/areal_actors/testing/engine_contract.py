@@ -13,6 +13,7 @@ used by one check at a time and is as good as new after each::
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 
@@ -20,9 +21,21 @@ import anyio
 import numpy as np
 from attrs import field, frozen
 
-from areal_actors.domain import FinishReason, Floats, Ints, SampleKey, Sampling, as_ints
+from areal_actors.domain import (
+    Exactly,
+    FinishReason,
+    Floats,
+    Grammar,
+    InOrder,
+    Ints,
+    JsonText,
+    MatchingRegex,
+    SampleKey,
+    Sampling,
+    as_ints,
+)
 from areal_actors.engines.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
-from areal_actors.errors import ContextLengthExceeded, InvalidRequest
+from areal_actors.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 
 __all__ = ["ENGINE_CHECKS", "Check", "Subject", "collect", "create_request"]
 
@@ -36,7 +49,8 @@ class Subject:
     ``create_snapshot(version)`` gives weights that it can load. ``prompt`` must not lead to an end within
     ``num_tokens`` tokens: scripted engines need a long enough script. ``recompute(prompt, output)``, where there is
     one, gives the log-probabilities float32 [len(output)] at temperature 1 that the engine should report, within
-    ``tolerance``.
+    ``tolerance``. An engine with grammars needs ``decode``, from ids to text without special tokens, and
+    ``stop_token_ids`` of its tokenizer.
     """
 
     engine: Engine
@@ -45,21 +59,33 @@ class Subject:
     num_tokens: int = 24
     recompute: Callable[[Ints, Ints], Floats] | None = None
     tolerance: float = 1e-4
+    decode: Callable[[Sequence[int]], str] | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
 
 Check = Callable[[Subject], Awaitable[None]]
 
 
 def create_request(
-    subject: Subject, *, prompt: Ints | None = None, path: tuple[int | str, ...] = (), **sampling: object
+    subject: Subject,
+    *,
+    prompt: Ints | None = None,
+    path: tuple[int | str, ...] = (),
+    grammar: Grammar | None = None,
+    **sampling: object,
 ) -> EngineRequest:
-    """A request of the subject's prompt with an id of its own; ``sampling`` overrides fields of ``Sampling``."""
+    """A request of the subject's prompt with an id of its own; ``sampling`` overrides fields of ``Sampling``.
+
+    With a ``grammar``, the subject's stop tokens may end it.
+    """
     settings = {"max_new_tokens": subject.num_tokens} | sampling
     return EngineRequest(
         id=f"contract-{next(_ids)}",
         prompt=subject.prompt if prompt is None else prompt,
         sampling=Sampling(**settings),  # type: ignore[arg-type]  # the caller names the fields
         key=SampleKey(seed=7, path=path),
+        stop_token_ids=subject.stop_token_ids if grammar is not None else (),
+        grammar=grammar,
     )
 
 
@@ -136,23 +162,23 @@ async def check_concurrent_requests_all_end(subject: Subject) -> None:
 async def check_overlong_prompt_is_refused(subject: Subject) -> None:
     """A prompt that leaves no room for one token raises ``ContextLengthExceeded``."""
     prompt = as_ints(np.resize(subject.prompt, subject.engine.info.context_length))
-    await _expect(ContextLengthExceeded, subject, prompt)
+    await _expect(ContextLengthExceeded, subject, create_request(subject, prompt=prompt))
 
 
 async def check_ids_outside_the_vocabulary_are_refused(subject: Subject) -> None:
     """Ids below 0 or beyond the vocabulary, and no ids at all, raise ``InvalidRequest``; the engine lives on."""
     for prompt in ([subject.engine.info.vocab_size], [-1], []):
-        await _expect(InvalidRequest, subject, as_ints(prompt))
+        await _expect(InvalidRequest, subject, create_request(subject, prompt=as_ints(prompt)))
 
     assert await collect(subject.engine, create_request(subject))
 
 
-async def _expect(error: type[Exception], subject: Subject, prompt: Ints) -> None:
+async def _expect(error: type[Exception], subject: Subject, request: EngineRequest) -> None:
     try:
-        await collect(subject.engine, create_request(subject, prompt=prompt))
+        await collect(subject.engine, request)
     except error:
         return
-    raise AssertionError(f"{len(prompt)} ids were accepted, and {error.__name__} was expected")
+    raise AssertionError(f"{request} was accepted, and {error.__name__} was expected")
 
 
 async def check_abort_ends_a_generation(subject: Subject) -> None:
@@ -262,6 +288,46 @@ async def check_logprobs_are_recomputable(subject: Subject) -> None:
         np.testing.assert_allclose(np.concatenate(reported), expected, atol=subject.tolerance, rtol=0)
 
 
+_ANSWER = InOrder(parts=(Exactly(text="Is it? "), JsonText(schema={"enum": ["yes", "no", 3]})))
+
+
+async def check_grammars_are_matched(subject: Subject) -> None:
+    """What is sampled under a grammar matches it and ends with a stop token; without grammars it is refused."""
+    if not subject.engine.info.has_grammars:
+        await _expect(UnsupportedParameter, subject, create_request(subject, grammar=_ANSWER))
+        return
+    assert subject.decode is not None, "an engine with grammars is checked with its tokenizer"
+    for number in range(4):
+        chunks = await collect(subject.engine, create_request(subject, grammar=_ANSWER, path=(number,)))
+        *ids, last = join_ids(chunks)
+        text = subject.decode(ids)
+
+        assert last in subject.stop_token_ids
+        assert chunks[-1].finish is FinishReason.STOP
+        assert text.startswith("Is it? ")
+        assert json.loads(text.removeprefix("Is it? ")) in ("yes", "no", 3)
+
+
+async def check_grammars_are_cut_by_length(subject: Subject) -> None:
+    """A grammar that needs more tokens than are allowed ends with LENGTH, where it stands."""
+    if not subject.engine.info.has_grammars:
+        return
+    chunks = await collect(subject.engine, create_request(subject, grammar=_ANSWER, max_new_tokens=1))
+
+    assert len(join_ids(chunks)) == 1
+    assert chunks[-1].finish is FinishReason.LENGTH
+
+
+async def check_broken_grammars_are_refused(subject: Subject) -> None:
+    """A grammar that is none is refused when it is asked for, and the engine goes on."""
+    if not subject.engine.info.has_grammars:
+        return
+    for broken in (MatchingRegex(pattern="("), JsonText(schema={"type": "nothing"})):
+        await _expect(InvalidRequest, subject, create_request(subject, grammar=broken))
+
+    assert len(join_ids(await collect(subject.engine, create_request(subject)))) == subject.num_tokens
+
+
 ENGINE_CHECKS: tuple[Check, ...] = (
     check_chunks_are_well_formed,
     check_ends_at_max_new_tokens,
@@ -277,5 +343,8 @@ ENGINE_CHECKS: tuple[Check, ...] = (
     check_pause_aborts,
     check_load_stamps_versions,
     check_logprobs_are_recomputable,
+    check_grammars_are_matched,
+    check_grammars_are_cut_by_length,
+    check_broken_grammars_are_refused,
 )
 """All checks."""

@@ -16,7 +16,7 @@ from attrs import define, evolve
 
 from areal_actors.domain import FinishReason, Ints, TopLogprob
 from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
-from areal_actors.errors import ContextLengthExceeded, EngineError, InvalidRequest, ModelError
+from areal_actors.errors import ContextLengthExceeded, EngineError, InvalidRequest, ModelError, UnsupportedParameter
 
 __all__ = ["EchoEngine", "Script", "echo_logprob", "script_answers"]
 
@@ -70,6 +70,8 @@ class _EchoStream:
 class EchoEngine:
     """A scripted ``Engine``. With ``is_gated`` a token is sampled only after ``release`` has let it go.
 
+    With ``has_grammars`` it takes grammars, and leaves it to the script to match them.
+
     ``requests`` holds all that were opened, in order. ``fail`` makes it fail as an engine does whose thread died.
     """
 
@@ -81,6 +83,7 @@ class EchoEngine:
         vocab_size: int = 1 << 17,
         context_length: int = 1 << 15,
         version: int = 0,
+        has_grammars: bool = False,
     ) -> None:
         self.requests: list[EngineRequest] = []
         self._script = script
@@ -93,6 +96,7 @@ class EchoEngine:
             dtype="float32",
             device="cpu",
             max_concurrent=1 << 10,
+            has_grammars=has_grammars,
         )
         self._version = version
         self._is_paused = False
@@ -210,6 +214,8 @@ class EchoEngine:
             raise ContextLengthExceeded(num_tokens=len(prompt), max_tokens=self._info.context_length)
         if prompt.min() < 0 or prompt.max() >= self._info.vocab_size:
             raise InvalidRequest("The prompt has ids outside the vocabulary.", param="prompt")
+        if request.grammar is not None and not self._info.has_grammars:
+            raise UnsupportedParameter("The echo engine was made without grammars.")
 
     async def _next_chunk(self, generation: _EchoGeneration) -> Chunk:
         await anyio.lowlevel.checkpoint()

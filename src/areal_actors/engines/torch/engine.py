@@ -22,8 +22,9 @@ from attrs import define, evolve, field
 
 from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.engines.torch.constraint import Constraint, GrammarCompiler
 from areal_actors.engines.torch.forward import Forward, create_forward
-from areal_actors.engines.torch.generation import Decode, Generation, Sampled, validate_request
+from areal_actors.engines.torch.generation import Decode, Generation, Sampled, find_stop_ids, validate_request
 from areal_actors.engines.torch.worker import (
     Abort,
     Close,
@@ -37,7 +38,7 @@ from areal_actors.engines.torch.worker import (
     Submit,
     Worker,
 )
-from areal_actors.errors import ArealError, EngineError, InvalidRequest, ModelError
+from areal_actors.errors import ArealError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
 from areal_actors.telemetry import quiet_transformers
 
 __all__ = ["TorchEngine"]
@@ -53,11 +54,14 @@ class TorchEngine:
     call raises ``EngineError`` with the failure as its cause.
     """
 
-    def __init__(self, config: TorchEngineConfig, info: EngineInfo, decode: Decode | None) -> None:
+    def __init__(
+        self, config: TorchEngineConfig, info: EngineInfo, decode: Decode | None, compiler: GrammarCompiler | None
+    ) -> None:
         """Use ``open``."""
         self._config = config
         self._info = info
         self._decode = decode
+        self._compiler = compiler
         self._streams: dict[Generation, _Stream] = {}
         self._ids: set[str] = set()
         self._replies: set[Reply] = set()
@@ -75,18 +79,22 @@ class TorchEngine:
         *,
         model: Any,
         decode: Decode | None = None,
+        tokenizer: Any = None,
         version: int = 0,
     ) -> AsyncIterator[TorchEngine]:
         """Open an engine for ``model``: a transformers causal LM (copied: yours may train on) or a directory of one.
 
-        ``decode`` turns ids into text and is needed for stop strings only; a tokenizer's ``decode`` serves. ``version``
-        is that of the weights that ``model`` has.
+        ``decode`` turns ids into text and is needed for stop strings only; a tokenizer's ``decode`` serves.
+        ``tokenizer`` (``tokenizers.Tokenizer``) is the model's and is needed for grammars only. ``version`` is that of
+        the weights that ``model`` has.
 
         Raises:
             ModelError: the model cannot be read, or cannot be run here.
         """
         config = config or TorchEngineConfig()
-        engine = cls(config, _describe(config, model), decode)
+        info = evolve(_describe(config, model), has_grammars=tokenizer is not None)
+        compiler = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size=info.vocab_size)
+        engine = cls(config, info, decode, compiler)
         engine._version = version
         await engine._start(model)
         try:
@@ -140,11 +148,14 @@ class TorchEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
         """Open a generation; see ``Engine.generate``."""
         validate_request(request, self._info, can_decode=self._decode is not None)
+        constraint = await self._constrain(request)
         if request.id in self._ids:
             raise InvalidRequest(
                 f"A generation with the id {request.id!r} is running; give each its own id.", param="id"
             )
-        generation = Generation.create(request, context_length=self._info.context_length, decode=self._decode)
+        generation = Generation.create(
+            request, context_length=self._info.context_length, decode=self._decode, constraint=constraint
+        )
         stream = self._streams[generation] = _Stream(generation)
         self._ids.add(request.id)
         try:
@@ -155,6 +166,13 @@ class TorchEngine:
             self._ids.discard(request.id)
             if not stream.is_over and self._gone is None:
                 self._send(Abort(generation=generation))
+
+    async def _constrain(self, request: EngineRequest) -> Constraint | None:
+        if request.grammar is None:
+            return None
+        if self._compiler is None:
+            raise UnsupportedParameter("Grammars need a tokenizer, and this engine was opened without one.")
+        return await self._compiler.compile(request.grammar, stop_ids=find_stop_ids(request))
 
     async def abort(self, request_id: str) -> None:
         """End a generation with ``FinishReason.ABORT``; what was sampled is delivered. Unknown ids are ignored."""

@@ -19,9 +19,10 @@ from areal_actors.engines.base import EngineInfo, EngineRequest
 from areal_actors.errors import ContextLengthExceeded, InvalidRequest
 
 if TYPE_CHECKING:
+    from areal_actors.engines.torch.constraint import Constraint
     from areal_actors.engines.torch.scheduler import Slot
 
-__all__ = ["Decode", "Generation", "Sampled", "StopScanner", "create_uniforms", "validate_request"]
+__all__ = ["Decode", "Generation", "Sampled", "StopScanner", "create_uniforms", "find_stop_ids", "validate_request"]
 
 Decode = Callable[[Sequence[int]], str]
 """From token ids to text, as a tokenizer's ``decode``."""
@@ -85,6 +86,7 @@ class Generation:
     stop_ids: frozenset[int]
     uniform: Callable[[], float]
     scanner: StopScanner | None
+    constraint: Constraint | None = None
     slot: Slot | None = None
     tail_row: int = -1
     base: int = 0
@@ -93,8 +95,15 @@ class Generation:
     outbox: list[Sampled] = field(factory=list)
 
     @classmethod
-    def create(cls, request: EngineRequest, *, context_length: int, decode: Decode | None) -> Generation:
-        """A generation that has not begun. ``request`` has been validated."""
+    def create(
+        cls,
+        request: EngineRequest,
+        *,
+        context_length: int,
+        decode: Decode | None,
+        constraint: Constraint | None = None,
+    ) -> Generation:
+        """A generation that has not begun. ``request`` has been validated, and its grammar is ``constraint``."""
         num_prompt = len(request.prompt)
         limit = min(num_prompt + request.sampling.max_new_tokens, context_length)
         tokens = np.empty(limit, dtype=np.int32)
@@ -105,9 +114,10 @@ class Generation:
             tokens=tokens,
             length=num_prompt,
             limit=limit,
-            stop_ids=frozenset((*request.stop_token_ids, *request.sampling.stop_token_ids)),
+            stop_ids=find_stop_ids(request),
             uniform=create_uniforms(request.key),
             scanner=StopScanner(stop, decode) if stop and decode is not None else None,
+            constraint=constraint,
         )
 
     @property
@@ -126,6 +136,11 @@ class Generation:
         return self.tokens[: self.length]
 
     @property
+    def allowed(self) -> npt.NDArray[np.bool_] | None:
+        """The tokens that the grammar allows next, bool [V]; ``None`` where there is no grammar."""
+        return None if self.constraint is None else self.constraint.allowed()
+
+    @property
     def output(self) -> Ints:
         """What was sampled."""
         return self.tokens[self.num_prompt : self.length]
@@ -139,8 +154,24 @@ class Generation:
             self.scanner is not None and self.scanner.is_complete(sampled.token_id)
         ):
             self.finish = FinishReason.STOP
+            return
+        if self.constraint is not None:
+            self.constraint.append(sampled.token_id)
+        if self._is_complete:
+            self.finish = FinishReason.STOP
         elif self.length >= self.limit:
             self.finish = FinishReason.LENGTH
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether nothing can follow but a stop token, and there is none, or no room for it."""
+        constraint = self.constraint
+        return constraint is not None and constraint.is_over and (self.length >= self.limit or not constraint.has_stop)
+
+
+def find_stop_ids(request: EngineRequest) -> frozenset[int]:
+    """The ids that end this generation: the renderer's and the client's own."""
+    return frozenset((*request.stop_token_ids, *request.sampling.stop_token_ids))
 
 
 def validate_request(request: EngineRequest, info: EngineInfo, *, can_decode: bool) -> None:

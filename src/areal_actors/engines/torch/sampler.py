@@ -1,14 +1,17 @@
 """From logits to ids and log-probabilities, a batch at a time.
 
-Order, per row: penalties and bias on the logits, temperature, top-k, top-p, min-p, then the inverse of the cumulative
-distribution at the row's own uniform number. Rows with neutral settings, which is nearly all of them in training, are
-neither sorted nor copied. Reported log-probabilities are those of the distribution that was sampled from.
+Order, per row: the grammar's mask, penalties and bias on the logits, temperature, top-k, top-p, min-p, then the inverse
+of the cumulative distribution at the row's own uniform number. Rows with neutral settings, which is nearly all of them
+in training, are neither sorted nor copied. Reported log-probabilities are those of the distribution that was sampled
+from; the raw ones know neither settings nor grammar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import frozen
 
@@ -23,17 +26,29 @@ _NUM_CANDIDATES = 1024
 
 @frozen(eq=False)
 class RowSampling:
-    """How to sample one row: settings, its uniform number in [0, 1), and the tokens that penalties look at."""
+    """How to sample one row: settings, its uniform number in [0, 1), and the tokens that penalties look at.
+
+    ``allowed`` (bool [V]) are the tokens that may be sampled; ``None`` are all.
+    """
 
     sampling: Sampling
     uniform: float
     prompt: Ints
     output: Ints
+    allowed: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether the plain softmax is sampled from."""
+        return self.allowed is None and _is_neutral(self.sampling)
 
 
 @frozen(eq=False)
 class Draw:
-    """What was sampled per row; ``is_finite`` is false where logits were no numbers and nothing could be sampled."""
+    """What was sampled per row.
+
+    ``is_finite`` is false where nothing could be sampled: logits were no numbers, or no token was allowed.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -56,18 +71,19 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Draw:
     if any(row.sampling.temperature == 0 for row in rows):
         drawn = torch.where(is_greedy, logprobs.argmax(dim=-1), drawn)
     picked = drawn[:, None]
+    taken = logprobs.gather(1, picked)[:, 0].clamp(max=0.0)
     return Draw(
         token_ids=drawn.tolist(),
-        logprobs=logprobs.gather(1, picked)[:, 0].clamp(max=0.0).tolist(),
+        logprobs=taken.tolist(),
         raw_logprobs=raw.gather(1, picked)[:, 0].clamp(max=0.0).tolist(),
         top=[_top(logprobs[i], row.sampling.top_logprobs) for i, row in enumerate(rows)],
-        is_finite=is_finite.tolist(),
+        is_finite=(is_finite & torch.isfinite(taken)).tolist(),
     )
 
 
 def _shape(raw: torch.Tensor, logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
     """Log-probabilities [B, V] of the distributions to sample from; ``raw`` itself where every row is neutral."""
-    shaped = [i for i, row in enumerate(rows) if not _is_neutral(row.sampling)]
+    shaped = [i for i, row in enumerate(rows) if not row.is_neutral]
     if not shaped:
         return raw
     out = raw.clone()
@@ -94,11 +110,13 @@ def _is_adjusted(sampling: Sampling) -> bool:
 
 
 def _adjust(logits: torch.Tensor, row: RowSampling) -> torch.Tensor:
-    """``logits`` [V] after penalties and bias.
+    """``logits`` [V] after the mask, penalties and bias, none of which brings back what the mask took.
 
     Repetition looks at prompt and output; frequency and presence at the output.
     """
     sampling = row.sampling
+    if row.allowed is not None:
+        logits = torch.where(torch.from_numpy(row.allowed).to(logits.device), logits, -torch.inf)
     if not _is_adjusted(sampling):
         return logits
     adjusted = logits.clone()

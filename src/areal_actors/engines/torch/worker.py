@@ -262,16 +262,13 @@ class Worker:
             self._sample(logits, order)
 
     def _sample(self, logits: torch.Tensor, order: Sequence[Generation]) -> None:
-        rows = [RowSampling(g.sampling, g.uniform(), g.request.prompt, g.output) for g in order]
+        # Masks are computed here, while an accelerator still computes the logits.
+        rows = [RowSampling(g.sampling, g.uniform(), g.request.prompt, g.output, g.allowed) for g in order]
         draw = sample(logits, rows)
         self._count(sampled_tokens=len(order))
         for i, generation in enumerate(order):
             if not draw.is_finite[i]:
-                error = EngineError(
-                    f"Generation {generation.request.id}: the model's logits are not finite under version "
-                    f"{self._version}; the weights have diverged. Load sound weights."
-                )
-                self._finish(generation, None, error)
+                self._finish(generation, None, self._explain(generation, rows[i]))
                 continue
             generation.append(
                 Sampled(draw.token_ids[i], draw.logprobs[i], draw.raw_logprobs[i], self._version, draw.top[i])
@@ -280,6 +277,16 @@ class Worker:
                 self._finish(generation, generation.finish)
             else:
                 self._deliver(generation)
+
+    def _explain(self, generation: Generation, row: RowSampling) -> EngineError:
+        """Why no token could be sampled."""
+        name = f"Generation {generation.request.id}"
+        if generation.constraint is not None and row.allowed is not None and not row.allowed.any():
+            return EngineError(f"{name}: its grammar cannot be satisfied ({generation.constraint.failure}).")
+        return EngineError(
+            f"{name}: the model's logits are not finite under version {self._version}; the weights have diverged. "
+            "Load sound weights."
+        )
 
     def _finish(self, generation: Generation, reason: FinishReason | None, error: Exception | None = None) -> None:
         if generation not in self._generations:

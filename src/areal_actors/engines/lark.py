@@ -1,0 +1,167 @@
+"""Grammars in the Lark dialect of llguidance, as text. Pure; who compiles it is ``engines/torch/constraint``.
+
+Parts that are regular languages (texts, free text, expressions, and what is composed of them) become *terminals*, which
+the library's lexer matches byte by byte: free text that ends where a tag begins could not be told apart by a grammar
+of lexemes, because lexemes are as long as possible. JSON and what contains it becomes rules.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+from attrs import define, field
+
+from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, JsonText, MatchingRegex, OneOf, Repeated
+from areal_actors.errors import InvalidRequest
+
+__all__ = ["format_lark"]
+
+WHITE_SPACE = r"[ ]|\n[ ]{0,32}"
+"""What may stand between the tokens of JSON: nothing, a space, or a new line and its indentation.
+
+JSON allows more, without bound, and a weak model under a grammar finds no end of it.
+"""
+
+_ANYTHING = "/(?s:.*)/"
+
+
+def format_lark(grammar: Grammar, *, tokens: Mapping[str, int]) -> str:
+    """``grammar`` as a Lark text whose rule is ``start``.
+
+    ``tokens`` are the texts and ids of added tokens (``<tool_call>``); where such a text must be written, the token is.
+
+    Raises ``InvalidRequest`` for a schema that is no JSON, or is nested too deeply to be written down.
+    """
+    try:
+        return _Translation(tokens=tokens).translate(grammar)
+    except (RecursionError, ValueError, TypeError) as error:
+        raise InvalidRequest(f"The form that the answer must have cannot be written down: {error}.") from error
+
+
+@define(kw_only=True)
+class _Translation:
+    """One grammar on its way; ``_terminals`` are names by definition."""
+
+    tokens: Mapping[str, int]
+    _terminals: dict[str, str] = field(factory=dict, init=False)
+    _markers: re.Pattern[str] | None = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        texts = sorted(self.tokens, key=len, reverse=True)
+        self._markers = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+
+    def translate(self, grammar: Grammar) -> str:
+        start = self._rule(grammar)
+        terminals = (f"{name}: {definition}" for definition, name in self._terminals.items())
+        return "\n".join((f"start: {start}", *terminals, ""))
+
+    # ---------------------------------------------------------------------------------------------- rules
+
+    def _rule(self, grammar: Grammar) -> str:
+        if not isinstance(grammar, Exactly) and (terminal := self._terminal(grammar)) is not None:
+            return self._terminals.setdefault(terminal, f"T{len(self._terminals)}")
+        match grammar:
+            case Exactly(text=text):
+                return " ".join(self._write(text))
+            case JsonText():
+                return f"%json {_format_schema(grammar)}"
+            case InOrder(parts=parts):
+                return " ".join(self._sequence(_flatten(parts))) or '""'
+            case OneOf(parts=parts):
+                return f"({' | '.join(map(self._rule, parts))})"
+            case Repeated():
+                return self._repeat(grammar, self._rule(grammar.part), self._rule(Exactly(text=grammar.separator)))
+            case _:
+                raise TypeError(f"{type(grammar).__name__} is no grammar")
+
+    def _sequence(self, parts: Iterable[Grammar]) -> Iterator[str]:
+        """Neighbours that are regular are one terminal, so that the first ends where the second begins."""
+        for is_regular, run in groupby(parts, key=lambda part: self._terminal(part) is not None):
+            group = tuple(run)
+            if is_regular and len(group) > 1 and not all(isinstance(part, Exactly) for part in group):
+                yield self._rule(InOrder(parts=group))
+            else:
+                yield from map(self._rule, group)
+
+    def _write(self, text: str) -> Iterator[str]:
+        if not text:
+            yield '""'
+        for piece in self._markers.split(text) if self._markers else [text]:
+            if piece in self.tokens:
+                yield f"<[{self.tokens[piece]}]>"
+            elif piece:
+                yield _quote(piece)
+
+    # ------------------------------------------------------------------------------------------ terminals
+
+    def _terminal(self, grammar: Grammar) -> str | None:
+        """The definition of a terminal, or ``None`` if ``grammar`` is not regular or has added tokens in it."""
+        match grammar:
+            case Exactly(text=text):
+                return None if self._markers and self._markers.search(text) else _quote(text)
+            case MatchingRegex(pattern=pattern):
+                return f"/{_escape(pattern)}/"
+            case FreeText(excluding=excluding):
+                return _format_free_text(excluding)
+            case JsonText():
+                return None
+        return self._composed_terminal(grammar)
+
+    def _composed_terminal(self, grammar: InOrder | OneOf | Repeated) -> str | None:
+        if isinstance(grammar, Repeated):
+            part, separator = self._terminal(grammar.part), self._terminal(Exactly(text=grammar.separator))
+            return None if part is None or separator is None else self._repeat(grammar, part, separator)
+        parts = [self._terminal(part) for part in grammar.parts]
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            return None
+        return f"({' | '.join(known)})" if isinstance(grammar, OneOf) else " ".join(known)
+
+    @staticmethod
+    def _repeat(repeated: Repeated, part: str, separator: str) -> str:
+        low, high = repeated.at_least, repeated.at_most
+        if high == 0:
+            return '""'
+        rest = f"({separator} {part})" if repeated.separator else f"({part})"
+        more = f"{{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+        once = f"({part})" if high == 1 else f"({part} {rest}{more})"
+        return once if low else f"{once}?"
+
+
+def _flatten(parts: Sequence[Grammar]) -> Iterator[Grammar]:
+    for part in parts:
+        if isinstance(part, InOrder):
+            yield from _flatten(part.parts)
+        else:
+            yield part
+
+
+def _format_free_text(excluding: Sequence[str]) -> str:
+    without = [f"~/(?s:.*){_escape(_literally(text))}(?s:.*)/" for text in excluding]
+    return f"({' & '.join((_ANYTHING, *without))})" if without else _ANYTHING
+
+
+def _format_schema(json_text: JsonText) -> str:
+    """The schema, its own options for the library replaced by ours."""
+    options = {"whitespace_pattern": WHITE_SPACE, "lenient": not json_text.is_strict}
+    return json.dumps({**json_text.schema, "x-guidance": options}, allow_nan=False)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _literally(text: str) -> str:
+    """A regular expression for ``text``, in words that Rust's expressions share with Python's."""
+    return re.sub(r"[^0-9A-Za-z\u0080-\U0010ffff]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
+
+
+def _escape(pattern: str) -> str:
+    """``pattern`` between slashes: what would end it is escaped, unless it is already."""
+    return re.sub(r"\\.|[/\n\r]", lambda match: _ESCAPES.get(match[0], match[0]), pattern, flags=re.DOTALL)
+
+
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}

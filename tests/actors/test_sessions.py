@@ -16,12 +16,14 @@ from areal_actors.domain import (
     FinishReason,
     InteractionStatus,
     Ints,
+    JsonText,
     PauseMode,
     Sampling,
     SessionId,
     TextDelta,
     Tool,
     ToolCallStarted,
+    ToolChoice,
 )
 from areal_actors.errors import (
     Conflict,
@@ -34,6 +36,7 @@ from areal_actors.errors import (
     SessionEnded,
     Unauthorized,
     Unavailable,
+    UnsupportedParameter,
 )
 from areal_actors.messages import (
     ClaimPermit,
@@ -514,3 +517,58 @@ async def test_an_external_session_gives_its_permit_back_unaccepted(ending: str)
         view = await house.capacity.ask(DescribeCapacity())
 
         assert (0, 0) == (view.running, view.accepted)
+
+
+# ------------------------------------------------------------------------------------------------- forms of answers
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": (Tool(name="f"),), "tool_choice": ToolChoice.REQUIRED}, "tool_choice"),
+        ({"tools": (Tool(name="f"),), "tool_choice": "f"}, "tool_choice"),
+        ({"response_format": JsonText()}, "response_format"),
+    ],
+)
+async def test_that_an_engine_without_grammars_is_not_asked_for_one(options, param):
+    """It is refused by name, and the session remembers nothing of it."""
+    async with open_house() as house:
+        opened = await house.open()
+        with pytest.raises(UnsupportedParameter, match=param) as caught:
+            await house.complete(opened.session, say("hi"), **options)
+        record = await house.record(opened.session)
+
+    assert caught.value.param == param
+    assert record.interactions == ()
+    assert house.engine.requests == []
+
+
+async def test_that_the_engine_is_asked_for_what_the_renderer_says():
+    """With grammars, a demanded call goes to the engine as one; a strict tool that may be called does not."""
+    tool = Tool(name="f", is_strict=True)
+    async with open_house(engine=EchoEngine(lambda _: encode("42"), has_grammars=True)) as house:
+        opened = await house.open()
+        await house.complete(opened.session, say("hi"), tools=(tool,), tool_choice=ToolChoice.REQUIRED)
+        await house.complete(opened.session, say("hi"), tools=(tool,))
+
+    demanded, free = house.engine.requests
+    assert demanded.grammar == renderer().constrain(tools=(tool,), tool_choice=ToolChoice.REQUIRED)
+    assert free.grammar is None
+
+
+async def test_that_a_grammar_the_engine_refuses_leaves_nothing_pending():
+    """The client learns why; the interaction has failed, and the session goes on."""
+
+    class Refusing(EchoEngine):
+        def _validate(self, request):
+            if request.grammar is not None:
+                raise UnsupportedParameter("no such form")
+
+    async with open_house(engine=Refusing(lambda _: encode("42"), has_grammars=True)) as house:
+        opened = await house.open()
+        with pytest.raises(UnsupportedParameter, match="no such form"):
+            await house.complete(opened.session, say("hi"), response_format=JsonText())
+        await house.complete(opened.session, say("hi"))
+        record = await house.record(opened.session)
+
+    assert [i.status for i in record.interactions] == [InteractionStatus.FAILED, InteractionStatus.COMPLETED]

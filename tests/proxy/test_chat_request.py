@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.domain import ChatMessage, Tool, ToolCall, ToolChoice
+from areal_actors.domain import ChatMessage, Exactly, JsonText, OneOf, Tool, ToolCall, ToolChoice
 from areal_actors.errors import InvalidRequest, RequestError, UnsupportedParameter
 from areal_actors.proxy.chat import ParsedChat, parse_chat_request
 from areal_actors.proxy.parameters import CHAT_PARAMETERS
@@ -144,6 +144,10 @@ def test_every_sampling_field_arrives():
         ({"stream": "yes"}, "stream"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"tool_choice": 3}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
+        ({"tools": [{"function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"function": {"name": "f"}}] * 2}, "tools"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -166,9 +170,8 @@ def test_a_bad_value_is_refused_by_name(fields, param):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "grammar"}},
+        {"guided_grammar": "root ::= x"},
         {"functions": [{"name": "f"}]},
         {"modalities": ["text", "audio"]},
         {"ignore_eos": True},
@@ -195,6 +198,18 @@ def test_what_would_change_the_answer_is_refused(fields):
 def test_what_asks_for_nothing_is_accepted(fields):
     """Inert names, neutral values and nulls, which several clients send, are no reason to refuse."""
     assert _parse(**fields).request.messages == (ChatMessage(role="user", content="hi"),)
+
+
+def test_what_is_demanded_of_an_answer_is_read():
+    """A call, and a form of the text; a strict tool remembers that it is one."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+    choice = {"type": "function", "function": {"name": "f"}}
+    request = _parse(tools=[tool], tool_choice=choice, response_format={"type": "json_object"}).request
+
+    assert request.tool_choice == "f"
+    assert request.tools == (Tool(name="f", parameters={"type": "object"}, is_strict=True),)
+    assert request.response_format == JsonText(schema={"type": "object"})
+    assert _parse(guided_choice=["a"]).request.response_format == OneOf(parts=(Exactly(text="a"),))
 
 
 def test_a_misspelling_is_refused_with_the_nearest_name():
@@ -232,9 +247,9 @@ def test_messages_of_all_roles_are_read():
 
 
 def test_tools_and_choices_are_read():
-    """Functions keep name, description and schema; ``strict`` is inert; the tag of the agent may come from metadata."""
+    """Functions keep name, description and schema; the tag of the agent may come from metadata."""
     schema = {"type": "object", "properties": {}}
-    function = {"name": "f", "description": "d", "parameters": schema, "strict": True}
+    function = {"name": "f", "description": "d", "parameters": schema}
     parsed = _parse(
         tools=[{"type": "function", "function": function}],
         tool_choice="none",

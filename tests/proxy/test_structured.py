@@ -165,6 +165,12 @@ def test_that_nothing_can_be_required_of_no_tools() -> None:
         parse_tool_choice("required", ())
 
 
+def test_that_a_name_is_no_choice() -> None:
+    """A function called ``auto`` cannot be told from the choice of that name."""
+    with pytest.raises(InvalidRequest, match="rename"):
+        parse_tool_choice({"type": "function", "name": "auto"}, (Tool(name="auto"),))
+
+
 def test_that_a_custom_tool_is_refused_by_name() -> None:
     """Only functions are known."""
     with pytest.raises(UnsupportedParameter, match="'custom'"):

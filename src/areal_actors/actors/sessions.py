@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import anyio
 from attrs import define, field, frozen
 
-from areal_actors.actors.turns import Choice, SampleKeys, engine_request
+from areal_actors.actors.turns import Choice, SampleKeys, engine_request, find_grammar
 from areal_actors.cache import ConversationTree, PromptPlan, Session, SessionSettings, SessionStore, plan_prompt
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import (
@@ -106,6 +106,7 @@ class SessionManager(Actor[Sessions]):
         self._store = SessionStore(token_factory=token_factory, settings=self._config.lifetimes)
         self._extras: dict[SessionId, _Extras] = {}
         self._context_length = 0
+        self._has_grammars = False
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -118,6 +119,7 @@ class SessionManager(Actor[Sessions]):
         """Ask the engine for its bounds; needed before the first completion by whoever runs no lifespan."""
         view = await self._generation.ask(DescribeEngine())
         self._context_length = view.info.context_length
+        self._has_grammars = view.info.has_grammars
 
     # ------------------------------------------------------------------------------------------- lifecycle
 
@@ -239,13 +241,7 @@ class SessionManager(Actor[Sessions]):
     def _begin(self, credential: Credential, request: CompletionRequest, *, is_streaming: bool) -> _Turn:
         session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
         plan = plan_prompt(session.tree, self._renderer, request)
-        grammar = self._renderer.constrain(
-            tools=request.tools,
-            tool_choice=request.tool_choice,
-            parallel_tool_calls=request.parallel_tool_calls,
-            response_format=request.response_format,
-            template_kwargs=request.template_kwargs,
-        )
+        grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
         keys = self._extras[session.id].keys.keys(request, plan.token_ids)
         names = _names(f"{request.id_prefix}{self._token()}", request.num_choices)
         requests = tuple(

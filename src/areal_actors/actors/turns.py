@@ -31,10 +31,10 @@ from areal_actors.domain import (
     ToolChoice,
     Usage,
 )
-from areal_actors.errors import ContextLengthExceeded
+from areal_actors.errors import ContextLengthExceeded, UnsupportedParameter
 from areal_actors.rendering import Renderer, StreamParser
 
-__all__ = ["Choice", "SampleKeys", "engine_request"]
+__all__ = ["Choice", "SampleKeys", "engine_request", "find_grammar"]
 
 
 class SampleKeys:
@@ -58,6 +58,28 @@ class SampleKeys:
         self._asked[digest] = occurrence + 1
         seed, path = self._base.seed, self._base.path
         return [SampleKey(seed=seed, path=(*path, digest, occurrence, choice)) for choice in choices]
+
+
+def find_grammar(renderer: Renderer, request: CompletionRequest, *, has_grammars: bool) -> Grammar | None:
+    """What the answer must match, by the model's own way of writing calls and thoughts; ``None`` if it is free.
+
+    Raises ``UnsupportedParameter`` if something is demanded that the engine, or the model's format, has no means for.
+    """
+    is_call_demanded = request.tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE)
+    if not has_grammars and (is_call_demanded or request.response_format is not None):
+        param = "tool_choice" if is_call_demanded else "response_format"
+        raise UnsupportedParameter(
+            f"{param} cannot be enforced: the engine does not constrain what it samples. Say in the prompt what the "
+            "answer has to look like.",
+            param=param,
+        )
+    return renderer.constrain(
+        tools=request.tools,
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=request.response_format,
+        template_kwargs=request.template_kwargs,
+    )
 
 
 def engine_request(

@@ -150,7 +150,9 @@ def _parse_tool(raw: Any, where: str) -> Tool:
         raise wrong(f"{where}.function.name", "a string that is not empty", name)
     if not isinstance(description, str | None):
         raise wrong(f"{where}.function.description", "a string", description)
-    parameters = function.get("parameters")
+    parameters, strict = function.get("parameters"), function.get("strict")
     if not isinstance(parameters, dict | None):
         raise wrong(f"{where}.function.parameters", "a JSON schema", parameters)
-    return Tool(name=name, description=description or "", parameters=parameters or {})
+    if not isinstance(strict, bool | None):
+        raise wrong(f"{where}.function.strict", "true or false", strict)
+    return Tool(name=name, description=description or "", parameters=parameters or {}, is_strict=bool(strict))

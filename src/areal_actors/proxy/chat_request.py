@@ -1,6 +1,7 @@
 """The body of an OpenAI chat completion, checked field by field. Pure; never raises anything but ``RequestError``.
 
-Which fields exist at all is decided in ``parameters``; messages and tools are read in ``chat_messages``.
+Which fields exist at all is decided in ``parameters``; messages and tools are read in ``chat_messages``, what
+the answer must look like in ``structured``.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from typing import Any
 
 from attrs import frozen
 
-from areal_actors.domain import CompletionRequest, Sampling, ToolChoice
-from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.domain import CompletionRequest, Grammar, Sampling
+from areal_actors.errors import InvalidRequest
 from areal_actors.proxy.chat_messages import parse_messages, parse_tools
-from areal_actors.proxy.fields import read_flag, read_integer, read_mapping, read_number, read_text, shown, wrong
+from areal_actors.proxy.fields import read_flag, read_integer, read_mapping, read_number, read_text, wrong
 from areal_actors.proxy.parameters import CHAT_PARAMETERS
+from areal_actors.proxy.structured import parse_extensions, parse_response_format, parse_tool_choice
 
 __all__ = ["DEFAULT_MAX_TOKENS", "ParsedChat", "parse_chat_request"]
 
@@ -23,7 +25,6 @@ _MAX_TOKENS = 2**31 - 1
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
 _MAX_TOP_LOGPROBS = 20
-_NO_GRAMMAR = "the engine does not constrain what it samples"
 
 
 @frozen(kw_only=True)
@@ -61,14 +62,14 @@ def parse_chat_request(
     """
     CHAT_PARAMETERS.check(body, inert=inert)
     has_logprobs = read_flag(body, "logprobs", default=False)
-    _check_response_format(body)
-    tools = parse_tools(body.get("tools"))
+    selection = parse_tool_choice(body.get("tool_choice"), parse_tools(body.get("tools")))
     metadata = _read_metadata(body)
     request = CompletionRequest(
         messages=parse_messages(body.get("messages")),
-        tools=tools,
-        tool_choice=_read_tool_choice(body),
+        tools=selection.tools,
+        tool_choice=selection.choice,
         parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
+        response_format=_read_form(body),
         sampling=_read_sampling(body, default_max_tokens, has_logprobs=has_logprobs),
         num_choices=read_integer(body, "n", 1, low=1, high=_MAX_CHOICES),
         seed=read_integer(body, "seed", None, low=-(2**63), high=2**63 - 1),
@@ -148,25 +149,15 @@ def _read_top_logprobs(body: Mapping[str, Any], *, has_logprobs: bool) -> int:
     return number
 
 
-def _read_tool_choice(body: Mapping[str, Any]) -> ToolChoice:
-    value = body.get("tool_choice")
-    if value is None:
-        return ToolChoice.AUTO
-    if isinstance(value, str) and value in ("auto", "none"):
-        return ToolChoice(value)
-    if value == "required" or isinstance(value, dict):
-        raise UnsupportedParameter(
-            f"tool_choice can be auto or none: {_NO_GRAMMAR}, so that no call can be enforced.", param="tool_choice"
+def _read_form(body: Mapping[str, Any]) -> Grammar | None:
+    """What the text must match, in OpenAI's word for it or in those of other servers."""
+    form, extension = parse_response_format(body.get("response_format")), parse_extensions(body)
+    if form is not None and extension is not None:
+        raise InvalidRequest(
+            "response_format and another field both say what the answer must match; give one of them.",
+            param="response_format",
         )
-    raise wrong("tool_choice", "auto or none", value)
-
-
-def _check_response_format(body: Mapping[str, Any]) -> None:
-    kind = read_mapping(body, "response_format").get("type", "text")
-    if kind != "text":
-        raise UnsupportedParameter(
-            f"response_format.type can be text only, not {shown(kind)}: {_NO_GRAMMAR}.", param="response_format"
-        )
+    return form or extension
 
 
 def _read_metadata(body: Mapping[str, Any]) -> Mapping[str, str]:

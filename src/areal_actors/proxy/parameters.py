@@ -107,7 +107,7 @@ def _refused(name: str, note: str, *neutral: Any) -> Parameter:
     return Parameter(name=name, support=Support.REFUSED, note=note, neutral=neutral)
 
 
-_NO_GRAMMAR = "the engine does not constrain what it samples; describe the form in the prompt"
+_NO_EBNF = "use response_format, guided_json, guided_regex or guided_choice"
 _REASONING = "models differ in how they think; pass chat_template_kwargs for a template that has a switch"
 
 _CHAT = (
@@ -131,10 +131,17 @@ _CHAT = (
         "logprobs", "of the tokens that were sampled, end-of-turn token included; a stream has them in its last chunk"
     ),
     _honoured("top_logprobs", "0 to 20, with logprobs"),
-    _honoured("tools", "functions; strict is not enforced"),
-    _honoured("tool_choice", "auto and none; required and a named function are refused, because " + _NO_GRAMMAR),
-    _honoured("parallel_tool_calls", "false: only the first call of an answer counts"),
-    _honoured("response_format", "text; json_object and json_schema are refused, because " + _NO_GRAMMAR),
+    _honoured(
+        "tools", "functions; with strict, a call that tool_choice demands satisfies all of the schema or is refused"
+    ),
+    _honoured("tool_choice", "auto, none, required, a function, allowed_tools; what is demanded is enforced"),
+    _honoured(
+        "parallel_tool_calls",
+        "false: only the first call of an answer counts, and a call that is demanded is the only one",
+    ),
+    _honoured(
+        "response_format", "text, json_object and json_schema, enforced; with tools, the answer is a call or matches"
+    ),
     _honoured("stream", "server-sent events as tokens are sampled"),
     _honoured("stream_options", "include_usage; include_obfuscation is ignored"),
     _honoured("store", "false: answered, and not trained"),
@@ -174,14 +181,14 @@ _CHAT = (
     _refused("documents", "put them into the messages"),
     _refused("prompt_logprobs", "only sampled tokens are captured", 0),
     _refused("return_token_ids", "export the session to read its tokens", False),
-    _refused("guided_json", _NO_GRAMMAR),
-    _refused("guided_regex", _NO_GRAMMAR),
-    _refused("guided_choice", _NO_GRAMMAR),
-    _refused("guided_grammar", _NO_GRAMMAR),
-    _refused("structured_outputs", _NO_GRAMMAR),
-    _refused("json_schema", _NO_GRAMMAR),
-    _refused("regex", _NO_GRAMMAR),
-    _refused("ebnf", _NO_GRAMMAR),
+    _honoured("guided_json", "a schema or its text; vLLM's name of response_format"),
+    _honoured("guided_regex", "without look-around and back-references"),
+    _honoured("guided_choice", "the texts of which the answer is one"),
+    _refused("guided_grammar", _NO_EBNF),
+    _honoured("structured_outputs", "one of json, json_object, regex and choice"),
+    _honoured("json_schema", "SGLang's name of guided_json"),
+    _honoured("regex", "SGLang's name of guided_regex"),
+    _refused("ebnf", _NO_EBNF),
 )
 
 CHAT_PARAMETERS = ParameterTable(operation="chat completions", parameters=_CHAT)

@@ -180,14 +180,22 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool], *, param: str = "tool_c
 def _parse_object(value: Mapping[str, Any], tools: tuple[Tool, ...], param: str) -> Selection:
     match value.get("type"):
         case "function" | "tool":
-            name = _find(value, tools, param).name
-            return Selection(tools=tools, choice=name)
+            return Selection(tools=tools, choice=_parse_name(value, tools, param))
         case "allowed_tools":
             return _parse_allowed(value, tools, param)
         case "auto" | "none" | "any" | "required" as word:
             return Selection(tools=tools, choice=_parse_word(word, tools, param))
         case kind:
             raise UnsupportedParameter(f"{param} is of type {shown(kind)}; only functions are known.", param=param)
+
+
+def _parse_name(value: Mapping[str, Any], tools: Sequence[Tool], param: str) -> str:
+    name = _find(value, tools, param).name
+    if name in set(ToolChoice):
+        raise InvalidRequest(
+            f"{param} names {shown(name)}, which is a choice of its own; rename the tool.", param=param
+        )
+    return name
 
 
 def _parse_word(value: Any, tools: Sequence[Tool], param: str) -> ToolChoice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from areal_actors.rendering.base import (
     Delta,
+    HasTokenizer,
     ReasoningDelta,
     Renderer,
     StreamParser,
@@ -17,6 +18,7 @@ from areal_actors.rendering.stream import join_deltas
 
 __all__ = [
     "Delta",
+    "HasTokenizer",
     "ReasoningDelta",
     "Renderer",
     "RendererConfig",

@@ -8,7 +8,7 @@ elsewhere (``proxy``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from areal_actors.domain import (
     ChatMessage,
@@ -24,7 +24,19 @@ from areal_actors.domain import (
     ToolChoice,
 )
 
-__all__ = ["Delta", "ReasoningDelta", "Renderer", "StreamParser", "TextDelta", "ToolArgumentsDelta", "ToolCallStarted"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = [
+    "Delta",
+    "HasTokenizer",
+    "ReasoningDelta",
+    "Renderer",
+    "StreamParser",
+    "TextDelta",
+    "ToolArgumentsDelta",
+    "ToolCallStarted",
+]
 
 
 class StreamParser(Protocol):
@@ -36,6 +48,16 @@ class StreamParser(Protocol):
 
     def finish(self) -> tuple[Delta, ...]:
         """What was held back, now that nothing follows. Call it once."""
+        ...
+
+
+@runtime_checkable
+class HasTokenizer(Protocol):
+    """A renderer that can show its tokenizer to an engine that constrains what it samples."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer behind the ids."""
         ...
 
 
@@ -122,7 +144,8 @@ class Renderer(Protocol):
     ) -> Grammar | None:
         """What an answer must match, thinking included: calls as ``tool_choice`` demands, or ``response_format``.
 
-        ``None`` where nothing is demanded. Raises ``UnsupportedParameter`` where the model's format has no grammar.
+        With a ``response_format`` and ``tools`` that may be called, the answer is one or the other. ``None`` where
+        nothing is demanded. Raises ``UnsupportedParameter`` where the model's format has no grammar.
         """
         ...
 

@@ -69,7 +69,7 @@ def _signature(tool: Tool) -> dict[str, Any]:
 
 def _grammar_of_call(tool: Tool) -> Grammar:
     before = f'{_OPEN}\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
-    arguments = JsonText(schema={"type": "object", **tool.parameters})
+    arguments = JsonText(schema={"type": "object", **tool.parameters}, is_strict=tool.is_strict)
     return InOrder(parts=(Exactly(text=before), arguments, Exactly(text=f"}}\n{_CLOSE}")))
 
 

@@ -13,8 +13,9 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from attrs import field, frozen
+from tokenizers import Tokenizer
 
-from areal_actors.domain import ChatMessage, ForkReason, Grammar, InOrder, Ints, Tool, ToolChoice, as_ints
+from areal_actors.domain import ChatMessage, ForkReason, Grammar, InOrder, Ints, OneOf, Tool, ToolChoice, as_ints
 from areal_actors.errors import RenderError, UnsupportedParameter
 from areal_actors.rendering.base import StreamParser
 from areal_actors.rendering.parity import ParityProbe, Verdict
@@ -166,24 +167,32 @@ class TemplateRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Grammar | None:
         """See ``Renderer.constrain``."""
-        if tool_choice in (ToolChoice.AUTO, ToolChoice.NONE):
-            answer = response_format
-        else:
+        answer = response_format
+        if tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE):
             answer = self._constrain_calls(tools, tool_choice, is_parallel=parallel_tool_calls)
+        elif tool_choice == ToolChoice.AUTO and tools and response_format is not None:
+            calls = self._constrain_calls(tools, ToolChoice.REQUIRED, is_parallel=parallel_tool_calls)
+            answer = OneOf(parts=(calls, response_format))
         if answer is None or self.reasoning_format is None:
             return answer
         is_open = self._is_open(self.reasoning_format, template_kwargs or _NO_OPTIONS)
         return InOrder(parts=(self.reasoning_format.constrain(is_open=is_open), answer))
 
     def _constrain_calls(self, tools: Sequence[Tool], choice: ToolChoice | str, *, is_parallel: bool) -> Grammar:
-        wanted = tools if choice is ToolChoice.REQUIRED else [tool for tool in tools if tool.name == choice]
+        wanted = tools if choice == ToolChoice.REQUIRED else [tool for tool in tools if tool.name == choice]
         form = self.tool_format.constrain(wanted, is_parallel=is_parallel) if self.tool_format and wanted else None
         if form is None:
             raise UnsupportedParameter(
-                "tool_choice cannot be enforced: the way in which this model writes calls has no grammar. Use auto.",
+                "Calls cannot be enforced: the way in which this model writes them has no grammar. "
+                "Use tool_choice auto, without response_format.",
                 param="tool_choice",
             )
         return form
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """See ``HasTokenizer.tokenizer``."""
+        return self.vocabulary.backend
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
         """See ``Renderer.decode``."""

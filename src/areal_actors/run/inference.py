@@ -41,7 +41,7 @@ from areal_actors.messages import (
 )
 from areal_actors.models import resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
-from areal_actors.rendering import Renderer, RendererConfig, load_renderer
+from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
 from areal_actors.staleness import CapacityLimits, CapacityState
 
 __all__ = ["EmbeddedSession", "Inference", "InferenceConfig", "open_actors", "open_engine", "open_inference"]
@@ -142,7 +142,10 @@ async def open_engine(
     """The embedded engine for ``model``: a transformers model (shared with nobody) or its directory."""
     from areal_actors.engines.torch import TorchEngine
 
-    async with TorchEngine.open(config, model=model, decode=renderer.decode, version=version) as engine:
+    tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
+    async with TorchEngine.open(
+        config, model=model, decode=renderer.decode, tokenizer=tokenizer, version=version
+    ) as engine:
         yield engine
 
 

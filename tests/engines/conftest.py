@@ -14,21 +14,31 @@ from areal_actors.engines.base import EngineRequest
 
 
 @pytest.fixture
-def llama() -> LlamaForCausalLM:
+def create_llama() -> Callable[..., LlamaForCausalLM]:
     """Three query heads to each of two key heads; weights large enough that a mistake shows."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=96,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            initializer_range=0.3,
-        )
-    ).eval()
+
+    def create(vocab_size: int = 96, *, seed: int = 0) -> LlamaForCausalLM:
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocab_size,
+                hidden_size=24,
+                intermediate_size=40,
+                num_hidden_layers=2,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+                max_position_embeddings=256,
+                initializer_range=0.3,
+            )
+        ).eval()
+
+    return create
+
+
+@pytest.fixture
+def llama(create_llama) -> LlamaForCausalLM:
+    """One of them, of 96 tokens."""
+    return create_llama()
 
 
 @pytest.fixture

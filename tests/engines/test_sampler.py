@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,14 +15,18 @@ from areal_actors.engines.torch.sampler import RowSampling, sample
 NEUTRAL = Sampling()
 
 
-def row(uniform: float, sampling: Sampling = NEUTRAL, prompt=(), output=()) -> RowSampling:
+def row(uniform: float, sampling: Sampling = NEUTRAL, prompt=(), output=(), allowed=None) -> RowSampling:
     """One row."""
-    return RowSampling(sampling, uniform, as_ints(prompt), as_ints(output))
+    return RowSampling(
+        sampling, uniform, as_ints(prompt), as_ints(output), None if allowed is None else np.array(allowed)
+    )
 
 
-def reference(logits, sampling: Sampling, prompt=(), output=()) -> np.ndarray:
+def reference(logits, sampling: Sampling, prompt=(), output=(), allowed=None) -> np.ndarray:
     """The distribution that is to be sampled from, one obvious step after the other, in float64."""
     x = np.array(logits, dtype=np.float64)
+    if allowed is not None:
+        x[~np.array(allowed)] = -np.inf
     for token in {*prompt, *output}:
         x[token] = x[token] / sampling.repetition_penalty if x[token] > 0 else x[token] * sampling.repetition_penalty
     for token in output:
@@ -61,16 +66,28 @@ sampling_strategy = st.builds(
 tokens_strategy = st.lists(st.integers(0, 8), max_size=4)
 
 
-@given(logits_strategy, sampling_strategy, tokens_strategy, tokens_strategy, st.floats(0, 1, exclude_max=True))
-def test_one_row_agrees_with_the_reference(logits, sampling, prompt, output, uniform):
+masks_strategy = st.none() | st.lists(st.booleans(), min_size=9, max_size=9).filter(any)
+
+
+@given(
+    logits_strategy,
+    sampling_strategy,
+    tokens_strategy,
+    tokens_strategy,
+    masks_strategy,
+    st.floats(0, 1, exclude_max=True),
+)
+def test_one_row_agrees_with_the_reference(logits, sampling, prompt, output, allowed, uniform):  # noqa: PLR0917
     """The token is where the reference's cumulative distribution passes the uniform; logprobs are the reference's."""
-    expected = reference(logits, sampling, prompt, output)
+    expected = reference(logits, sampling, prompt, output, allowed)
     raw = reference(logits, NEUTRAL)
-    draw = sample(torch.tensor([logits], dtype=torch.float32), [row(uniform, sampling, prompt, output)])
+    row_sampling = row(uniform, sampling, prompt, output, allowed)
+    draw = sample(torch.tensor([logits], dtype=torch.float32), [row_sampling])
     token = draw.token_ids[0]
     ends = np.cumsum(expected)
 
     assert draw.is_finite == [True]
+    assert allowed is None or allowed[token]
     np.testing.assert_allclose(draw.logprobs[0], np.log(expected[token]), atol=2e-5)
     np.testing.assert_allclose(draw.raw_logprobs[0], np.log(raw[token]), atol=2e-5)
     if sampling.temperature == 0:
@@ -81,13 +98,18 @@ def test_one_row_agrees_with_the_reference(logits, sampling, prompt, output, uni
 
 @given(st.integers(1, 1500), st.integers(0, 2**32 - 1))
 def test_a_row_does_not_depend_on_its_batch(vocab_size, seed):
-    """Any vocabulary size; beside neutral and truncated rows, a row samples the same bits as alone."""
+    """Any vocabulary size; beside neutral, truncated and masked rows, a row samples the same bits as alone."""
     rng = np.random.default_rng(seed)
-    logits = torch.from_numpy(rng.normal(size=(4, vocab_size)).astype(np.float32)) * 4
+    logits = torch.from_numpy(rng.normal(size=(6, vocab_size)).astype(np.float32)) * 4
     settings = [NEUTRAL, Sampling(top_p=0.6), Sampling(temperature=0.0), Sampling(temperature=0.5, min_p=0.1)]
     rows = [row(float(rng.random()), s) for s in settings]
+    allowed = rng.random(vocab_size) < 0.1
+    allowed[rng.integers(vocab_size)] = True
+    rows += [row(float(rng.random()), allowed=allowed), row(float(rng.random()), allowed=~(allowed | True))]
     together = sample(logits, rows)
-    for i in range(4):
+    assert together.is_finite == [True] * 5 + [False]
+    assert allowed[together.token_ids[4]]
+    for i in range(5):
         alone = sample(logits[i : i + 1], rows[i : i + 1])
         assert (together.token_ids[i], together.logprobs[i]) == (alone.token_ids[0], alone.logprobs[0])
         assert 0 <= together.token_ids[i] < vocab_size
@@ -135,3 +157,17 @@ def test_alternatives_are_the_most_probable():
 
     assert [top.token_id for top in draw.top[0]] == [1, 2]
     np.testing.assert_allclose([top.logprob for top in draw.top[0]], expected, atol=1e-6)
+
+
+@given(logits_strategy, sampling_strategy, masks_strategy.filter(lambda mask: mask is not None))
+def test_a_masked_row_is_a_distribution_over_what_is_allowed(logits, sampling, allowed):
+    """Its probabilities sum to one, and a certain token has the log-probability 0; the raw ones know no mask."""
+    sampling = evolve(sampling, top_logprobs=9)
+    draw = sample(torch.tensor([logits], dtype=torch.float32), [row(0.5, sampling, allowed=allowed)])
+    free = sample(torch.tensor([logits], dtype=torch.float32), [row(0.5)])
+
+    assert sum(np.exp(top.logprob) for top in draw.top[0]) == pytest.approx(1, abs=1e-5)
+    assert all(allowed[top.token_id] for top in draw.top[0])
+    assert sum(allowed) > 1 or draw.logprobs == [0]
+    if draw.token_ids == free.token_ids:
+        assert draw.raw_logprobs == free.raw_logprobs

@@ -33,12 +33,14 @@ def format_lark(grammar: Grammar, *, tokens: Mapping[str, int]) -> str:
 
     ``tokens`` are the texts and ids of added tokens (``<tool_call>``); where such a text must be written, the token is.
 
-    Raises ``InvalidRequest`` for a schema that is no JSON, or is nested too deeply to be written down.
+    Raises ``InvalidRequest`` for a schema that is no JSON, or is nested too deeply.
     """
     try:
-        return _Translation(tokens=tokens).translate(grammar)
+        text = _Translation(tokens=tokens).translate(grammar)
+        text.encode()  # half a character that a client escaped would be found too late
     except (RecursionError, ValueError, TypeError) as error:
         raise InvalidRequest(f"The form that the answer must have cannot be written down: {error}.") from error
+    return text
 
 
 @define(kw_only=True)
@@ -147,7 +149,7 @@ def _format_free_text(excluding: Sequence[str]) -> str:
 def _format_schema(json_text: JsonText) -> str:
     """The schema, its own options for the library replaced by ours."""
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": not json_text.is_strict}
-    return json.dumps({**json_text.schema, "x-guidance": options}, allow_nan=False)
+    return json.dumps({**json_text.schema, "x-guidance": options}, allow_nan=False, ensure_ascii=False)
 
 
 def _quote(text: str) -> str:

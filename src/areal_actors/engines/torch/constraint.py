@@ -8,6 +8,7 @@ for the library is in ``engines/lark``.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ _MAX_KEPT = 256
 _MAX_LARK = 2_000_000
 """Characters of a grammar. The tools of a real agent have some ten thousand."""
 
+_MAX_LINES = 2
 _MAX_REASON = 400
 
 
@@ -78,7 +80,7 @@ class Constraint:
     @property
     def failure(self) -> str:
         """Why nothing can follow although the grammar is not satisfied."""
-        return _first_line(self._matcher.get_error()) or "no token of the vocabulary continues it"
+        return _reason(self._matcher.get_error()) or "no token of the vocabulary continues it"
 
 
 @frozen(eq=False)
@@ -152,7 +154,7 @@ def _load_library(tokenizer: Any, vocab_size: int) -> _Library:
         library = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=min(special))
     except ValueError as error:
         raise UnsupportedParameter(
-            f"Forms of answers cannot be held with the tokenizer of this model: {_first_line(str(error))}."
+            f"Forms of answers cannot be held with the tokenizer of this model: {_reason(str(error))}."
         ) from error
     return _Library(library, {token.content: token_id for token_id, token in added.items()}, min(special))
 
@@ -163,14 +165,15 @@ def _compile(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     try:
         matcher = LLMatcher(tokenizer, text, log_level=0)
     except (ValueError, UnicodeError) as error:
-        raise InvalidRequest(f"The form of the answer makes no sense: {_first_line(str(error))}.") from error
+        raise InvalidRequest(f"The form of the answer makes no sense: {_reason(str(error))}.") from error
     if matcher.is_error():
-        reason = _first_line(matcher.get_error())
+        reason = _reason(matcher.get_error())
         raise UnsupportedParameter(f"The form of the answer cannot be held: {reason}.")
     return matcher
 
 
-def _first_line(text: str) -> str:
-    """What is said, without the place in a text that the client never saw."""
-    line = next(iter(text.strip().splitlines()), "")
-    return line.partition("): ")[2][:_MAX_REASON] if line.startswith("at ") else line[:_MAX_REASON]
+def _reason(text: str) -> str:
+    """What is wrong, in a line, without the place in a text that the client never saw."""
+    lines = [line.removeprefix("error: ") for line in text.splitlines() if re.match(r"\S", line)]
+    said = ": ".join(re.sub(r"^at [\d()]+: |:$", "", line) for line in lines[:_MAX_LINES])
+    return said[:_MAX_REASON].rstrip(".")

@@ -186,6 +186,22 @@ TEXTS = {
         InOrder(parts=(THINK.constrain(is_open=False), MatchingRegex(pattern="^[a-z]+/[0-9]$"))),
         "<think></think>\n\nab/3",
     ),
+    "text before a tag on a line of its own": (
+        InOrder(parts=(FreeText(excluding=("</think>",)), Exactly(text="\n</think>\n"), JsonText())),
+        "hm\n\n</think>\n[]",
+    ),
+    "what is optional left out before what begins alike": (
+        InOrder(
+            parts=(
+                JsonText(schema={"type": "integer"}),
+                Exactly(text="\n</p>\n"),
+                OneOf(parts=(Exactly(text=""), Exactly(text="<p=u>\nc\n</p>\n"))),
+                Repeated(part=Exactly(text="<q>"), at_least=0),
+                Exactly(text="</f>"),
+            )
+        ),
+        "3\n</p>\n</f>",
+    ),
     "text": (FreeText(excluding=("</x>", 'a"b')), "any </y> text ☃ of\nlines"),
     "choice": (OneOf(parts=(Exactly(text="yes"), Exactly(text="yes!"))), "yes!"),
     "list": (Repeated(part=JsonText(schema={"type": "integer"}), separator=", "), "1, 22, 3"),

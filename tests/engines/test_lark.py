@@ -49,6 +49,13 @@ def test_that_free_text_ends_where_the_next_text_begins() -> None:
     assert f"start: T0 <[9]> {JSON_RULE}\nT0: {NOT_B}\n" == format_lark(thought, tokens={"<b>": 9})
 
 
+def test_that_what_is_optional_is_no_part_of_a_terminal() -> None:
+    """A terminal is as long as it can be: it would take what begins alike for what was left out."""
+    text = InOrder(parts=(FreeText(excluding=("<b>",)), Exactly(text="<b>"), Repeated(part=FreeText(), at_least=0)))
+
+    assert f'start: T0 (T1 (T1){{0,}})?\nT0: {NOT_B} "<b>"\nT1: /(?s:.*)/\n' == format_lark(text, tokens={})
+
+
 def test_that_a_schema_cannot_set_options_of_the_library() -> None:
     """What a client writes into its schema changes nothing but the language."""
     text = format_lark(JsonText(schema={"x-guidance": {"whitespace_flexible": False}}), tokens={})

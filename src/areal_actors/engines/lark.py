@@ -1,8 +1,9 @@
 """Grammars in the Lark dialect of llguidance, as text. Pure; who compiles it is ``engines/torch/constraint``.
 
-Parts that are regular languages (texts, free text, expressions, and what is composed of them) become *terminals*, which
-the library's lexer matches byte by byte: free text that ends where a tag begins could not be told apart by a grammar
-of lexemes, because lexemes are as long as possible. JSON and what contains it becomes rules.
+The library's lexer takes each *terminal* to be as long as possible, and never thinks better of it. Free text would
+swallow the beginning of the tag that ends it, so a text and what follows it literally are one terminal. What is
+optional is never part of one: where it is left out, something that begins alike may follow. That becomes rules, as JSON
+does.
 """
 
 from __future__ import annotations
@@ -63,82 +64,81 @@ class _Translation:
     # ---------------------------------------------------------------------------------------------- rules
 
     def _rule(self, grammar: Grammar) -> str:
-        if not isinstance(grammar, Exactly) and (terminal := self._terminal(grammar)) is not None:
-            return self._terminals.setdefault(terminal, f"T{len(self._terminals)}")
         match grammar:
             case Exactly(text=text):
                 return " ".join(self._write(text))
+            case FreeText() | MatchingRegex():
+                return self._name((grammar,))
             case JsonText():
                 return f"%json {_format_schema(grammar)}"
             case InOrder(parts=parts):
-                return " ".join(self._sequence(_flatten(parts))) or '""'
+                return " ".join(self._sequence(self._flatten(parts))) or '""'
             case OneOf(parts=parts):
                 return f"({' | '.join(map(self._rule, parts))})"
             case Repeated():
-                return self._repeat(grammar, self._rule(grammar.part), self._rule(Exactly(text=grammar.separator)))
-            case _:
-                raise TypeError(f"{type(grammar).__name__} is no grammar")
+                return _repeat(grammar, self._rule(grammar.part), self._rule(Exactly(text=grammar.separator)))
 
     def _sequence(self, parts: Iterable[Grammar]) -> Iterator[str]:
-        """Neighbours that are regular are one terminal, so that the first ends where the second begins."""
-        for is_regular, run in groupby(parts, key=lambda part: self._terminal(part) is not None):
+        """Neighbouring texts are one terminal where they are not all literal."""
+        for is_text, run in groupby(parts, key=self._is_text):
             group = tuple(run)
-            if is_regular and len(group) > 1 and not all(isinstance(part, Exactly) for part in group):
-                yield self._rule(InOrder(parts=group))
+            if is_text and not all(isinstance(part, Exactly) for part in group):
+                yield self._name(group)
             else:
                 yield from map(self._rule, group)
+
+    def _is_text(self, part: Grammar) -> bool:
+        """Whether it is made of bytes alone, neither of rules nor of added tokens."""
+        return isinstance(part, FreeText | MatchingRegex) or (
+            isinstance(part, Exactly) and part.text not in self.tokens
+        )
+
+    def _flatten(self, parts: Sequence[Grammar]) -> Iterator[Grammar]:
+        """The parts of parts, texts cut at the added tokens: what is left of them goes with its neighbours."""
+        for part in parts:
+            match part:
+                case InOrder(parts=inner):
+                    yield from self._flatten(inner)
+                case Exactly(text=text):
+                    yield from (Exactly(text=piece) for piece in self._cut(text))
+                case _:
+                    yield part
+
+    def _cut(self, text: str) -> Iterator[str]:
+        return filter(None, self._markers.split(text) if self._markers else [text])
 
     def _write(self, text: str) -> Iterator[str]:
         if not text:
             yield '""'
-        for piece in self._markers.split(text) if self._markers else [text]:
-            if piece in self.tokens:
-                yield f"<[{self.tokens[piece]}]>"
-            elif piece:
-                yield _quote(piece)
+        for piece in self._cut(text):
+            yield f"<[{self.tokens[piece]}]>" if piece in self.tokens else _quote(piece)
 
-    # ------------------------------------------------------------------------------------------ terminals
-
-    def _terminal(self, grammar: Grammar) -> str | None:
-        """The definition of a terminal, or ``None`` if ``grammar`` is not regular or has added tokens in it."""
-        match grammar:
-            case Exactly(text=text):
-                return None if self._markers and self._markers.search(text) else _quote(text)
-            case MatchingRegex(pattern=pattern):
-                return f"/{_escape(pattern)}/"
-            case FreeText(excluding=excluding):
-                return _format_free_text(excluding)
-            case JsonText():
-                return None
-        return self._composed_terminal(grammar)
-
-    def _composed_terminal(self, grammar: InOrder | OneOf | Repeated) -> str | None:
-        if isinstance(grammar, Repeated):
-            part, separator = self._terminal(grammar.part), self._terminal(Exactly(text=grammar.separator))
-            return None if part is None or separator is None else self._repeat(grammar, part, separator)
-        parts = [self._terminal(part) for part in grammar.parts]
-        known = [part for part in parts if part is not None]
-        if not known or len(known) < len(parts):
-            return None
-        return f"({' | '.join(known)})" if isinstance(grammar, OneOf) else " ".join(known)
-
-    @staticmethod
-    def _repeat(repeated: Repeated, part: str, separator: str) -> str:
-        low, high = repeated.at_least, repeated.at_most
-        if high == 0:
-            return '""'
-        rest = f"({separator} {part})" if repeated.separator else f"({part})"
-        more = f"{{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
-        once = f"({part})" if high == 1 else f"({part} {rest}{more})"
-        return once if low else f"{once}?"
+    def _name(self, texts: Iterable[Grammar]) -> str:
+        """The name of the terminal for these texts, one after another."""
+        definition = " ".join(map(_format_text, texts))
+        return self._terminals.setdefault(definition, f"T{len(self._terminals)}")
 
 
-def _flatten(parts: Sequence[Grammar]) -> Iterator[Grammar]:
-    for part in parts:
-        if isinstance(part, InOrder):
-            yield from _flatten(part.parts)
-        else:
-            yield part
+def _repeat(repeated: Repeated, part: str, separator: str) -> str:
+    low, high = repeated.at_least, repeated.at_most
+    if high == 0:
+        return '""'
+    rest = f"({separator} {part})" if repeated.separator else f"({part})"
+    more = f"{{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+    once = f"({part})" if high == 1 else f"({part} {rest}{more})"
+    return once if low else f"{once}?"
+
+
+def _format_text(part: Grammar) -> str:
+    match part:
+        case Exactly(text=text):
+            return _quote(text)
+        case MatchingRegex(pattern=pattern):
+            return f"/{_escape(pattern)}/"
+        case FreeText(excluding=excluding):
+            return _format_free_text(excluding)
+        case _:
+            raise TypeError(f"{type(part).__name__} is no text")
 
 
 def _format_free_text(excluding: Sequence[str]) -> str:

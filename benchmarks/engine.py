@@ -1,13 +1,17 @@
 """The embedded engine against ``transformers.generate``: tokens per CPU second, prefix cache, loop lag, first tokens.
 
+Beside it, what a grammar costs: a call of one of five tools, token by token, and compiled for the first time.
+
 The model has the shape of a 135M Llama (30 layers, 9 query and 3 key heads) and random weights, which cost what trained
 ones do; ``quick`` keeps the width and takes 6 of the layers.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from itertools import permutations
 from statistics import median
 from typing import Any
 
@@ -15,11 +19,15 @@ import anyio
 import numpy as np
 import torch
 from benchmarks.harness import Result
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal_actors.domain import Ints, SampleKey, Sampling, as_ints
+from areal_actors.domain import Exactly, Grammar, Ints, SampleKey, Sampling, Tool, as_ints
 from areal_actors.engines.base import EngineRequest
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
+from areal_actors.engines.torch.constraint import GrammarCompiler
+from areal_actors.models.tiny import create_tiny_tokenizer
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
 VOCAB_SIZE = 49152
 PROMPT_LENGTH = 128
@@ -47,7 +55,7 @@ async def _measure(model: Any) -> list[Result]:
         again = await _measure_engine(engine, group)
         results.append(_result("4 groups of 8, prompts cached", again, "tokens/CPU s"))
         results += await _measure_loop(engine, rng)
-    return results
+    return [*results, *await _measure_grammars(model, rng)]
 
 
 def _create_model(*, num_layers: int) -> Any:
@@ -86,14 +94,16 @@ def _measure_transformers(model: Any, prompts: Sequence[Ints]) -> float:
     return len(prompts) * NUM_NEW / (time.process_time() - start)
 
 
-async def _measure_engine(engine: TorchEngine, prompts: Sequence[Ints]) -> float:
+async def _measure_engine(engine: TorchEngine, prompts: Sequence[Ints], *, grammar: Grammar | None = None) -> float:
     """Sampled tokens per CPU second of the engine, prompts, streams and log-probabilities included."""
     start = time.process_time()
-    await _generate_all(engine, prompts, num_new=NUM_NEW)
+    await _generate_all(engine, prompts, num_new=NUM_NEW, grammar=grammar)
     return len(prompts) * NUM_NEW / (time.process_time() - start)
 
 
-async def _generate_all(engine: TorchEngine, prompts: Sequence[Ints], *, num_new: int) -> list[float]:
+async def _generate_all(
+    engine: TorchEngine, prompts: Sequence[Ints], *, num_new: int, grammar: Grammar | None = None
+) -> list[float]:
     """Run all prompts at once; seconds until the first token of each."""
     firsts: list[float] = []
     started = time.perf_counter()
@@ -104,6 +114,7 @@ async def _generate_all(engine: TorchEngine, prompts: Sequence[Ints], *, num_new
             prompt=prompt,
             sampling=Sampling(max_new_tokens=num_new),
             key=SampleKey(seed=0, path=(number,)),
+            grammar=grammar,
         )
         async with engine.generate(request) as chunks:
             await anext(aiter(chunks))
@@ -137,6 +148,57 @@ async def _measure_loop(engine: TorchEngine, rng: np.random.Generator) -> list[R
         _result("first token of 32, median", median(firsts) * 1e3, "ms", higher_is_better=False),
         _result("first token of 32, first", min(firsts) * 1e3, "ms", higher_is_better=False),
     ]
+
+
+async def _measure_grammars(model: Any, rng: np.random.Generator) -> list[Result]:
+    """CPU time of compiling the calls of five tools, and of sampling the same batch with and without holding it."""
+    tokenizer = _create_tokenizer()
+    prompts = _create_prompts(rng, 8)
+    calls = TOOL_FORMATS["hermes"].constrain([_create_tool(number) for number in range(5)], is_parallel=True)
+    assert calls is not None
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE)
+    await compiler.compile(Exactly(text="loads the library"), stop_ids=frozenset())
+    start = time.process_time()
+    await compiler.compile(calls, stop_ids=frozenset())
+    compiling = time.process_time() - start
+    async with TorchEngine.open(TorchEngineConfig(dtype="float32"), model=model, tokenizer=tokenizer) as engine:
+        await _generate_all(engine, prompts, num_new=2, grammar=calls)  # compiled, and the prompts are cached
+        free = max([await _measure_engine(engine, prompts) for _ in range(3)])
+        held = max([await _measure_engine(engine, prompts, grammar=calls) for _ in range(3)])
+    return [
+        _result("five tools compiled", compiling * 1e3, "ms", higher_is_better=False),
+        _result("batch 8, free", free, "tokens/CPU s"),
+        _result("batch 8, under a grammar", held, "tokens/CPU s"),
+        Result(
+            benchmark="engine",
+            name="batch 8, CPU per token under a grammar",
+            value=free / held,
+            unit="ratio",
+            gate=1.5,
+            higher_is_better=False,
+            baseline="batch 8, free",
+        ),
+    ]
+
+
+def _create_tokenizer() -> Tokenizer:
+    """The tiny model's, with as many words more as the vocabulary of the model has room for."""
+    settings = json.loads(create_tiny_tokenizer().backend_tokenizer.to_str())
+    words = (f"{start}{word}" for word in permutations("etaoinshrdl", 5) for start in ("", "Ġ"))
+    vocabulary = settings["model"]["vocab"]
+    vocabulary |= zip(words, range(len(vocabulary), VOCAB_SIZE), strict=False)
+    return Tokenizer.from_str(json.dumps(settings))
+
+
+def _create_tool(number: int) -> Tool:
+    """A tool as agents have them."""
+    properties = {
+        "city": {"type": "string"},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        f"option_{number}": {"type": "array", "items": {"type": "string"}},
+    }
+    return Tool(name=f"tool_{number}", parameters={"type": "object", "properties": properties, "required": ["city"]})
 
 
 def _compare(name: str, engine: float, baseline: float) -> list[Result]:

@@ -2,7 +2,7 @@
 
 A *format* belongs to a family of models: how its tools, calls and results look as text, and how to recognise it in a
 chat template. A *parser* reads one answer as it arrives. Parsers never raise and never lose text: what looks like a
-call and is none stays text. ``hermes.py`` and ``think.py`` hold the families; ``stream.py`` joins parsers behind a
+call and is none stays text. The package ``formats`` holds the families; ``stream.py`` joins parsers behind a
 detokenizer.
 
 Another family is another object in the two tables below.
@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 from areal_actors.domain import Grammar, Tool, ToolCall
 from areal_actors.errors import ConfigError
 from areal_actors.rendering.base import Delta, TextDelta
-from areal_actors.rendering.hermes import Hermes
-from areal_actors.rendering.think import ThinkTags
+from areal_actors.rendering.formats.hermes import Hermes
+from areal_actors.rendering.formats.think import ThinkTags
 
 __all__ = [
     "REASONING_FORMATS",

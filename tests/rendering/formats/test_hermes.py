@@ -12,7 +12,7 @@ from tests.rendering.conversations import TOOL
 
 from areal_actors.domain import ToolCall
 from areal_actors.rendering.base import TextDelta, ToolArgumentsDelta, ToolCallStarted
-from areal_actors.rendering.hermes import Hermes, parse_call
+from areal_actors.rendering.formats.hermes import Hermes, parse_call
 from areal_actors.rendering.stream import join_deltas
 
 scalars = st.none() | st.booleans() | st.integers() | st.sampled_from(["</tool_call>", '"', "\\"]) | st.text(max_size=9)

@@ -67,8 +67,12 @@ class ToolFormat(Protocol):
         """Whether a chat template (its source) is of this family."""
         ...
 
-    def open_parser(self, call_ids: Callable[[], str]) -> AnswerParser:
-        """A parser for one answer; ``call_ids`` makes the ids of its calls."""
+    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> AnswerParser:
+        """A parser for one answer; ``call_ids`` makes the ids of its calls, ``tools`` are those that were offered.
+
+        A format that writes arguments without their types takes these from the tools' schemas. A call of a tool that
+        was not offered is a call all the same.
+        """
         ...
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar | None:

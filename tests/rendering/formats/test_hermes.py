@@ -37,7 +37,7 @@ fragments = st.sampled_from(
 def parse(*pieces):
     """What the pieces of an answer say, calls numbered."""
     numbers = count()
-    parser = Hermes().open_parser(lambda: f"call_{next(numbers)}")
+    parser = Hermes().open_parser(lambda: f"call_{next(numbers)}", [TOOL])
     return join_deltas([delta for piece in pieces for delta in parser.feed(piece)] + list(parser.finish()))
 
 
@@ -166,7 +166,7 @@ def test_text_is_not_lost(parts):
 
 def test_deltas_come_as_soon_as_they_are_certain():
     """Text flows, a possible tag waits, and a call is said at its closing tag."""
-    parser = Hermes().open_parser(lambda: "call_0")
+    parser = Hermes().open_parser(lambda: "call_0", [TOOL])
 
     assert (TextDelta(text="abc"),) == parser.feed("abc <tool")
     assert (TextDelta(text=" <tools"),) == parser.feed("s")

@@ -35,8 +35,8 @@ class Hermes:
         """Whether the template writes calls between the tags, as JSON."""
         return _OPEN in template and not any(sign in template for sign in _OTHER_FAMILIES)
 
-    def open_parser(self, call_ids: Callable[[], str]) -> _HermesParser:
-        """A parser for one answer."""
+    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> _HermesParser:  # noqa: ARG002
+        """A parser for one answer. JSON needs no schema to be read."""
         return _HermesParser(call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:

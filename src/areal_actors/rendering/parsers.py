@@ -17,7 +17,11 @@ from typing import Protocol, TypeVar
 from areal_actors.domain import Grammar, Tool, ToolCall
 from areal_actors.errors import ConfigError
 from areal_actors.rendering.base import Delta, TextDelta
+from areal_actors.rendering.formats.glm import Glm
 from areal_actors.rendering.formats.hermes import Hermes
+from areal_actors.rendering.formats.llama_json import LlamaJson
+from areal_actors.rendering.formats.pythonic import Pythonic
+from areal_actors.rendering.formats.qwen_coder import QwenCoder
 from areal_actors.rendering.formats.think import ThinkTags
 
 __all__ = [
@@ -117,7 +121,13 @@ class ReasoningFormat(Protocol):
         ...
 
 
-TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": Hermes()}
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": Hermes(),
+    "qwen-coder": QwenCoder(),
+    "llama-json": LlamaJson(),
+    "pythonic": Pythonic(),
+    "glm": Glm(),
+}
 """Tool formats by name; the first one is spoken with models whose template knows no tools."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {"think": ThinkTags()}

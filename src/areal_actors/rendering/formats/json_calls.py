@@ -7,6 +7,7 @@ could print is no call.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -108,7 +109,14 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is greater than any number")
+    return number
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float)
 
 
 def decode_json(text: str) -> Any:
@@ -150,14 +158,8 @@ def is_json(text: str) -> bool:
 
 
 def encode_arguments(values: Mapping[str, Any]) -> str:
-    """The JSON text of arguments that were not written as JSON. Raises ``NoCall`` for numbers that JSON does not have.
-
-    Half a surrogate pair, which is no text, is escaped.
-    """
-    try:
-        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        raise NoCall from None
+    """The JSON text of arguments that were not written as JSON. Half a surrogate pair, which is no text, is escaped."""
+    text = json.dumps(values, ensure_ascii=False)
     return text if _is_text(text) else json.dumps(values)
 
 

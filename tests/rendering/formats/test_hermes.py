@@ -88,6 +88,7 @@ def test_a_call_alone_has_no_content():
         '{"name": "\\ud800", "arguments": {}}',
         '{"arguments": {}}',
         '{"name": "a", "arguments": {"b": NaN}}',
+        '{"name": "a", "arguments": {"b": 1e999}}',
         '{"name": "a", "arguments": {}} and more',
         '{"name": "a", "arguments": {"b": "line\nbreak"}}',
         "[" * 100_000,

@@ -10,7 +10,7 @@ from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS
 NAMED = {name: getattr(templates, name) for name in templates.__all__ if isinstance(getattr(templates, name), str)}
 
 HERMES = """{{- 'return {"name": <function-name>, "arguments": <args-json-object>} within <tool_call></tool_call>' }}
-{%- for tool in tools %}{{ '{"type": "function", "function": {"name": "' + tool.name + '", "description": "' }}{% endfor %}
+{%- for tool in tools %}{{ '{"type": "function", "function": {"name": "' + tool.name }}{% endfor %}
 {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' + (call.arguments | tojson) + '}\\n</tool_call>' }}"""
 
 QWEN_CODER = """{{- '<tools>' }}{{- '<tool_call>\\n<function=example>\\n<parameter=one>\\nvalue\\n</parameter>' }}
@@ -25,10 +25,10 @@ LLAMA_31 = """{%- set builtin_tools = none %}{{- 'Respond in the format {"name":
 LLAMA_4 = """{{- '<|python_start|>' }}{{- message.content }}{{- '<|python_end|>' }}
 {{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}{{- call.arguments | tojson }}{{- "}" }}"""
 
-LLAMA_PYTHONIC = """{{- 'Respond with a list: [func_name1(params_name1=params_value1, params_name2=params_value2...)] ' }}
+LLAMA_PYTHONIC = """{{- 'Respond with a list: [func_name1(params_name1=params_value1, ...), func_name2(params)] ' }}
 {{- '<|python_start|>[' }}{{- call.name + '(' }}"""
 
-LFM_2 = """{{- '<|tool_list_start|>[' }}{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{- ']<|tool_list_end|>' }}"""
+LFM_2 = """{{- '<|tool_list_start|>[' }}{%- for tool in tools %}{{ tool | tojson }}{% endfor %}"""
 
 GLM_45 = (
     """{{- '<tool_call>{function-name}\\n<arg_key>{key}</arg_key>\\n<arg_value>{value}</arg_value>\\n</tool_call>' }}"""

@@ -33,7 +33,7 @@ def texts_of(grammar: Grammar) -> st.SearchStrategy[str]:  # noqa: PLR0911 - a l
         case Exactly():
             return st.just(grammar.text)
         case JsonText():
-            return values_of(grammar.schema).flatmap(_spellings)
+            return st.builds(_spell, values_of(grammar.schema), is_compact=st.booleans())
         case MatchingRegex():
             return st.from_regex(re.compile(grammar.pattern), fullmatch=True)
         case FreeText():
@@ -49,9 +49,9 @@ def texts_of(grammar: Grammar) -> st.SearchStrategy[str]:  # noqa: PLR0911 - a l
     raise TypeError(grammar)
 
 
-def _spellings(value: Any) -> st.SearchStrategy[str]:
-    """Some of the ways to write a value as JSON."""
-    return st.sampled_from([json.dumps(value), json.dumps(value, ensure_ascii=False, separators=(",", ":"))])
+def _spell(value: Any, *, is_compact: bool) -> str:
+    """Two of the ways to write a value as JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) if is_compact else json.dumps(value)
 
 
 def values_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> st.SearchStrategy[Any]:
@@ -59,8 +59,8 @@ def values_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) 
     root = schema if root is None else root
     if "$ref" in schema:
         return values_of(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root)
-    if "enum" in schema:
-        return st.sampled_from(schema["enum"])
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
     name = schema.get("type")
     if name == "object":
         return _objects(schema, root)

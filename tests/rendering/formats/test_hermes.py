@@ -92,6 +92,7 @@ def test_a_call_alone_has_no_content():
         '{"name": "a", "arguments": {}} and more',
         '{"name": "a", "arguments": {"b": "line\nbreak"}}',
         "[" * 100_000,
+        '{"name": "a", "arguments": ' + '{"b": ' * 200 + "1" + "}" * 201,
         '{"name": "a", "arguments": {"b": ' + "9" * 5000 + "}}",
     ],
 )

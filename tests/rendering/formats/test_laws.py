@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import count
 
 import pytest
@@ -30,6 +31,7 @@ WRITE = Tool(
         "properties": {
             "path": {"type": "string"},
             "mode": {"enum": ["new", "old", 3]},
+            "kind": {"const": "text"},
             "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "lines": {"type": "array", "items": {"type": "string"}},
             "like": {"$ref": "#/$defs/point"},
@@ -58,7 +60,18 @@ fragments = st.sampled_from(
         *["[", "]", "(", ")", "{", "}", '"', "'", "\\", ";", ",", "=", ":", "a", "1", ".", "\n", " ", "<", "é", "x"],
     ]
 )
-answers = st.lists(fragments | st.text(max_size=3), max_size=14).map("".join)
+CALLS = ("{first call}", "{second call}")
+"""Stand for two calls as the family writes them."""
+answers = st.lists(fragments | st.sampled_from(CALLS) | st.text(max_size=3), max_size=14).map("".join)
+
+
+def write_calls(form, text):
+    """``text`` with the calls that it stands for."""
+    for index, (place, given_arguments) in enumerate(zip(CALLS, ('{"a": 1}', '{"b": "x é"}'), strict=True)):
+        text = text.replace(
+            place, form.format_call(ToolCall(id=f"call{index:05}", name="f", arguments=given_arguments))
+        )
+    return text
 
 
 def read(form, *pieces, tools=TOOLS):
@@ -107,6 +120,7 @@ def test_parsing_undoes_formatting(form, data):
 @given(text=answers, data=st.data())
 def test_pieces_do_not_matter(form, text, data):
     """However an answer is cut, the message is the same, and every call is started once, before its arguments."""
+    text = write_calls(form, text)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     deltas = read(form, *text)
@@ -122,6 +136,7 @@ def test_pieces_do_not_matter(form, text, data):
 @given(text=answers)
 def test_text_is_not_lost(form, text):
     """Without a call the content is the text; with one, what no format has for itself is somewhere in the message."""
+    text = write_calls(form, text)
     message = parse(form, text)
 
     if message.tool_calls:
@@ -132,13 +147,17 @@ def test_text_is_not_lost(form, text):
         assert text == message.content
 
 
+@cache
+def enforced(form, *, is_parallel):
+    """Texts that match the grammar of enforced calls."""
+    return texts_of(form.constrain(TOOLS, is_parallel=is_parallel))
+
+
 @every_format
 @given(data=st.data(), is_parallel=st.booleans())
 def test_what_is_enforced_is_read(form, data, is_parallel):
     """Any text that the grammar of enforced calls allows is calls of the offered tools, and nothing else."""
-    grammar = form.constrain(TOOLS, is_parallel=is_parallel)
-    assume(grammar is not None)
-    message = parse(form, data.draw(texts_of(grammar)))
+    message = parse(form, data.draw(enforced(form, is_parallel=is_parallel)))
 
     assert message.content is None
     assert len(message.tool_calls) >= 1 if is_parallel else len(message.tool_calls) == 1
@@ -160,11 +179,10 @@ def check_arguments(tool, given_arguments):
 
 @every_format
 def test_one_call_may_be_all_that_is_allowed(form):
-    """With one tool that takes nothing, the grammar still has something to say."""
-    grammar = form.constrain([NOW], is_parallel=False)
+    """A tool that takes nothing is called with nothing."""
+    text = find(texts_of(form.constrain([NOW], is_parallel=False)), lambda text: True)
 
-    if grammar is not None:
-        assert [("now", "{}")] == said(parse(form, find(texts_of(grammar), lambda text: True)))
+    assert [("now", "{}")] == said(parse(form, text))
 
 
 @every_format
@@ -186,21 +204,21 @@ def test_calls_have_text_around_them_and_follow_each_other(form):
 
 
 @every_format
-@pytest.mark.parametrize("size", [200_000])
-def test_long_answers_are_read_in_time(form, size):
+def test_long_answers_are_read_in_time(form):
     """Time grows with the text, not with its square: open tags, open strings, depth, and one long argument."""
+    size = 60_000
     call = form.format_call(ToolCall(id="call_0", name="f", arguments='{"a": 1}'))
     hostile = [
         *form.markers,
         call,
         call[: len(call) // 2],
         call[: -len(call) // 4],
+        " ",
         "[",
         "{",
+        '"',
         '{"a":',
         "[f(a=",
-        " ",
-        '"',
     ]
     hostile += ["<tool_call>\n<function=f>\n<parameter=a>\n", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>"]
     long = form.format_call(ToolCall(id="call_0", name="f", arguments=json.dumps({"a": "x y\n" * (size // 4)})))
@@ -225,10 +243,10 @@ def test_depth_is_bounded(form):
 
 @every_format
 def test_tools_and_results_are_shown(form):
-    """A model whose template knows no tools reads the names, the schemas, and what came of a call."""
+    """A model whose template knows no tools reads names, descriptions, parameters, and what came of a call."""
     block = form.format_tools([ADD, WRITE])
 
-    assert all(word in block for word in ("add", "Adds.", "write-file", "path", '"integer"'))
+    assert all(word in block for word in ("add", "Adds.", "write-file", "path", "lines"))
     assert "42 °C" in form.format_result("42 °C")
 
 

@@ -25,11 +25,16 @@ TOOL = Tool(
             "point": {"$ref": "#/$defs/point"},
             "lost": {"$ref": "#/$defs/nobody"},
             "round": {"$ref": "#/$defs/round"},
+            "loop": {"$ref": "#/$defs/loop"},
             "nested": {"allOf": [{"anyOf": [{"const": "x"}, {"type": "null"}]}]},
             "anything": {},
             "odd": None,
         },
-        "$defs": {"point": {"type": "string"}, "round": {"anyOf": [{"$ref": "#/$defs/round"}] * 3}},
+        "$defs": {
+            "point": {"type": "string"},
+            "loop": {"$ref": "#/$defs/loop"},
+            "round": {"anyOf": [{"$ref": "#/$defs/round"}] * 3},
+        },
     },
 )
 
@@ -115,6 +120,7 @@ def test_an_answer_of_the_family():
         ("point", "1", "1"),
         ("lost", "1", 1),
         ("round", "1", 1),
+        ("loop", "1", 1),
         ("nested", "null", None),
         ("nested", "1", "1"),
         ("anything", '"a"', "a"),

@@ -6,7 +6,7 @@ import pytest
 from tests.rendering.conversations import TOOL, renderer_of, say
 
 from areal_actors.domain import ToolCall
-from areal_actors.rendering.hermes import Hermes
+from areal_actors.rendering.formats.hermes import Hermes
 
 BLOCK = Hermes().format_tools([TOOL])
 CALL = ToolCall(id="call00000", name="multiply", arguments='{"a":  1}')

@@ -80,7 +80,7 @@ def test_unknown_formats_are_named():
 
 @pytest.mark.parametrize(
     ("name", "has_tools", "has_reasoning"),
-    [("CHATML", True, False), ("QWEN", True, True), ("LLAMA", False, False), ("GEMMA", True, False)],
+    [("CHATML", True, False), ("QWEN", True, True), ("LLAMA", True, False), ("MISTRAL", False, False)],
 )
 def test_formats_are_recognised_by_the_template(name, has_tools, has_reasoning):
     """A family that we do not know is not mistaken for one that we do."""

@@ -2,7 +2,7 @@
 
 A *format* belongs to a family of models: how its tools, calls and results look as text, and how to recognise it in a
 chat template. A *parser* reads one answer as it arrives. Parsers never raise and never lose text: what looks like a
-call and is none stays text. ``hermes.py`` and ``think.py`` hold the families; ``stream.py`` joins parsers behind a
+call and is none stays text. The package ``formats`` holds the families; ``stream.py`` joins parsers behind a
 detokenizer.
 
 Another family is another object in the two tables below.
@@ -17,8 +17,12 @@ from typing import Protocol, TypeVar
 from areal_actors.domain import Grammar, Tool, ToolCall
 from areal_actors.errors import ConfigError
 from areal_actors.rendering.base import Delta, TextDelta
-from areal_actors.rendering.hermes import Hermes
-from areal_actors.rendering.think import ThinkTags
+from areal_actors.rendering.formats.glm import Glm
+from areal_actors.rendering.formats.hermes import Hermes
+from areal_actors.rendering.formats.llama_json import LlamaJson
+from areal_actors.rendering.formats.pythonic import Pythonic
+from areal_actors.rendering.formats.qwen_coder import QwenCoder
+from areal_actors.rendering.formats.think import ThinkTags
 
 __all__ = [
     "REASONING_FORMATS",
@@ -67,8 +71,12 @@ class ToolFormat(Protocol):
         """Whether a chat template (its source) is of this family."""
         ...
 
-    def open_parser(self, call_ids: Callable[[], str]) -> AnswerParser:
-        """A parser for one answer; ``call_ids`` makes the ids of its calls."""
+    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> AnswerParser:
+        """A parser for one answer; ``call_ids`` makes the ids of its calls, ``tools`` are those that were offered.
+
+        A format that writes arguments without their types takes these from the tools' schemas. A call of a tool that
+        was not offered is a call all the same.
+        """
         ...
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar | None:
@@ -113,7 +121,13 @@ class ReasoningFormat(Protocol):
         ...
 
 
-TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": Hermes()}
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": Hermes(),
+    "qwen-coder": QwenCoder(),
+    "llama-json": LlamaJson(),
+    "pythonic": Pythonic(),
+    "glm": Glm(),
+}
 """Tool formats by name; the first one is spoken with models whose template knows no tools."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {"think": ThinkTags()}

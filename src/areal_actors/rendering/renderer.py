@@ -154,7 +154,7 @@ class TemplateRenderer:
             hidden=self._hidden_with_tools if tool_format else self._hidden,
             stop=stop,
             reasoning=self._open_reasoning(template_kwargs or _NO_OPTIONS),
-            tools=tool_format.open_parser(call_ids or _create_call_id) if tool_format else PlainText(),
+            tools=tool_format.open_parser(call_ids or _create_call_id, tools) if tool_format else PlainText(),
         )
 
     def constrain(

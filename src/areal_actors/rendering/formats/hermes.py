@@ -1,0 +1,71 @@
+"""The tool format of Hermes and Qwen: JSON between ``<tool_call>`` and ``</tool_call>``.
+
+The closing tag may be missing at the end of an answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from areal_actors.domain import Exactly, Grammar, InOrder, JsonText, OneOf, Repeated, Tool, ToolCall
+from areal_actors.rendering.formats.json_calls import format_signatures, is_json, parse_call, read_object
+from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, NoCall, Reading, Source
+
+__all__ = ["Hermes"]
+
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+_OTHER_FAMILIES = ("<function=", "<arg_key>")
+"""Signs of formats that use the same tags around something else than JSON."""
+
+
+class Hermes:
+    """The family's words, kept short: small models read them too."""
+
+    markers = (_OPEN, _CLOSE)
+
+    def is_spoken_by(self, template: str) -> bool:
+        """Whether the template writes calls between the tags, as JSON."""
+        return _OPEN in template and not any(sign in template for sign in _OTHER_FAMILIES)
+
+    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
+        """A parser for one answer. JSON needs no schema to be read."""
+        return CallParser(CallSyntax(anywhere={_OPEN: _read_call}), call_ids)
+
+    def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
+        """Calls as the templates of the family write them, their arguments held to the tool's schema."""
+        call = OneOf(parts=tuple(map(_grammar_of_call, tools)))
+        return Repeated(part=call, at_most=None if is_parallel else 1, separator="\n")
+
+    def format_tools(self, tools: Sequence[Tool]) -> str:
+        """The tools as one JSON object a line, and how to call one."""
+        lines = format_signatures(tools)
+        example = '{"name": <tool name>, "arguments": <JSON object>}'
+        return (
+            f"You may call these tools:\n<tools>\n{lines}\n</tools>\nTo call one, write:\n{_OPEN}\n{example}\n{_CLOSE}"
+        )
+
+    def format_call(self, call: ToolCall) -> str:
+        """Name and arguments between the tags; the arguments are the call's own text where that is JSON."""
+        arguments = call.arguments if is_json(call.arguments) else json.dumps(call.arguments, ensure_ascii=False)
+        name = json.dumps(call.name, ensure_ascii=False)
+        return f'{_OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{_CLOSE}'
+
+    def format_result(self, content: str) -> str:
+        """The result between the family's tags."""
+        return f"<tool_response>\n{content}\n</tool_response>"
+
+
+def _grammar_of_call(tool: Tool) -> Grammar:
+    before = f'{_OPEN}\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+    arguments = JsonText(schema={"type": "object", **tool.parameters}, is_strict=tool.is_strict)
+    return InOrder(parts=(Exactly(text=before), arguments, Exactly(text=f"}}\n{_CLOSE}")))
+
+
+def _read_call(source: Source) -> Reading[tuple[Call, ...]]:
+    yield from source.require(_OPEN)
+    call = parse_call((yield from read_object(source)))
+    if not (yield from source.expect(_CLOSE)) and not source.is_at_end:
+        raise NoCall
+    return (call,)

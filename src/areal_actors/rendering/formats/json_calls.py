@@ -1,0 +1,177 @@
+"""Calls that are written as JSON, and the JSON of those that are not: reading, decoding, writing.
+
+The arguments of a call that is written as JSON keep the model's spelling. What is nested more deeply than any template
+could print is no call.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from areal_actors.domain import Tool
+from areal_actors.rendering.formats.reading import Call, NoCall, Reading, Source, check_name
+
+__all__ = [
+    "MAX_DEPTH",
+    "decode_json",
+    "decode_object",
+    "encode_arguments",
+    "format_signatures",
+    "is_json",
+    "parse_call",
+    "read_object",
+]
+
+MAX_DEPTH = 100
+_BETWEEN = re.compile(r"[\s\d.,:+\-eEtrufalsn]*")
+"""What JSON has outside of strings and brackets: numbers, ``true``, ``false``, ``null`` and punctuation."""
+_IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+
+
+def read_object(source: Source) -> Reading[str]:
+    """The text of the JSON object that stands here. Raises ``NoCall`` as soon as it can be none."""
+    yield from source.require("{")
+    start, depth = source.at - 1, 1
+    while depth:
+        match (yield from source.next_char(behind=_BETWEEN)):
+            case "{" | "[":
+                depth += 1
+            case "}" | "]":
+                depth -= 1
+            case '"':
+                yield from _read_string(source)
+            case _:
+                raise NoCall
+    return source.text[start : source.at]
+
+
+def _read_string(source: Source) -> Reading[None]:
+    while True:
+        char = yield from source.next_char(behind=_IN_STRING)
+        if char == '"':
+            return
+        if char != "\\":
+            raise NoCall
+        yield from source.next_char()
+
+
+def parse_call(text: str, *, keys: Sequence[str] = ("arguments",), is_bare_allowed: bool = True) -> Call:
+    """The call that a JSON object says, its arguments under one of ``keys``, as the model wrote them.
+
+    No arguments at all are an empty object if ``is_bare_allowed``; an object inside a string is taken out of it. Raises
+    ``NoCall`` for an object that is no call.
+    """
+    values = decode_object(text)
+    key = next((key for key in keys if key in values), None)
+    if key is None and not is_bare_allowed:
+        raise NoCall
+    name = check_name(values.get("name"))
+    return Call(name=name, arguments="{}" if key is None else _parse_arguments(values[key], _slices(text)[key]))
+
+
+def _parse_arguments(value: object, written: str) -> str:
+    if isinstance(value, str):
+        decode_object(value)
+        return value
+    if not isinstance(value, dict):
+        raise NoCall
+    return written
+
+
+def _slices(text: str) -> Mapping[str, str]:
+    """The text of each value of a JSON object that is known to be valid."""
+    slices: dict[str, str] = {}
+    at = _skip_space(text, _skip_space(text, 0) + 1)
+    while text[at] != "}":
+        key, at = _JSON.raw_decode(text, at)
+        start = _skip_space(text, _skip_space(text, at) + 1)
+        _, end = _JSON.raw_decode(text, start)
+        slices[key] = text[start:end]
+        at = _skip_space(text, end)
+        at = _skip_space(text, at + 1) if text[at] == "," else at
+    return slices
+
+
+def _skip_space(text: str, at: int) -> int:
+    while text[at] in " \t\n\r":
+        at += 1
+    return at
+
+
+# --------------------------------------------------------------------------------------------- JSON, strictly
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is greater than any number")
+    return number
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float)
+
+
+def decode_json(text: str) -> Any:
+    """The value of strict JSON. Raises ``NoCall`` for other text and for what is nested too deeply."""
+    try:
+        value = _JSON.decode(text)
+    except (ValueError, RecursionError):
+        raise NoCall from None
+    if not _is_shallow(value):
+        raise NoCall
+    return value
+
+
+def _is_shallow(value: object) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        nested = [item for item in level if isinstance(item, dict | list) and item]
+        if not nested:
+            return True
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+    return False
+
+
+def decode_object(text: str) -> dict[str, Any]:
+    """The JSON object that ``text`` is. Raises ``NoCall`` for anything else."""
+    value = decode_json(text)
+    if not isinstance(value, dict):
+        raise NoCall
+    return value
+
+
+def is_json(text: str) -> bool:
+    """Whether ``text`` is strict JSON."""
+    try:
+        decode_json(text)
+    except NoCall:
+        return False
+    return True
+
+
+def encode_arguments(values: Mapping[str, Any]) -> str:
+    """The JSON text of arguments that were not written as JSON. Half a surrogate pair, which is no text, is escaped."""
+    text = json.dumps(values, ensure_ascii=False)
+    return text if _is_text(text) else json.dumps(values)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def format_signatures(tools: Sequence[Tool]) -> str:
+    """The tools as one JSON object a line."""
+    signatures = ({"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools)
+    return "\n".join(json.dumps(signature, ensure_ascii=False) for signature in signatures)

@@ -1,0 +1,275 @@
+"""The pythonic tool format: a list of calls in the syntax of Python, ``[get_weather(city="Paris"), f(x=1)]``.
+
+Llama 3.2, Llama 4, ToolACE and LFM2 write it. The list counts at the beginning of an answer, behind another one, and
+anywhere between the tags that some of them have. Arguments are named and are literals: text, numbers, constants, lists
+and dictionaries; nothing is evaluated. Names that Python does not allow (``get-weather``, ``from``) are names here, and
+the constants of JSON are constants, because tools come from JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from areal_actors.domain import Exactly, Grammar, InOrder, OneOf, Repeated, Tool, ToolCall
+from areal_actors.rendering.formats.json_calls import MAX_DEPTH, encode_arguments, format_signatures
+from areal_actors.rendering.formats.reading import (
+    Call,
+    CallParser,
+    CallSyntax,
+    NoCall,
+    Reading,
+    Source,
+    T,
+    check_name,
+)
+from areal_actors.rendering.formats.schemas import Parameter, parameters_of, values_of
+
+__all__ = ["Pythonic"]
+
+_TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+_SIGNS = ("(params_name1=", "<|tool_call_start|>", "<|tool_list_start|>")
+_NAME = re.compile(r"[\w.-]*")
+_WORD = re.compile(r"[\w.+-]*")
+_NUMBER = re.compile(r"[+-]?(?:(?P<whole>0|[1-9]\d*)|\d+\.\d*|\.\d+)(?P<exponent>[eE][+-]?\d+)?", re.ASCII)
+_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+
+
+class Pythonic:
+    """Calls are said when the list is complete: a list with an element that is no call has none."""
+
+    markers = (*_TAGS, *_TAGS.values())
+
+    def is_spoken_by(self, template: str) -> bool:
+        """Whether the template shows such a list, or has the tags of LFM2; those of Llama 4 stand around JSON, too."""
+        return any(sign in template for sign in _SIGNS)
+
+    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
+        """A parser for one answer. Literals tell their types themselves."""
+        return CallParser(_SYNTAX, call_ids)
+
+    def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
+        """A list of calls with arguments in the order of the schema, those that are required first."""
+        call = OneOf(parts=tuple(map(_grammar_of_call, tools)))
+        calls = Repeated(part=call, at_most=None if is_parallel else 1, separator=", ")
+        return InOrder(parts=(Exactly(text="["), calls, Exactly(text="]")))
+
+    def format_tools(self, tools: Sequence[Tool]) -> str:
+        """The tools as one JSON object a line, and how to call one."""
+        return (
+            f"You may call these tools:\n{format_signatures(tools)}\n"
+            "To call some, answer with nothing but a list of calls in Python: "
+            '[tool_name(argument="value"), other_tool(argument=1)]'
+        )
+
+    def format_call(self, call: ToolCall) -> str:
+        """A list with one call. Arguments with names that are no word are unpacked from a dictionary."""
+        values = values_of(call.arguments)
+        named = [f"{key}={value!r}" for key, value in values.items() if _is_word(key)]
+        others = {key: value for key, value in values.items() if not _is_word(key)}
+        written = [*named, f"**{others!r}"] if others else named
+        return f"[{call.name}({', '.join(written)})]"
+
+    def format_result(self, content: str) -> str:
+        """The result as the family's templates show it."""
+        return json.dumps({"output": content}, ensure_ascii=False)
+
+
+def _is_word(text: str) -> bool:
+    return bool(text) and _NAME.fullmatch(text) is not None
+
+
+# -------------------------------------------------------------------------------------------------- the grammar
+
+
+def _grammar_of_call(tool: Tool) -> Grammar:
+    known = parameters_of([tool], tool.name)
+    needed = tool.parameters.get("required") or ()
+    required = [_grammar_of_argument(name, parameter) for name, parameter in known.items() if name in needed]
+    optional = [_grammar_of_argument(name, parameter) for name, parameter in known.items() if name not in needed]
+    written = _in_a_row(required, optional) if required else _any_of(optional)
+    return InOrder(parts=(Exactly(text=f"{tool.name}("), written, Exactly(text=")")))
+
+
+def _grammar_of_argument(name: str, parameter: Parameter) -> Grammar:
+    """Text and numbers look alike in JSON and Python; constants at the top are Python's, further in they are JSON's."""
+    value: Grammar = parameter.json_text
+    if parameter.types == {"boolean"} and not parameter.choices:
+        value = OneOf(parts=(Exactly(text="True"), Exactly(text="False")))
+    return InOrder(parts=(Exactly(text=f"{name}="), value))
+
+
+def _in_a_row(needed: Sequence[Grammar], optional: Sequence[Grammar]) -> Grammar:
+    first, *others = needed
+    comma = Exactly(text=", ")
+    behind = [InOrder(parts=(comma, other)) for other in others]
+    maybe = [Repeated(part=InOrder(parts=(comma, other)), at_least=0, at_most=1) for other in optional]
+    return InOrder(parts=(first, *behind, *maybe))
+
+
+def _any_of(optional: Sequence[Grammar]) -> Grammar:
+    """Any of the arguments, in their order: the first one that is there has no comma in front of it."""
+    rows = (_in_a_row([first], optional[index + 1 :]) for index, first in enumerate(optional))
+    return OneOf(parts=(Exactly(text=""), *rows))
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def _read_tagged(source: Source, *, opening: str) -> Reading[tuple[Call, ...]]:
+    yield from source.require(opening)
+    return (yield from _read_list(source))
+
+
+def _read_list(source: Source) -> Reading[tuple[Call, ...]]:
+    yield from source.require("[")
+    calls = yield from _read_items(source, "]", _read_call)
+    if not calls:
+        raise NoCall
+    return tuple(calls)
+
+
+def _read_end(source: Source, *, tag: str) -> Reading[tuple[Call, ...]]:
+    yield from source.require(tag)
+    return ()
+
+
+_SYNTAX = CallSyntax(
+    anywhere={tag: partial(_read_tagged, opening=tag) for tag in _TAGS},
+    at_start={"[": _read_list},
+    after_call={"[": _read_list, **{tag: partial(_read_end, tag=tag) for tag in _TAGS.values()}},
+)
+
+
+def _read_items(source: Source, end: str, read_item: Callable[[Source], Reading[T]]) -> Reading[list[T]]:
+    """What stands between commas, up to and with ``end``, before which a comma may stand."""
+    items: list[T] = []
+    while not (yield from source.expect(end)):
+        items.append((yield from read_item(source)))
+        if (yield from source.require(",", end)) == end:
+            break
+    return items
+
+
+def _read_call(source: Source) -> Reading[Call]:
+    name = check_name((yield from source.match(_NAME)))
+    yield from source.require("(")
+    arguments = yield from _read_items(source, ")", _read_argument)
+    return Call(name=name, arguments=encode_arguments(_unite(arguments)))
+
+
+def _read_argument(source: Source) -> Reading[dict[str, Any]]:
+    if (yield from source.expect("**")):
+        values = yield from _read_value(source, 0)
+        if not isinstance(values, dict):
+            raise NoCall
+        return values
+    key = check_name((yield from source.match(_NAME)))
+    yield from source.require("=")
+    return {key: (yield from _read_value(source, 0))}
+
+
+def _unite(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All in one. Raises ``NoCall`` if something is said twice."""
+    united = {key: value for part in parts for key, value in part.items()}
+    if len(united) < sum(map(len, parts)):
+        raise NoCall
+    return united
+
+
+def _read_value(source: Source, depth: int) -> Reading[Any]:
+    if depth > MAX_DEPTH:
+        raise NoCall
+    opening = yield from source.expect('"""', "'''", '"', "'", "[", "{")
+    match opening:
+        case "":
+            return _parse_word((yield from source.match(_WORD)))
+        case "[":
+            return (yield from _read_items(source, "]", partial(_read_value, depth=depth + 1)))
+        case "{":
+            return _unite((yield from _read_items(source, "}", partial(_read_pair, depth=depth + 1))))
+    return (yield from _read_string(source, opening))
+
+
+def _read_pair(source: Source, depth: int) -> Reading[dict[str, Any]]:
+    key = yield from _read_value(source, depth)
+    if not isinstance(key, str):
+        raise NoCall
+    yield from source.require(":")
+    return {key: (yield from _read_value(source, depth))}
+
+
+def _parse_word(word: str) -> Any:
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    found = _NUMBER.fullmatch(word)
+    if not found:
+        raise NoCall
+    if found["whole"] and not found["exponent"]:
+        return int(word)
+    number = float(word)
+    if not math.isfinite(number):
+        raise NoCall
+    return number
+
+
+# -------------------------------------------------------------------------------------------------------- strings
+
+_PLAIN = {'"': re.compile(r'[^"\\\n]*'), "'": re.compile(r"[^'\\\n]*")}
+_ESCAPE = re.compile(
+    r"\\(?:(?P<octal>[0-7]{1,3})|x(?P<hex>[0-9a-fA-F]{2})|u(?P<short>[0-9a-fA-F]{4})|U(?P<long>[0-9a-fA-F]{8})"
+    r"|N\{(?P<name>[^}]*)\}|(?P<letter>.))",
+    re.DOTALL,
+)
+_LETTERS = {
+    "a": "\a",
+    "b": "\b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "v": "\v",
+    "\n": "",
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+}
+_BASES = {"octal": 8, "hex": 16, "short": 16, "long": 16}
+
+
+def _read_string(source: Source, quote: str) -> Reading[str]:
+    start = source.at
+    while True:
+        source.skip(_PLAIN[quote[0]])
+        if (yield from source.expect(quote, is_tight=True)):
+            return _unescape(source.text[start : source.at - len(quote)])
+        char = yield from source.next_char()
+        if char == "\\":
+            yield from source.next_char()
+        elif not char or (char == "\n" and len(quote) == 1):
+            raise NoCall
+
+
+def _unescape(raw: str) -> str:
+    """What Python makes of a literal. The halves of a surrogate pair, in which JSON is written, are one character."""
+    try:
+        return _ESCAPE.sub(_decode_escape, raw).encode("utf-16", "surrogatepass").decode("utf-16")
+    except (ValueError, KeyError):  # half a pair, a number beyond Unicode; a name that no character has
+        raise NoCall from None
+
+
+def _decode_escape(found: re.Match[str]) -> str:
+    kind = str(found.lastgroup)
+    written = found[kind]
+    if kind == "name":
+        return unicodedata.lookup(written)
+    if kind in _BASES:
+        return chr(int(written, _BASES[kind]))
+    if written in "xuUN":  # without the digits or the name that belong to it
+        raise NoCall
+    return _LETTERS.get(written, found[0])

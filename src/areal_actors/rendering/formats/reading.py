@@ -1,0 +1,299 @@
+"""Reading calls out of text that arrives in pieces: what all formats have in common.
+
+A format says where its calls may begin, and reads one with a generator, a *reading*, which pauses where it needs more
+text and raises ``NoCall`` as soon as this is none. ``CallParser`` does the rest: a call is said when it is complete, in
+one piece; what is none stays text, and another call may begin behind its first tag. White space around calls belongs
+to the format, elsewhere to the content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping
+from typing import TypeAlias, TypeVar
+
+from attrs import field, frozen
+
+from areal_actors.rendering.base import Delta, TextDelta, ToolArgumentsDelta, ToolCallStarted
+from areal_actors.rendering.tags import num_held_back
+
+__all__ = ["Call", "CallParser", "CallSyntax", "NoCall", "Reader", "Reading", "Source", "check_name"]
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+"""A generator that pauses for more text and returns what it has read."""
+
+_MAX_WORD = 1000
+"""Characters of a name or a number; what is longer is none."""
+_MAX_WASTE = 1_000_000
+"""Characters read for calls that were none. What follows is text: time must not grow with the square of an answer."""
+_SPACE = re.compile(r"\s*")
+_END = re.compile(r"\s*\Z")
+
+
+class NoCall(Exception):
+    """What looked like a call is none. Does not leave the parser."""
+
+
+@frozen(kw_only=True)
+class Call:
+    """What the model wrote; ``arguments`` is a JSON object."""
+
+    name: str
+    arguments: str
+
+
+def check_name(name: object) -> str:
+    """The name of a function. Raises ``NoCall`` for what cannot be one."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise NoCall
+    return name
+
+
+class Source:
+    """The text of an answer as far as it has come, and the place that reading has reached."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.is_over = False
+
+    def grow(self, piece: str) -> None:
+        """Put ``piece`` behind the text."""
+        # CPython lengthens a string in place if nobody else refers to it: a long call is not copied for every token.
+        text, self.text = self.text, ""
+        text += piece
+        self.text = text
+
+    def forget(self) -> None:
+        """Let go of what has been read."""
+        self.text, self.at = self.text[self.at :], 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the answer ends here, white space aside."""
+        return self.is_over and _END.match(self.text, self.at) is not None
+
+    def skip(self, pattern: re.Pattern[str]) -> None:
+        """Go on behind what ``pattern`` matches of the text that has come; it matches the empty text, too."""
+        found = pattern.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+
+    def expect(self, *literals: str, is_tight: bool = False) -> Reading[str]:
+        """The first of ``literals`` that stands here, behind white space unless ``is_tight``, or ``""``.
+
+        Only what stands here is read. Of literals that begin alike, the longer comes first.
+        """
+        start = self.at
+        while True:
+            if not is_tight:
+                self.skip(_SPACE)
+            found = self._find(literals)
+            if found is not None:
+                break
+            yield
+        self.at = self.at + len(found) if found else start
+        return found
+
+    def _find(self, literals: tuple[str, ...]) -> str | None:
+        """``None`` as long as it is uncertain."""
+        for literal in literals:
+            if self.text.startswith(literal, self.at):
+                return literal
+            if not self.is_over and literal.startswith(self.text[self.at : self.at + len(literal)]):
+                return None
+        return ""
+
+    def require(self, *literals: str) -> Reading[str]:
+        """Like ``expect``, but raises ``NoCall`` if none of ``literals`` stands here."""
+        found = yield from self.expect(*literals)
+        if not found:
+            raise NoCall
+        return found
+
+    def sees(self, *literals: str) -> Reading[bool]:
+        """Whether one of ``literals`` stands here, behind white space. Reads nothing."""
+        start = self.at
+        found = yield from self.expect(*literals)
+        self.at = start
+        return bool(found)
+
+    def match(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """The word that ``pattern`` matches here, behind white space; ``""`` if there is none.
+
+        ``pattern`` describes a run of characters: more text of the same kind makes the word longer.
+        """
+        while True:
+            self.skip(_SPACE)
+            found = pattern.match(self.text, self.at)
+            end = found.end() if found else self.at
+            if end < len(self.text) or self.is_over or end - self.at > _MAX_WORD:
+                break
+            yield
+        if end - self.at > _MAX_WORD:
+            raise NoCall
+        word, self.at = self.text[self.at : end], end
+        return word
+
+    def next_char(self, *, behind: re.Pattern[str] | None = None) -> Reading[str]:
+        """The character that stands here, or behind all that ``behind`` matches; ``""`` at the end of the answer.
+
+        ``behind`` describes a run of characters, which may be empty.
+        """
+        while True:
+            if behind:
+                self.skip(behind)
+            if self.at < len(self.text):
+                break
+            if self.is_over:
+                return ""
+            yield
+        self.at += 1
+        return self.text[self.at - 1]
+
+    def until(self, tag: str, *, before: tuple[str, ...]) -> Reading[str]:
+        """The text up to ``tag``, where one of ``before`` or the end of the answer follows; elsewhere it is text."""
+        start = searched = self.at
+        while True:
+            end = self.text.find(tag, searched)
+            if end < 0:
+                if self.is_over:
+                    raise NoCall
+                searched = max(searched, len(self.text) - len(tag) + 1)
+                yield
+                continue
+            self.at = searched = end + len(tag)
+            if (yield from self.sees(*before)) or self.is_at_end:
+                return self.text[start:end]
+
+
+Reader: TypeAlias = Callable[[Source], Reading[tuple[Call, ...]]]
+"""Reads from an opening on, the opening included. No calls: the text belongs to the format, and says nothing."""
+
+
+@frozen(kw_only=True)
+class CallSyntax:
+    """Where calls may begin: openings, and who reads on from them.
+
+    ``anywhere`` are tags; ``at_start`` counts at the beginning of an answer, ``after_call`` directly behind a call,
+    white space aside.
+    """
+
+    anywhere: Mapping[str, Reader] = field(factory=dict)
+    at_start: Mapping[str, Reader] = field(factory=dict)
+    after_call: Mapping[str, Reader] = field(factory=dict)
+
+
+class CallParser:
+    """An ``AnswerParser``: text until a call opens, the call until it ends, and again."""
+
+    def __init__(self, syntax: CallSyntax, call_ids: Callable[[], str]) -> None:
+        self._syntax = syntax
+        self._tags = re.compile("|".join(map(re.escape, syntax.anywhere)) or r"(?!)")
+        self._call_ids = call_ids
+        self._source = Source()
+        self._opening = ""
+        self._start = 0
+        self._reading: Reading[tuple[Call, ...]] | None = None
+        self._num_calls = 0
+        self._wasted = 0
+        self._is_fresh = True
+        self._is_after_call = False
+        self._space: list[str] = []
+        self._deltas: list[Delta] = []
+
+    def feed(self, text: str) -> tuple[Delta, ...]:
+        """What is certain after this text."""
+        self._source.grow(text)
+        return self._run()
+
+    def finish(self) -> tuple[Delta, ...]:
+        """What was held back: a call that lacks its end is text."""
+        self._source.is_over = True
+        deltas = self._run()
+        is_content = self._space and not self._is_after_call
+        return (*deltas, TextDelta(text="".join(self._space))) if is_content else deltas
+
+    def _run(self) -> tuple[Delta, ...]:
+        while self._read_text() if self._reading is None else self._read_call(self._reading):
+            pass
+        if self._reading is None:
+            self._source.forget()
+        deltas, self._deltas = tuple(self._deltas), []
+        return deltas
+
+    # Each step says whether there may be more to read.
+
+    def _read_text(self) -> bool:
+        if self._is_fresh:
+            return self._read_beginning()
+        source = self._source
+        found = self._tags.search(source.text, source.at) if self._wasted <= _MAX_WASTE else None
+        end = found.start() if found else len(source.text) - self._num_held_back()
+        self._say(source.text[source.at : end])
+        source.at = end
+        if found:
+            self._open(found.group(), self._syntax.anywhere[found.group()])
+        return found is not None
+
+    def _num_held_back(self) -> int:
+        if self._source.is_over or self._wasted > _MAX_WASTE:
+            return 0
+        return num_held_back(self._source.text[self._source.at :], self._syntax.anywhere)
+
+    def _read_beginning(self) -> bool:
+        """The beginning of an answer, or what directly follows a call: openings count that are text elsewhere."""
+        source = self._source
+        start = source.at
+        source.skip(_SPACE)
+        self._say(source.text[start : source.at])
+        local = self._syntax.after_call if self._is_after_call else self._syntax.at_start
+        openings = {**self._syntax.anywhere, **local}
+        for opening, reader in openings.items():
+            if source.text.startswith(opening, source.at):
+                self._open(opening, reader)
+                return True
+        rest = source.text[source.at : source.at + max(map(len, openings), default=0)]
+        self._is_fresh = not source.is_over and any(opening.startswith(rest) for opening in openings)
+        return not self._is_fresh
+
+    def _open(self, opening: str, reader: Reader) -> None:
+        self._opening, self._start = opening, self._source.at
+        self._reading = reader(self._source)
+
+    def _read_call(self, reading: Reading[tuple[Call, ...]]) -> bool:
+        try:
+            next(reading)
+        except StopIteration as stop:
+            self._reading = None
+            self._say_calls(stop.value)
+        except NoCall:
+            self._reading = None
+            self._give_up()
+        return self._reading is None
+
+    def _give_up(self) -> None:
+        """Take the opening for text, and read on behind it: another call may begin there."""
+        self._wasted += self._source.at - self._start
+        self._say(self._opening)
+        self._source.at = self._start + len(self._opening)
+
+    def _say(self, text: str) -> None:
+        """Content, but for the white space at its end: a call may follow, which would make that part of the format."""
+        certain = text.rstrip()
+        if certain:
+            self._deltas.append(TextDelta(text="".join((*self._space, certain))))
+            self._space.clear()
+            self._is_fresh = self._is_after_call = False
+        if len(certain) < len(text):
+            self._space.append(text[len(certain) :])
+
+    def _say_calls(self, calls: tuple[Call, ...]) -> None:
+        for call in calls:
+            index = self._num_calls
+            self._deltas += (
+                ToolCallStarted(index=index, id=self._call_ids(), name=call.name),
+                ToolArgumentsDelta(index=index, text=call.arguments),
+            )
+            self._num_calls += 1
+        self._is_fresh = self._is_after_call = True

@@ -1,0 +1,257 @@
+"""What holds for every tool format that is known by name, whatever family it belongs to."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import count
+
+import pytest
+from hypothesis import assume, find, given
+from hypothesis import strategies as st
+from tests.rendering.formats.grammars import texts_of
+
+from areal_actors.domain import TextDelta, Tool, ToolArgumentsDelta, ToolCall, ToolCallStarted
+from areal_actors.rendering.parsers import TOOL_FORMATS
+from areal_actors.rendering.stream import join_deltas
+
+ADD = Tool(
+    name="add",
+    description="Adds.",
+    parameters={
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "number"}, "loud": {"type": "boolean"}},
+        "required": ["a"],
+    },
+)
+WRITE = Tool(
+    name="write-file",
+    parameters={
+        "type": "object",
+        "properties": {
+            "path": {"type": "string"},
+            "mode": {"enum": ["new", "old", 3]},
+            "kind": {"const": "text"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "lines": {"type": "array", "items": {"type": "string"}},
+            "like": {"$ref": "#/$defs/point"},
+        },
+        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    },
+)
+NOW = Tool(name="now")
+TOOLS = (ADD, WRITE, NOW)
+
+every_format = pytest.mark.parametrize("form", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
+
+names = st.from_regex(r"[A-Za-z_][\w-]{0,8}", fullmatch=True)
+tags = sorted({tag for form in TOOL_FORMATS.values() for tag in form.markers} | {"<function=f>", "</function>"})
+words = st.sampled_from([*tags, '"', "'", "\\", "\n", "\\n", "é", "😀", "{", "}]", "<", " ", "null", "True", "12"])
+texts = st.lists(words | st.text(max_size=3), max_size=4).map("".join)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3))
+arguments = st.dictionaries(names, values, max_size=3)
+
+fragments = st.sampled_from(
+    [
+        *tags,
+        *["<function=a>", "<parameter=b>", "</parameter>", "</function>", "<arg_key>b</arg_key>", "<arg_value>"],
+        *['{"name": "a", "arguments": {"b": 1}}', '{"name": "a", "parameters": {}}', '[{"name": "a"}]', "[a(b=1)]"],
+        *["[", "]", "(", ")", "{", "}", '"', "'", "\\", ";", ",", "=", ":", "a", "1", ".", "\n", " ", "<", "é", "x"],
+    ]
+)
+CALLS = ("{first call}", "{second call}")
+"""Stand for two calls as the family writes them."""
+answers = st.lists(fragments | st.sampled_from(CALLS) | st.text(max_size=3), max_size=14).map("".join)
+
+
+def write_calls(form, text):
+    """``text`` with the calls that it stands for."""
+    for index, (place, given_arguments) in enumerate(zip(CALLS, ('{"a": 1}', '{"b": "x é"}'), strict=True)):
+        text = text.replace(
+            place, form.format_call(ToolCall(id=f"call{index:05}", name="f", arguments=given_arguments))
+        )
+    return text
+
+
+def read(form, *pieces, tools=TOOLS):
+    """What the pieces of an answer say, calls numbered."""
+    numbers = count()
+    parser = form.open_parser(lambda: f"call_{next(numbers)}", tools)
+    return [delta for piece in pieces for delta in parser.feed(piece)] + list(parser.finish())
+
+
+def parse(form, *pieces, tools=TOOLS):
+    """The message that the pieces join to."""
+    return join_deltas(read(form, *pieces, tools=tools))
+
+
+def said(message):
+    """The calls without their ids, some of which the model itself gives."""
+    return [(call.name, call.arguments) for call in message.tool_calls]
+
+
+def typed(name, arguments):
+    """A tool that takes these arguments: text is declared to be text, as it is between tags."""
+    properties = {key: {"type": "string"} if isinstance(value, str) else {} for key, value in arguments.items()}
+    return Tool(name=name, parameters={"type": "object", "properties": properties})
+
+
+ENDS = {"qwen-coder": "</parameter>", "glm": "</arg_value>"}
+"""What a value cannot contain, because nothing is escaped."""
+
+
+@every_format
+@given(data=st.data())
+def test_parsing_undoes_formatting(form, data):
+    """A call that is written out is read as the same call, whatever JSON its arguments are."""
+    name, given_arguments = data.draw(names), data.draw(arguments)
+    text = json.dumps(given_arguments, ensure_ascii=False)
+    end = next((end for known, end in ENDS.items() if TOOL_FORMATS[known] is form), None)
+    assume(end is None or end not in text)
+    written = form.format_call(ToolCall(id="call_0", name=name, arguments=text))
+    message = parse(form, written, tools=[typed(name, given_arguments)])
+
+    assert [(name, text)] == said(message)
+    assert message.content is None
+
+
+@every_format
+@given(text=answers, data=st.data())
+def test_pieces_do_not_matter(form, text, data):
+    """However an answer is cut, the message is the same, and every call is started once, before its arguments."""
+    text = write_calls(form, text)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    deltas = read(form, *text)
+    calls = [delta.index for delta in deltas if isinstance(delta, ToolCallStarted)]
+
+    assert parse(form, text) == parse(form, *pieces) == join_deltas(deltas)
+    assert list(range(len(calls))) == calls
+    assert all(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    assert all(json.loads(call.arguments) is not None for call in join_deltas(deltas).tool_calls)
+
+
+@every_format
+@given(text=answers)
+def test_text_is_not_lost(form, text):
+    """Without a call the content is the text; with one, what no format has for itself is somewhere in the message."""
+    text = write_calls(form, text)
+    message = parse(form, text)
+
+    if message.tool_calls:
+        shown = "".join([message.content or "", *(name + arguments for name, arguments in said(message))])
+        assert text.count("x") <= shown.count("x") + text.count("\\x")
+        assert text.count("é") <= shown.count("é")
+    else:
+        assert text == message.content
+
+
+@cache
+def enforced(form, *, is_parallel):
+    """Texts that match the grammar of enforced calls."""
+    return texts_of(form.constrain(TOOLS, is_parallel=is_parallel))
+
+
+@every_format
+@given(data=st.data(), is_parallel=st.booleans())
+def test_what_is_enforced_is_read(form, data, is_parallel):
+    """Any text that the grammar of enforced calls allows is calls of the offered tools, and nothing else."""
+    message = parse(form, data.draw(enforced(form, is_parallel=is_parallel)))
+
+    assert message.content is None
+    assert len(message.tool_calls) >= 1 if is_parallel else len(message.tool_calls) == 1
+    for name, written in said(message):
+        check_arguments(next(tool for tool in TOOLS if tool.name == name), json.loads(written))
+
+
+def check_arguments(tool, given_arguments):
+    """Required arguments are there, unknown ones are not, and the types are those of the schema."""
+    properties = tool.parameters.get("properties", {})
+    types = {"integer": int, "number": int | float, "boolean": bool, "string": str, "array": list}
+
+    assert set(tool.parameters.get("required", ())) <= set(given_arguments) <= set(properties)
+    for key, value in given_arguments.items():
+        assert isinstance(value, types.get(properties[key].get("type"), object)), (key, value)
+    assert isinstance(given_arguments.get("like", {}), dict)
+    assert given_arguments.get("mode", 3) in ("new", "old", 3)
+
+
+@every_format
+def test_one_call_may_be_all_that_is_allowed(form):
+    """A tool that takes nothing is called with nothing."""
+    text = find(texts_of(form.constrain([NOW], is_parallel=False)), lambda text: True)
+
+    assert [("now", "{}")] == said(parse(form, text))
+
+
+@every_format
+def test_a_call_that_nobody_offered_is_a_call(form):
+    """The agent tells the model that there is no such tool; the parser does not hide what was said."""
+    call = ToolCall(id="call_0", name="unheard_of", arguments='{"a": 1}')
+
+    assert [("unheard_of", '{"a": 1}')] == said(parse(form, form.format_call(call), tools=[]))
+
+
+@every_format
+def test_calls_have_text_around_them_and_follow_each_other(form):
+    """What stands behind calls is content; two calls are two."""
+    first, second = (form.format_call(ToolCall(id=f"id{n}", name="now", arguments="{}")) for n in range(2))
+    message = parse(form, f"{first}\n\nDone.")
+
+    assert ([("now", "{}")], "\n\nDone.") == (said(message), message.content)
+    assert 2 == len(said(parse(form, first + "\n" + second)))
+
+
+@every_format
+def test_long_answers_are_read_in_time(form):
+    """Time grows with the text, not with its square: open tags, open strings, depth, and one long argument."""
+    size = 60_000
+    call = form.format_call(ToolCall(id="call_0", name="f", arguments='{"a": 1}'))
+    hostile = [
+        *form.markers,
+        call,
+        call[: len(call) // 2],
+        call[: -len(call) // 4],
+        " ",
+        "[",
+        "{",
+        '"',
+        '{"a":',
+        "[f(a=",
+    ]
+    hostile += ["<tool_call>\n<function=f>\n<parameter=a>\n", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>"]
+    long = form.format_call(ToolCall(id="call_0", name="f", arguments=json.dumps({"a": "x y\n" * (size // 4)})))
+
+    for unit in hostile:
+        message = parse(form, unit * (size // len(unit)))
+        assert message.content or message.tool_calls
+    pieces = [long[at : at + 3] for at in range(0, len(long), 3)]
+    assert 1 == len(parse(form, *pieces, tools=[typed("f", {"a": ""})]).tool_calls)
+
+
+@every_format
+def test_depth_is_bounded(form):
+    """What is nested more deeply than anybody's stack is text, in whatever way it is written."""
+    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    written = form.format_call(ToolCall(id="call_0", name="f", arguments='{"a": 1}')).replace('{"a": 1}', deep)
+    message = parse(form, written)
+
+    assert all(len(call.arguments) < 300_000 for call in message.tool_calls)
+    assert all(isinstance(delta, TextDelta | ToolCallStarted | ToolArgumentsDelta) for delta in read(form, written))
+
+
+@every_format
+def test_tools_and_results_are_shown(form):
+    """A model whose template knows no tools reads names, descriptions, parameters, and what came of a call."""
+    block = form.format_tools([ADD, WRITE])
+
+    assert all(word in block for word in ("add", "Adds.", "write-file", "path", "lines"))
+    assert "42 °C" in form.format_result("42 °C")
+
+
+@every_format
+def test_arguments_that_are_no_object_can_be_written(form):
+    """A client may send anything back as the arguments of a call; the prompt shows it."""
+    for written in ("oops", "[1]", "", '"text"', "null", "NaN"):
+        assert written.strip('"') in form.format_call(ToolCall(id="call_0", name="f", arguments=written))

@@ -1,7 +1,7 @@
 """The pythonic tool format: a list of calls in the syntax of Python, ``[get_weather(city="Paris"), f(x=1)]``.
 
-Llama 3.2, Llama 4, ToolACE and LFM2 write it. The list counts at the beginning of an answer, and anywhere between the
-tags that some of them have. Arguments are named and are literals: text, numbers, constants, lists and dictionaries;
+Llama 3.2, Llama 4, ToolACE and LFM2 write it. The list counts at the beginning of an answer, behind another one, and
+anywhere between the tags that some of them have. Arguments are named and are literals: text, numbers, constants, lists and dictionaries;
 nothing is evaluated. Names that Python does not allow (``get-weather``, ``from``) are names here, and the constants of
 JSON are constants, because tools come from JSON.
 """
@@ -142,7 +142,7 @@ def _read_end(source: Source, *, tag: str) -> Reading[tuple[Call, ...]]:
 _SYNTAX = CallSyntax(
     anywhere={tag: partial(_read_tagged, opening=tag) for tag in _TAGS},
     at_start={"[": _read_list},
-    after_call={tag: partial(_read_end, tag=tag) for tag in _TAGS.values()},
+    after_call={"[": _read_list, **{tag: partial(_read_end, tag=tag) for tag in _TAGS.values()}},
 )
 
 

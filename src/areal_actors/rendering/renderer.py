@@ -166,14 +166,14 @@ class TemplateRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Grammar | None:
         """See ``Renderer.constrain``."""
-        if tool_choice in (ToolChoice.AUTO, ToolChoice.NONE):
-            answer = response_format
-        else:
+        has_calls = tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE)
+        answer = response_format
+        if has_calls:
             answer = self._constrain_calls(tools, tool_choice, is_parallel=parallel_tool_calls)
         if answer is None or self.reasoning_format is None:
             return answer
         is_open = self._is_open(self.reasoning_format, template_kwargs or _NO_OPTIONS)
-        return InOrder(parts=(self.reasoning_format.constrain(is_open=is_open), answer))
+        return InOrder(parts=(self.reasoning_format.constrain(is_open=is_open, has_calls=has_calls), answer))
 
     def _constrain_calls(self, tools: Sequence[Tool], choice: ToolChoice | str, *, is_parallel: bool) -> Grammar:
         wanted = tools if choice is ToolChoice.REQUIRED else [tool for tool in tools if tool.name == choice]

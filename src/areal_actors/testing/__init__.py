@@ -2,7 +2,7 @@
 
 ``engines`` has an engine without a model, ``engine_contract`` what every engine must keep, ``strategies`` what
 Hypothesis draws, ``serving`` the real proxy in front of a script (``sessions``),
-``tokenizers`` a small real tokenizer. Only virtual time is imported here: the rest needs Hypothesis
+``tokenizers`` a small real tokenizer, ``families`` the chat templates of many models. Only virtual time is imported here: the rest needs Hypothesis
 or transformers.
 """
 

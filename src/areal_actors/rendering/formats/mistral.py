@@ -105,8 +105,7 @@ def _read_list(source: Source) -> Reading[tuple[Call, ...]]:
 
 
 def _identify(call: Call, call_id: object) -> Call:
-    is_id = isinstance(call_id, str) and _ID.fullmatch(call_id)
-    return evolve(call, id=call_id) if is_id else call
+    return evolve(call, id=call_id) if isinstance(call_id, str) and _ID.fullmatch(call_id) else call
 
 
 _SYNTAX = CallSyntax(anywhere={_CALLS: _read_calls})

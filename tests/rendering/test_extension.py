@@ -158,7 +158,7 @@ def test_history_is_not_read():
     history.reads = set()
     extend("SMOLLM", history, QUESTION)
 
-    assert history.reads <= {0, 1, 2, 999}
+    assert history.reads <= {0, 1, 2, 998, 999}
 
 
 def test_what_the_template_refuses_forks_and_then_explains_itself():

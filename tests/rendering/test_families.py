@@ -55,7 +55,9 @@ def test_a_family_is_recognised(name):
     family, renderer = FAMILIES[name], renderer_of(name)
 
     assert TOOL_FORMATS[family.tool_format] is renderer.tool_format
-    assert (REASONING_FORMATS[family.reasoning_format] if family.reasoning_format else None) is renderer.reasoning_format
+    assert (
+        REASONING_FORMATS[family.reasoning_format] if family.reasoning_format else None
+    ) is renderer.reasoning_format
 
 
 @each_family
@@ -64,7 +66,9 @@ def test_an_answer_is_read(name):
     family, renderer = FAMILIES[name], renderer_of(name)
     thought = "hm" if family.thought else ""
     talk = renderer.parse(family.sample(family.write("hello", thought=thought)), tools=[TOOL])
-    act = renderer.parse(family.sample(family.write("", [(TOOL.name, {"a": 1})], thought), has_calls=True), tools=[TOOL])
+    act = renderer.parse(
+        family.sample(family.write("", [(TOOL.name, {"a": 1})], thought), has_calls=True), tools=[TOOL]
+    )
 
     assert ("hello", thought, ()) == (talk.content, talk.reasoning or "", talk.tool_calls)
     assert (None, thought) == (act.content, act.reasoning or "")
@@ -72,7 +76,7 @@ def test_an_answer_is_read(name):
 
 
 @each_family
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_a_suffix_is_what_the_template_makes_of_the_whole(name, data):
     """Where a turn is extended, the whole conversation begins with the prompt and ends with the suffix, text and ids.
@@ -101,24 +105,35 @@ def test_a_suffix_is_what_the_template_makes_of_the_whole(name, data):
             assert all(part in whole[len(prompt) :] for part in (call.name for call in answer.tool_calls))
 
 
-@pytest.mark.parametrize(
-    ("name", "history", "new"),
-    [
-        *((name, [SYSTEM, QUESTION, ANSWER], [QUESTION]) for name in sorted(FAMILIES)),
-        *((name, [SYSTEM, QUESTION, ACT], [RESULT]) for name in sorted(FAMILIES)),
-        *((name, [QUESTION, ACT, RESULT, ANSWER], [QUESTION]) for name in sorted(FAMILIES)),
-        *((name, [QUESTION, ACTS], RESULTS) for name in sorted(FAMILIES)),
-    ],
-)
-def test_an_extension_is_faithful_or_a_fork(name, history, new):
-    """The turns of every agent: a question, a result, a question after results, two results."""
+TURNS = {
+    "question": ([SYSTEM, QUESTION, ANSWER], [QUESTION]),
+    "result": ([SYSTEM, QUESTION, ACT], [RESULT]),
+    "another result": ([QUESTION, ACT, RESULT, ACT], [RESULT]),
+    "question after results": ([QUESTION, ACT, RESULT, ANSWER], [QUESTION]),
+    "two results": ([QUESTION, ACTS], RESULTS),
+}
+FORKS = {
+    "deepseek-r1": set(TURNS) - {"question after results"},  # drops what the prompt has opened
+    "glm-4.5": set(TURNS),  # a turn ends where the next begins
+    "gpt-oss": {"question", "question after results", "two results"},  # another end token; one call only
+    "mistral-v3": {"question", "result", "question after results"},  # the system prompt and the tools move
+    "deepseek-v3": {"another result"},  # results are closed only where an answer follows
+    "hermes-3": {"another result", "question after results"},  # the last result looks different
+    "llama-3.1": {"two results"},  # one call only
+    "llama-3.2": {"two results"},
+}
+
+
+@each_family
+@pytest.mark.parametrize("turn", TURNS)
+def test_an_extension_is_faithful_or_a_fork(name, turn):
+    """The turns of every agent are extended but where the template rewrites what precedes them."""
+    history, new = TURNS[turn]
     suffix = extend(name, history, *new)
 
-    assert suffix == FORK or text_of(name, *history, *new, tools=[TOOL]).endswith(suffix)
-    assert (suffix == FORK) == ((name, len(history), len(new), history[-1].role, bool(history[-1].tool_calls)) in FORKS)
-
-
-FORKS: set = set()
+    assert (turn in FORKS.get(name, ())) == (suffix == FORK)
+    if suffix != FORK:
+        assert text_of(name, *history, *new, tools=[TOOL]).endswith(suffix)
 
 
 def thinking(content="a", **more):
@@ -152,7 +167,7 @@ def test_ids_of_calls_are_shortened_where_the_template_insists():
 
 
 @each_family
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(roles=st.lists(st.sampled_from(["system", "developer", "user", "assistant"]), max_size=5))
 def test_no_message_is_dropped_without_a_word(name, roles):
     """Whoever speaks, anywhere in the list, is shown, or the template's refusal is said."""
@@ -185,7 +200,7 @@ def test_a_preamble_beside_thinking_and_a_call_is_kept():
 
 @each_family
 @given(st.lists(plain_texts, min_size=1, max_size=3))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_foreign_special_tokens_are_text(name, parts):
     """No family's special token that a user spells out becomes one."""
     family, renderer = FAMILIES[name], renderer_of(name)

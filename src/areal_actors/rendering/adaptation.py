@@ -39,6 +39,8 @@ class Adaptation:
     has_tool_role: bool = True
     has_system_role: bool = True
     has_developer_role: bool = True
+    has_system_runs: bool = True
+    """Whether there may be several system messages in front."""
     has_late_system: bool = True
     """Whether system messages that are not the first one are shown, or refused, rather than dropped."""
     has_long_ids: bool = True
@@ -61,7 +63,9 @@ class Adaptation:
     def _adapt_roles(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         if not self.has_developer_role and any(message.role == "developer" for message in messages):
             messages = [evolve(m, role="system") if m.role == "developer" else m for m in messages]
-        return messages if self.has_late_system else _join_system(messages)
+        if not self.has_late_system:
+            _refuse_late_system(messages)
+        return messages if self.has_system_runs else _join_system(messages)
 
     def _adapt_calls(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         if not self.has_long_ids:
@@ -121,17 +125,19 @@ def _join_contents(messages: Iterable[ChatMessage]) -> str:
     return "\n\n".join(message.content for message in messages if message.content)
 
 
-def _join_system(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """One system message, the first. Raises ``RenderError`` if there is one further on."""
-    leading, rest = _split_system(messages)
+def _refuse_late_system(messages: Sequence[ChatMessage]) -> None:
+    _, rest = _split_system(messages)
     if any(message.role in _SYSTEM_ROLES for message in rest):
         raise RenderError(
             "The model's chat template drops system and developer messages behind the first question. "
             "Send them first, or as the user's."
         )
-    if len(leading) <= 1:
-        return messages
-    return [evolve(leading[0], content=_join_contents(leading)), *rest]
+
+
+def _join_system(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """One system message, the first."""
+    leading, rest = _split_system(messages)
+    return [evolve(leading[0], content=_join_contents(leading)), *rest] if len(leading) > 1 else messages
 
 
 def _put_before_question(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:

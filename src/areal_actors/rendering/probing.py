@@ -25,6 +25,7 @@ _TOOL = Tool(name="probe_tool", description="A probe.", parameters={"type": "obj
 _USER = ChatMessage(role="user", content="probe question")
 _ANSWER = ChatMessage(role="assistant", content="probe answer")
 _SYSTEM_TEXT = "probe system"
+_MORE_TEXT = "probe more of it"
 _SYSTEM = ChatMessage(role="system", content=_SYSTEM_TEXT)
 _RESULT_TEXT = "probe result"
 
@@ -42,6 +43,7 @@ def probe_adaptation(template: ChatTemplate, form: ToolFormat) -> Adaptation:
         has_tool_role=spelling is not None or probe.shows_result(),
         has_system_role=default_system is not None,
         has_developer_role=probe.has_developer_role(),
+        has_system_runs=probe.has_system_runs(),
         has_late_system=probe.has_late_system(),
         has_long_ids=spelling is None or probe.has_long_ids(),
         has_text_beside_thoughtful_calls=spelling is None or probe.has_text_beside_thoughtful_calls(),
@@ -107,6 +109,10 @@ class _Probe:
         """A template that prints any role knows it only if it says so."""
         developer = ChatMessage(role="developer", content=_SYSTEM_TEXT)
         return "developer" in self.template.source and _SYSTEM_TEXT in self.render(developer, _USER)
+
+    def has_system_runs(self) -> bool:
+        text = self.render(_SYSTEM, ChatMessage(role="system", content=_MORE_TEXT), _USER)
+        return _SYSTEM_TEXT in text and _MORE_TEXT in text
 
     def has_late_system(self) -> bool:
         text = self.render(_USER, _ANSWER, _SYSTEM, _USER)

@@ -60,7 +60,9 @@ class Family:
         """The renderer of this family, made once."""
         return _create_renderer(self)
 
-    def write(self, content: str = "", calls: Sequence[tuple[str, Mapping[str, object]]] = (), thought: str = "") -> str:
+    def write(
+        self, content: str = "", calls: Sequence[tuple[str, Mapping[str, object]]] = (), thought: str = ""
+    ) -> str:
         """An answer as a model of this family would write it, special tokens and all, without the token that ends it.
 
         ``calls`` are names and arguments.
@@ -88,9 +90,7 @@ def _create_renderer(family: Family) -> TemplateRenderer:
     texts = dict.fromkeys((*family.special, family.end_of_calls or family.end))
     more = [AddedToken(text, rstrip=family.is_stripping, special=True) for text in texts]
     end = AddedToken(family.end, rstrip=family.is_stripping, special=True)
-    tokenizer.add_special_tokens(
-        {"bos_token": family.start, "eos_token": end, "additional_special_tokens": more}
-    )
+    tokenizer.add_special_tokens({"bos_token": family.start, "eos_token": end, "additional_special_tokens": more})
     ends = [tokenizer.convert_tokens_to_ids(text) for text in (family.end, family.end_of_calls) if text]
     return create_renderer(tokenizer, stop_token_ids=ends)
 

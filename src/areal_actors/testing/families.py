@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 
 from attrs import frozen
@@ -91,63 +91,66 @@ def _create_renderer(family: Family) -> TemplateRenderer:
     more = [AddedToken(text, rstrip=family.is_stripping, special=True) for text in texts]
     end = AddedToken(family.end, rstrip=family.is_stripping, special=True)
     tokenizer.add_special_tokens({"bos_token": family.start, "eos_token": end, "additional_special_tokens": more})
-    ends = [tokenizer.convert_tokens_to_ids(text) for text in (family.end, family.end_of_calls) if text]
+    ids = tokenizer.get_vocab()
+    ends = [ids[text] for text in (family.end, family.end_of_calls) if text]
     return create_renderer(tokenizer, stop_token_ids=ends)
 
 
-_CHATML = {"start": "<|im_start|>", "end": "<|im_end|>", "tool_format": "hermes"}
-_THINK = {"reasoning_format": "think", "thought": "<think>\n{}\n</think>\n\n"}
-_LLAMA = {
-    "start": "<|begin_of_text|>",
-    "end": "<|eot_id|>",
-    "special": ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"),
-    "tool_format": "llama-json",
-    "between_calls": "; ",
-}
-_MISTRAL = {
-    "start": "<s>",
-    "end": "</s>",
-    "special": (
+_chatml = partial(Family, start="<|im_start|>", end="<|im_end|>", tool_format="hermes")
+_llama = partial(
+    Family,
+    start="<|begin_of_text|>",
+    end="<|eot_id|>",
+    special=("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"),
+    tool_format="llama-json",
+    between_calls="; ",
+)
+_mistral = partial(
+    Family,
+    start="<s>",
+    end="</s>",
+    special=(
         *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
         *("[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
     ),
-    "tool_format": "mistral",
-    "content_before_calls": "{}",
-    "between_calls": "",
-}
-_DEEPSEEK = {
-    "start": "<｜begin▁of▁sentence｜>",
-    "end": "<｜end▁of▁sentence｜>",
-    "special": (
+    tool_format="mistral",
+    content_before_calls="{}",
+    between_calls="",
+)
+_deepseek = partial(
+    Family,
+    start="<｜begin▁of▁sentence｜>",
+    end="<｜end▁of▁sentence｜>",
+    special=(
         *("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
         *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
         *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
     ),
-    "tool_format": "deepseek-v3",
-    "content_before_calls": "{}",
-    "between_calls": "",
-}
-_GEMMA = {"start": "<bos>", "end": "<end_of_turn>", "special": ("<start_of_turn>",), "tool_format": "hermes"}
+    tool_format="deepseek-v3",
+    content_before_calls="{}",
+    between_calls="",
+)
+_gemma = partial(Family, start="<bos>", end="<end_of_turn>", special=("<start_of_turn>",), tool_format="hermes")
 
 _ALL = (
-    Family(name="smollm2", **_CHATML),
-    Family(name="qwen2.5", **_CHATML),
-    Family(name="qwen3", **_CHATML, **_THINK),
-    Family(name="qwen3-coder", **{**_CHATML, "tool_format": "qwen-coder"}, content_before_calls="{}\n\n"),
-    Family(name="hermes-3", **_CHATML),
-    Family(name="llama-3.1", **_LLAMA),
-    Family(name="llama-3.2", **_LLAMA),
-    Family(name="mistral-v3", **_MISTRAL),
-    Family(name="mistral-v7", **_MISTRAL),
-    Family(
+    _chatml(name="smollm2"),
+    _chatml(name="qwen2.5"),
+    _chatml(name="qwen3", reasoning_format="think", thought="<think>\n{}\n</think>\n\n"),
+    _chatml(name="qwen3-coder", tool_format="qwen-coder", content_before_calls="{}\n\n"),
+    _chatml(name="hermes-3"),
+    _llama(name="llama-3.1"),
+    _llama(name="llama-3.2"),
+    _mistral(name="mistral-v3"),
+    _mistral(name="mistral-v7"),
+    _mistral(
         name="magistral",
-        **{**_MISTRAL, "tool_format": "mistral-args"},
+        tool_format="mistral-args",
         reasoning_format="mistral-think",
         thought="[THINK]{}[/THINK]",
     ),
-    Family(name="deepseek-v3", **_DEEPSEEK),
-    Family(name="deepseek-r1", **_DEEPSEEK, reasoning_format="think", thought="{}\n</think>\n\n", is_thinking=True),
-    Family(name="deepseek-v3.1", **{**_DEEPSEEK, "tool_format": "deepseek-v3.1"}, reasoning_format="think"),
+    _deepseek(name="deepseek-v3"),
+    _deepseek(name="deepseek-r1", reasoning_format="think", thought="{}\n</think>\n\n", is_thinking=True),
+    _deepseek(name="deepseek-v3.1", tool_format="deepseek-v3.1", reasoning_format="think"),
     Family(
         name="gpt-oss",
         start="<|startoftext|>",
@@ -161,8 +164,8 @@ _ALL = (
         content_before_calls="<|channel|>commentary<|message|>{}<|end|><|start|>assistant",
         between_calls="<|start|>assistant",
     ),
-    Family(name="gemma-2", **_GEMMA),
-    Family(name="gemma-3", **_GEMMA),
+    _gemma(name="gemma-2"),
+    _gemma(name="gemma-3"),
     Family(
         name="phi-3",
         start="<s>",
@@ -171,7 +174,7 @@ _ALL = (
         is_stripping=True,
         tool_format="hermes",
     ),
-    Family(name="phi-4", **_CHATML, special=("<|im_sep|>",)),
+    _chatml(name="phi-4", special=("<|im_sep|>",)),
     Family(
         name="glm-4.5",
         start="<sop>",

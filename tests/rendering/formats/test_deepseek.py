@@ -44,7 +44,8 @@ def named(answer):
 @pytest.mark.parametrize("form", [FENCED, BARE])
 def test_either_form_is_read(form):
     """With a type and a fence, or with nothing but the arguments; several calls, with text in front."""
-    fenced = f'Hm.\n{BEGIN}{CALL}function{SEP}a\n```json\n{{"b":  1}}\n```{CALL_END}\n{CALL}function{SEP}c\n```json\n{{}}\n```'
+    first = f'Hm.\n{BEGIN}{CALL}function{SEP}a\n```json\n{{"b":  1}}\n```{CALL_END}'
+    fenced = f"{first}\n{CALL}function{SEP}c\n```json\n{{}}\n```"
     bare = f'Hm.{BEGIN}{CALL}a{SEP}{{"b":  1}}{CALL_END}{CALL}c{SEP}{{}}'
 
     for text in (fenced, bare):

@@ -28,12 +28,12 @@ def test_the_block_follows_the_default_system_prompt():
 
 
 def test_the_block_follows_the_given_system_prompt():
-    """Also where it is empty, and where developers are called so."""
+    """Also where it is empty, and where it is a developer's."""
     question = say("user", "x")
 
     assert f"system\nhi\n\n{BLOCK}<|im_end|>" in text_of("SMOLLM", say("system", "hi"), question, tools=[TOOL])
     assert f"system\n{BLOCK}<|im_end|>" in text_of("CHATML", say("system", ""), question, tools=[TOOL])
-    assert f"developer\nhi\n\n{BLOCK}" in text_of("CHATML", say("developer", "hi"), question, tools=[TOOL])
+    assert f"system\nhi\n\n{BLOCK}" in text_of("CHATML", say("developer", "hi"), question, tools=[TOOL])
     assert f"system\n{BLOCK}<|im_end|>" in text_of("CHATML", question, tools=[TOOL])
 
 

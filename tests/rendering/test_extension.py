@@ -158,7 +158,7 @@ def test_history_is_not_read():
     history.reads = set()
     extend("SMOLLM", history, QUESTION)
 
-    assert history.reads <= {0, 1, 2, 999}
+    assert history.reads <= {0, 1, 2, 998, 999}
 
 
 def test_what_the_template_refuses_forks_and_then_explains_itself():
@@ -171,10 +171,17 @@ def test_what_the_template_refuses_forks_and_then_explains_itself():
 
 
 def test_ids_of_calls_may_be_refused():
-    """A template that is strict about ids is not fooled by a verdict that was found with good ones."""
-    call = ToolCall(id="call_with_a_long_id", name="multiply", arguments="{}")
+    """A template that is strict about something is not fooled by a verdict that was found with other words."""
+    calls = "{%- for m in messages %}{% for call in m.tool_calls or [] %}"
+    refusal = "{%- if call.id == 'odd' %}{{ raise_exception('odd') }}{% endif %}{% endfor %}{% endfor %}"
+    renderer = create(calls + refusal + templates.QWEN)
+    odd = ToolCall(id="odd", name="multiply", arguments="{}")
+    history = [QUESTION, say("assistant", tool_calls=(CALL,))]
 
-    assert FORK == extend("MISTRAL", [QUESTION, say("assistant", tool_calls=(call,))], RESULT)
+    assert not isinstance(renderer.extend(history=history, new=[RESULT], is_closed=True), ForkReason)
+    assert FORK == renderer.extend(
+        history=[QUESTION, say("assistant", tool_calls=(odd,))], new=[RESULT], is_closed=True
+    )
 
 
 def create(source, *more_special):

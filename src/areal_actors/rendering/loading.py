@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from areal_actors.errors import ModelError
-from areal_actors.rendering.adaptation import Adaptation, probe_adaptation
+from areal_actors.rendering.adaptation import Adaptation
 from areal_actors.rendering.parity import ParityProbe
 from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, choose_format
+from areal_actors.rendering.probing import probe_adaptation
 from areal_actors.rendering.renderer import TemplateRenderer
 from areal_actors.rendering.suffix import SuffixRenderer, find_end_of_turn
 from areal_actors.rendering.template import ChatTemplate
@@ -78,16 +79,19 @@ def create_renderer(
     tool_format, adaptation = _choose_tool_format(config, template)
     typesetter = Typesetter(template=template, adaptation=adaptation, vocabulary=vocabulary)
     end_of_turn = find_end_of_turn(typesetter, vocabulary)
-    stops = _unique((end_of_turn, tokenizer.eos_token_id, *stop_token_ids))
+    reasoning_format = choose_format(
+        config.reasoning_format, REASONING_FORMATS, template=template.source, path="reasoning_format"
+    )
+    more_ends = _find_special(vocabulary, reasoning_format.stops if reasoning_format else ())
+    stops = _unique((end_of_turn, tokenizer.eos_token_id, *more_ends, *stop_token_ids))
+    can_extend = end_of_turn is not None or bool(more_ends)
     return TemplateRenderer(
         vocabulary=vocabulary,
         typesetter=typesetter,
         stop_token_ids=stops,
         tool_format=tool_format,
-        reasoning_format=choose_format(
-            config.reasoning_format, REASONING_FORMATS, template=template.source, path="reasoning_format"
-        ),
-        probe=None if end_of_turn is None else _create_probe(typesetter, vocabulary, stops),
+        reasoning_format=reasoning_format,
+        probe=_create_probe(typesetter, vocabulary, stops) if can_extend else None,
     )
 
 
@@ -133,6 +137,10 @@ def _create_probe(typesetter: Typesetter, vocabulary: Vocabulary, stops: tuple[i
     texts = sorted((vocabulary.special[i] for i in stops if i in vocabulary.special), key=len, reverse=True)
     suffix = SuffixRenderer(typesetter=typesetter, closing=re.compile("|".join(map(re.escape, texts))))
     return ParityProbe(typesetter=typesetter, suffix=suffix, vocabulary=vocabulary, stop_token_ids=stops)
+
+
+def _find_special(vocabulary: Vocabulary, texts: Sequence[str]) -> tuple[int, ...]:
+    return tuple(token_id for token_id, text in vocabulary.special.items() if text in texts)
 
 
 def _unique(token_ids: Iterable[object]) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class ParityProbe:
 
     def _faithful(self, shape: Shape, case: _Case, tail: str) -> frozenset[ThoughtAt]:
         """Thinking far back is judged on top of a history without any, thinking close by on top of both."""
-        contexts = create_contexts(shape.opening)
+        contexts = create_contexts(shape.opening, is_after_result=shape.is_after_result)
         faithful: set[ThoughtAt] = set()
         for place in (ThoughtAt.NOWHERE, ThoughtAt.BEFORE, ThoughtAt.SINCE):
             verdicts = [self._agrees(context, case, tail) for context in contexts[place]]

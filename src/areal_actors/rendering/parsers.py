@@ -17,9 +17,12 @@ from typing import Protocol, TypeVar
 from areal_actors.domain import Grammar, Tool, ToolCall
 from areal_actors.errors import ConfigError
 from areal_actors.rendering.base import Delta, TextDelta
+from areal_actors.rendering.formats.deepseek import DeepSeek
 from areal_actors.rendering.formats.glm import Glm
+from areal_actors.rendering.formats.harmony import HarmonyCalls, HarmonyChannels
 from areal_actors.rendering.formats.hermes import Hermes
 from areal_actors.rendering.formats.llama_json import LlamaJson
+from areal_actors.rendering.formats.mistral import Mistral
 from areal_actors.rendering.formats.pythonic import Pythonic
 from areal_actors.rendering.formats.qwen_coder import QwenCoder
 from areal_actors.rendering.formats.think import ThinkTags
@@ -104,6 +107,11 @@ class ReasoningFormat(Protocol):
         """Tags that the parser must see, even where they are special tokens."""
         ...
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Special tokens that end an answer beside the template's own end of turn."""
+        ...
+
     def is_spoken_by(self, template: str) -> bool:
         """Whether a chat template (its source) is of this family."""
         ...
@@ -112,8 +120,11 @@ class ReasoningFormat(Protocol):
         """Whether this rendered prompt ends inside the thinking."""
         ...
 
-    def constrain(self, *, is_open: bool) -> Grammar:
-        """The text of the thinking, up to where the answer proper begins; it may be empty unless ``is_open``."""
+    def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:
+        """The text of the thinking, up to where the answer proper begins; it may be empty unless ``is_open``.
+
+        ``has_calls`` tells that calls follow rather than content, which some families announce differently.
+        """
         ...
 
     def open_parser(self, *, is_open: bool) -> AnswerParser:
@@ -127,10 +138,19 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "llama-json": LlamaJson(),
     "pythonic": Pythonic(),
     "glm": Glm(),
+    "mistral": Mistral(),
+    "mistral-args": Mistral(has_names=True),
+    "deepseek-v3": DeepSeek(has_fences=True),
+    "deepseek-v3.1": DeepSeek(has_fences=False),
+    "harmony": HarmonyCalls(),
 }
 """Tool formats by name; the first one is spoken with models whose template knows no tools."""
 
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {"think": ThinkTags()}
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "harmony": HarmonyChannels(),
+    "think": ThinkTags(),
+    "mistral-think": ThinkTags(opening="[THINK]", closing="[/THINK]"),
+}
 """Reasoning formats by name."""
 
 

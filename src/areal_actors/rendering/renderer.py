@@ -167,16 +167,24 @@ class TemplateRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Grammar | None:
         """See ``Renderer.constrain``."""
-        answer = response_format
-        if tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE):
-            answer = self._constrain_calls(tools, tool_choice, is_parallel=parallel_tool_calls)
-        elif tool_choice == ToolChoice.AUTO and tools and response_format is not None:
-            calls = self._constrain_calls(tools, ToolChoice.REQUIRED, is_parallel=parallel_tool_calls)
-            answer = OneOf(parts=(calls, response_format))
-        if answer is None or self.reasoning_format is None:
+        has_calls = tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE)
+        may_call = tool_choice == ToolChoice.AUTO and bool(tools) and response_format is not None
+        forms: list[Grammar] = []
+        if has_calls or may_call:
+            wanted = ToolChoice.REQUIRED if may_call else tool_choice
+            calls = self._constrain_calls(tools, wanted, is_parallel=parallel_tool_calls)
+            forms.append(self._behind_thinking(calls, template_kwargs, has_calls=True))
+        if response_format is not None and not has_calls:
+            forms.append(self._behind_thinking(response_format, template_kwargs, has_calls=False))
+        return OneOf(parts=tuple(forms)) if len(forms) > 1 else next(iter(forms), None)
+
+    def _behind_thinking(
+        self, answer: Grammar, template_kwargs: Mapping[str, Any] | None, *, has_calls: bool
+    ) -> Grammar:
+        if self.reasoning_format is None:
             return answer
         is_open = self._is_open(self.reasoning_format, template_kwargs or _NO_OPTIONS)
-        return InOrder(parts=(self.reasoning_format.constrain(is_open=is_open), answer))
+        return InOrder(parts=(self.reasoning_format.constrain(is_open=is_open, has_calls=has_calls), answer))
 
     def _constrain_calls(self, tools: Sequence[Tool], choice: ToolChoice | str, *, is_parallel: bool) -> Grammar:
         wanted = tools if choice == ToolChoice.REQUIRED else [tool for tool in tools if tool.name == choice]

@@ -108,6 +108,8 @@ class Shape:
     """
 
     opening: tuple[str, ...]
+    is_after_result: bool
+    """Whether the answer follows the result of a tool."""
     answer: Trait
     new: tuple[Trait, ...]
     has_tools: bool
@@ -120,6 +122,7 @@ def shape_of(
     """The shape of an extension; the time it takes does not depend on the length of the history."""
     return Shape(
         _opening(history),
+        len(history) > 1 and history[-2].role == "tool",
         Trait.of(history[-1]),
         _shorten(new),
         bool(tools),
@@ -160,8 +163,13 @@ def find_thought(history: Sequence[ChatMessage]) -> ThoughtAt:
     return ThoughtAt.NOWHERE
 
 
-def create_contexts(opening: Sequence[str]) -> dict[ThoughtAt, tuple[tuple[ChatMessage, ...], ...]]:
-    """Histories, without the answer, that begin with these roles, by where they think."""
+def create_contexts(
+    opening: Sequence[str], *, is_after_result: bool
+) -> dict[ThoughtAt, tuple[tuple[ChatMessage, ...], ...]]:
+    """Histories, without the answer, that begin with these roles, by where they think.
+
+    They end with the result of a tool if ``is_after_result``, else (unless they have just thought) with a question.
+    """
     start = tuple(ChatMessage(role=role, content=f"probe opening {n}") for n, role in enumerate(opening))
     question = ChatMessage(role="user", content="probe question")
     result = ChatMessage(role="tool", content="probe result", tool_call_id=_CALL_IDS[0], name="probe_tool")
@@ -170,10 +178,15 @@ def create_contexts(opening: Sequence[str]) -> dict[ThoughtAt, tuple[tuple[ChatM
         return Trait("assistant", num_calls == 0, num_calls, reasoning).create(9)[0]
 
     talk, act = answer(0, Reasoning.ABSENT), answer(1, Reasoning.ABSENT)
+    end = (act, result) if is_after_result else ()
     thoughts = (Reasoning.PRESENT, Reasoning.TAGGED)
     return {
-        ThoughtAt.NOWHERE: (start, (*start, talk, question), (*start, act, result)),
-        ThoughtAt.BEFORE: tuple((*start, answer(0, thought), question) for thought in thoughts)
-        + tuple((*start, answer(1, thought), result, talk, question) for thought in thoughts),
+        ThoughtAt.NOWHERE: (
+            (*start, *end),
+            (*start, talk, question, *end),
+            (*start, act, result, talk, question, *end),
+        ),
+        ThoughtAt.BEFORE: tuple((*start, answer(0, thought), question, *end) for thought in thoughts)
+        + tuple((*start, answer(1, thought), result, talk, question, *end) for thought in thoughts),
         ThoughtAt.SINCE: tuple((*start, answer(1, thought), result) for thought in thoughts),
     }

@@ -9,7 +9,8 @@ from attrs import frozen
 
 from areal_actors.domain import ChatMessage, Tool
 from areal_actors.errors import RenderError
-from areal_actors.rendering.adaptation import Adaptation, guard_all, to_plain_message, to_plain_tool
+from areal_actors.rendering.adaptation import Adaptation
+from areal_actors.rendering.plain import guard_all, to_plain_message, to_plain_tool
 from areal_actors.rendering.template import ChatTemplate, PlainMessage
 from areal_actors.rendering.tokens import Vocabulary
 
@@ -49,8 +50,8 @@ class Typesetter:
         )
 
     def _to_plain(self, messages: Iterable[ChatMessage]) -> list[PlainMessage]:
-        guard, empty = self.vocabulary.guard, self.adaptation.empty_content
-        return [to_plain_message(message, guard=guard, empty_content=empty) for message in messages]
+        guard, spelling = self.vocabulary.guard, self.adaptation.spelling
+        return [to_plain_message(message, guard=guard, spelling=spelling) for message in messages]
 
     def _to_plain_tools(self, tools: Iterable[Tool]) -> list[dict[str, Any]]:
         return [to_plain_tool(tool, guard=self.vocabulary.guard) for tool in tools]

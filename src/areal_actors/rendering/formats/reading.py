@@ -37,10 +37,11 @@ class NoCall(Exception):
 
 @frozen(kw_only=True)
 class Call:
-    """What the model wrote; ``arguments`` is a JSON object."""
+    """What the model wrote; ``arguments`` is a JSON object. Most families write no ``id``."""
 
     name: str
     arguments: str
+    id: str | None = None
 
 
 def check_name(name: object) -> str:
@@ -292,7 +293,7 @@ class CallParser:
         for call in calls:
             index = self._num_calls
             self._deltas += (
-                ToolCallStarted(index=index, id=self._call_ids(), name=call.name),
+                ToolCallStarted(index=index, id=call.id or self._call_ids(), name=call.name),
                 ToolArgumentsDelta(index=index, text=call.arguments),
             )
             self._num_calls += 1

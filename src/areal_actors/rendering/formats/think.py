@@ -1,4 +1,4 @@
-"""Thinking between ``<think>`` and ``</think>``, at the beginning of an answer.
+"""Thinking between two tags (``<think>`` and ``</think>`` in most families), at the beginning of an answer.
 
 Some templates write the opening tag themselves, as the end of the prompt: the answer then begins inside the thinking.
 The line breaks that set the tags apart belong to the format, neither to the thinking nor to the content. Tags further
@@ -9,44 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from attrs import frozen
+
 from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, OneOf
 from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta
 from areal_actors.rendering.tags import num_held_back
 
 __all__ = ["ThinkTags"]
 
-_OPEN = "<think>"
-_CLOSE = "</think>"
 
-
+@frozen(kw_only=True)
 class ThinkTags:
-    """The format of Qwen3, DeepSeek-R1 and many others."""
+    """The format of Qwen3, DeepSeek-R1 and many others; with other tags that of Mistral."""
 
-    markers = (_OPEN, _CLOSE)
+    opening: str = "<think>"
+    closing: str = "</think>"
+    stops = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Both tags."""
+        return (self.opening, self.closing)
 
     def is_spoken_by(self, template: str) -> bool:
         """Whether the template mentions the closing tag."""
-        return _CLOSE in template
+        return self.closing in template
 
     def is_opened_by(self, prompt: str) -> bool:
         """Whether the prompt ends with the opening tag."""
-        return prompt.rstrip().endswith(_OPEN)
+        return prompt.rstrip().endswith(self.opening)
 
-    def constrain(self, *, is_open: bool) -> Grammar:
+    def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:  # noqa: ARG002 - all answers are alike
         """Thinking, closed and set apart as the templates of the family have it."""
-        rest = (FreeText(excluding=(_CLOSE,)), Exactly(text=f"{_CLOSE}\n\n"))
-        thought = InOrder(parts=rest if is_open else (Exactly(text=_OPEN), *rest))
+        rest = (FreeText(excluding=(self.closing,)), Exactly(text=f"{self.closing}\n\n"))
+        thought = InOrder(parts=rest if is_open else (Exactly(text=self.opening), *rest))
         return thought if is_open else OneOf(parts=(Exactly(text=""), thought))
 
     def open_parser(self, *, is_open: bool) -> _ThinkParser:
         """A parser for one answer."""
-        return _ThinkParser(is_open=is_open)
+        return _ThinkParser(self, is_open=is_open)
 
 
 class _ThinkParser:
     """A small state machine: a state is the method that reads on, and says whether there may be more to read."""
 
-    def __init__(self, *, is_open: bool) -> None:
+    def __init__(self, tags: ThinkTags, *, is_open: bool) -> None:
+        self._open, self._close = tags.markers
         self._buffer = ""
         self._has_thought = False
         self._deltas: list[Delta] = []
@@ -71,10 +79,10 @@ class _ThinkParser:
 
     def _begin(self) -> bool:
         text = self._buffer.lstrip()
-        if text.startswith(_OPEN):
-            self._buffer, self._state = text[len(_OPEN) :], self._think
+        if text.startswith(self._open):
+            self._buffer, self._state = text[len(self._open) :], self._think
             return True
-        if _OPEN.startswith(text):
+        if self._open.startswith(text):
             return False
         self._state = self._speak
         return True
@@ -82,12 +90,12 @@ class _ThinkParser:
     def _think(self) -> bool:
         if not self._has_thought:
             self._buffer = self._buffer.lstrip("\n")
-        thought, closing, rest = self._buffer.partition(_CLOSE)
+        thought, closing, rest = self._buffer.partition(self._close)
         if closing:
             self._say_thought(thought.rstrip("\n"), is_last=True)
             self._buffer, self._state = rest, self._pause
             return True
-        held = num_held_back(self._buffer, (_CLOSE,))
+        held = num_held_back(self._buffer, (self._close,))
         certain = self._buffer[: len(self._buffer) - held].rstrip("\n")
         self._say_thought(certain)
         self._buffer = self._buffer[len(certain) :]

@@ -1,0 +1,253 @@
+"""Harmony, the format of GPT-OSS: an answer of several messages, each on a channel of its own.
+
+::
+
+    <|channel|>analysis<|message|>thinking<|end|>
+    <|start|>assistant<|channel|>commentary<|message|>what the user may see before a call<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
+    <|start|>assistant<|channel|>final<|message|>the answer<|return|>
+
+(without the line breaks). ``analysis`` is reasoning, ``commentary`` and ``final`` are content; two of a kind are set
+apart by an empty line. A message to a function is a call; ``HarmonyChannels`` passes it on in one spelling, and
+``HarmonyCalls`` reads it. Everything else (other recipients, other channels, broken headers) stays text.
+
+The parsers read text, as all parsers here do, so that they serve any tokenizer. The vendor's library reads the ids of
+one vocabulary, which it downloads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, JsonText, OneOf, Tool, ToolCall
+from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta
+from areal_actors.rendering.formats.json_calls import decode_object, read_object
+from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, NoCall, Reading, Source, check_name
+from areal_actors.rendering.tags import num_held_back
+
+__all__ = ["HarmonyCalls", "HarmonyChannels"]
+
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
+_CONSTRAIN = "<|constrain|>"
+_MESSAGE = "<|message|>"
+_END = "<|end|>"
+_CALL = "<|call|>"
+_RETURN = "<|return|>"
+_ASSISTANT = f"{_START}assistant"
+_MAX_HEADER = 200
+"""Characters; what is longer is no header."""
+
+
+def _is_spoken_by(template: str) -> bool:
+    return _CHANNEL in template and _MESSAGE in template
+
+
+class HarmonyCalls:
+    """Calls of functions."""
+
+    markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL)
+
+    def is_spoken_by(self, template: str) -> bool:
+        """Whether the template has channels."""
+        return _is_spoken_by(template)
+
+    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
+        """A parser for what ``HarmonyChannels`` lets through. JSON needs no schema to be read."""
+        return CallParser(_SYNTAX, call_ids)
+
+    def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:  # noqa: ARG002 - one call ends the turn
+        """One call, its arguments held to the tool's schema."""
+        return OneOf(parts=tuple(map(_grammar_of_call, tools)))
+
+    def format_tools(self, tools: Sequence[Tool]) -> str:
+        """The tools as a namespace of functions, with their schemas."""
+        lines = "\n".join(
+            f"// {tool.description}\ntype {tool.name} = (_: {dict(tool.parameters)}) => any;" for tool in tools
+        )
+        return f"# Tools\n\n## functions\n\nnamespace functions {{\n{lines}\n}}"
+
+    def format_call(self, call: ToolCall) -> str:
+        """A message to the function."""
+        return f"{_CHANNEL}commentary to=functions.{call.name} {_CONSTRAIN}json{_MESSAGE}{call.arguments}{_CALL}"
+
+    def format_result(self, content: str) -> str:
+        """The content of the function's message."""
+        return content
+
+
+def _grammar_of_call(tool: Tool) -> Grammar:
+    before = f"{_CHANNEL}commentary to=functions.{tool.name} {_CONSTRAIN}json{_MESSAGE}"
+    return InOrder(
+        parts=(Exactly(text=before), JsonText(schema={"type": "object", **tool.parameters}, is_strict=tool.is_strict))
+    )
+
+
+_WORD = re.compile(r"\w*")
+_NAME = re.compile(r"[^\s<]*")
+
+
+def _read_call(source: Source) -> Reading[tuple[Call, ...]]:
+    """``<|channel|>… to=functions.name …<|message|>{…}<|call|>``; the last tag may be missing at the end."""
+    yield from source.require(_CHANNEL)
+    yield from source.match(_WORD)
+    yield from source.require("to=functions.")
+    name = check_name((yield from source.match(_NAME)))
+    yield from source.expect(_CONSTRAIN)
+    yield from source.match(_WORD)
+    yield from source.require(_MESSAGE)
+    arguments = yield from read_object(source)
+    decode_object(arguments)
+    if not (yield from source.expect(_CALL)) and not source.is_at_end:
+        raise NoCall
+    return (Call(name=name, arguments=arguments),)
+
+
+_SYNTAX = CallSyntax(anywhere={_CHANNEL: _read_call})
+
+
+# ------------------------------------------------------------------------------------------------------- channels
+
+
+class HarmonyChannels:
+    """Thinking, words and calls, told apart by their channels."""
+
+    markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END)
+    stops = (_RETURN, _CALL)
+
+    def is_spoken_by(self, template: str) -> bool:
+        """Whether the template has channels."""
+        return _is_spoken_by(template)
+
+    def is_opened_by(self, prompt: str) -> bool:  # noqa: ARG002 - the answer names its channel itself
+        """Never: the thinking has a header, which is the model's."""
+        return False
+
+    def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:  # noqa: ARG002 - it is never open
+        """Perhaps an analysis, and the header of the final message unless calls follow."""
+        opening, closing = f"{_CHANNEL}analysis{_MESSAGE}", f"{_END}{_ASSISTANT}"
+        parts = (Exactly(text=opening), FreeText(excluding=(_END,)), Exactly(text=closing))
+        thought = OneOf(parts=(Exactly(text=""), InOrder(parts=parts)))
+        return thought if has_calls else InOrder(parts=(thought, Exactly(text=f"{_CHANNEL}final{_MESSAGE}")))
+
+    def open_parser(self, *, is_open: bool) -> _ChannelParser:  # noqa: ARG002 - it is never open
+        """A parser for one answer."""
+        return _ChannelParser()
+
+
+_HEADER = re.compile(
+    r"(?P<start><\|start\|>assistant)?(?:\s?to=(?P<before>[^\s<]+))?\s*"
+    r"(?:<\|channel\|>(?P<channel>\w+)(?:\s+to=(?P<behind>[^\s<]+))?)?(?P<type>\s*(?:<\|constrain\|>)?\w*)"
+)
+_HEADER_STARTS = (_ASSISTANT, _CHANNEL, "to=", " to=")
+_CLOSINGS = (_END, _CALL, _RETURN)
+_BODY_ENDS = (*_CLOSINGS, _START, _CHANNEL)
+_BODY_END = re.compile("|".join(map(re.escape, _BODY_ENDS)))
+_FUNCTIONS = "functions."
+
+
+def _is_begun(text: str) -> bool:
+    """Whether a header may follow, or the rest of a tag."""
+    is_tag = any(tag.startswith(text) and tag != text for tag in _CLOSINGS)
+    return is_tag or any(start.startswith(text) for start in _HEADER_STARTS)
+
+
+class _ChannelParser:
+    """Header, body, header, body; a state is the method that reads on, and says whether there may be more to read."""
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._deltas: list[Delta] = []
+        self._say: Callable[[str], None] = self._say_content
+        self._spoken: dict[type[Delta], str] = {}
+        self._state: Callable[[], bool] = self._read_header
+
+    def feed(self, text: str) -> tuple[Delta, ...]:
+        self._buffer += text
+        while self._state():
+            pass
+        return self._take()
+
+    def finish(self) -> tuple[Delta, ...]:
+        if self._state == self._read_header:
+            self._say_content(self._buffer)
+        else:
+            self._say(self._buffer)
+        return self._take()
+
+    def _take(self) -> tuple[Delta, ...]:
+        deltas, self._deltas = tuple(self._deltas), []
+        return deltas
+
+    def _read_header(self) -> bool:
+        """Find out what the next message is; what has no header is content."""
+        if _is_begun(self._buffer):
+            return False
+        header, found, _ = self._buffer[: _MAX_HEADER + len(_MESSAGE)].partition(_MESSAGE)
+        if self._buffer.startswith(_HEADER_STARTS) and "\n" not in header:
+            if found:
+                self._begin(header)
+                return True
+            if len(self._buffer) < _MAX_HEADER + len(_MESSAGE):
+                return False
+        self._say, self._state = self._say_content, self._skip_start
+        return True
+
+    def _skip_start(self) -> bool:
+        """A tag that leads nowhere is text; what follows it may be a header."""
+        found = _BODY_END.match(self._buffer)
+        if found:
+            self._say_content(found.group())
+            self._buffer = self._buffer[found.end() :]
+        self._state = self._read_body
+        return True
+
+    def _begin(self, header: str) -> None:
+        found = _HEADER.fullmatch(header)
+        recipient = (found["before"] or found["behind"]) if found else None
+        channel = found["channel"] if found else None
+        if found and recipient and recipient.startswith(_FUNCTIONS) and channel:
+            self._begin_body(self._say_raw)
+            self._say_raw(f"{_CHANNEL}{channel} to={recipient}{found['type']}{_MESSAGE}")
+        elif found and recipient is None and channel in {"analysis", "commentary", "final", None}:
+            self._begin_body(self._say_thought if channel == "analysis" else self._say_content)
+        else:
+            self._say, self._state = self._say_content, self._skip_start
+            return
+        self._buffer = self._buffer[len(header) + len(_MESSAGE) :]
+
+    def _begin_body(self, say: Callable[[str], None]) -> None:
+        self._say, self._state = say, self._read_body
+        for kind in self._spoken:
+            self._spoken[kind] = "\n\n"
+
+    def _read_body(self) -> bool:
+        found = _BODY_END.search(self._buffer)
+        end = found.start() if found else len(self._buffer) - num_held_back(self._buffer, _BODY_ENDS)
+        self._say(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if found:
+            self._end_body(found.group())
+        return found is not None
+
+    def _end_body(self, tag: str) -> None:
+        if self._say == self._say_raw:
+            self._say_raw(_CALL)
+        if tag in _CLOSINGS:
+            self._buffer = self._buffer[len(tag) :]
+        self._state = self._read_header
+
+    def _say_thought(self, text: str) -> None:
+        if text:
+            self._deltas.append(ReasoningDelta(text=self._spoken.get(ReasoningDelta, "") + text))
+            self._spoken[ReasoningDelta] = ""
+
+    def _say_content(self, text: str) -> None:
+        if text:
+            self._deltas.append(TextDelta(text=self._spoken.get(TextDelta, "") + text))
+            self._spoken[TextDelta] = ""
+
+    def _say_raw(self, text: str) -> None:
+        if text:
+            self._deltas.append(TextDelta(text=text))

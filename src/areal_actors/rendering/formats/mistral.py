@@ -1,0 +1,111 @@
+"""The tool formats of Mistral: ``[TOOL_CALLS]`` in front of a JSON list, or in front of each call.
+
+::
+
+    [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
+    [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]8f3Kd01aZ[ARGS]{}
+
+Models write what their template shows, but either form is read with both. An id of nine letters and digits that the
+model wrote is kept: the result has to quote it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from attrs import evolve, frozen
+
+from areal_actors.domain import Exactly, Grammar, InOrder, JsonText, OneOf, Repeated, Tool, ToolCall
+from areal_actors.rendering.formats.json_calls import decode_object, format_signatures, parse_call, read_object
+from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, NoCall, Reading, Source, check_name
+
+__all__ = ["Mistral"]
+
+_CALLS = "[TOOL_CALLS]"
+_CALL_ID = "[CALL_ID]"
+_ARGS = "[ARGS]"
+_ID = re.compile("[a-zA-Z0-9]{9}")
+_NAME = re.compile(r"[\w.:/-]*")
+
+
+@frozen(kw_only=True)
+class Mistral:
+    """Both forms; ``has_names`` tells which one is written: names in front of their arguments, or a list."""
+
+    has_names: bool = False
+    markers = (_CALLS, _CALL_ID, _ARGS)
+
+    def is_spoken_by(self, template: str) -> bool:
+        """Whether the template writes calls in this form."""
+        return _CALLS in template and self.has_names == (_ARGS in template)
+
+    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
+        """A parser for one answer. JSON needs no schema to be read."""
+        return CallParser(_SYNTAX, call_ids)
+
+    def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
+        """Calls as the templates of the family write them, their arguments held to the tool's schema."""
+        call = OneOf(parts=tuple(self._grammar_of_call(tool) for tool in tools))
+        calls = Repeated(part=call, at_most=None if is_parallel else 1, separator="" if self.has_names else ", ")
+        return calls if self.has_names else InOrder(parts=(Exactly(text=f"{_CALLS}["), calls, Exactly(text="]")))
+
+    def _grammar_of_call(self, tool: Tool) -> Grammar:
+        arguments = JsonText(schema={"type": "object", **tool.parameters}, is_strict=tool.is_strict)
+        if self.has_names:
+            return InOrder(parts=(Exactly(text=f"{_CALLS}{tool.name}{_ARGS}"), arguments))
+        before = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+        return InOrder(parts=(Exactly(text=before), arguments, Exactly(text="}")))
+
+    def format_tools(self, tools: Sequence[Tool]) -> str:
+        """The tools as the family has them in front of a question."""
+        example = f'{_CALLS}<tool name>{_ARGS}{{"<argument>": <value>}}'
+        if not self.has_names:
+            example = f'{_CALLS}[{{"name": <tool name>, "arguments": <JSON object>}}]'
+        return f"[AVAILABLE_TOOLS]\n{format_signatures(tools)}\n[/AVAILABLE_TOOLS]\nTo call one, write:\n{example}"
+
+    def format_call(self, call: ToolCall) -> str:
+        """One call, in a list of its own where there are lists."""
+        if self.has_names:
+            return f"{_CALLS}{call.name}{_ARGS}{call.arguments}"
+        return f'{_CALLS}[{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments}}}]'
+
+    def format_result(self, content: str) -> str:
+        """The result between the family's tags."""
+        return f"[TOOL_RESULTS]{content}[/TOOL_RESULTS]"
+
+
+def _read_calls(source: Source) -> Reading[tuple[Call, ...]]:
+    yield from source.require(_CALLS)
+    if (yield from source.sees(_ARGS, _CALL_ID)):
+        raise NoCall
+    if (yield from source.expect("[")):
+        return (yield from _read_list(source))
+    return (yield from _read_named(source))
+
+
+def _read_named(source: Source) -> Reading[tuple[Call, ...]]:
+    name = check_name((yield from source.match(_NAME)))
+    call_id = (yield from source.match(_NAME)) if (yield from source.expect(_CALL_ID)) else ""
+    yield from source.require(_ARGS)
+    arguments = yield from read_object(source)
+    decode_object(arguments)
+    return (_identify(Call(name=name, arguments=arguments), call_id),)
+
+
+def _read_list(source: Source) -> Reading[tuple[Call, ...]]:
+    calls: list[Call] = []
+    is_over = False
+    while not is_over:
+        text = yield from read_object(source)
+        calls.append(_identify(parse_call(text), decode_object(text).get("id")))
+        is_over = (yield from source.require(",", "]")) == "]"
+    return tuple(calls)
+
+
+def _identify(call: Call, call_id: object) -> Call:
+    return evolve(call, id=call_id) if isinstance(call_id, str) and _ID.fullmatch(call_id) else call
+
+
+_SYNTAX = CallSyntax(anywhere={_CALLS: _read_calls})

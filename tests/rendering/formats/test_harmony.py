@@ -1,0 +1,221 @@
+"""Harmony: channels become reasoning, content and calls."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rendering.conversations import TOOL
+from tests.rendering.formats.laws import numbered, read, texts_and_pieces, visible
+
+from areal_actors.domain import ReasoningDelta, TextDelta, Tool, ToolCall
+from areal_actors.rendering.formats.harmony import HarmonyCalls, HarmonyChannels
+from areal_actors.rendering.stream import join_deltas
+
+CALLS, CHANNELS = HarmonyCalls(), HarmonyChannels()
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
+NEXT = "<|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO_A = "<|channel|>commentary to=functions.a <|constrain|>json<|message|>"
+FRAGMENTS = [
+    "<|start|>",
+    "<|start|>assistant",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|constrain|>",
+    "analysis",
+    "commentary",
+    "final",
+    " to=functions.a",
+    "to=",
+    TO_A,
+    f'{TO_A}{{"b": 1}}<|call|>',
+    THOUGHT + NEXT,
+    '{"b": 1}',
+    "<|",
+    "\n",
+    " ",
+    "x",
+    "é",
+]
+
+
+class Both:
+    """Both parsers, one behind the other, as an answer with tools is read."""
+
+    def __init__(self, call_ids):
+        self.channels, self.calls = CHANNELS.open_parser(is_open=False), CALLS.open_parser(call_ids, [TOOL])
+
+    def pass_on(self, deltas):
+        """Content goes through the second one."""
+        said = []
+        for delta in deltas:
+            said += self.calls.feed(delta.text) if isinstance(delta, TextDelta) else (delta,)
+        return tuple(said)
+
+    def feed(self, text):
+        """What is certain."""
+        return self.pass_on(self.channels.feed(text))
+
+    def finish(self):
+        """What was held back."""
+        return self.pass_on(self.channels.finish()) + self.calls.finish()
+
+
+def parse(*pieces):
+    """What the pieces of an answer say, calls numbered."""
+    return read(Both(numbered()), pieces)
+
+
+def test_thinking_and_answer():
+    """The analysis is reasoning, the final message is content; neither is trimmed."""
+    answer = parse(f"{THOUGHT}{NEXT}{FINAL} done\n<|return|>")
+
+    assert ("hm", " done\n", ()) == (answer.reasoning, answer.content, answer.tool_calls)
+
+
+def test_a_call_with_a_preamble():
+    """Words in the commentary that are for nobody are the user's to see; those to a function are a call."""
+    answer = parse(f'{THOUGHT}{NEXT}<|channel|>commentary<|message|>I look.<|end|>{NEXT}{TO_A}{{"b":  1}}<|call|>')
+
+    assert ("hm", "I look.") == (answer.reasoning, answer.content)
+    assert (ToolCall(id="call_0", name="a", arguments='{"b":  1}'),) == answer.tool_calls
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.a <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.a<|message|>",
+        "<|channel|>commentary to=functions.a json<|message|>",
+        "<|channel|>analysis to=functions.a code<|message|>",
+        " to=functions.a<|channel|>commentary <|constrain|>json<|message|>",
+        "<|start|>assistant to=functions.a<|channel|>commentary json<|message|>",
+    ],
+)
+@pytest.mark.parametrize("closing", ["<|call|>", "<|end|>", ""])
+def test_all_spellings_of_a_call(header, closing):
+    """The recipient stands before the channel or behind it, with or without a type; the last tag may be missing."""
+    answer = parse(f"{header}{{}}{closing}")
+
+    assert (None, [("a", "{}")]) == (answer.content, [(call.name, call.arguments) for call in answer.tool_calls])
+
+
+def test_several_messages_of_a_kind():
+    """They are set apart by an empty line; several calls are several calls."""
+    answer = parse(f"{THOUGHT}{NEXT}{THOUGHT}{NEXT}<|channel|>commentary<|message|>so<|end|>{NEXT}{FINAL}done")
+
+    assert ("hm\n\nhm", "so\n\ndone") == (answer.reasoning, answer.content)
+    assert 2 == len(parse(f"{TO_A}{{}}<|call|>{NEXT}{TO_A}{{}}<|call|>").tool_calls)
+
+
+def test_text_without_a_header_is_content():
+    """Also what only begins like a header."""
+    for text in ("hello", "to=you", " to=you", "to the point", "<|", "<|end|>", "\n"):
+        assert text == parse(text).content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|channel|>",
+        "<|channel|>final",
+        "<|channel|>what<|message|>x",
+        "<|channel|>final\n<|message|>x",
+        "<|channel|>commentary to=python<|message|>x",
+        "<|start|>user<|message|>x",
+        "<|start|>assistant",
+        f"{TO_A}{{",
+        f"{TO_A}x",
+        TO_A,
+        f"{TO_A}[1]",
+        "<|channel|>" + "a" * 300 + "<|message|>x",
+        "to=" + "a" * 300,
+    ],
+)
+def test_what_is_malformed_stays_text(text):
+    """Unknown channels, other recipients, broken headers and broken calls are content, tags and all."""
+    assert (text, ()) == (parse(text).content, parse(text).tool_calls)
+
+
+@given(
+    st.from_regex(r"[a-z_.-]{1,9}", fullmatch=True),
+    st.dictionaries(st.text(max_size=3), st.integers() | st.sampled_from(["}", '"\\', "<|"]), max_size=3),
+)
+def test_parsing_undoes_formatting(name, arguments):
+    """A formatted call is parsed to the same name and the very same text of arguments."""
+    written = ToolCall(id="call_0", name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
+    assert (written,) == parse(CALLS.format_call(written)).tool_calls
+
+
+@given(texts_and_pieces(FRAGMENTS))
+def test_pieces_do_not_matter(case):
+    """However an answer is cut, the message is the same."""
+    text, pieces = case
+
+    assert parse(text) == parse(*pieces) == parse(*text)
+
+
+@given(texts_and_pieces(FRAGMENTS))
+def test_text_is_not_lost(case):
+    """No visible character disappears: it is thought, said, or part of a call."""
+    text, _ = case
+    answer = parse(text)
+    written = "".join(call.name + call.arguments for call in answer.tool_calls)
+
+    assert sorted(visible(text)) == sorted(visible((answer.reasoning or "") + (answer.content or "") + written))
+
+
+def test_deltas_come_as_soon_as_they_are_certain():
+    """Thinking and words flow; a call is said when it is complete."""
+    parser = Both(numbered())
+
+    assert () == parser.feed("<|channel|>analysis<|mess")
+    assert (ReasoningDelta(text="hm"),) == parser.feed("age|>hm<|")
+    assert (TextDelta(text="done"),) == parser.feed(f"end|>{NEXT}{FINAL}done")
+    assert () == parser.feed(f"<|end|>{NEXT}{TO_A}{{}}")
+    assert 2 == len(parser.feed("<|call|>"))
+
+
+def test_without_tools_a_call_is_text():
+    """Nobody could answer it."""
+    parser = CHANNELS.open_parser(is_open=False)
+    answer = join_deltas([*parser.feed(f"{TO_A}{{}}<|call|>"), *parser.finish()])
+
+    assert f"{TO_A}{{}}<|call|>" == answer.content
+
+
+def test_grammars_are_written_as_answers_are():
+    """Perhaps a thought, then a call or the header of the final message."""
+    call = CALLS.constrain([Tool(name="a", parameters={"properties": {}})], is_parallel=True).parts[0]
+    thought, header = CHANNELS.constrain(is_open=False, has_calls=False).parts
+
+    assert (TO_A, FINAL) == (call.parts[0].text, header.text)
+    assert thought == CHANNELS.constrain(is_open=False, has_calls=True)
+    empty, thinking = thought.parts
+    assert ("", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant") == (
+        empty.text,
+        thinking.parts[0].text,
+        thinking.parts[2].text,
+    )
+
+
+def test_the_family_is_recognised():
+    """By its channels; the prompt never opens the thinking."""
+    template = "<|start|>assistant<|channel|>final<|message|>"
+
+    assert CALLS.is_spoken_by(template)
+    assert CHANNELS.is_spoken_by(template)
+    assert not CALLS.is_spoken_by("<|start|>")
+    assert not CHANNELS.is_opened_by("<|start|>assistant")
+
+
+def test_the_block_of_tools():
+    """For templates that know no tools."""
+    assert TOOL.name in CALLS.format_tools([TOOL])
+    assert "12" == CALLS.format_result("12")

@@ -1,0 +1,182 @@
+"""Mistral's tool formats: calls in a list, or each behind its name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rendering.conversations import TOOL
+from tests.rendering.formats.laws import parse, texts_and_pieces, visible
+
+from areal_actors.domain import Tool, ToolCall
+from areal_actors.rendering.base import TextDelta
+from areal_actors.rendering.formats.mistral import Mistral
+
+LIST, NAMED = Mistral(), Mistral(has_names=True)
+FRAGMENTS = [
+    "[TOOL_CALLS]",
+    '[{"name": "a", "arguments": {"b": [1, "]"]}}]',
+    '{"name": "a"}',
+    "a",
+    "[ARGS]",
+    "[CALL_ID]",
+    "123456789",
+    '{"b": "}\\""}',
+    "[",
+    "]",
+    "[TOOL",
+    "_CALLS]",
+    " ",
+    "\n",
+    ", ",
+    "x",
+    "é",
+]
+values = st.dictionaries(st.text(max_size=3), st.integers() | st.sampled_from(["]", "[TOOL_CALLS]", '"\\']), max_size=3)
+
+
+def test_a_list_of_calls():
+    """All calls of the list, with text in front; the arguments keep their spelling."""
+    text = 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"b":  1}}, {"arguments": {}, "name": "c", "id": "abcdef012"}]'
+    answer = parse(LIST, text)
+
+    assert "Hm." == answer.content
+    assert (
+        ToolCall(id="call_0", name="a", arguments='{"b":  1}'),
+        ToolCall(id="abcdef012", name="c", arguments="{}"),
+    ) == answer.tool_calls
+
+
+def test_calls_behind_their_names():
+    """One marker a call; an id that the model wrote is the call's id."""
+    answer = parse(NAMED, '[TOOL_CALLS]a[ARGS]{"b": "}"}[TOOL_CALLS]c.d[CALL_ID]abcdef012[ARGS] {}')
+
+    assert (
+        ToolCall(id="call_0", name="a", arguments='{"b": "}"}'),
+        ToolCall(id="abcdef012", name="c.d", arguments="{}"),
+    ) == answer.tool_calls
+    assert answer.content is None
+
+
+@pytest.mark.parametrize("form", [LIST, NAMED])
+def test_either_form_is_read(form):
+    """Whatever the template shows."""
+    assert [("a", "{}")] == [(c.name, c.arguments) for c in parse(form, '[TOOL_CALLS][{"name": "a"}]').tool_calls]
+    assert [("a", "{}")] == [(c.name, c.arguments) for c in parse(form, "[TOOL_CALLS]a[ARGS]{}").tool_calls]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "[",
+        "[]",
+        "[1]",
+        '[{"name": "a"}',
+        '[{"name": "a"} {"name": "b"}]',
+        '[{"name": "a"}, {"no": "name"}]',
+        '[{"name": "a", "arguments": [1]}]',
+        '[{"name": "a", "arguments": {"b": NaN}}]',
+        "[}",
+        '[{"name": "a"}}',
+        "a[ARGS]",
+        "a[ARGS]1",
+        "a[ARGS]{",
+        "a[ARGS]{1}",
+        "a b[ARGS]{}",
+        "[ARGS]{}",
+        "[CALL_ID]123456789[ARGS]{}",
+        "a[b[ARGS]{}",
+        '{"name": "a"}',
+        "[" * 100_000,
+        "[" * 100_000 + "]" * 100_000,
+    ],
+)
+def test_what_is_no_call_stays_text(body):
+    """Broken JSON, missing names and impossible values are content, marker and all."""
+    text = f"so: [TOOL_CALLS]{body}"
+
+    assert (text, ()) == (parse(LIST, text).content, parse(LIST, text).tool_calls)
+
+
+def test_a_broken_call_does_not_hide_the_next_one():
+    """A marker that leads nowhere is text; the call that follows is found."""
+    answer = parse(LIST, "[TOOL_CALLS] oops [TOOL_CALLS]a[ARGS]{}")
+
+    assert ("[TOOL_CALLS] oops", ("a",)) == (answer.content, tuple(call.name for call in answer.tool_calls))
+
+
+def test_an_odd_id_is_replaced():
+    """Templates would refuse it."""
+    assert "call_0" == parse(NAMED, "[TOOL_CALLS]a[CALL_ID]short[ARGS]{}").tool_calls[0].id
+    assert "call_0" == parse(LIST, '[TOOL_CALLS][{"name": "a", "id": 7}]').tool_calls[0].id
+
+
+@pytest.mark.parametrize("form", [LIST, NAMED])
+@given(st.from_regex(r"[a-z_.-]{1,9}", fullmatch=True), values)
+def test_parsing_undoes_formatting(form, name, arguments):
+    """A formatted call is parsed to the same name and the very same text of arguments."""
+    written = ToolCall(id="call_0", name=name, arguments=json.dumps(arguments))
+
+    assert (written,) == parse(form, form.format_call(written)).tool_calls
+
+
+@given(texts_and_pieces(FRAGMENTS))
+def test_pieces_do_not_matter(case):
+    """However an answer is cut, the message is the same."""
+    text, pieces = case
+
+    assert parse(LIST, text) == parse(LIST, *pieces) == parse(LIST, *text)
+
+
+@given(texts_and_pieces(FRAGMENTS))
+def test_text_is_not_lost(case):
+    """Without a call the content is the text; with one, no visible character of the rest is missing."""
+    text, _ = case
+    answer = parse(LIST, text)
+    written = "".join(call.name + call.arguments for call in answer.tool_calls)
+
+    if answer.tool_calls:
+        assert sorted(visible(text)) == sorted(visible((answer.content or "") + written))
+    else:
+        assert text == answer.content
+
+
+def test_deltas_come_as_soon_as_they_are_certain():
+    """Text flows, a possible marker waits, and what cannot become a call flows again."""
+    parser = LIST.open_parser(lambda: "call_0", [TOOL])
+
+    assert (TextDelta(text="abc"),) == parser.feed("abc [TOOL")
+    assert (TextDelta(text=" [TOOLS"),) == parser.feed("S")
+    assert () == parser.feed("[TOOL_CALLS]one")
+    assert "[TOOL_CALLS]one two" == "".join(delta.text for delta in parser.feed(" two"))
+    assert () == parser.feed('[TOOL_CALLS][{"name": "a"}')
+    assert 2 == len(parser.feed("]"))
+
+
+@pytest.mark.parametrize("form", [LIST, NAMED])
+def test_the_block_of_tools_shows_a_call(form):
+    """For templates that know no tools."""
+    assert all(part in form.format_tools([TOOL]) for part in (TOOL.name, "[AVAILABLE_TOOLS]", "[TOOL_CALLS]"))
+    assert "[TOOL_RESULTS]12[/TOOL_RESULTS]" == form.format_result("12")
+
+
+def test_a_grammar_is_written_as_calls_are():
+    """The literal parts join to what the format writes."""
+    tool = Tool(name="a", parameters={"properties": {}})
+
+    assert "[TOOL_CALLS]a[ARGS]" == NAMED.constrain([tool], is_parallel=True).part.parts[0].parts[0].text
+    opening, calls, closing = LIST.constrain([tool], is_parallel=False).parts
+    assert ("[TOOL_CALLS][", 1, "]") == (opening.text, calls.at_most, closing.text)
+    assert '{"name": "a", "arguments": ' == calls.part.parts[0].parts[0].text
+
+
+@pytest.mark.parametrize(
+    ("template", "recognised"),
+    [("[TOOL_CALLS][", LIST), ("[TOOL_CALLS] ~ name ~ [ARGS]", NAMED), ("nothing", None)],
+)
+def test_the_family_is_recognised(template, recognised):
+    """By its markers."""
+    assert [recognised] == [form for form in (LIST, NAMED) if form.is_spoken_by(template)] or recognised is None

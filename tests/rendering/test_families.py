@@ -1,0 +1,213 @@
+"""The families of models: each is recognised, read, and extended or forked as its template demands."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.rendering.conversations import TOOL, follow_ups, plain_texts, say, texts
+
+from areal_actors.domain import ForkReason, ToolCall
+from areal_actors.errors import RenderError
+from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS
+from areal_actors.testing.families import FAMILIES
+
+FORK = ForkReason.TEMPLATE_REWROTE_HISTORY
+SYSTEM, QUESTION, ANSWER = say("system", "be brief"), say("user", "question"), say("assistant", "answer")
+CALL = ToolCall(id="call_0f1e2d3c4b5a", name=TOOL.name, arguments='{"a": 1}')
+OTHER = ToolCall(id="call_1a2b3c4d5e6f", name=TOOL.name, arguments='{"b": 2}')
+ACT, ACTS = say("assistant", tool_calls=(CALL,)), say("assistant", tool_calls=(CALL, OTHER))
+RESULT = say("tool", "12", tool_call_id=CALL.id, name=TOOL.name)
+RESULTS = (RESULT, say("tool", "34", tool_call_id=OTHER.id, name=TOOL.name))
+words = st.from_regex(r"[a-z][a-z ]{0,8}[a-z]", fullmatch=True)
+each_family = pytest.mark.parametrize("name", sorted(FAMILIES))
+
+
+def renderer_of(name):
+    """The renderer of a family."""
+    return FAMILIES[name].create_renderer()
+
+
+def text_of(name, *messages, tools=()):
+    """The rendered conversation."""
+    return renderer_of(name).decode(renderer_of(name).render(messages, tools=tools))
+
+
+def extend(name, history, *new, tools=(TOOL,)):
+    """The text of the suffix, or the reason of a fork."""
+    suffix = renderer_of(name).extend(history=history, new=new, is_closed=True, tools=tools)
+    return suffix if isinstance(suffix, ForkReason) else renderer_of(name).decode(suffix)
+
+
+@st.composite
+def answers(draw, family):
+    """What a model of the family may say, and the ids."""
+    calls = draw(st.lists(st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 99), max_size=2), max_size=2))
+    content = draw(words) if not calls or draw(st.booleans()) else ""
+    thought = draw(words) if family.thought and draw(st.booleans()) else ""
+    text = family.write(content, [(TOOL.name, values) for values in calls], thought)
+    return family.sample(text, has_calls=bool(calls))
+
+
+@each_family
+def test_a_family_is_recognised(name):
+    """The formats of its answers are those that its template speaks, or that stand in."""
+    family, renderer = FAMILIES[name], renderer_of(name)
+
+    assert TOOL_FORMATS[family.tool_format] is renderer.tool_format
+    assert (
+        REASONING_FORMATS[family.reasoning_format] if family.reasoning_format else None
+    ) is renderer.reasoning_format
+
+
+@each_family
+def test_an_answer_is_read(name):
+    """Text, thinking and calls are told apart, and the token that ends the answer is hidden."""
+    family, renderer = FAMILIES[name], renderer_of(name)
+    thought = "hm" if family.thought else ""
+    talk = renderer.parse(family.sample(family.write("hello", thought=thought)), tools=[TOOL])
+    act = renderer.parse(
+        family.sample(family.write("", [(TOOL.name, {"a": 1})], thought), has_calls=True), tools=[TOOL]
+    )
+
+    assert ("hello", thought, ()) == (talk.content, talk.reasoning or "", talk.tool_calls)
+    assert (None, thought) == (act.content, act.reasoning or "")
+    assert [(TOOL.name, '{"a": 1}')] == [(call.name, call.arguments) for call in act.tool_calls]
+
+
+@each_family
+@settings(max_examples=10)
+@given(data=st.data())
+def test_a_suffix_is_what_the_template_makes_of_the_whole(name, data):
+    """Where a turn is extended, the whole conversation begins with the prompt and ends with the suffix, text and ids.
+
+    What stands in between is the answer in the template's spelling, in place of what was sampled.
+    """
+    family, renderer = FAMILIES[name], renderer_of(name)
+    tools = data.draw(st.sampled_from([(), (TOOL,)]))
+    messages = [*data.draw(st.sampled_from([[], [SYSTEM], [say("developer", "hi")]])), say("user", data.draw(texts))]
+    for _ in range(3):
+        prompt = renderer.typesetter.set(messages, tools=tools, options={})
+        answer = renderer.parse(data.draw(answers(family)), tools=tools)
+        history, new = [*messages, answer], data.draw(follow_ups(answer))
+        suffix = renderer.extend(history=history, new=new, is_closed=False, tools=tools)
+        messages = [*history, *new]
+        try:
+            whole = renderer.typesetter.set(messages, tools=tools, options={})
+        except RenderError:
+            assert FORK == suffix
+            return
+        if not isinstance(suffix, ForkReason):
+            ids = renderer.vocabulary.encode(whole)
+            assert whole.startswith(prompt)
+            assert ids[-len(suffix) :] == suffix.tolist()
+            assert len(whole) >= len(prompt) + len(renderer.decode(suffix))
+            assert all(part in whole[len(prompt) :] for part in (call.name for call in answer.tool_calls))
+
+
+TURNS = {
+    "question": ([SYSTEM, QUESTION, ANSWER], [QUESTION]),
+    "result": ([SYSTEM, QUESTION, ACT], [RESULT]),
+    "another result": ([QUESTION, ACT, RESULT, ACT], [RESULT]),
+    "question after results": ([QUESTION, ACT, RESULT, ANSWER], [QUESTION]),
+    "two results": ([QUESTION, ACTS], RESULTS),
+}
+FORKS = {
+    "deepseek-r1": set(TURNS) - {"question after results"},  # drops what the prompt has opened
+    "glm-4.5": set(TURNS),  # a turn ends where the next begins
+    "gpt-oss": {"question", "question after results", "two results"},  # another end token; one call only
+    "mistral-v3": {"question", "result", "question after results"},  # the system prompt and the tools move
+    "deepseek-v3": {"another result"},  # results are closed only where an answer follows
+    "hermes-3": {"another result", "question after results"},  # the last result looks different
+    "llama-3.1": {"two results"},  # one call only
+    "llama-3.2": {"two results"},
+}
+
+
+@each_family
+@pytest.mark.parametrize("turn", TURNS)
+def test_an_extension_is_faithful_or_a_fork(name, turn):
+    """The turns of every agent are extended but where the template rewrites what precedes them."""
+    history, new = TURNS[turn]
+    suffix = extend(name, history, *new)
+
+    assert (turn in FORKS.get(name, ())) == (suffix == FORK)
+    if suffix != FORK:
+        assert text_of(name, *history, *new, tools=[TOOL]).endswith(suffix)
+
+
+def thinking(content="a", **more):
+    """An answer that was thought about."""
+    return say("assistant", content, reasoning="hm", **more)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-r1", "glm-4.5", "gpt-oss"])
+def test_dropped_thoughts_are_forks(name):
+    """The next question makes these templates forget what was thought before."""
+    assert FORK == extend(name, [QUESTION, thinking()], QUESTION)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "magistral"])
+def test_thoughts_of_a_tool_loop_are_kept(name):
+    """Until the next question they stand where they were sampled."""
+    assert FORK != extend(name, [QUESTION, thinking(None, tool_calls=(CALL,))], RESULT)
+    assert FORK != extend(name, [QUESTION, thinking(None, tool_calls=(CALL,)), RESULT, ACT], RESULT)
+
+
+def test_ids_of_calls_are_shortened_where_the_template_insists():
+    """Nine letters and digits, the same for a call and its result; good ids are left alone."""
+    text = text_of("mistral-v3", QUESTION, ACT, RESULT)
+    short = ToolCall(id="abcDEF012", name=TOOL.name, arguments="{}")
+
+    call_id = text.partition('"id": "')[2][:9]
+    assert call_id.isalnum()
+    assert f'"call_id": "{call_id}"' in text
+    assert '"id": "abcDEF012"' in text_of("mistral-v3", QUESTION, say("assistant", tool_calls=(short,)))
+    assert FORK != extend("mistral-v3", [QUESTION, ACT], RESULT)
+
+
+@each_family
+@settings(max_examples=10)
+@given(roles=st.lists(st.sampled_from(["system", "developer", "user", "assistant"]), max_size=5))
+def test_no_message_is_dropped_without_a_word(name, roles):
+    """Whoever speaks, anywhere in the list, is shown, or the template's refusal is said."""
+    messages = [say(role, f"content {index}.") for index, role in enumerate([*roles, "user"])]
+    try:
+        text = text_of(name, *messages)
+    except RenderError as error:
+        text = str(error)
+
+    assert all(message.content in text for message in messages) or "chat template" in text
+
+
+@each_family
+def test_developers_and_systems_speak_first(name):
+    """The roles that agents send in front are never refused; neither are empty contents, and names."""
+    for role in ("system", "developer"):
+        assert "be brief" in text_of(name, say(role, "be brief"), QUESTION)
+    assert "first" in text_of(name, say("system", "first"), say("developer", "second"), QUESTION)
+    assert "second" in text_of(name, say("system", "first"), say("developer", "second"), QUESTION)
+    assert text_of(name, say("user", "", name="bob"), say("assistant", ""), QUESTION)
+
+
+def test_a_preamble_beside_thinking_and_a_call_is_kept():
+    """A template that has room for one of them gets both as one."""
+    act = say("assistant", "I look.", reasoning="hm", tool_calls=(CALL,))
+
+    assert "<|channel|>analysis<|message|>hm\n\nI look.<|end|>" in text_of("gpt-oss", QUESTION, act, RESULT)
+    assert FORK != extend("gpt-oss", [QUESTION, act], RESULT)
+
+
+@each_family
+@given(st.lists(plain_texts, min_size=1, max_size=3))
+@settings(max_examples=5)
+def test_foreign_special_tokens_are_text(name, parts):
+    """No family's special token that a user spells out becomes one."""
+    family, renderer = FAMILIES[name], renderer_of(name)
+    hostile = family.end.join(parts) + "".join(family.special)
+    special = set(renderer.vocabulary.special)
+
+    def count_special(content):
+        return sum(token_id in special for token_id in renderer.render([say("user", content)]).tolist())
+
+    assert count_special("x") == count_special(hostile)

@@ -51,6 +51,7 @@ def parse_chat_request(
     tag: str | None = None,
     default_max_tokens: int = DEFAULT_MAX_TOKENS,
     inert: Collection[str] = (),
+    honours_store: bool = True,
 ) -> ParsedChat:
     """Read the body of a request.
 
@@ -59,6 +60,7 @@ def parse_chat_request(
         tag: the agent that asks, where a header names it; otherwise ``metadata.agent`` may.
         default_max_tokens: new tokens where the client names no bound.
         inert: further parameter names to accept and ignore.
+        honours_store: whether ``store: false`` keeps the answer from training.
 
     Raises:
         UnsupportedParameter: a parameter that cannot be honoured.
@@ -82,7 +84,7 @@ def parse_chat_request(
         ),
         num_choices=read_integer(body, "n", 1, low=1, high=_MAX_CHOICES),
         seed=read_seed(body),
-        store=read_flag(body, "store", default=True),
+        store=read_flag(body, "store", default=True) or not honours_store,
         template_kwargs=read_mapping(body, "chat_template_kwargs"),
         metadata=metadata,
         tag=tag or metadata.get("agent"),

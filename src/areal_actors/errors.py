@@ -15,7 +15,8 @@
     ├── RequestError                a client asked for something; has an HTTP status            (request)
     │   ├── InvalidRequest          400
     │   │   ├── UnsupportedParameter    400: would change the answer, cannot be honoured
-    │   │   └── ContextLengthExceeded   400: code ``context_length_exceeded``
+    │   │   ├── ContextLengthExceeded   400: code ``context_length_exceeded``
+    │   │   └── PreviousNotFound        400: the answer that a request follows is not in its session
     │   ├── Unauthorized            401
     │   ├── NotFound                404
     │   ├── RequestTimeout          408: the body did not arrive in time
@@ -70,6 +71,7 @@ __all__ = [
     "ModelError",
     "NotFound",
     "PayloadTooLarge",
+    "PreviousNotFound",
     "ProtocolError",
     "RemoteError",
     "RenderError",
@@ -191,6 +193,17 @@ class ContextLengthExceeded(InvalidRequest):
         )
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
+
+
+class PreviousNotFound(InvalidRequest):
+    """A request follows an answer that its session has not given, in OpenAI's words."""
+
+    code = "previous_response_not_found"
+    field: ClassVar[str] = "previous_response_id"
+
+    def __init__(self, interaction: str) -> None:
+        super().__init__(f"Previous response with id '{interaction}' not found.", param=self.field)
+        self.interaction = interaction
 
 
 class Unauthorized(RequestError):

@@ -55,6 +55,23 @@ async def test_an_answer_comes_without_a_socket() -> None:
     assert interaction.model_response.stop_reason == FinishReason.STOP
 
 
+async def test_responses_are_answered_as_well() -> None:
+    """Under ids that rewards find; what names the answer before it extends its exact tokens."""
+    engine = engine_that_says("two", "three")
+    async with client_on(engine) as client:
+        first = await client.responses.create(model="default", input="one plus one?")
+        second = await client.responses.create(model="default", input="and one?", previous_response_id=first.id)
+        client.set_reward(second.id, 1.0)
+        client.apply_reward_discount(turn_discount=0.9)
+        rows = client.export_interactions(style="individual")
+        completion = client.get_interaction(first.id).completion
+    said = [*engine.requests[0].prompt.tolist(), *encode("two")]
+    assert second.output_text == "three"
+    assert completion is first
+    assert engine.requests[1].prompt.tolist()[: len(said)] == said
+    assert {name: row.reward for name, row in rows.items()} == pytest.approx({first.id: 0.9, second.id: 1.0})
+
+
 async def test_a_tokenizer_is_enough() -> None:
     """Its renderer is made once, however many clients there are."""
     first = ArealOpenAI(engine=engine_that_says("a"), tokenizer=tokenizer())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from areal_actors.cache.canonical import num_leading_instructions
-from areal_actors.domain import ChatMessage, ForkReason, Interaction, InteractionId, SessionRecord
+from areal_actors.domain import ChatMessage, Interaction, InteractionId, SessionRecord
 from areal_actors.errors import ExportError
 
 __all__ = ["Lookup", "ancestry", "full_history", "go_on", "lookup_in", "without_instructions"]
@@ -52,19 +52,17 @@ def full_history(interaction: Interaction, lookup: Lookup, *, with_answer: bool 
     """All messages of an interaction as they were stored, its own answer last (if it has one and ``with_answer``)."""
     messages: list[ChatMessage] = []
     for turn in ancestry(interaction, lookup, attrgetter("parent")):
-        go_on(messages, turn.messages, turn.fork)
+        go_on(messages, turn.messages, turn.num_instructions)
         if turn.output is not None and (with_answer or turn is not interaction):
             messages.append(turn.output)
     return tuple(messages)
 
 
-def go_on(messages: list[ChatMessage], new: Sequence[ChatMessage], fork: ForkReason | None) -> None:
-    """Continue ``messages`` in place with those of the next turn, whose instructions may replace the old ones."""
-    num_new = 0
-    if fork is ForkReason.NEW_SYSTEM_PROMPT:
-        num_new = num_leading_instructions(new)
-        messages[: num_leading_instructions(messages)] = new[:num_new]
-    messages.extend(new[num_new:])
+def go_on(messages: list[ChatMessage], new: Sequence[ChatMessage], num_instructions: int | None) -> None:
+    """Continue ``messages`` in place with ``new``, the first ``num_instructions`` of which replace the old ones."""
+    if num_instructions is not None:
+        messages[: num_leading_instructions(messages)] = new[:num_instructions]
+    messages.extend(new[num_instructions or 0 :])
 
 
 def without_instructions(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:

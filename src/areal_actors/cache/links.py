@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.cache.canonical import (
     DIGEST_SIZE,
@@ -64,13 +64,15 @@ class History:
 class Match:
     """Where a request hangs in the tree.
 
-    ``new_messages`` are those beyond the parent's prompt and answer (all of them without a parent; changed instructions
-    come first). ``fork_hint`` is why the parent's tokens cannot be extended, ``None`` where they may be.
+    ``new_messages`` are those beyond the parent's prompt and answer (all of them without a parent); the first
+    ``num_instructions`` of them replace its instructions (``None``: those stay). ``fork_hint`` is why the parent's
+    tokens cannot be extended, ``None`` where they may be.
     """
 
     parent: Interaction | None
     new_messages: tuple[ChatMessage, ...]
     fork_hint: ForkReason | None
+    num_instructions: int | None = None
     history: History = field(repr=False)
 
 
@@ -130,6 +132,18 @@ class ParentIndex:
     def is_asked(self, history: History) -> bool:
         """Whether exactly these messages were asked before."""
         return history.digest(len(history.messages)) in self._prompts
+
+    def follow(self, request: CompletionRequest, parent: Interaction) -> Match:
+        """The match of a request whose client names its completed parent instead of repeating the history."""
+        num_own = int(request.has_instructions)
+        instructions, new = request.messages[:num_own], request.messages[num_own:]
+        said = full_history(parent, self._lookup)[int(parent.has_instructions) :]
+        history, _ = self._digest(evolve(request, messages=(*instructions, *said, *new)))
+        position = len(history.messages) - len(new) - 1
+        frames = [entry.frame for entry in self._bucket(history.digest(position + 1)) if entry.id == parent.id]
+        # The stored history reads otherwise than the echo that its client sent, where that renamed call ids.
+        reason = _frame_reason(frames[0], history.frame) if frames else ForkReason.CLIENT_EDITED_HISTORY
+        return _linked(parent, history, position, reason)
 
     def begin(self, interaction_id: InteractionId, history: History) -> None:
         """Remember that ``history`` was asked under this id."""
@@ -276,7 +290,8 @@ def _frame_reason(parent: Frame, frame: Frame) -> ForkReason | None:
 
 
 def _linked(parent: Interaction, history: History, position: int, reason: ForkReason | None) -> Match:
-    new = history.messages[position + 1 :]
+    new, num_instructions = history.messages[position + 1 :], None
     if reason is ForkReason.NEW_SYSTEM_PROMPT:
-        new = history.messages[: num_leading_instructions(history.messages)] + new
-    return Match(parent=parent, new_messages=new, fork_hint=reason, history=history)
+        num_instructions = num_leading_instructions(history.messages)
+        new = history.messages[:num_instructions] + new
+    return Match(parent=parent, new_messages=new, fork_hint=reason, num_instructions=num_instructions, history=history)

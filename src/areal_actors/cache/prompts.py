@@ -106,7 +106,7 @@ def _stored_messages(tree: ConversationTree, match: Match) -> tuple[ChatMessage,
     if match.parent is None:
         return match.new_messages
     messages = list(tree.history(match.parent))
-    go_on(messages, match.new_messages, match.fork_hint)
+    go_on(messages, match.new_messages, match.num_instructions)
     return tuple(messages)
 
 

@@ -33,7 +33,7 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
 )
-from areal_actors.errors import Conflict, NotFound, RewardError
+from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotFound, RewardError
 
 __all__ = ["ConversationTree", "PromptPlan"]
 
@@ -114,8 +114,26 @@ class ConversationTree:
     # ------------------------------------------------------------------------------------------- looking
 
     def match(self, request: CompletionRequest) -> Match:
-        """Find the interaction that ``request`` continues."""
-        return self._index.match(request)
+        """Find the interaction that ``request`` continues, by what it repeats or by the name that it gives.
+
+        Raises ``PreviousNotFound`` if it names an interaction that is not in this session, and ``InvalidRequest`` if
+        that has no answer to follow.
+        """
+        if request.previous is None:
+            return self._index.match(request)
+        return self._index.follow(request, self._previous(request.previous))
+
+    def _previous(self, interaction_id: InteractionId) -> Interaction:
+        interaction = self._interactions.get(interaction_id)
+        if interaction is None:
+            raise PreviousNotFound(interaction_id)
+        if interaction.status is not InteractionStatus.COMPLETED:
+            raise InvalidRequest(
+                f"Response {interaction_id} was not completed ({interaction.status}), so that nothing can follow it; "
+                "send the history as input.",
+                param=PreviousNotFound.field,
+            )
+        return interaction
 
     def history(self, interaction: Interaction) -> tuple[ChatMessage, ...]:
         """All messages of an interaction as they were stored, its own answer last."""
@@ -156,6 +174,8 @@ class ConversationTree:
             token_parent=plan.token_parent,
             fork=ForkReason.SIBLING if is_asked_again else plan.fork,
             messages=plan.messages,
+            num_instructions=plan.match.num_instructions,
+            has_instructions=plan.request.has_instructions,
             prompt_suffix=_owned(plan.suffix),
             num_prompt_tokens=len(plan.token_ids),
             is_stored=plan.request.store,

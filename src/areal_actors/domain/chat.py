@@ -90,6 +90,9 @@ class Attempt:
 class CompletionRequest:
     """One request for an answer, free of any dialect.
 
+    ``has_instructions`` tells that the first message is for this request alone: whoever follows its answer by
+    ``previous`` follows it without that message.
+
     ``tool_choice`` is a ``ToolChoice`` or the name of the tool that must be called. ``response_format`` is what the
     text of the answer must match, where it is no call. ``tag`` names the agent of a multi-agent episode that asks.
     ``seed`` is the client's own seed where it gave one. ``id_prefix`` begins the ids of the answers, as the dialect
@@ -97,6 +100,7 @@ class CompletionRequest:
     """
 
     messages: tuple[ChatMessage, ...]
+    has_instructions: bool = False
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice | str = ToolChoice.AUTO
     parallel_tool_calls: bool = True

@@ -49,9 +49,10 @@ class Interaction:
     one whose exact tokens are a prefix of this prompt, and carries packing and KV reuse. A fork has the first without
     the second, and says why in ``fork``. ``prompt_suffix`` holds the prompt ids beyond the token parent's prompt and
     output (the whole prompt where there is no token parent). ``messages`` are those beyond the conversational
-    parent's prompt and answer (all of them for a root); new instructions come first where ``fork`` is
-    ``NEW_SYSTEM_PROMPT``. ``order`` counts requests, ``completed_order`` counts completions in a session. ``failure``
-    says why a failed one failed.
+    parent's prompt and answer (all of them for a root); the first ``num_instructions`` of them take the place of the
+    parent's leading instructions (``None``: those stay). ``has_instructions`` tells that the first message of the whole
+    history was meant for this request alone. ``order`` counts requests, ``completed_order`` counts completions in a
+    session. ``failure`` says why a failed one failed.
     """
 
     id: InteractionId
@@ -60,6 +61,8 @@ class Interaction:
     token_parent: InteractionId | None = None
     fork: ForkReason | None = None
     messages: tuple[ChatMessage, ...] = ()
+    num_instructions: int | None = None
+    has_instructions: bool = False
     prompt_suffix: Ints = field(converter=as_ints, eq=array_equality)
     num_prompt_tokens: int
     completion: Completion | None = None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from attrs import evolve
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,6 +25,7 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialect import Dialect
 from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.responses import ResponsesDialect
 from areal_actors.proxy.routing import Operation, Operations
 from areal_actors.proxy.traffic import Traffic
 
@@ -59,7 +61,18 @@ def create_app(
     traffic = Traffic() if traffic is None else traffic
     gatekeeper = Gatekeeper(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
     chat = ChatDialect(
-        model=model, decode=decode, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
+        model=model,
+        decode=decode,
+        default_max_tokens=config.default_max_tokens,
+        inert=config.inert_parameters,
+        honours_store=config.honour_store.chat,
+    )
+    responses = ResponsesDialect(
+        model=model,
+        decode=decode,
+        default_max_tokens=config.default_max_tokens,
+        inert=config.inert_parameters,
+        honours_store=config.honour_store.responses,
     )
     control = ControlEndpoints(
         sessions=sessions,
@@ -74,7 +87,11 @@ def create_app(
     completion = CompletionEndpoint(
         dialect=cast("Dialect[Any]", chat), sessions=sessions, gatekeeper=gatekeeper, config=config
     )
-    operations = {"chat/completions": _completion(completion), **_control_operations(control)}
+    operations = {
+        "chat/completions": _completion(completion),
+        "responses": _completion(evolve(completion, dialect=cast("Dialect[Any]", responses))),
+        **_control_operations(control),
+    }
     return Starlette(
         routes=[Operations(operations, traffic), *extra_routes],
         exception_handlers={HTTPException: _answer_unrouted},

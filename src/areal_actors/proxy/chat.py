@@ -26,13 +26,13 @@ from areal_actors.domain import (
     ToolCallStarted,
 )
 from areal_actors.errors import Unavailable
-from areal_actors.proxy.chat_request import DEFAULT_MAX_TOKENS, ParsedChat, parse_chat_request
+from areal_actors.proxy.chat_request import ParsedChat, parse_chat_request
 from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.logprobs import Decode, format_logprobs
+from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
 from areal_actors.proxy.sse import DONE, format_event
 
 __all__ = ["ChatDialect", "ChatStream", "ParsedChat", "format_chat_answer", "parse_chat_request"]
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @frozen(kw_only=True)
@@ -40,18 +40,26 @@ class ChatDialect:
     """The wording of chat completions.
 
     ``decode`` gives the text of token ids for ``logprobs`` (ids are shown as numbers without it). ``model`` is what an
-    answer calls itself where the client named no model.
+    answer calls itself where the client named no model. ``honours_store`` tells whether ``store: false`` keeps an
+    answer from training.
     """
 
     model: str = "policy"
     decode: Decode | None = None
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     inert: Collection[str] = ()
+    honours_store: bool = True
     clock: Callable[[], float] = field(default=time.time)
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:
         """See ``parse_chat_request``."""
-        return parse_chat_request(body, tag=tag, default_max_tokens=self.default_max_tokens, inert=self.inert)
+        return parse_chat_request(
+            body,
+            tag=tag,
+            default_max_tokens=self.default_max_tokens,
+            inert=self.inert,
+            honours_store=self.honours_store,
+        )
 
     def format_answers(self, parsed: ParsedChat, answers: Sequence[Answer]) -> dict[str, Any]:
         """See ``format_chat_answer``."""
@@ -217,22 +225,4 @@ def _format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _format_logprobs(completion: Completion, decode: Decode | None) -> dict[str, Any]:
-    """One entry per sampled token, from what was captured."""
-    tokens = completion.token_ids.tolist()
-    logprobs = completion.logprobs.tolist()
-    tops = completion.top_logprobs or ((),) * len(tokens)
-    content = []
-    for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
-        entry = _format_token(token, logprob, decode)
-        entry["top_logprobs"] = [_format_token(other.token_id, other.logprob, decode) for other in top]
-        content.append(entry)
-    return {"content": content, "refusal": None}
-
-
-def _format_token(token: int, logprob: float, decode: Decode | None) -> dict[str, Any]:
-    """``bytes`` is ``null`` for a part of a character, whose text alone says nothing."""
-    if decode is None:
-        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
-    text = decode((token,))
-    is_whole = "\ufffd" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+    return {"content": format_logprobs(completion, decode), "refusal": None}

@@ -3,6 +3,8 @@
 Tolerant where clients differ without meaning to: content as a string or as text parts, ``null`` or absent keys, tool
 results without a call id, arguments as an object, keys that clients add. What would be lost in silence (an image, a
 custom tool) is refused by name. Which histories continue which is decided in ``cache``.
+
+Responses, whose items are read in ``responses_items``, joins content parts and words functions in nearly the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy.fields import shown, wrong
 
-__all__ = ["parse_messages", "parse_tools"]
+__all__ = ["join_parts", "parse_messages", "parse_tools"]
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
@@ -42,7 +44,7 @@ def _parse_message(raw: Any, where: str) -> ChatMessage:
         raise wrong(f"{where}.role", "system, developer, user, assistant or tool", role)
     content = raw.get("content")
     if content is not None and not isinstance(content, str):
-        content = _join_parts(content, f"{where}.content")
+        content = join_parts(content, f"{where}.content", _TEXT_PARTS)
     if role == "assistant":
         return _assistant(raw, content, where)
     if content is None and role != "tool":
@@ -91,22 +93,27 @@ def _parse_call(raw: Any, where: str) -> ToolCall:
     return ToolCall(id=call_id if isinstance(call_id, str) else "", name=name, arguments=arguments or "")
 
 
-def _join_parts(parts: Any, where: str) -> str:
-    """The text of a content list; its parts stand on lines of their own."""
+def join_parts(parts: Any, where: str, kinds: Mapping[str, str]) -> str:
+    """The text of a content list; its parts stand on lines of their own. ``kinds`` maps their types to their text keys.
+
+    Raises:
+        InvalidRequest: names the part, by its index, and what is wrong with it.
+        UnsupportedParameter: a part that is no text.
+    """
     if not isinstance(parts, list):
         raise wrong(where, "a string or a list of text parts", parts)
-    return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))
+    return "\n".join(_part_text(part, f"{where}[{index}]", kinds) for index, part in enumerate(parts))
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part_text(part: Any, where: str, kinds: Mapping[str, str]) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise wrong(where, "a text part", part)
-    if kind not in _TEXT_PARTS:
+    if kind not in kinds:
         raise UnsupportedParameter(f"{where} is of type {shown(kind)}; this model reads text only.", param=where)
-    text = part.get(_TEXT_PARTS[kind])
+    text = part.get(kinds[kind])
     if not isinstance(text, str):
         raise wrong(f"{where}.{kind}", "a string", text)
     return text
@@ -119,8 +126,8 @@ def _optional_text(raw: Mapping[str, Any], name: str, where: str) -> str | None:
     return value or None
 
 
-def parse_tools(value: Any) -> tuple[Tool, ...]:
-    """The functions that are offered.
+def parse_tools(value: Any, *, is_flat: bool = False) -> tuple[Tool, ...]:
+    """The functions that are offered; if ``is_flat``, their names stand beside the type, as Responses has it.
 
     Raises:
         InvalidRequest: names the tool, by its index, and what is wrong with it.
@@ -130,29 +137,29 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
         return ()
     if not isinstance(value, list):
         raise wrong("tools", "a list", value)
-    tools = tuple(_parse_tool(raw, f"tools[{index}]") for index, raw in enumerate(value))
+    tools = tuple(_parse_tool(raw, f"tools[{index}]", is_flat=is_flat) for index, raw in enumerate(value))
     if len({tool.name for tool in tools}) < len(tools):
         raise InvalidRequest("tools has two functions of one name; the model could not tell them apart.", param="tools")
     return tools
 
 
-def _parse_tool(raw: Any, where: str) -> Tool:
+def _parse_tool(raw: Any, where: str, *, is_flat: bool) -> Tool:
     if not isinstance(raw, dict):
         raise wrong(where, "an object", raw)
     kind = raw.get("type", "function")
     if kind != "function":
         raise UnsupportedParameter(f"{where} is of type {shown(kind)}; only functions are known.", param=where)
-    function = raw.get("function")
+    function, where = (raw, where) if is_flat else (raw.get("function"), f"{where}.function")
     if not isinstance(function, dict):
-        raise wrong(f"{where}.function", "an object", function)
+        raise wrong(where, "an object", function)
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.function.name", "a string that is not empty", name)
+        raise wrong(f"{where}.name", "a string that is not empty", name)
     if not isinstance(description, str | None):
-        raise wrong(f"{where}.function.description", "a string", description)
+        raise wrong(f"{where}.description", "a string", description)
     parameters, strict = function.get("parameters"), function.get("strict")
     if not isinstance(parameters, dict | None):
-        raise wrong(f"{where}.function.parameters", "a JSON schema", parameters)
+        raise wrong(f"{where}.parameters", "a JSON schema", parameters)
     if not isinstance(strict, bool | None):
-        raise wrong(f"{where}.function.strict", "true or false", strict)
+        raise wrong(f"{where}.strict", "true or false", strict)
     return Tool(name=name, description=description or "", parameters=parameters or {}, is_strict=bool(strict))

@@ -7,9 +7,9 @@ from ipaddress import ip_address
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
-from areal_actors.proxy.chat_request import DEFAULT_MAX_TOKENS
+from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
 
-__all__ = ["ProxyConfig", "is_loopback"]
+__all__ = ["HonourStore", "ProxyConfig", "is_loopback"]
 
 
 def is_loopback(host: str) -> bool:
@@ -20,6 +20,15 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+@frozen(kw_only=True)
+class HonourStore:
+    """Whether ``store: false`` keeps an answer from being trained, by route."""
+
+    chat: bool = True
+    responses: bool = False
+    """Clients of Responses send it by habit, because they keep the history themselves."""
 
 
 @frozen(kw_only=True)
@@ -46,3 +55,4 @@ class ProxyConfig:
     """New tokens where a client names no bound."""
     inert_parameters: tuple[str, ...] = ()
     """Names of request parameters, beside the known ones, to accept and ignore."""
+    honour_store: HonourStore = field(factory=HonourStore)

@@ -1,0 +1,70 @@
+"""OpenAI's Responses, as a dialect: one answer per request, as an object or as a stream of events.
+
+How requests are read is in ``responses_request``, what an answer looks like in ``responses_answer``, and how it is
+streamed in ``responses_stream``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from areal_actors.domain import Answer
+from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.logprobs import Decode
+from areal_actors.proxy.responses_answer import Envelope, format_output
+from areal_actors.proxy.responses_request import ParsedResponse, parse_response_request
+from areal_actors.proxy.responses_stream import ResponseStream
+from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
+
+__all__ = ["ParsedResponse", "ResponsesDialect"]
+
+
+@frozen(kw_only=True)
+class ResponsesDialect:
+    """The wording of Responses. ``honours_store`` tells whether ``store: false`` keeps an answer from training.
+
+    The other attributes are those of ``ChatDialect``.
+    """
+
+    model: str = "policy"
+    decode: Decode | None = None
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
+    inert: Collection[str] = ()
+    honours_store: bool = False
+    clock: Callable[[], float] = field(default=time.time)
+
+    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedResponse:
+        """See ``parse_response_request``."""
+        return parse_response_request(
+            body,
+            tag=tag,
+            default_max_tokens=self.default_max_tokens,
+            inert=self.inert,
+            honours_store=self.honours_store,
+        )
+
+    def format_answers(self, parsed: ParsedResponse, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The ``response`` object of the one answer; its id is that of the interaction.
+
+        Raises:
+            Unavailable: the engine aborted it.
+        """
+        (answer,) = answers
+        output = format_output(answer, has_logprobs=parsed.has_logprobs, decode=self.decode)
+        return self._envelope(parsed).end(answer, output, completed=int(self.clock()))
+
+    def open_stream(self, parsed: ParsedResponse) -> ResponseStream:
+        """The events of one answer."""
+        return ResponseStream(self._envelope(parsed), clock=self.clock)
+
+    def format_failure(self, failure: Failure) -> dict[str, Any]:
+        """OpenAI's error body."""
+        return format_openai_failure(failure)
+
+    def _envelope(self, parsed: ParsedResponse) -> Envelope:
+        model = parsed.model or self.model
+        return Envelope(parsed=parsed, created=int(self.clock()), model=model, decode=self.decode)

@@ -1,9 +1,9 @@
 """The pythonic tool format: a list of calls in the syntax of Python, ``[get_weather(city="Paris"), f(x=1)]``.
 
 Llama 3.2, Llama 4, ToolACE and LFM2 write it. The list counts at the beginning of an answer, behind another one, and
-anywhere between the tags that some of them have. Arguments are named and are literals: text, numbers, constants, lists and dictionaries;
-nothing is evaluated. Names that Python does not allow (``get-weather``, ``from``) are names here, and the constants of
-JSON are constants, because tools come from JSON.
+anywhere between the tags that some of them have. Arguments are named and are literals: text, numbers, constants, lists
+and dictionaries; nothing is evaluated. Names that Python does not allow (``get-weather``, ``from``) are names here, and
+the constants of JSON are constants, because tools come from JSON.
 """
 
 from __future__ import annotations

@@ -120,6 +120,19 @@ def test_stop_strings_end_the_text():
     assert "one two three" == renderer.parse(ids, stop=["four"]).content
 
 
+@given(st.permutations(["three", "two", "wo", "four"]), st.integers(0, 10))
+def test_the_stop_string_that_ended_the_text_is_known(stop, cut):
+    """The first to be complete, of several the longest, however the ids were cut; ``None`` without one."""
+    renderer = renderer_of("CHATML")
+    ids = sample(renderer, "one two three")
+    stream, other = renderer.open_stream(stop=stop), renderer.open_stream(stop=["four"])
+    for part in (ids[:cut], ids[cut:]):
+        stream.feed(part)
+        other.feed(part)
+
+    assert ("two", None) == (stream.stop_sequence, other.stop_sequence)
+
+
 def test_call_ids_are_random_by_default_and_made_to_measure_on_request():
     """Two calls never share an id."""
     renderer = renderer_of("CHATML")

@@ -38,6 +38,11 @@ class StreamParser(Protocol):
         """What was held back, now that nothing follows. Call it once."""
         ...
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string at which the text has ended, ``None`` while none has occurred."""
+        ...
+
 
 class Renderer(Protocol):
     """Messages to ids, ids to messages, for one model. Knows no conversation; quick enough for an event loop."""

@@ -26,8 +26,9 @@ from areal_actors.domain import (
     ToolCallStarted,
 )
 from areal_actors.errors import Unavailable
-from areal_actors.proxy.chat_request import DEFAULT_MAX_TOKENS, ParsedChat, parse_chat_request
+from areal_actors.proxy.chat_request import ParsedChat, parse_chat_request
 from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
 from areal_actors.proxy.sse import DONE, format_event
 
 __all__ = ["ChatDialect", "ChatStream", "ParsedChat", "format_chat_answer", "parse_chat_request"]

@@ -41,11 +41,15 @@ class ChatMessage:
 
 @frozen(kw_only=True)
 class Tool:
-    """A function that the model may call; ``parameters`` is its JSON schema."""
+    """A function that the model may call; ``parameters`` is its JSON schema.
+
+    ``is_strict`` asks for calls that satisfy all of the schema, or else for a refusal.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(factory=dict)
+    is_strict: bool = False
 
 
 class ToolChoice(StrEnum):

@@ -17,17 +17,23 @@ from starlette.routing import BaseRoute
 
 from areal_actors.core import Ref
 from areal_actors.messages import Capacity, Exports, Generation, Sessions
+from areal_actors.proxy.anthropic import AnthropicDialect
+from areal_actors.proxy.anthropic_stream import PING
 from areal_actors.proxy.auth import Gatekeeper, create_admin_key
 from areal_actors.proxy.chat import ChatDialect
 from areal_actors.proxy.completions import CompletionEndpoint
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialect import Dialect
-from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.routing import Operation, Operations
+from areal_actors.proxy.token_count import TokenCountEndpoint
 from areal_actors.proxy.traffic import Traffic
 
 __all__ = ["create_app"]
+
+_ANTHROPIC_HEADER = "anthropic-version"
+"""Sent by all of Anthropic's clients."""
 
 
 def create_app(
@@ -74,7 +80,11 @@ def create_app(
     completion = CompletionEndpoint(
         dialect=cast("Dialect[Any]", chat), sessions=sessions, gatekeeper=gatekeeper, config=config
     )
-    operations = {"chat/completions": _completion(completion), **_control_operations(control)}
+    operations = {
+        "chat/completions": _completion(completion),
+        **_anthropic_operations(sessions=sessions, gatekeeper=gatekeeper, config=config, model=model),
+        **_control_operations(control),
+    }
     return Starlette(
         routes=[Operations(operations, traffic), *extra_routes],
         exception_handlers={HTTPException: _answer_unrouted},
@@ -83,6 +93,24 @@ def create_app(
 
 def _completion(endpoint: CompletionEndpoint) -> Operation:
     return Operation(handle=endpoint, has_session=True, format_failure=endpoint.dialect.format_failure)
+
+
+def _anthropic_operations(
+    *, sessions: Ref[Sessions], gatekeeper: Gatekeeper, config: ProxyConfig, model: str
+) -> dict[str, Operation]:
+    dialect = AnthropicDialect(model=model, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters)
+    answer = CompletionEndpoint(
+        dialect=cast("Dialect[Any]", dialect),
+        sessions=sessions,
+        gatekeeper=gatekeeper,
+        config=config,
+        keep_alive=PING,
+    )
+    count = TokenCountEndpoint(dialect=dialect, sessions=sessions, gatekeeper=gatekeeper, config=config)
+    return {
+        "messages": _completion(answer),
+        "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=dialect.format_failure),
+    }
 
 
 def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
@@ -99,7 +127,7 @@ def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
 
 
 def _answer_unrouted(request: Request, error: Exception) -> Response:
-    """OpenAI's error body for a path that nobody serves."""
+    """The error body for a path that nobody serves, in the words of whose client asks."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     failure = Failure(
         status=status,
@@ -107,4 +135,6 @@ def _answer_unrouted(request: Request, error: Exception) -> Response:
         message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
         code="not_found",
     )
-    return JSONResponse(format_openai_failure(failure), status_code=status)
+    is_anthropics = _ANTHROPIC_HEADER in request.headers or "/messages" in request.url.path
+    format_failure = format_anthropic_failure if is_anthropics else format_openai_failure
+    return JSONResponse(format_failure(failure), status_code=status)

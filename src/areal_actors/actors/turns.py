@@ -130,6 +130,7 @@ class Choice:
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
+            is_plain=request.is_raw,
         )
 
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
@@ -197,6 +198,7 @@ class Choice:
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=lambda: next(streamed, None) or self._call_ids(),
+            is_plain=request.is_raw,
         )
         return message if request.parallel_tool_calls else evolve(message, tool_calls=message.tool_calls[:1])
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from attrs import evolve
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,6 +27,7 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialect import Dialect
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
+from areal_actors.proxy.raw import RawDialect
 from areal_actors.proxy.routing import Operation, Operations
 from areal_actors.proxy.token_count import TokenCountEndpoint
 from areal_actors.proxy.traffic import Traffic
@@ -67,6 +69,7 @@ def create_app(
     chat = ChatDialect(
         model=model, decode=decode, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
     )
+    raw = RawDialect(model=model, decode=decode, inert=config.inert_parameters)
     control = ControlEndpoints(
         sessions=sessions,
         exports=exports,
@@ -82,6 +85,7 @@ def create_app(
     )
     operations = {
         "chat/completions": _completion(completion),
+        "completions": _completion(evolve(completion, dialect=cast("Dialect[Any]", raw))),
         **_anthropic_operations(sessions=sessions, gatekeeper=gatekeeper, config=config, model=model),
         **_control_operations(control),
     }

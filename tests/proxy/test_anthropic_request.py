@@ -194,10 +194,10 @@ def test_thinking_is_a_switch_of_the_template(thinking, options, expected):
 )
 def test_tool_choices(choice, expected, is_parallel):
     """Anthropic's four words."""
-    request = _request(tools=[TOOL, TOOL | {"name": "g", "type": "custom"}], tool_choice=choice)
+    request = _request(tools=[TOOL, TOOL | {"name": "g", "type": "custom", "strict": True}], tool_choice=choice)
 
     assert (request.tool_choice, request.parallel_tool_calls) == (expected, is_parallel)
-    assert [tool.name for tool in request.tools] == ["f", "g"]
+    assert [(tool.name, tool.is_strict) for tool in request.tools] == [("f", False), ("g", True)]
 
 
 @pytest.mark.parametrize("field", ["output_config", "output_format"])
@@ -252,6 +252,7 @@ def test_a_form_of_the_answer(field):
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL | {"name": ""}]}, "tools[0].name"),
         ({"tools": [TOOL | {"description": 7}]}, "tools[0].description"),
+        ({"tools": [TOOL | {"strict": "yes"}]}, "tools[0].strict"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_format": {"type": "text"}, "output_config": {"format": {"type": "json_object"}}}, "output_config"),
     ],

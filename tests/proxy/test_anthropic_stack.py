@@ -8,20 +8,9 @@ import anthropic
 import anyio
 import httpx2
 import pytest
+from tests.proxy.stack import open_stack, sampled
 
-from areal_actors.actors.capacity import CapacityGranter
-from areal_actors.actors.exporter import Exporter
-from areal_actors.actors.generation import GenerationActor
-from areal_actors.actors.sessions import SessionManager
-from areal_actors.client import OpenAIProxyClient
-from areal_actors.core import ActorSystem
-from areal_actors.domain import ChatMessage
-from areal_actors.messages import CollectSession, DescribeEndpoint
-from areal_actors.proxy import ProxyServer
-from areal_actors.rendering import create_renderer
-from areal_actors.staleness import CapacityLimits, CapacityState
-from areal_actors.testing.engines import EchoEngine, echo_logprob, script_answers
-from areal_actors.testing.tokenizers import tiny_tokenizer
+from areal_actors.testing.engines import echo_logprob
 
 pytestmark = [
     pytest.mark.anyio,
@@ -38,41 +27,13 @@ ASK = {"model": "m", "max_tokens": 256}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
-@pytest.fixture(scope="module")
-def renderer():
-    """Rendering has no state worth resetting."""
-    return create_renderer(tiny_tokenizer())
-
-
-def _ids(renderer, text):
-    """What a model samples to say ``text``, end of turn included."""
-    empty = renderer.render((ChatMessage(role="user", content=""),))
-    full = renderer.render((ChatMessage(role="user", content=text),))
-    start = next(i for i, (a, b) in enumerate(zip(empty, full, strict=False)) if a != b)
-    return [*full[start : start + len(full) - len(empty)].tolist(), renderer.stop_token_ids[0]]
-
-
 @asynccontextmanager
-async def _stack(renderer, *texts, is_gated=False):
-    """A session of the whole stack, whose engine says ``texts`` one after another; and its record."""
-    script = script_answers(*(_ids(renderer, text) for text in texts))
-    engine = EchoEngine(script, is_gated=is_gated, vocab_size=renderer.vocab_size)
-    limits = CapacityLimits(max_concurrent=4, batch_size=4)
-    async with ActorSystem.open() as system, httpx2.AsyncClient() as http:
-        generation = await system.spawn(GenerationActor(engine))
-        sessions = await system.spawn(SessionManager(renderer=renderer, generation=generation))
-        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
-        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
-        server = await system.spawn(ProxyServer(sessions=sessions, exports=exports, capacity=capacity))
-        endpoint = await server.ask(DescribeEndpoint())
-        async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key) as session:
-            base_url = session.base_url.removesuffix("/v1")
-            client = anthropic.AsyncAnthropic(base_url=base_url, api_key=session.api_key, http_client=http)
-
-            async def record():
-                return (await sessions.ask(CollectSession(session=session.session_id))).interactions
-
-            yield client, session, engine, record
+async def _stack(*texts, is_gated=False):
+    """A client of a session of the whole stack, whose engine says ``texts`` one after another."""
+    answers = [sampled(text) for text in texts]
+    async with open_stack(*answers, is_gated=is_gated) as stack, httpx2.AsyncClient() as http:
+        base_url = stack.session.base_url.removesuffix("/v1")
+        yield anthropic.AsyncAnthropic(base_url=base_url, api_key=stack.session.api_key, http_client=http), stack
 
 
 async def _ask(client, *, is_stream, **fields):
@@ -83,9 +44,9 @@ async def _ask(client, *, is_stream, **fields):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_what_was_sampled_is_what_is_exported(renderer, is_stream):
+async def test_what_was_sampled_is_what_is_exported(is_stream):
     """Parallel calls and their results: ids and logprobs of the rows are the engine's, and rewards find their turn."""
-    async with _stack(renderer, "Let me see.\n" + CALLS, "It is 408 and 60.") as (client, session, _, _):
+    async with _stack("Let me see.\n" + CALLS, "It is 408 and 60.") as (client, stack):
         first = await _ask(client, is_stream=is_stream, messages=[QUESTION], tools=[TOOL])
         calls = [block for block in first.content if block.type == "tool_use"]
         results = [
@@ -93,19 +54,19 @@ async def test_what_was_sampled_is_what_is_exported(renderer, is_stream):
         ]
         history = [QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
         second = await _ask(client, is_stream=is_stream, messages=history, tools=[TOOL])
-        await session.set_reward(second.id, 1.0)
-        await session.end_session()
-        (row,) = (await session.export_interactions(discount=0.9, style="concat")).trajectories
+        await stack.session.set_reward(second.id, 1.0)
+        await stack.session.end_session()
+        (row,) = (await stack.session.export_interactions(discount=0.9, style="concat")).trajectories
 
-    sampled = [*_ids(renderer, "Let me see.\n" + CALLS), *_ids(renderer, "It is 408 and 60.")]
+    expected = [*sampled("Let me see.\n" + CALLS), *sampled("It is 408 and 60.")]
     assert [call.input for call in calls] == [{"a": 12, "b": 34}, {"a": 12, "b": 5}]
     assert (first.stop_reason, second.stop_reason) == ("tool_use", "end_turn")
     assert second.content[0].text == "It is 408 and 60."
     assert row.interactions == (first.id, second.id)
-    assert row.input_ids[row.loss_mask == 1].tolist() == sampled
-    assert row.logprobs[row.loss_mask == 1].tolist() == [echo_logprob(token) for token in sampled]
+    assert row.input_ids[row.loss_mask == 1].tolist() == expected
+    assert row.logprobs[row.loss_mask == 1].tolist() == [echo_logprob(token) for token in expected]
     assert sorted(set(row.returns[row.loss_mask == 1].tolist())) == pytest.approx([0.9, 1.0])
-    assert first.usage.output_tokens + second.usage.output_tokens == len(sampled)
+    assert first.usage.output_tokens + second.usage.output_tokens == len(expected)
 
 
 def _plain(content):
@@ -121,25 +82,25 @@ def _without_nulls(content):
 
 
 @pytest.mark.parametrize("echo", [list, _plain, _moved_mark, _without_nulls])
-async def test_every_way_of_echoing_finds_its_parent(renderer, echo):
+async def test_every_way_of_echoing_finds_its_parent(echo):
     """As blocks, as a string, with a mark that moves, without nulls: the turn extends its parent's exact tokens."""
     question = {"role": "user", "content": [{"type": "text", "text": QUESTION["content"], **CACHED}]}
     system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}, {"type": "text", "text": "Hm.", **CACHED}]
-    async with _stack(renderer, "408.", "409.") as (client, _, _, record):
+    async with _stack("408.", "409.") as (client, stack):
         first = await client.messages.create(**ASK, messages=[question], system=system)
         history = [QUESTION, {"role": "assistant", "content": echo(first.content)}, question]
         second = await client.messages.create(
             **ASK, messages=history, system=[system[0] | {"text": "x-anthropic-billing-header: cch=2;"}, system[1]]
         )
-        turns = await record()
+        turns = await stack.record()
 
     assert [turn.id for turn in turns] == [first.id, second.id]
     assert (turns[1].parent, turns[1].token_parent, turns[1].fork) == (first.id, first.id, None)
 
 
-async def test_tokens_are_counted_as_they_will_be_used(renderer):
+async def test_tokens_are_counted_as_they_will_be_used():
     """Of a first turn and of one that extends it; counting adds no turn."""
-    async with _stack(renderer, "408.") as (client, _, _, record):
+    async with _stack("408.") as (client, stack):
         ask = {"model": "m", "messages": [QUESTION], "tools": [TOOL], "system": "Be brief."}
         for _ in range(2):
             count = await client.messages.count_tokens(**ask)
@@ -147,14 +108,14 @@ async def test_tokens_are_counted_as_they_will_be_used(renderer):
             ask["messages"] = [*ask["messages"], {"role": "assistant", "content": answer.content}, QUESTION]
 
             assert count.input_tokens == answer.usage.input_tokens
-        turns = await record()
+        turns = await stack.record()
 
     assert len(turns) == 2
 
 
-async def test_the_stop_sequence_is_named(renderer):
+async def test_the_stop_sequence_is_named():
     """Streamed or not; the text ends before it."""
-    async with _stack(renderer, "one two three") as (client, _, _, _):
+    async with _stack("one two three") as (client, _):
         answers = [
             await _ask(client, is_stream=is_stream, messages=[QUESTION], stop_sequences=["three", "tw"])
             for is_stream in (False, True)
@@ -164,28 +125,28 @@ async def test_the_stop_sequence_is_named(renderer):
         assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "tw", "one ")
 
 
-async def test_hanging_up_in_a_stream_aborts_in_the_engine(renderer):
+async def test_hanging_up_in_a_stream_aborts_in_the_engine():
     """What was sampled by then is kept as a cancelled turn, which is never trained."""
-    async with _stack(renderer, "It is 408.", is_gated=True) as (client, _, engine, record):
-        engine.release(3)
+    async with _stack("It is 408.", is_gated=True) as (client, stack):
+        stack.engine.release(3)
         with anyio.fail_after(10):
             async with client.messages.stream(**ASK, messages=[QUESTION]) as stream:
                 async for event in stream:
                     if event.type == "text":
                         break
-            while not engine.statistics().aborted:
+            while not stack.engine.statistics().aborted:
                 await anyio.lowlevel.checkpoint()
-            while (await record())[0].status == "pending":
+            while (await stack.record())[0].status == "pending":
                 await anyio.lowlevel.checkpoint()
-        (turn,) = await record()
+        (turn,) = await stack.record()
 
-    assert (turn.status, engine.statistics().running) == ("cancelled", 0)
+    assert (turn.status, stack.engine.statistics().running) == ("cancelled", 0)
     assert turn.completion is not None
 
 
-async def test_a_conversation_that_does_not_fit_is_worded_for_clients(renderer):
+async def test_a_conversation_that_does_not_fit_is_worded_for_clients():
     """The SDK sees the wording that agents look for."""
-    async with _stack(renderer, "no") as (client, _, _, _):
+    async with _stack("no") as (client, _):
         long = {"role": "user", "content": "higher lower between " * 20_000}
         with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long.*maximum context length is"):
             await client.messages.create(**ASK, messages=[long])

@@ -13,13 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.resources.completions import AsyncCompletions
 from openai.types import Completion as SdkCompletion
+from tests.proxy.stack import open_stack, renderer, sampled
 
-from areal_actors.actors.capacity import CapacityGranter
-from areal_actors.actors.exporter import Exporter
-from areal_actors.actors.generation import GenerationActor
-from areal_actors.actors.sessions import SessionManager
-from areal_actors.client import OpenAIProxyClient, create_http_client
-from areal_actors.core import ActorSystem
+from areal_actors.client import create_http_client
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
@@ -32,16 +28,12 @@ from areal_actors.domain import (
     Usage,
 )
 from areal_actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
-from areal_actors.messages import CollectSession, DescribeEndpoint
-from areal_actors.proxy import ProxyServer
 from areal_actors.proxy.raw import RawDialect
 from areal_actors.proxy.raw_parameters import RAW_PARAMETERS
 from areal_actors.proxy.raw_request import parse_raw_request
-from areal_actors.rendering import create_renderer, join_deltas
-from areal_actors.staleness import CapacityLimits, CapacityState
-from areal_actors.testing.engines import EchoEngine, echo_logprob, script_answers
+from areal_actors.rendering import join_deltas
+from areal_actors.testing.engines import echo_logprob
 from areal_actors.testing.serving import open_scripted_proxy
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 # At [DONE] the SDK leaves its generators to the garbage collector, of which trio warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Async generator '(httpx2?|openai|httpcore2?):ResourceWarning")
@@ -240,42 +232,20 @@ async def test_the_sdk_is_answered_and_streamed_to():
     assert refused.value.code == "unsupported_parameter"
 
 
-@pytest.fixture(scope="module")
-def renderer():
-    """Rendering has no state worth resetting."""
-    return create_renderer(tiny_tokenizer())
-
-
 @asynccontextmanager
-async def _stack(renderer, *answers):
-    """A session of the whole stack, whose engine samples ``answers`` one after another; and its record."""
-    engine = EchoEngine(script_answers(*answers), vocab_size=renderer.vocab_size)
-    limits = CapacityLimits(max_concurrent=4, batch_size=4)
-    async with ActorSystem.open() as system, create_http_client() as http:
-        generation = await system.spawn(GenerationActor(engine))
-        sessions = await system.spawn(SessionManager(renderer=renderer, generation=generation))
-        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
-        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
-        server = await system.spawn(
-            ProxyServer(sessions=sessions, exports=exports, capacity=capacity, decode=renderer.decode)
-        )
-        endpoint = await server.ask(DescribeEndpoint())
-        async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key) as session:
-            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http)
-
-            async def record():
-                return (await sessions.ask(CollectSession(session=session.session_id))).interactions
-
-            yield client, session, engine, record
+async def _stack(*answers):
+    """A client of a session of the whole stack, whose engine samples ``answers`` one after another."""
+    async with open_stack(*answers) as stack, create_http_client() as http:
+        base_url, api_key = stack.session.base_url, stack.session.api_key
+        yield openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http), stack
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_what_was_sampled_is_what_is_exported(renderer, is_stream):
+async def test_what_was_sampled_is_what_is_exported(is_stream):
     """An agent that writes its turns itself: one row of exact tokens, and the reward reaches the first answer."""
-    ids, stop = renderer.encode, renderer.stop_token_ids[0]
-    end = renderer.decode([stop])
-    said = [[*ids("<think>408?", is_start=False).tolist(), stop], [*ids("It is 60.", is_start=False).tolist(), stop]]
+    said = [sampled("<think>408?"), sampled("It is 60.")]
+    end = renderer().decode(said[0][-1:])
 
     async def ask(prompt):
         options = {"model": "m", "prompt": prompt, "max_tokens": 64}
@@ -285,18 +255,18 @@ async def test_what_was_sampled_is_what_is_exported(renderer, is_stream):
         chunks = [chunk async for chunk in await client.completions.create(**options, stream=True)]
         return chunks[0].id, "".join(chunk.choices[0].text for chunk in chunks)
 
-    async with _stack(renderer, *said) as (client, session, engine, record):
+    async with _stack(*said) as (client, stack):
         prompt = "What is 12 times 34?"
         first, text = await ask(prompt)
         second, _ = await ask(f"{prompt}{text}{end}And times 5?")
-        await session.set_reward(second, 1.0)
-        turns = await record()
-        await session.end_session()
-        (row,) = (await session.export_interactions(discount=0.9, style="concat")).trajectories
+        await stack.session.set_reward(second, 1.0)
+        turns = await stack.record()
+        await stack.session.end_session()
+        (row,) = (await stack.session.export_interactions(discount=0.9, style="concat")).trajectories
 
-    added = ids("And times 5?", is_start=False).tolist()
+    read = [renderer().encode(text, is_start=False).tolist() for text in (prompt, "And times 5?")]
     assert text == "<think>408?"
-    assert engine.requests[1].prompt.tolist() == [*ids(prompt, is_start=True).tolist(), *said[0], *added]
+    assert stack.engine.requests[1].prompt.tolist() == [*read[0], *said[0], *read[1]]
     assert (turns[1].parent, turns[1].token_parent, turns[1].fork) == (first, first, None)
     assert row.input_ids[row.loss_mask == 1].tolist() == [*said[0], *said[1]]
     assert row.logprobs[row.loss_mask == 1].tolist() == [echo_logprob(token) for token in (*said[0], *said[1])]
@@ -304,14 +274,14 @@ async def test_what_was_sampled_is_what_is_exported(renderer, is_stream):
 
 
 @pytest.mark.anyio
-async def test_ids_are_continued_as_they_are(renderer):
+async def test_ids_are_continued_as_they_are():
     """The engine reads the very ids; those that no tokenizer knows are refused."""
-    async with _stack(renderer, [5, 6]) as (client, _, engine, record):
+    async with _stack([5, 6]) as (client, stack):
         await client.completions.create(model="m", prompt=[300, 301], max_tokens=2)
         await client.completions.create(model="m", prompt=[300, 301, 5, 6, 7], max_tokens=2, n=2)
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(model="m", prompt=[10**6])
-        turns = await record()
+        turns = await stack.record()
 
-    assert [request.prompt.tolist() for request in engine.requests[:2]] == [[300, 301], [300, 301, 5, 6, 7]]
+    assert [request.prompt.tolist() for request in stack.engine.requests[:2]] == [[300, 301], [300, 301, 5, 6, 7]]
     assert {turn.token_parent for turn in turns[1:3]} == {turns[0].id}

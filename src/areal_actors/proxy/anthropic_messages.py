@@ -221,11 +221,14 @@ def _parse_tool(raw: Any, where: str) -> Tool:
             "Describe it with a name and an input_schema.",
             param=where,
         )
-    name, description, schema = raw.get("name"), raw.get("description"), raw.get("input_schema")
+    name, description = raw.get("name"), raw.get("description")
+    schema, strict = raw.get("input_schema"), raw.get("strict")
     if not isinstance(name, str) or not name:
         raise wrong(f"{where}.name", "a string that is not empty", name)
     if not isinstance(description, str | None):
         raise wrong(f"{where}.description", "a string", description)
     if not isinstance(schema, dict):
         raise wrong(f"{where}.input_schema", "a JSON schema", schema)
-    return Tool(name=name, description=description or "", parameters=schema)
+    if not isinstance(strict, bool | None):
+        raise wrong(f"{where}.strict", "true or false", strict)
+    return Tool(name=name, description=description or "", parameters=schema, is_strict=bool(strict))

@@ -69,6 +69,9 @@ def create_app(
     chat = ChatDialect(
         model=model, decode=decode, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
     )
+    anthropic = AnthropicDialect(
+        model=model, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
+    )
     raw = RawDialect(model=model, decode=decode, inert=config.inert_parameters)
     control = ControlEndpoints(
         sessions=sessions,
@@ -86,7 +89,7 @@ def create_app(
     operations = {
         "chat/completions": _completion(completion),
         "completions": _completion(evolve(completion, dialect=cast("Dialect[Any]", raw))),
-        **_anthropic_operations(sessions=sessions, gatekeeper=gatekeeper, config=config, model=model),
+        **_anthropic_operations(completion, anthropic),
         **_control_operations(control),
     }
     return Starlette(
@@ -99,18 +102,12 @@ def _completion(endpoint: CompletionEndpoint) -> Operation:
     return Operation(handle=endpoint, has_session=True, format_failure=endpoint.dialect.format_failure)
 
 
-def _anthropic_operations(
-    *, sessions: Ref[Sessions], gatekeeper: Gatekeeper, config: ProxyConfig, model: str
-) -> dict[str, Operation]:
-    dialect = AnthropicDialect(model=model, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters)
-    answer = CompletionEndpoint(
-        dialect=cast("Dialect[Any]", dialect),
-        sessions=sessions,
-        gatekeeper=gatekeeper,
-        config=config,
-        keep_alive=PING,
+def _anthropic_operations(endpoint: CompletionEndpoint, dialect: AnthropicDialect) -> dict[str, Operation]:
+    """Messages, answered as ``endpoint`` answers, and the counting of their tokens."""
+    answer = evolve(endpoint, dialect=cast("Dialect[Any]", dialect), keep_alive=PING)
+    count = TokenCountEndpoint(
+        dialect=dialect, sessions=endpoint.sessions, gatekeeper=endpoint.gatekeeper, config=endpoint.config
     )
-    count = TokenCountEndpoint(dialect=dialect, sessions=sessions, gatekeeper=gatekeeper, config=config)
     return {
         "messages": _completion(answer),
         "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=dialect.format_failure),

@@ -21,7 +21,7 @@ from areal_actors.messages import Capacity, Exports, Generation, Sessions
 from areal_actors.proxy.anthropic import AnthropicDialect
 from areal_actors.proxy.anthropic_stream import PING
 from areal_actors.proxy.auth import Gatekeeper, create_admin_key
-from areal_actors.proxy.chat import ChatDialect
+from areal_actors.proxy.chat import ChatDialect, Decode
 from areal_actors.proxy.completions import CompletionEndpoint
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
@@ -69,10 +69,6 @@ def create_app(
     chat = ChatDialect(
         model=model, decode=decode, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
     )
-    anthropic = AnthropicDialect(
-        model=model, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
-    )
-    raw = RawDialect(model=model, decode=decode, inert=config.inert_parameters)
     control = ControlEndpoints(
         sessions=sessions,
         exports=exports,
@@ -88,8 +84,7 @@ def create_app(
     )
     operations = {
         "chat/completions": _completion(completion),
-        "completions": _completion(evolve(completion, dialect=cast("Dialect[Any]", raw))),
-        **_anthropic_operations(completion, anthropic),
+        **_dialect_operations(completion, model=model, decode=decode),
         **_control_operations(control),
     }
     return Starlette(
@@ -102,15 +97,18 @@ def _completion(endpoint: CompletionEndpoint) -> Operation:
     return Operation(handle=endpoint, has_session=True, format_failure=endpoint.dialect.format_failure)
 
 
-def _anthropic_operations(endpoint: CompletionEndpoint, dialect: AnthropicDialect) -> dict[str, Operation]:
-    """Messages, answered as ``endpoint`` answers, and the counting of their tokens."""
-    answer = evolve(endpoint, dialect=cast("Dialect[Any]", dialect), keep_alive=PING)
-    count = TokenCountEndpoint(
-        dialect=dialect, sessions=endpoint.sessions, gatekeeper=endpoint.gatekeeper, config=endpoint.config
+def _dialect_operations(chat: CompletionEndpoint, *, model: str, decode: Decode | None) -> dict[str, Operation]:
+    """The other dialects, answered as chat completions are, and the counting of tokens that belongs to one of them."""
+    config = chat.config
+    raw = RawDialect(model=model, decode=decode, inert=config.inert_parameters)
+    messages = AnthropicDialect(
+        model=model, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
     )
+    count = TokenCountEndpoint(dialect=messages, sessions=chat.sessions, gatekeeper=chat.gatekeeper, config=config)
     return {
-        "messages": _completion(answer),
-        "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=dialect.format_failure),
+        "completions": _completion(evolve(chat, dialect=cast("Dialect[Any]", raw))),
+        "messages": _completion(evolve(chat, dialect=cast("Dialect[Any]", messages), keep_alive=PING)),
+        "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=messages.format_failure),
     }
 
 

@@ -152,6 +152,7 @@ class Choice:
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
+            is_plain=request.is_raw,
         )
 
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
@@ -189,7 +190,13 @@ class Choice:
             completion_tokens=len(sampled.completion.token_ids),
             cached_tokens=sampled.num_cached_tokens,
         )
-        return Answer(interaction=self.interaction, message=message, completion=sampled.completion, usage=usage)
+        return Answer(
+            interaction=self.interaction,
+            message=message,
+            completion=sampled.completion,
+            usage=usage,
+            stop_sequence=self._stop_sequence(sampled.completion),
+        )
 
     def cancel(self) -> None:
         """Record that nobody waits any more; what was sampled is kept. Does nothing once ended."""
@@ -213,8 +220,20 @@ class Choice:
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=lambda: next(streamed, None) or self._call_ids(),
+            is_plain=request.is_raw,
         )
         return message if request.parallel_tool_calls else evolve(message, tool_calls=message.tool_calls[:1])
+
+    def _stop_sequence(self, completion: Completion) -> str | None:
+        """The stop string that ended the text; without a stream, the text is read again to find it."""
+        if not self._plan.request.sampling.stop:
+            return None
+        parser = self._parser
+        if parser is None:
+            parser = self._open_parser()
+            parser.feed(completion.token_ids)
+            parser.finish()
+        return parser.stop_sequence
 
     def _sampled(self) -> _Sampled:
         chunks = self._chunks

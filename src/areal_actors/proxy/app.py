@@ -18,18 +18,26 @@ from starlette.routing import BaseRoute
 
 from areal_actors.core import Ref
 from areal_actors.messages import Capacity, Exports, Generation, Sessions
+from areal_actors.proxy.anthropic import AnthropicDialect
+from areal_actors.proxy.anthropic_stream import PING
 from areal_actors.proxy.auth import Gatekeeper, create_admin_key
 from areal_actors.proxy.chat import ChatDialect
 from areal_actors.proxy.completions import CompletionEndpoint
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialect import Dialect
-from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
+from areal_actors.proxy.logprobs import Decode
+from areal_actors.proxy.raw import RawDialect
 from areal_actors.proxy.responses import ResponsesDialect
 from areal_actors.proxy.routing import Operation, Operations
+from areal_actors.proxy.token_count import TokenCountEndpoint
 from areal_actors.proxy.traffic import Traffic
 
 __all__ = ["create_app"]
+
+_ANTHROPIC_HEADER = "anthropic-version"
+"""Sent by all of Anthropic's clients."""
 
 
 def create_app(
@@ -67,13 +75,6 @@ def create_app(
         inert=config.inert_parameters,
         honours_store=config.honour_store.chat,
     )
-    responses = ResponsesDialect(
-        model=model,
-        decode=decode,
-        default_max_tokens=config.default_max_tokens,
-        inert=config.inert_parameters,
-        honours_store=config.honour_store.responses,
-    )
     control = ControlEndpoints(
         sessions=sessions,
         exports=exports,
@@ -89,7 +90,7 @@ def create_app(
     )
     operations = {
         "chat/completions": _completion(completion),
-        "responses": _completion(evolve(completion, dialect=cast("Dialect[Any]", responses))),
+        **_dialect_operations(completion, model=model, decode=decode),
         **_control_operations(control),
     }
     return Starlette(
@@ -100,6 +101,29 @@ def create_app(
 
 def _completion(endpoint: CompletionEndpoint) -> Operation:
     return Operation(handle=endpoint, has_session=True, format_failure=endpoint.dialect.format_failure)
+
+
+def _dialect_operations(chat: CompletionEndpoint, *, model: str, decode: Decode | None) -> dict[str, Operation]:
+    """The other dialects, answered as chat completions are, and the counting of tokens that belongs to one of them."""
+    config = chat.config
+    raw = RawDialect(model=model, decode=decode, inert=config.inert_parameters)
+    messages = AnthropicDialect(
+        model=model, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
+    )
+    responses = ResponsesDialect(
+        model=model,
+        decode=decode,
+        default_max_tokens=config.default_max_tokens,
+        inert=config.inert_parameters,
+        honours_store=config.honour_store.responses,
+    )
+    count = TokenCountEndpoint(dialect=messages, sessions=chat.sessions, gatekeeper=chat.gatekeeper, config=config)
+    return {
+        "completions": _completion(evolve(chat, dialect=cast("Dialect[Any]", raw))),
+        "responses": _completion(evolve(chat, dialect=cast("Dialect[Any]", responses))),
+        "messages": _completion(evolve(chat, dialect=cast("Dialect[Any]", messages), keep_alive=PING)),
+        "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=messages.format_failure),
+    }
 
 
 def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
@@ -116,7 +140,7 @@ def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
 
 
 def _answer_unrouted(request: Request, error: Exception) -> Response:
-    """OpenAI's error body for a path that nobody serves."""
+    """The error body for a path that nobody serves, in the words of whose client asks."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     failure = Failure(
         status=status,
@@ -124,4 +148,6 @@ def _answer_unrouted(request: Request, error: Exception) -> Response:
         message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
         code="not_found",
     )
-    return JSONResponse(format_openai_failure(failure), status_code=status)
+    is_anthropics = _ANTHROPIC_HEADER in request.headers or "/messages" in request.url.path
+    format_failure = format_anthropic_failure if is_anthropics else format_openai_failure
+    return JSONResponse(format_failure(failure), status_code=status)

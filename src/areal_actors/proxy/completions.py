@@ -11,6 +11,7 @@ from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialect import Dialect, Parsed
 from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.sse import KEEP_ALIVE
 
 __all__ = ["AGENT_HEADER", "CompletionEndpoint"]
 
@@ -26,6 +27,7 @@ class CompletionEndpoint:
     sessions: Ref[Sessions]
     gatekeeper: Gatekeeper
     config: ProxyConfig
+    keep_alive: bytes = KEEP_ALIVE
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. A client that leaves cancels what is asked on its behalf, down to the engine."""
@@ -52,6 +54,7 @@ class CompletionEndpoint:
         """Send events as items arrive. The status waits for the first one, so that early failures have theirs."""
         wording = self.dialect.open_stream(parsed)
         exchange.fail_stream = wording.fail
+        exchange.keep_alive = self.keep_alive
 
         async def pump() -> None:
             message = StreamComplete(credential=credential, request=parsed.request)

@@ -134,9 +134,12 @@ class TemplateRenderer:
         stop: Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         call_ids: Callable[[], str] | None = None,
+        is_plain: bool = False,
     ) -> ChatMessage:
         """See ``Renderer.parse``."""
-        stream = self.open_stream(tools=tools, stop=stop, template_kwargs=template_kwargs, call_ids=call_ids)
+        stream = self.open_stream(
+            tools=tools, stop=stop, template_kwargs=template_kwargs, call_ids=call_ids, is_plain=is_plain
+        )
         return join_deltas((*stream.feed(token_ids), *stream.finish()))
 
     def open_stream(
@@ -146,8 +149,11 @@ class TemplateRenderer:
         stop: Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         call_ids: Callable[[], str] | None = None,
+        is_plain: bool = False,
     ) -> StreamParser:
         """See ``Renderer.open_stream``."""
+        if is_plain:
+            return self._open_plain(stop)
         tool_format = self.tool_format if tools else None
         return AnswerStream(
             detokenizer=self.vocabulary.open_detokenizer(),
@@ -155,6 +161,15 @@ class TemplateRenderer:
             stop=stop,
             reasoning=self._open_reasoning(template_kwargs or _NO_OPTIONS),
             tools=tool_format.open_parser(call_ids or _create_call_id, tools) if tool_format else PlainText(),
+        )
+
+    def _open_plain(self, stop: Sequence[str]) -> StreamParser:
+        return AnswerStream(
+            detokenizer=self.vocabulary.open_detokenizer(),
+            hidden=self._hidden_with_tools,
+            stop=stop,
+            reasoning=PlainText(),
+            tools=PlainText(),
         )
 
     def constrain(
@@ -201,6 +216,10 @@ class TemplateRenderer:
     def tokenizer(self) -> Tokenizer:
         """See ``HasTokenizer.tokenizer``."""
         return self.vocabulary.backend
+
+    def encode(self, text: str, *, is_start: bool) -> Ints:
+        """See ``Renderer.encode``."""
+        return as_ints(self.vocabulary.encode_raw(text, is_start=is_start))
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
         """See ``Renderer.decode``."""

@@ -122,6 +122,8 @@ class Choice:
         self._deltas: list[Delta] = []
         self._chunks: list[Chunk] = []
         self.is_ended = False
+        self.answer: Answer | None = None
+        """What it came to, once complete."""
 
     def _open_parser(self) -> StreamParser:
         request = self._plan.request
@@ -141,7 +143,8 @@ class Choice:
 
     def flush(self) -> Sequence[Delta]:
         """What the parser had held back, once nothing follows."""
-        return () if self._parser is None else self._note(self._parser.finish())
+        parser, self._parser = self._parser, None
+        return () if parser is None else self._note(parser.finish())
 
     def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         if not self._plan.request.parallel_tool_calls:
@@ -161,13 +164,16 @@ class Choice:
         sampled = self._sampled()
         message = self._message(sampled.completion)
         self.is_ended = True
-        self._tree.complete(self.interaction, sampled.completion, message)
+        completion = self._tree.complete(self.interaction, sampled.completion, message).completion
+        assert completion is not None
         usage = Usage(
             prompt_tokens=len(self._plan.token_ids),
             completion_tokens=len(sampled.completion.token_ids),
             cached_tokens=sampled.num_cached_tokens,
         )
-        return Answer(interaction=self.interaction, message=message, completion=sampled.completion, usage=usage)
+        # With the tree's own arrays, so that an answer that is kept for its retry costs next to nothing.
+        self.answer = Answer(interaction=self.interaction, message=message, completion=completion, usage=usage)
+        return self.answer
 
     def cancel(self) -> None:
         """Record that nobody waits any more; what was sampled is kept. Does nothing once ended."""

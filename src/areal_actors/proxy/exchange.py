@@ -20,7 +20,7 @@ from areal_actors.proxy.beside import start_beside
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 from areal_actors.telemetry import get_logger
 
-__all__ = ["Exchange", "HungUp"]
+__all__ = ["Exchange", "HungUp", "parse_object"]
 
 _log = get_logger(__name__)
 
@@ -61,6 +61,11 @@ class Exchange:
         return str(self.scope["method"])
 
     @property
+    def operation(self) -> str:
+        """The name of what is asked for, whatever path led there."""
+        return str(self.scope.get("areal.operation", ""))
+
+    @property
     def query(self) -> dict[str, str]:
         """The query's parameters; of repeated ones, the last."""
         raw: bytes = self.scope["query_string"]
@@ -77,20 +82,12 @@ class Exchange:
             RequestTimeout: it did not arrive within ``timeout_seconds``.
             HungUp: the client left before its end.
         """
+        return parse_object(await self.read_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds))
+
+    async def read_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
+        """The body as it was sent. Raises as ``read_json`` does."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
-        body = await self._read_body(max_bytes, timeout_seconds)
-        if not body:
-            return {}
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest(f"The body is no valid JSON: {error.msg} (line {error.lineno}).") from None
-        if not isinstance(value, dict):
-            raise InvalidRequest("The body must be a JSON object.")
-        return value
-
-    async def _read_body(self, max_bytes: int, timeout_seconds: float) -> bytes:
         try:
             with anyio.fail_after(timeout_seconds):
                 return await self._collect_body(max_bytes)
@@ -195,3 +192,16 @@ class Exchange:
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._num_sent += 1
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that ``body`` is; an empty one for an empty body. Raises ``InvalidRequest``."""
+    if not body:
+        return {}
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is no valid JSON: {error.msg} (line {error.lineno}).") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return value

@@ -172,7 +172,8 @@ async def test_a_request_that_failed_is_sampled_again():
     async with open_stack(engine=engine) as stack, anyio.create_task_group() as tasks:
 
         async def disturb() -> None:
-            while not engine.requests:
+            engine.release(1)
+            while not engine.statistics().running:
                 await anyio.lowlevel.checkpoint()
             await stack.house.generation.ask(PauseGeneration(mode=PauseMode.ABORT))
             while not engine.statistics().aborted:

@@ -37,6 +37,7 @@ from areal_actors.messages import (
     Complete,
     CountTokens,
     DescribeEngine,
+    DescribeSessions,
     EndSession,
     ForgetSession,
     Generation,
@@ -44,6 +45,7 @@ from areal_actors.messages import (
     SessionClosed,
     SessionOpened,
     Sessions,
+    SessionsView,
     SetReward,
     SettlePermit,
     StreamComplete,
@@ -153,6 +155,17 @@ class SessionManager(Actor[Sessions]):
         if message.interaction is not None:
             self._extras[session.id].attempts.note_read(message.interaction)
         return session.tree.set_reward(message.interaction, message.reward).id
+
+    @DescribeSessions.handler
+    async def describe(self, message: DescribeSessions) -> SessionsView:  # noqa: ARG002 - the message says it all
+        """Count what there is."""
+        num_live = self._store.num_live
+        return SessionsView(
+            num_live=num_live,
+            num_ended=len(self._store) - num_live,
+            num_pending=sum(session.tree.num_pending for session in self._store),
+            num_retries=self._num_retries,
+        )
 
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:

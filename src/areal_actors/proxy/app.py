@@ -24,6 +24,8 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialect import Dialect
 from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.meter import Meter
+from areal_actors.proxy.metrics import MetricsEndpoint
 from areal_actors.proxy.routing import Operation, Operations
 from areal_actors.proxy.traffic import Traffic
 
@@ -71,12 +73,20 @@ def create_app(
         traffic=traffic,
         started_at=int(time.time()),
     )
+    meter = Meter()
     completion = CompletionEndpoint(
-        dialect=cast("Dialect[Any]", chat), sessions=sessions, gatekeeper=gatekeeper, config=config
+        dialect=cast("Dialect[Any]", chat), sessions=sessions, gatekeeper=gatekeeper, config=config, meter=meter
     )
-    operations = {"chat/completions": _completion(completion), **_control_operations(control)}
+    metrics = MetricsEndpoint(
+        sessions=sessions, capacity=capacity, exports=exports, generation=generation, meter=meter, traffic=traffic
+    )
+    operations = {
+        "chat/completions": _completion(completion),
+        **_control_operations(control),
+        "metrics": Operation(handle=metrics, methods=("GET",), is_always_open=True),
+    }
     return Starlette(
-        routes=[Operations(operations, traffic), *extra_routes],
+        routes=[Operations(operations, traffic, meter), *extra_routes],
         exception_handlers={HTTPException: _answer_unrouted},
     )
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 from attrs import frozen
 
 from areal_actors.core import Ref
-from areal_actors.domain import Attempt
+from areal_actors.domain import AnswerStarted, Attempt
 from areal_actors.messages import Complete, Sessions, StreamComplete
 from areal_actors.proxy.attempts import read_attempt
 from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialect import Dialect, Parsed
 from areal_actors.proxy.exchange import Exchange, parse_object
+from areal_actors.proxy.meter import Meter
 
 __all__ = ["AGENT_HEADER", "CompletionEndpoint"]
 
@@ -29,6 +31,7 @@ class CompletionEndpoint:
     sessions: Ref[Sessions]
     gatekeeper: Gatekeeper
     config: ProxyConfig
+    meter: Meter
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. A client that leaves cancels what is asked on its behalf, down to the engine."""
@@ -63,8 +66,13 @@ class CompletionEndpoint:
         exchange.fail_stream = wording.fail
 
         async def pump() -> None:
+            is_waiting = True
             async with self.sessions.stream(message) as items:
                 async for item in items:
+                    if is_waiting and not isinstance(item, AnswerStarted):
+                        is_waiting = False
+                        seconds = perf_counter() - exchange.started_at
+                        self.meter.first_token_seconds[exchange.operation].observe(seconds)
                     events = wording.feed(item)
                     if events:
                         await exchange.send_events(events)

@@ -7,6 +7,7 @@ the client's dialect nor how to notice that the client has gone while an answer 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import partial
 from typing import Any, TypeVar
@@ -47,6 +48,9 @@ class Exchange:
         self.request_id = f"req_{secrets.token_hex(8)}"
         self.is_started = False
         """Whether a status has been sent, after which nothing but the body can say that something failed."""
+        self.status = 0
+        """The status, once it has been sent."""
+        self.started_at = time.perf_counter()
         self.fail_stream: Callable[[Any], bytes] | None = None
         """How an open stream words a failure."""
         self._has_unread_body = b"content-length" in self.headers or b"transfer-encoding" in self.headers
@@ -159,9 +163,14 @@ class Exchange:
 
     async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
         """Answer with one JSON document; numpy arrays become lists."""
-        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+        await self.send_document(status, orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY), headers)
+
+    async def send_document(
+        self, status: int, body: bytes, headers: Iterable[Header] = (), *, content_type: bytes = b"application/json"
+    ) -> None:
+        """Answer with bytes."""
         raw = [
-            (b"content-type", b"application/json"),
+            (b"content-type", content_type),
             (b"content-length", b"%d" % len(body)),
             (b"x-request-id", self.request_id.encode()),
             *headers,
@@ -172,7 +181,7 @@ class Exchange:
             await self._send_whole(status, raw, body)
 
     async def _send_whole(self, status: int, headers: list[Header], body: bytes) -> None:
-        self.is_started = True
+        self.is_started, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -187,7 +196,7 @@ class Exchange:
         """Send server-sent events; the first ones start the response."""
         async with self._sending:  # a comment may come at the same moment
             if not self.is_started:
-                self.is_started = True
+                self.is_started, self.status = True, 200
                 raw = [*SSE_HEADERS, (b"x-request-id", self.request_id.encode())]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._num_sent += 1

@@ -121,6 +121,7 @@ class Choice:
         self._parser: StreamParser | None = self._open_parser() if is_streaming else None
         self._deltas: list[Delta] = []
         self._chunks: list[Chunk] = []
+        self._is_flushed = False
         self.is_ended = False
         self.answer: Answer | None = None
         """What it came to, once complete."""
@@ -142,9 +143,11 @@ class Choice:
         return self._note(self._parser.feed(chunk.token_ids))
 
     def flush(self) -> Sequence[Delta]:
-        """What the parser had held back, once nothing follows."""
-        parser, self._parser = self._parser, None
-        return () if parser is None else self._note(parser.finish())
+        """What the parser had held back, once nothing follows; said once."""
+        if self._parser is None or self._is_flushed:
+            return ()
+        self._is_flushed = True
+        return self._note(self._parser.finish())
 
     def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         if not self._plan.request.parallel_tool_calls:

@@ -26,6 +26,7 @@ from areal_actors.proxy.dialect import Dialect
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.meter import Meter
 from areal_actors.proxy.metrics import MetricsEndpoint
+from areal_actors.proxy.openapi import OpenAPIEndpoint, create_document, describe_routes
 from areal_actors.proxy.routing import Operation, Operations
 from areal_actors.proxy.traffic import Traffic
 
@@ -80,10 +81,12 @@ def create_app(
     metrics = MetricsEndpoint(
         sessions=sessions, capacity=capacity, exports=exports, generation=generation, meter=meter, traffic=traffic
     )
+    document = OpenAPIEndpoint(document=create_document(describe_routes(config.inert_parameters)))
     operations = {
         "chat/completions": _completion(completion),
         **_control_operations(control),
         "metrics": Operation(handle=metrics, methods=("GET",), is_always_open=True),
+        "openapi.json": Operation(handle=document, methods=("GET",), is_always_open=True),
     }
     return Starlette(
         routes=[Operations(operations, traffic, meter), *extra_routes],

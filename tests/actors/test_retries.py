@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from tests.actors.house import House, encode, open_house, say
+from tests.actors.house import House, encode, open_house, renderer, say
 
+from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.sessions import SessionManager
+from areal_actors.direct.inline import InlineRef
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
@@ -20,7 +23,7 @@ from areal_actors.domain import (
     ToolCallStarted,
 )
 from areal_actors.errors import EngineError, IdempotencyMismatch, SessionEnded
-from areal_actors.messages import Complete, EndSession, SetReward, StreamComplete
+from areal_actors.messages import CollectSession, Complete, EndSession, OpenSession, SetReward, StreamComplete
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 pytestmark = pytest.mark.anyio
@@ -303,3 +306,35 @@ async def test_a_key_names_a_request():
     assert first.ids == again.ids != elsewhere.ids
     assert isinstance(wrong.error, IdempotencyMismatch)
     assert 422 == wrong.error.status
+
+
+async def test_without_tasks_of_its_own_nothing_is_adopted():
+    """A session manager that is no actor aborts what its first caller leaves; who joined samples anew."""
+    engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
+    generation = InlineRef(GenerationActor(engine), name="generation")
+    manager = SessionManager(renderer=renderer(), generation=generation)
+    await manager.learn_engine()
+    sessions = InlineRef(manager, name="sessions")
+    session = manager.open_session(OpenSession(task="t")).session
+    answers: list[Answer] = []
+
+    async def ask(attempt: Attempt, scope: anyio.CancelScope) -> None:
+        request = CompletionRequest(messages=say("why?"), sampling=Sampling(max_new_tokens=64))
+        with scope:
+            answers.extend(
+                await sessions.ask(Complete(credential=Credential(session=session), request=request, attempt=attempt))
+            )
+
+    first = anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, FIRST, first)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(ask, RETRY, anyio.CancelScope())
+        await anyio.wait_all_tasks_blocked()
+        first.cancel()
+        await anyio.wait_all_tasks_blocked()
+        engine.release(99)
+    known = (await sessions.ask(CollectSession(session=session))).interactions
+
+    assert [InteractionStatus.CANCELLED, InteractionStatus.COMPLETED] == [turn.status for turn in known]
+    assert [known[1].id] == [answer.interaction for answer in answers]

@@ -72,8 +72,9 @@ def test_an_explicit_seed_repeats():
     assert expected != first.keys(seeded, as_ints([2, 1]))
 
 
-def open_choice(tree: ConversationTree, *, is_streaming: bool = False) -> Choice:
-    plan = plan_prompt(tree, renderer(), REQUEST)
+def open_choice(tree: ConversationTree, *, stop: tuple[str, ...] = (), is_streaming: bool = False) -> Choice:
+    request = evolve(REQUEST, sampling=Sampling(max_new_tokens=10, stop=stop))
+    plan = plan_prompt(tree, renderer(), request)
     tree.begin(InteractionId("turn"), plan)
     return Choice(
         interaction=InteractionId("turn"),
@@ -158,6 +159,19 @@ def test_a_choice_ends_once(first: str):
 
     assert expected[first] == turn.status
     assert turn.failure == ("broken" if first == "fail" else None)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(("stop", "expected"), [((), None), (("x",), None), (("2", "4"), "4")])
+def test_the_stop_string_that_ended_an_answer_is_told(stop, expected, is_streaming):
+    """Some dialects name it; all sampled ids are kept beside it."""
+    choice = open_choice(ConversationTree(SessionId("s")), stop=stop, is_streaming=is_streaming)
+    choice.feed(make_chunk(encode("4 2"), finish=FinishReason.STOP))
+    choice.flush()
+    answer = choice.complete()
+
+    assert expected == answer.stop_sequence
+    assert encode("4 2") == answer.completion.token_ids.tolist()
 
 
 def test_a_choice_that_never_began_is_cancelled_without_tokens():

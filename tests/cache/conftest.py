@@ -70,6 +70,14 @@ class ToyRenderer:
             ids += self.text(message)
         return as_ints([*ids, *map(ord, "<assistant>")])
 
+    def encode(self, text: str, *, is_start: bool) -> Ints:
+        """The ids of a raw text; the beginning of a text is marked."""
+        return as_ints([*([1] if is_start else []), *map(ord, text)])
+
+    def decode(self, token_ids: Ints) -> str:
+        """The text of ids; the mark of the beginning has none."""
+        return "".join(chr(i) for i in token_ids if i != 1)
+
 
 @define
 class Talk:

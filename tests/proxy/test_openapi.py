@@ -52,6 +52,13 @@ def check_answer(answer: httpx.Response):
         check(content[media]["schema"], answer.text)
 
 
+OTHERS = (
+    ("completions", {"prompt": "one two", "n": 2, "logprobs": 2}),
+    ("messages", {"messages": MESSAGES, "max_tokens": 9}),
+    ("messages/count_tokens", {"messages": MESSAGES}),
+)
+
+
 async def call_script(request):
     """Thinks, speaks and calls."""
     yield ReasoningDelta(text="Let me add.")
@@ -135,6 +142,11 @@ async def test_answers_are_as_described():
             await http.post(f"/{session}/v1/chat/completions", json={"messages": MESSAGES}),
             await http.post(f"/{session}/v1/chat/completions", json={}),
             await http.post("/v1/chat/completions", json={"messages": MESSAGES}),
+            *[
+                await http.post(f"/v1/{path}", json=body | extra, headers=headers)
+                for path, body in OTHERS
+                for extra, headers in (({}, key), ({"stream": True}, key), ({"mystery": 1}, key), ({}, {}))
+            ],
             await http.post("/nobody/v1/chat/completions", json={"messages": MESSAGES}),
             await http.post(f"/{session}/rl/set_reward", json={"reward": 1}),
             await http.post("/rl/set_reward", json={"reward": "much"}, headers=key),

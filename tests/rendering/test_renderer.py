@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rendering import templates
 from tests.rendering.conversations import TOOL, hostile_texts, renderer_of, sample, say, write_call
+from tokenizers import processors
 
 from areal_actors.domain import ChatMessage, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.rendering import Renderer, TextDelta, create_renderer, join_deltas
-from areal_actors.testing.tokenizers import tiny_tokenizer
+from areal_actors.testing.tokenizers import SPECIAL_TOKENS, tiny_tokenizer
 
 names = st.sampled_from(["CHATML", "QWEN", "QWEN_THINKING", "GEMMA"])
 stops = st.lists(st.sampled_from(["x", "ab", "abc", "bc", "\n\n", "</tool_call>", "é", ""]), max_size=2)
@@ -120,6 +121,19 @@ def test_stop_strings_end_the_text():
     assert "one two three" == renderer.parse(ids, stop=["four"]).content
 
 
+@given(st.permutations(["three", "two", "wo", "four"]), st.integers(0, 10))
+def test_the_stop_string_that_ended_the_text_is_known(stop, cut):
+    """The first to be complete, of several the longest, however the ids were cut; ``None`` without one."""
+    renderer = renderer_of("CHATML")
+    ids = sample(renderer, "one two three")
+    stream, other = renderer.open_stream(stop=stop), renderer.open_stream(stop=["four"])
+    for part in (ids[:cut], ids[cut:]):
+        stream.feed(part)
+        other.feed(part)
+
+    assert ("two", None) == (stream.stop_sequence, other.stop_sequence)
+
+
 def test_call_ids_are_random_by_default_and_made_to_measure_on_request():
     """Two calls never share an id."""
     renderer = renderer_of("CHATML")
@@ -190,3 +204,44 @@ def test_the_generic_renderer_is_a_renderer():
     assert (2,) == renderer.stop_token_ids
     assert 384 + len(templates.MORE_SPECIAL) == renderer.vocab_size
     assert ChatMessage(role="assistant", content="") == renderer.parse([])
+
+
+@given(hostile_texts)
+def test_a_raw_text_is_read_as_it_is(text):
+    """Special tokens that it spells out are tokens; decoding gives the text again."""
+    renderer = renderer_of("CHATML")
+    ids = renderer.encode(text, is_start=False)
+
+    assert text.replace("\ud800", "\ufffd") == renderer.decode(ids)
+    assert ids.tolist() == renderer.encode(text, is_start=True).tolist()  # this tokenizer begins texts with nothing
+
+
+def test_a_text_begins_as_its_tokenizer_begins_texts_once():
+    """What comes before a text is put there once, also where the text spells it out; what would end it is left out."""
+    tokenizer = tiny_tokenizer()
+    first, second, *_ = SPECIAL_TOKENS
+    start = tokenizer.convert_tokens_to_ids(first)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {second}",
+        pair=f"{first} $A $B",
+        special_tokens=[(first, start), (second, tokenizer.convert_tokens_to_ids(second))],
+    )
+    renderer = create_renderer(tokenizer)
+
+    assert [start, *renderer.encode("hi", is_start=False)] == renderer.encode("hi", is_start=True).tolist()
+    assert renderer.encode("hi", is_start=True).tolist() == renderer.encode(f"{first}hi", is_start=True).tolist()
+    assert f"{first}{second}" == renderer.decode(renderer.encode(second, is_start=True))
+
+
+@given(st.lists(words, max_size=6), st.integers(0, 20))
+def test_after_a_raw_prompt_all_is_text(parts, cut):
+    """Thinking and calls are not looked for, streamed or not; end tokens are no text."""
+    renderer = renderer_of("QWEN")
+    ids = sampled_ids("QWEN", parts)
+    stream = renderer.open_stream(tools=(TOOL,), is_plain=True)
+    deltas = [*stream.feed(ids[:cut]), *stream.feed(ids[cut:]), *stream.finish()]
+    message = renderer.parse(ids, tools=(TOOL,), is_plain=True)
+
+    assert message == join_deltas(deltas)
+    assert "".join(parts).replace("<|im_start|>", "") == message.content
+    assert (None, ()) == (message.reasoning, message.tool_calls)

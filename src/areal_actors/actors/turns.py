@@ -133,6 +133,7 @@ class Choice:
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
+            is_plain=request.is_raw,
         )
 
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
@@ -175,7 +176,13 @@ class Choice:
             cached_tokens=sampled.num_cached_tokens,
         )
         # With the tree's own arrays, so that an answer that is kept for its retry costs next to nothing.
-        self.answer = Answer(interaction=self.interaction, message=message, completion=completion, usage=usage)
+        self.answer = Answer(
+            interaction=self.interaction,
+            message=message,
+            completion=completion,
+            usage=usage,
+            stop_sequence=self._stop_sequence(completion),
+        )
         return self.answer
 
     def cancel(self) -> None:
@@ -200,8 +207,20 @@ class Choice:
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=lambda: next(streamed, None) or self._call_ids(),
+            is_plain=request.is_raw,
         )
         return message if request.parallel_tool_calls else evolve(message, tool_calls=message.tool_calls[:1])
+
+    def _stop_sequence(self, completion: Completion) -> str | None:
+        """The stop string that ended the text; without a stream, the text is read again to find it."""
+        if not self._plan.request.sampling.stop:
+            return None
+        parser = self._parser
+        if parser is None:
+            parser = self._open_parser()
+            parser.feed(completion.token_ids)
+            parser.finish()
+        return parser.stop_sequence
 
     def _sampled(self) -> _Sampled:
         chunks = self._chunks

@@ -8,6 +8,10 @@ realigned.
 
 History is rendered from the stored messages, never from the client's echo of them. The renderer itself is a plug;
 ``PromptRenderer`` says what it must do.
+
+A raw prompt (a text, or ids) goes on from an earlier one if it begins with that one's prompt and answer, and then it
+extends its exact ids, too. What the client did not see of the answer (an end token, a stop string) must stand at its
+place in the new prompt for that; where it does not, the client has left it out, and the prompt is a new branch.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from attrs import evolve
 
 from areal_actors.cache.history import go_on
 from areal_actors.cache.links import Match
 from areal_actors.cache.tokens import longest_token_ancestor
-from areal_actors.cache.tree import ConversationTree, PromptPlan
+from areal_actors.cache.tree import RAW_ROLE, ConversationTree, PromptPlan
 from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
@@ -64,12 +69,24 @@ class PromptRenderer(Protocol):
         """
         ...
 
+    def encode(self, text: str, *, is_start: bool) -> Ints:
+        """The ids of a raw text, int32 [T], with what the tokenizer puts at the beginning of a text if ``is_start``."""
+        ...
+
+    def decode(self, token_ids: Ints) -> str:
+        """The text of ids, special tokens included."""
+        ...
+
 
 def plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest) -> PromptPlan:
     """Find the parent of ``request`` and the exact ids of its prompt. Changes nothing; ``tree.begin`` takes the plan.
 
     Raises what the renderer raises for messages that its template refuses.
     """
+    if request.prompt is not None:
+        return _plan_text(tree, renderer, request, request.prompt)
+    if request.prompt_ids:
+        return _plan_ids(tree, renderer, request)
     match = tree.match(request)
     if match.parent is None or match.fork_hint is not None:
         return _rendered(tree, renderer, request, match, match.fork_hint)
@@ -93,12 +110,71 @@ def _rendered(
     ids = as_ints(
         renderer.render(_stored_messages(tree, match), tools=request.tools, template_kwargs=request.template_kwargs)
     )
+    return _branch(tree, request, match, ids, fork)
+
+
+def _branch(
+    tree: ConversationTree, request: CompletionRequest, match: Match, ids: Ints, fork: ForkReason | None
+) -> PromptPlan:
     found = None if match.parent is None else longest_token_ancestor(ids, match.parent, tree.get)
     if found is None:
         return _plan(request, match, ids, fork=fork)
     ancestor, start = found
     is_extension = ancestor is match.parent and fork is not ForkReason.NEW_SYSTEM_PROMPT
     return _plan(request, match, ids, start=start, token_parent=ancestor.id, fork=None if is_extension else fork)
+
+
+def _plan_text(tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest, text: str) -> PromptPlan:
+    found = tree.find_text(text)
+    if found is None:
+        match = _match_raw(tree, request, None, text)
+        return _plan(request, match, renderer.encode(text, is_start=True), fork=ForkReason.ROOT)
+    parent, rest = found
+    match = _match_raw(tree, request, parent, rest)
+    suffix = _extend_text(tree, renderer, parent, rest)
+    if suffix is None:
+        ids = as_ints(renderer.encode(text, is_start=True))
+        return _branch(tree, request, match, ids, ForkReason.CLIENT_EDITED_HISTORY)
+    return _extended(tree, request, match, parent, suffix)
+
+
+def _plan_ids(tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest) -> PromptPlan:
+    ids = as_ints(request.prompt_ids)
+    found = tree.find_ids(ids)
+    if found is None:
+        return _plan(request, _match_raw(tree, request, None, renderer.decode(ids)), ids, fork=ForkReason.ROOT)
+    parent, suffix = found
+    return _extended(tree, request, _match_raw(tree, request, parent, renderer.decode(suffix)), parent, suffix)
+
+
+def _match_raw(tree: ConversationTree, request: CompletionRequest, parent: Interaction | None, new_text: str) -> Match:
+    """Where a raw prompt hangs: it is told as a conversation, whose turns begin with what the client added."""
+    history = () if parent is None else tree.history(parent)
+    messages = (*history, ChatMessage(role=RAW_ROLE, content=new_text))
+    match = tree.match(evolve(request, messages=messages))
+    return evolve(match, parent=parent, new_messages=messages[len(history) :])
+
+
+def _extend_text(tree: ConversationTree, renderer: PromptRenderer, parent: Interaction, rest: str) -> Ints | None:
+    """The ids of ``rest`` behind the parent's exact ids; ``None`` where they would not read like the prompt."""
+    assert parent.completion is not None
+    assert parent.output is not None
+    said, sampled = parent.output.content or "", renderer.decode(parent.completion.token_ids)
+    unseen = sampled[len(said) :]
+    if not sampled.startswith(said) or not rest.startswith(unseen):
+        return None
+    added = rest[len(unseen) :]
+    last, suffix = tree.full_tokens(parent)[-1:], as_ints(renderer.encode(added, is_start=False))
+    # Some tokenizers write a space before every text; half a character at the end of the parent is no text at all.
+    is_faithful = renderer.decode(np.concatenate([last, suffix])) == renderer.decode(last) + added
+    return suffix if is_faithful else None
+
+
+def _extended(
+    tree: ConversationTree, request: CompletionRequest, match: Match, parent: Interaction, suffix: Ints
+) -> PromptPlan:
+    ids = np.concatenate([tree.full_tokens(parent), suffix])
+    return _plan(request, match, ids, start=len(ids) - len(suffix), token_parent=parent.id)
 
 
 def _stored_messages(tree: ConversationTree, match: Match) -> tuple[ChatMessage, ...]:

@@ -18,6 +18,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.cache.history import full_history
 from areal_actors.cache.links import Match, ParentIndex
+from areal_actors.cache.prefixes import PrefixIndex
 from areal_actors.cache.rewards import parse_reward
 from areal_actors.cache.tokens import full_ids, prompt_ids
 from areal_actors.domain import (
@@ -35,7 +36,10 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import Conflict, NotFound, RewardError
 
-__all__ = ["ConversationTree", "PromptPlan"]
+__all__ = ["RAW_ROLE", "ConversationTree", "PromptPlan"]
+
+RAW_ROLE = "prompt"
+"""The role of a raw prompt in a history. No conversation has it, so that none is ever taken to continue one."""
 
 _UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
 
@@ -82,6 +86,8 @@ class ConversationTree:
         self._interactions: dict[InteractionId, Interaction] = {}
         self._known = self._interactions.__getitem__  # ids that the tree itself wrote down need no error message
         self._index = ParentIndex(self._known)
+        self._texts = PrefixIndex()
+        self._ids = PrefixIndex()
         self._versions = _ConstantArrays()
         self._num_pending = 0
         self._num_completed = 0
@@ -116,6 +122,21 @@ class ConversationTree:
     def match(self, request: CompletionRequest) -> Match:
         """Find the interaction that ``request`` continues."""
         return self._index.match(request)
+
+    def find_text(self, text: str) -> tuple[Interaction, str] | None:
+        """The answered raw prompt whose text and answer begin ``text``, and the rest; of several, the longest."""
+        data = _encoded(text)
+        found = self._texts.find(data)
+        if found is None:
+            return None
+        return self._interactions[found[0]], data[found[1] :].decode("utf-8", "surrogatepass")
+
+    def find_ids(self, token_ids: Ints) -> tuple[Interaction, Ints] | None:
+        """The answered raw prompt whose exact ids begin ``token_ids`` (int32 [T]), and the rest; the longest."""
+        found = self._ids.find(token_ids.tobytes())
+        if found is None:
+            return None
+        return self._interactions[found[0]], token_ids[found[1] // token_ids.itemsize :]
 
     def history(self, interaction: Interaction) -> tuple[ChatMessage, ...]:
         """All messages of an interaction as they were stored, its own answer last."""
@@ -181,7 +202,17 @@ class ConversationTree:
         self._last_completed = interaction_id
         if interaction.is_stored:
             self._last_stored = interaction_id
-        return self._end(interaction)
+        self._end(interaction)
+        if interaction.messages and interaction.messages[-1].role == RAW_ROLE:
+            self._remember_raw(interaction)
+        return interaction
+
+    def _remember_raw(self, interaction: Interaction) -> None:
+        """Make a raw prompt findable by what goes on from it; an answer without a text is nothing to go on from."""
+        self._ids.add(self.full_tokens(interaction).tobytes(), interaction.id)
+        if interaction.output is not None and interaction.output.content:
+            text = "".join(message.content or "" for message in self.history(interaction))
+            self._texts.add(_encoded(text), interaction.id)
 
     def cancel(
         self, interaction_id: InteractionId, partial: Completion | None = None, output: ChatMessage | None = None
@@ -254,6 +285,10 @@ class ConversationTree:
                 f"Session {self.session} has no completed interaction to reward; wait for an answer, or name one by id."
             )
         return self._interactions[last]
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _owned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -41,11 +41,15 @@ class ChatMessage:
 
 @frozen(kw_only=True)
 class Tool:
-    """A function that the model may call; ``parameters`` is its JSON schema."""
+    """A function that the model may call; ``parameters`` is its JSON schema.
+
+    ``is_strict`` asks for calls that satisfy all of the schema, or else for a refusal.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(factory=dict)
+    is_strict: bool = False
 
 
 class ToolChoice(StrEnum):
@@ -90,6 +94,9 @@ class CompletionRequest:
     text of the answer must match, where it is no call. ``tag`` names the agent of a multi-agent episode that asks.
     ``seed`` is the client's own seed where it gave one. ``id_prefix`` begins the ids of the answers, as the dialect
     has it. ``previous`` names the answer that ``messages`` follow, where the client sent that instead of the history.
+
+    A raw prompt has no messages and knows neither template nor tools: it is a text (``prompt``) or ids (``prompt_ids``)
+    to be continued as it is.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -106,6 +113,13 @@ class CompletionRequest:
     tag: str | None = None
     id_prefix: str = "chatcmpl-"
     previous: InteractionId | None = None
+    prompt: str | None = None
+    prompt_ids: tuple[int, ...] = ()
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether a raw prompt is to be continued, in the place of a conversation."""
+        return self.prompt is not None or bool(self.prompt_ids)
 
 
 @frozen(kw_only=True)

@@ -24,9 +24,13 @@ class Exactly:
 
 @frozen(kw_only=True)
 class JsonText:
-    """A JSON value that satisfies ``schema``. ``{}`` is satisfied by every value."""
+    """A JSON value that satisfies ``schema``. ``{}`` is satisfied by every value.
+
+    A keyword that an engine cannot hold is refused where ``is_strict``, and ignored otherwise.
+    """
 
     schema: Mapping[str, Any] = field(factory=dict)
+    is_strict: bool = True
 
 
 @frozen(kw_only=True)

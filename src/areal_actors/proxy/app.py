@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from attrs import evolve
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,20 +18,27 @@ from starlette.routing import BaseRoute
 
 from areal_actors.core import Ref
 from areal_actors.messages import Capacity, Exports, Generation, Sessions
+from areal_actors.proxy.anthropic import AnthropicDialect
+from areal_actors.proxy.anthropic_stream import PING
 from areal_actors.proxy.auth import Gatekeeper, create_admin_key
 from areal_actors.proxy.chat import ChatDialect
 from areal_actors.proxy.completions import CompletionEndpoint
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialect import Dialect
-from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.meter import Meter
 from areal_actors.proxy.metrics import MetricsEndpoint
 from areal_actors.proxy.openapi import OpenAPIEndpoint, create_document, describe_routes
+from areal_actors.proxy.raw import RawDialect
 from areal_actors.proxy.routing import Operation, Operations
+from areal_actors.proxy.token_count import TokenCountEndpoint
 from areal_actors.proxy.traffic import Traffic
 
 __all__ = ["create_app"]
+
+_ANTHROPIC_HEADER = "anthropic-version"
+"""Sent by all of Anthropic's clients."""
 
 
 def create_app(
@@ -64,6 +72,10 @@ def create_app(
     chat = ChatDialect(
         model=model, decode=decode, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
     )
+    anthropic = AnthropicDialect(
+        model=model, default_max_tokens=config.default_max_tokens, inert=config.inert_parameters
+    )
+    raw = RawDialect(model=model, decode=decode, inert=config.inert_parameters)
     control = ControlEndpoints(
         sessions=sessions,
         exports=exports,
@@ -84,6 +96,8 @@ def create_app(
     document = OpenAPIEndpoint(document=create_document(describe_routes(config.inert_parameters)))
     operations = {
         "chat/completions": _completion(completion),
+        "completions": _completion(evolve(completion, dialect=cast("Dialect[Any]", raw))),
+        **_anthropic_operations(completion, anthropic),
         **_control_operations(control),
         "metrics": Operation(handle=metrics, methods=("GET",), is_always_open=True),
         "openapi.json": Operation(handle=document, methods=("GET",), is_always_open=True),
@@ -96,6 +110,18 @@ def create_app(
 
 def _completion(endpoint: CompletionEndpoint) -> Operation:
     return Operation(handle=endpoint, has_session=True, format_failure=endpoint.dialect.format_failure)
+
+
+def _anthropic_operations(endpoint: CompletionEndpoint, dialect: AnthropicDialect) -> dict[str, Operation]:
+    """Messages, answered as ``endpoint`` answers, and the counting of their tokens."""
+    answer = evolve(endpoint, dialect=cast("Dialect[Any]", dialect), keep_alive=PING)
+    count = TokenCountEndpoint(
+        dialect=dialect, sessions=endpoint.sessions, gatekeeper=endpoint.gatekeeper, config=endpoint.config
+    )
+    return {
+        "messages": _completion(answer),
+        "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=dialect.format_failure),
+    }
 
 
 def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
@@ -112,7 +138,7 @@ def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
 
 
 def _answer_unrouted(request: Request, error: Exception) -> Response:
-    """OpenAI's error body for a path that nobody serves."""
+    """The error body for a path that nobody serves, in the words of whose client asks."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     failure = Failure(
         status=status,
@@ -120,4 +146,6 @@ def _answer_unrouted(request: Request, error: Exception) -> Response:
         message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
         code="not_found",
     )
-    return JSONResponse(format_openai_failure(failure), status_code=status)
+    is_anthropics = _ANTHROPIC_HEADER in request.headers or "/messages" in request.url.path
+    format_failure = format_anthropic_failure if is_anthropics else format_openai_failure
+    return JSONResponse(format_failure(failure), status_code=status)

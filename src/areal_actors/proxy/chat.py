@@ -26,11 +26,21 @@ from areal_actors.domain import (
     ToolCallStarted,
 )
 from areal_actors.errors import Unavailable
-from areal_actors.proxy.chat_request import DEFAULT_MAX_TOKENS, ParsedChat, parse_chat_request
+from areal_actors.proxy.chat_request import ParsedChat, parse_chat_request
 from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
 from areal_actors.proxy.sse import DONE, format_event
 
-__all__ = ["ChatDialect", "ChatStream", "ParsedChat", "format_chat_answer", "parse_chat_request"]
+__all__ = [
+    "ChatDialect",
+    "ChatStream",
+    "Decode",
+    "ParsedChat",
+    "format_chat_answer",
+    "format_finish",
+    "format_usage",
+    "parse_chat_request",
+]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -84,7 +94,7 @@ def format_chat_answer(
             "index": index,
             "message": _format_message(answer.message),
             "logprobs": _format_logprobs(answer.completion, decode) if parsed.has_logprobs else None,
-            "finish_reason": _finish_reason(answer),
+            "finish_reason": format_finish(answer),
         }
         if len(answers) > 1:
             choice["interaction_id"] = answer.interaction
@@ -95,7 +105,7 @@ def format_chat_answer(
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": _format_usage(answers),
+        "usage": format_usage(answers),
     }
 
 
@@ -135,7 +145,7 @@ class ChatStream:
         """The usage, where it was asked for, and the end."""
         if not self._parsed.include_usage:
             return DONE
-        return format_event(self._envelope | {"choices": [], "usage": _format_usage(self._answers)}) + DONE
+        return format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers)}) + DONE
 
     def fail(self, failure: Failure) -> bytes:
         """An event that OpenAI's SDKs raise as an ``APIError``."""
@@ -149,7 +159,7 @@ class ChatStream:
 
     def _end(self, answer: Answer) -> bytes:
         index = self._choices[answer.interaction]
-        finish_reason = _finish_reason(answer)
+        finish_reason = format_finish(answer)
         self._answers.append(answer)
         extra: dict[str, Any] = {}
         if self._parsed.request.num_choices > 1:
@@ -194,7 +204,7 @@ def _format_delta(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
-def _finish_reason(answer: Answer) -> str:
+def format_finish(answer: Answer) -> str:
     """OpenAI's word. An engine's own never reaches a client: several stop in silence on one that they do not know."""
     finish = answer.completion.finish
     if finish is FinishReason.ABORT:
@@ -204,7 +214,7 @@ def _finish_reason(answer: Answer) -> str:
     return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def _format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
+def format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
     """Counts over all choices; their common prompt counts once."""
     prompt = answers[0].usage.prompt_tokens if answers else 0
     completion = sum(answer.usage.completion_tokens for answer in answers)

@@ -16,6 +16,7 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialect import Dialect, Parsed
 from areal_actors.proxy.exchange import Exchange, parse_object
 from areal_actors.proxy.meter import Meter
+from areal_actors.proxy.sse import KEEP_ALIVE
 
 __all__ = ["AGENT_HEADER", "CompletionEndpoint"]
 
@@ -32,6 +33,7 @@ class CompletionEndpoint:
     gatekeeper: Gatekeeper
     config: ProxyConfig
     meter: Meter
+    keep_alive: bytes = KEEP_ALIVE
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. A client that leaves cancels what is asked on its behalf, down to the engine."""
@@ -64,6 +66,7 @@ class CompletionEndpoint:
         """Send events as items arrive. The status waits for the first one, so that early failures have theirs."""
         wording = self.dialect.open_stream(parsed)
         exchange.fail_stream = wording.fail
+        exchange.keep_alive = self.keep_alive
 
         async def pump() -> None:
             is_waiting = True

@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
-from areal_actors.proxy.chat_request import DEFAULT_MAX_TOKENS
+from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
 
 __all__ = ["ProxyConfig", "is_loopback"]
 

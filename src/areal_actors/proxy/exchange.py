@@ -53,7 +53,11 @@ class Exchange:
         self.started_at = time.perf_counter()
         self.fail_stream: Callable[[Any], bytes] | None = None
         """How an open stream words a failure."""
+        self.keep_alive = KEEP_ALIVE
+        """What breaks the silence of an open stream."""
         self._has_unread_body = b"content-length" in self.headers or b"transfer-encoding" in self.headers
+        name = self.request_id.encode()
+        self._names: tuple[Header, ...] = ((b"x-request-id", name), (b"request-id", name))  # OpenAI's, Anthropic's
         self._receive = receive
         self._send = send
         self._sending = anyio.Lock(fast_acquire=True)
@@ -121,7 +125,7 @@ class Exchange:
     async def until_hang_up(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
         """Do ``work``, and cancel it when the client leaves. The body must have been read.
 
-        With ``quiet_seconds``, a comment is sent whenever nothing else was for so long.
+        With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was for so long.
 
         Raises:
             HungUp: the client left; what ``work`` was waiting for has been cancelled.
@@ -151,13 +155,13 @@ class Exchange:
             pass
 
     async def _keep_alive(self, quiet_seconds: float) -> None:
-        """Return when the client has gone; until then, break every silence with a comment."""
+        """Return when the client has gone; until then, break every silence."""
         while True:
             seen = self._num_sent
             with anyio.move_on_after(quiet_seconds):
                 return await self._await_hang_up()
             if self._num_sent == seen:
-                await self.send_events(KEEP_ALIVE)
+                await self.send_events(self.keep_alive)
 
     # -------------------------------------------------------------------------------------------- the response
 
@@ -172,7 +176,7 @@ class Exchange:
         raw = [
             (b"content-type", content_type),
             (b"content-length", b"%d" % len(body)),
-            (b"x-request-id", self.request_id.encode()),
+            *self._names,
             *headers,
         ]
         if self._has_unread_body:
@@ -197,7 +201,7 @@ class Exchange:
         async with self._sending:  # a comment may come at the same moment
             if not self.is_started:
                 self.is_started, self.status = True, 200
-                raw = [*SSE_HEADERS, (b"x-request-id", self.request_id.encode())]
+                raw = [*SSE_HEADERS, *self._names]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._num_sent += 1
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})

@@ -31,7 +31,7 @@ from areal_actors.errors import (
     Unreachable,
 )
 
-__all__ = ["Failure", "describe_failure", "format_openai_failure"]
+__all__ = ["Failure", "describe_failure", "format_anthropic_failure", "format_openai_failure"]
 
 _ABORTED = "The generation was aborted; the request may be repeated."
 _BUSY = "A part of the service is starting, stopping or busy; the request may be repeated."
@@ -45,6 +45,14 @@ _MEANINGS: tuple[tuple[type[ArealError], Callable[[str], RequestError]], ...] = 
     (DeadlineExceeded, lambda _: Unavailable(_BUSY)),
     (MailboxFull, lambda _: Unavailable(_BUSY)),
 )
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
 _WORTH_RETRYING = frozenset({408, 429, 503})
 
@@ -60,6 +68,7 @@ class Failure:
     param: str | None = None
     retry_after_seconds: float | None = None
     is_unforeseen: bool = False
+    request_id: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -85,11 +94,14 @@ def describe_failure(error: BaseException, request_id: str) -> Failure:
             code=known.code,
             param=known.param,
             retry_after_seconds=known.retry_after_seconds,
+            request_id=request_id,
         )
     is_ours = isinstance(error, EngineError)
     message = str(error) if is_ours else f"Something unforeseen happened; the server's log tells more of {request_id}."
     code = "capture_violation" if isinstance(error, CaptureViolation) else "internal_error"
-    return Failure(status=500, type="server_error", message=message, code=code, is_unforeseen=True)
+    return Failure(
+        status=500, type="server_error", message=message, code=code, is_unforeseen=True, request_id=request_id
+    )
 
 
 def _as_request_error(error: BaseException) -> RequestError | None:
@@ -108,4 +120,15 @@ def format_openai_failure(failure: Failure) -> dict[str, object]:
             "param": failure.param,
             "code": failure.code,
         }
+    }
+
+
+def format_anthropic_failure(failure: Failure) -> dict[str, object]:
+    """The error body of Anthropic's endpoints; ``code`` and ``param`` are ours, for who knows them from OpenAI's."""
+    is_servers = failure.status >= 500  # noqa: PLR2004 - the server's errors
+    kind = _ANTHROPIC_TYPES.get(failure.status, "api_error" if is_servers else "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": failure.message, "code": failure.code, "param": failure.param},
+        "request_id": failure.request_id,
     }

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from areal_actors.errors import InvalidRequest
 
-__all__ = ["read_flag", "read_integer", "read_mapping", "read_number", "read_text", "shown", "wrong"]
+__all__ = ["read_flag", "read_integer", "read_mapping", "read_number", "read_text", "read_texts", "shown", "wrong"]
 
 T = TypeVar("T")
 
@@ -89,3 +89,12 @@ def read_mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise wrong(name, "an object", value)
     return value
+
+
+def read_texts(body: Mapping[str, Any], name: str) -> Mapping[str, str]:
+    """An object whose values are strings; an empty one if there is none. Raises ``InvalidRequest``."""
+    texts = read_mapping(body, name)
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            raise wrong(name, "an object of strings", {key: value})
+    return texts

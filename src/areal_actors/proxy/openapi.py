@@ -13,9 +13,12 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from areal_actors.proxy.answer_schemas import ANSWERS
+from areal_actors.proxy.anthropic_parameters import MESSAGES_PARAMETERS
 from areal_actors.proxy.exchange import Exchange
 from areal_actors.proxy.parameters import CHAT_PARAMETERS, Parameter, ParameterTable, Support
-from areal_actors.proxy.schemas import ANSWERS, ARGUMENTS, CHAT_MESSAGES, Schema, describe_request
+from areal_actors.proxy.raw_parameters import RAW_PARAMETERS
+from areal_actors.proxy.schemas import ARGUMENTS, CHAT_MESSAGES, Schema, describe_request
 
 __all__ = ["OpenAPIEndpoint", "Route", "create_document", "describe_completions", "describe_routes"]
 
@@ -79,15 +82,45 @@ def describe_completions(
 
 def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
     """Every route. ``inert`` are further parameters of completions to accept and ignore, as the settings name them."""
-    completions = describe_completions(
-        "chat/completions",
-        _extended(CHAT_PARAMETERS, inert),
-        summary="OpenAI's chat completions; streamed as ChatCompletionChunk events",
-        required=("messages",),
-        answer="ChatCompletion",
-        own={"messages": CHAT_MESSAGES},
+    return (*_describe_dialects(inert), *_SESSION_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
+
+
+def _describe_dialects(inert: Collection[str]) -> tuple[Route, ...]:
+    return (
+        describe_completions(
+            "chat/completions",
+            _extended(CHAT_PARAMETERS, inert),
+            summary="OpenAI's chat completions; streamed as ChatCompletionChunk events",
+            required=("messages",),
+            answer="ChatCompletion",
+            own={"messages": CHAT_MESSAGES},
+        ),
+        describe_completions(
+            "completions",
+            _extended(RAW_PARAMETERS, inert),
+            summary="OpenAI's plain completions",
+            required=("prompt",),
+            answer="TextCompletion",
+            own={"logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 5}},
+        ),
+        describe_completions(
+            "messages",
+            _extended(MESSAGES_PARAMETERS, inert),
+            summary="Anthropic's messages",
+            required=("messages",),
+            answer="Message",
+            error="AnthropicError",
+        ),
+        describe_completions(
+            "messages/count_tokens",
+            _extended(MESSAGES_PARAMETERS, inert),
+            summary="How many tokens the prompt of a message has",
+            required=("messages",),
+            answer="TokenCount",
+            has_stream=False,
+            error="AnthropicError",
+        ),
     )
-    return (completions, *_SESSION_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
 
 
 def _extended(table: ParameterTable, inert: Collection[str]) -> ParameterTable:

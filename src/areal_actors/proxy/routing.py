@@ -124,5 +124,6 @@ async def _refuse_method(operation: Operation, exchange: Exchange) -> None:
         type="invalid_request_error",
         message=f"{exchange.method} is not allowed here; use {allowed}.",
         code="method_not_allowed",
+        request_id=exchange.request_id,
     )
     await exchange.send_json(405, operation.format_failure(failure), [(b"allow", allowed.encode())])

@@ -1,7 +1,8 @@
-"""JSON schemas of what clients send and read: data for the OpenAPI document, put together in ``openapi``.
+"""JSON schemas of what clients send: data for the OpenAPI document, put together in ``openapi``.
 
 Requests are described by their ``ParameterTable``: which names there are and what becomes of them is said there, which
-values they take is said here, once for all dialects. A dialect whose parameter differs gives its own schema.
+values they take is said here, once for all dialects. A dialect whose parameter differs gives its own schema. What
+clients read is in ``answer_schemas``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from areal_actors.proxy.parameters import Parameter, ParameterTable, Support
 
-__all__ = ["ANSWERS", "VALUES", "describe_request", "list_of", "one_object"]
+__all__ = ["ARGUMENTS", "CHAT_MESSAGES", "VALUES", "Schema", "describe_request", "list_of", "one_object"]
 
 Schema = Mapping[str, Any]
 
@@ -39,13 +40,10 @@ def one_object(properties: Mapping[str, Schema], *optional: str, **more: Any) ->
     return {"type": "object", "properties": properties, "required": required, **more}
 
 
-_TEXT: Schema = {"type": "string"}
 _MAYBE_TEXT: Schema = {"type": ["string", "null"]}
 _NAME: Schema = {"type": ["string", "null"], "minLength": 1}
 _FLAG: Schema = {"type": ["boolean", "null"]}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
 _OBJECT: Schema = {"type": ["object", "null"]}
-_TOKENS: Schema = list_of({"type": "integer"})
 
 VALUES: Mapping[str, Schema] = {
     "messages": list_of({"type": "object"}, minItems=1),
@@ -82,6 +80,11 @@ VALUES: Mapping[str, Schema] = {
     "metadata": {"type": ["object", "null"], "additionalProperties": {"type": "string"}},
     "chat_template_kwargs": _OBJECT,
     "session_id": _MAYBE_TEXT,
+    "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+    "thinking": _OBJECT,
+    "output_config": _OBJECT,
+    "output_format": _OBJECT,
+    "prompt": {"anyOf": [{"type": "string", "minLength": 1}, list_of({"type": "integer", "minimum": 0}, minItems=1)]},
 }
 """What an honoured parameter of this name takes; ``null`` asks for nothing. A name that is not here takes anything."""
 
@@ -130,143 +133,6 @@ def _describe(parameter: Parameter, values: Mapping[str, Schema]) -> Schema:
     neutral = [{"const": value} for value in parameter.neutral]
     return {"description": f"Refused: {parameter.note}.", "anyOf": [*neutral, *_ASKS_FOR_NOTHING]}
 
-
-# --------------------------------------------------------------------------------------------------- what comes back
-
-_TOOL_CALL = one_object(
-    {
-        "id": {"type": "string", "minLength": 1},
-        "type": {"const": "function"},
-        "function": one_object({"name": _TEXT, "arguments": _TEXT}, additionalProperties=False),
-    },
-    additionalProperties=False,
-)
-_MESSAGE = one_object(
-    {
-        "role": {"const": "assistant"},
-        "content": _MAYBE_TEXT,
-        "refusal": {"type": "null"},
-        "reasoning_content": _TEXT,
-        "tool_calls": list_of(_TOOL_CALL, minItems=1),
-    },
-    "reasoning_content",
-    "tool_calls",
-    additionalProperties=False,
-)
-_TOKEN: Mapping[str, Schema] = {"token": _TEXT, "logprob": {"type": "number"}, "bytes": {"type": ["array", "null"]}}
-_LOGPROBS = {
-    "anyOf": [
-        {"type": "null"},
-        one_object(
-            {
-                "content": list_of(one_object({**_TOKEN, "top_logprobs": list_of(one_object(_TOKEN))})),
-                "refusal": {"type": "null"},
-            }
-        ),
-    ]
-}
-_FINISH = {"enum": ["stop", "length", "tool_calls"]}
-_USAGE = one_object(
-    {
-        "prompt_tokens": _COUNT,
-        "completion_tokens": _COUNT,
-        "total_tokens": _COUNT,
-        "prompt_tokens_details": one_object({"cached_tokens": _COUNT}),
-    }
-)
-_CHOICE: Mapping[str, Schema] = {"index": _COUNT, "interaction_id": _TEXT, "logprobs": _LOGPROBS}
-_DELTA: Mapping[str, Schema] = {
-    "role": {"const": "assistant"},
-    "content": _MAYBE_TEXT,
-    "reasoning_content": _TEXT,
-    "tool_calls": list_of(one_object({"index": _COUNT, "id": _TEXT, "type": _TEXT, "function": _OBJECT}, "id", "type")),
-}
-_ENVELOPE: Mapping[str, Schema] = {
-    "id": {"type": "string", "minLength": 1},
-    "created": {"type": "integer"},
-    "model": _TEXT,
-}
-_TRAJECTORY = one_object(
-    {
-        "interaction_ids": list_of(_TEXT),
-        "reward": {"type": ["number", "null"]},
-        "tag": _MAYBE_TEXT,
-        "input_ids": _TOKENS,
-        "loss_mask": _TOKENS,
-        "logprobs": list_of({"type": "number"}),
-        "versions": _TOKENS,
-        "returns": list_of({"type": "number"}),
-        "turns": _TOKENS,
-    }
-)
-
-ANSWERS: Mapping[str, Schema] = {
-    "ChatCompletion": one_object(
-        {
-            **_ENVELOPE,
-            "object": {"const": "chat.completion"},
-            "choices": list_of(
-                one_object({**_CHOICE, "message": _MESSAGE, "finish_reason": _FINISH}, "interaction_id"), minItems=1
-            ),
-            "usage": _USAGE,
-        },
-        additionalProperties=False,
-    ),
-    "ChatCompletionChunk": one_object(
-        {
-            **_ENVELOPE,
-            "object": {"const": "chat.completion.chunk"},
-            "choices": list_of(
-                one_object(
-                    {
-                        **_CHOICE,
-                        "delta": one_object(_DELTA, *_DELTA, additionalProperties=False),
-                        "finish_reason": {"anyOf": [{"type": "null"}, _FINISH]},
-                    },
-                    "interaction_id",
-                    "logprobs",
-                )
-            ),
-            "usage": _USAGE,
-        },
-        "usage",
-        additionalProperties=False,
-    ),
-    "Error": one_object(
-        {"error": one_object({"message": _TEXT, "type": _TEXT, "param": _MAYBE_TEXT, "code": _MAYBE_TEXT})},
-        additionalProperties=False,
-    ),
-    "SessionStarted": one_object({"session_id": _TEXT, "api_key": _TEXT}, additionalProperties=False),
-    "Rewarded": one_object({"status": {"const": "success"}, "interaction_id": _TEXT}, additionalProperties=False),
-    "SessionEnded": one_object(
-        {"status": {"const": "success"}, "message": _TEXT, "interaction_count": _COUNT}, additionalProperties=False
-    ),
-    "Capacity": one_object({"capacity": {"type": "integer"}, "reserved": _COUNT}, additionalProperties=False),
-    "Trajectories": one_object(
-        {
-            "version": {"const": 1},
-            "session_id": _TEXT,
-            "member": _COUNT,
-            "reward": {"type": ["number", "null"]},
-            "num_turns": _COUNT,
-            "seconds": {"type": "number"},
-            "failure": _MAYBE_TEXT,
-            "trajectories": list_of(_TRAJECTORY),
-            "untrained": list_of(one_object({"interaction_id": _TEXT, "num_tokens": _COUNT, "reason": _TEXT})),
-        },
-        additionalProperties=False,
-    ),
-    "Models": one_object(
-        {
-            "object": {"const": "list"},
-            "data": list_of(
-                one_object({"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT})
-            ),
-        }
-    ),
-    "Health": one_object({"status": {"enum": ["ok", "stopping", "unavailable"]}, "requests": _COUNT}),
-}
-"""Bodies of answers, by name."""
 
 ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
     "rl/start_session": {"task_id": _NAME, "api_key": {**_NAME, "minLength": 8}, "group_id": _NAME},

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "format_event"]
+__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "format_event", "format_named_event"]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -22,3 +22,8 @@ SSE_HEADERS: tuple[tuple[bytes, bytes], ...] = (
 def format_event(payload: Any) -> bytes:
     """One event without a name. JSON has no raw line break, so that the payload is one line."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def format_named_event(name: str, payload: Any) -> bytes:
+    """One event with a name, which the SDKs of some vendors look at before the payload."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(payload))

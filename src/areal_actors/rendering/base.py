@@ -38,6 +38,11 @@ class StreamParser(Protocol):
         """What was held back, now that nothing follows. Call it once."""
         ...
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string at which the text has ended, ``None`` while none has occurred."""
+        ...
+
 
 class Renderer(Protocol):
     """Messages to ids, ids to messages, for one model. Knows no conversation; quick enough for an event loop."""
@@ -91,12 +96,13 @@ class Renderer(Protocol):
         stop: Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         call_ids: Callable[[], str] | None = None,
+        is_plain: bool = False,
     ) -> ChatMessage:
         """The assistant's message that these sampled ids say. Never raises: what makes no sense stays text.
 
         Tool calls are looked for only where ``tools`` were offered. The text ends before the first of the ``stop``
         strings. ``template_kwargs`` are those of the prompt. ``call_ids`` makes the ids of tool calls (random ones by
-        default).
+        default). With ``is_plain`` all is text, thinking and calls included, as it is after a raw prompt.
         """
         ...
 
@@ -107,6 +113,7 @@ class Renderer(Protocol):
         stop: Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         call_ids: Callable[[], str] | None = None,
+        is_plain: bool = False,
     ) -> StreamParser:
         """A parser for one answer as it arrives; its deltas join to what ``parse`` returns."""
         ...
@@ -123,6 +130,13 @@ class Renderer(Protocol):
         """What an answer must match, thinking included: calls as ``tool_choice`` demands, or ``response_format``.
 
         ``None`` where nothing is demanded. Raises ``UnsupportedParameter`` where the model's format has no grammar.
+        """
+        ...
+
+    def encode(self, text: str, *, is_start: bool) -> Ints:
+        """Ids of a raw text, int32 [T]; special tokens that it spells out are read as such.
+
+        With ``is_start`` what the tokenizer puts at the beginning of every text comes first, once.
         """
         ...
 

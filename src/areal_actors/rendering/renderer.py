@@ -133,9 +133,12 @@ class TemplateRenderer:
         stop: Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         call_ids: Callable[[], str] | None = None,
+        is_plain: bool = False,
     ) -> ChatMessage:
         """See ``Renderer.parse``."""
-        stream = self.open_stream(tools=tools, stop=stop, template_kwargs=template_kwargs, call_ids=call_ids)
+        stream = self.open_stream(
+            tools=tools, stop=stop, template_kwargs=template_kwargs, call_ids=call_ids, is_plain=is_plain
+        )
         return join_deltas((*stream.feed(token_ids), *stream.finish()))
 
     def open_stream(
@@ -145,8 +148,11 @@ class TemplateRenderer:
         stop: Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         call_ids: Callable[[], str] | None = None,
+        is_plain: bool = False,
     ) -> StreamParser:
         """See ``Renderer.open_stream``."""
+        if is_plain:
+            return self._open_plain(stop)
         tool_format = self.tool_format if tools else None
         return AnswerStream(
             detokenizer=self.vocabulary.open_detokenizer(),
@@ -154,6 +160,15 @@ class TemplateRenderer:
             stop=stop,
             reasoning=self._open_reasoning(template_kwargs or _NO_OPTIONS),
             tools=tool_format.open_parser(call_ids or _create_call_id) if tool_format else PlainText(),
+        )
+
+    def _open_plain(self, stop: Sequence[str]) -> StreamParser:
+        return AnswerStream(
+            detokenizer=self.vocabulary.open_detokenizer(),
+            hidden=self._hidden_with_tools,
+            stop=stop,
+            reasoning=PlainText(),
+            tools=PlainText(),
         )
 
     def constrain(
@@ -184,6 +199,10 @@ class TemplateRenderer:
                 param="tool_choice",
             )
         return form
+
+    def encode(self, text: str, *, is_start: bool) -> Ints:
+        """See ``Renderer.encode``."""
+        return as_ints(self.vocabulary.encode_raw(text, is_start=is_start))
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
         """See ``Renderer.decode``."""

@@ -44,6 +44,11 @@ class AnswerStream:
         rest = (*self._reasoning.feed(text), *self._reasoning.finish())
         return (*self._call_tools(rest), *self._tools.finish())
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string at which the text has ended."""
+        return self._stop.found
+
     def _call_tools(self, deltas: Iterable[Delta]) -> tuple[Delta, ...]:
         said: list[Delta] = []
         for delta in deltas:
@@ -57,16 +62,18 @@ class _StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(text for text in stop if text)
         self._buffer = ""
-        self._is_over = False
+        self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        if not self._stop or self._is_over:
-            return "" if self._is_over else text
+        if not self._stop or self.found is not None:
+            return text if self.found is None else ""
         self._buffer += text
-        ends = [(at + len(stop), at) for stop in self._stop if (at := self._buffer.find(stop)) >= 0]
-        self._is_over = bool(ends)
-        end = min(ends)[1] if ends else len(self._buffer) - num_held_back(self._buffer, self._stop)
-        certain, self._buffer = self._buffer[:end], "" if ends else self._buffer[end:]
+        ends = [(at + len(stop), at, stop) for stop in self._stop if (at := self._buffer.find(stop)) >= 0]
+        if ends:
+            _, end, self.found = min(ends)
+        else:
+            end = len(self._buffer) - num_held_back(self._buffer, self._stop)
+        certain, self._buffer = self._buffer[:end], self._buffer[end:] if self.found is None else ""
         return certain
 
     def finish(self) -> str:

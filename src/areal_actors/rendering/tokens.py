@@ -128,6 +128,20 @@ class Vocabulary:
             return self._encode(text)
         return [token_id for piece in text.split(_BREAK) for token_id in self._encode(piece)]
 
+    def encode_raw(self, text: str, *, is_start: bool) -> list[int]:
+        """Ids of a text that nobody rendered, special tokens recognised.
+
+        With ``is_start`` what the tokenizer puts before every text comes first, unless the text spells it out itself.
+        What it would put behind a text is left out: the text goes on.
+        """
+        text = _SURROGATE.sub(_REPLACEMENT, text)
+        ids = self._encode(text)
+        if not is_start:
+            return ids
+        whole: list[int] = self.backend.encode(text, add_special_tokens=True).ids
+        num_added = next((n for n in range(len(whole) - len(ids) + 1) if whole[n : n + len(ids)] == ids), 0)
+        return ids if ids[:num_added] == whole[:num_added] else whole[:num_added] + ids
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids

@@ -61,8 +61,18 @@ Script = Callable[[CompletionRequest], AsyncGenerator[Delta, None]]
 
 async def echo_script(request: CompletionRequest) -> AsyncGenerator[Delta, None]:
     """The last message again, word by word."""
-    for word in (request.messages[-1].content or "").split(" "):
+    for word in _last_text(request).split(" "):
         yield TextDelta(text=word + " ")
+
+
+def _last_text(request: CompletionRequest) -> str:
+    if request.messages:
+        return request.messages[-1].content or ""
+    return request.prompt or " ".join(map(str, request.prompt_ids))
+
+
+def _num_prompt_tokens(request: CompletionRequest) -> int:
+    return len(request.messages) or len(request.prompt_ids) or 1
 
 
 @define(kw_only=True)
@@ -97,7 +107,7 @@ class _Saying:
         completion = Completion(
             token_ids=range(number), logprobs=logprobs, raw_logprobs=logprobs, versions=[0] * number, finish=finish
         )
-        usage = Usage(prompt_tokens=len(self.request.messages), completion_tokens=number)
+        usage = Usage(prompt_tokens=_num_prompt_tokens(self.request), completion_tokens=number)
         return Answer(interaction=self.interaction, message=self.message(), completion=completion, usage=usage)
 
 
@@ -137,7 +147,8 @@ class ScriptedSessions(Actor[Sessions]):
         session = self._admit(message)
         for index, name in enumerate(self._names(message.request)):
             saying = _Saying(request=message.request, interaction=name)
-            yield AnswerStarted(interaction=name, num_prompt_tokens=len(message.request.messages), choice=index)
+            num_prompt_tokens = _num_prompt_tokens(message.request)
+            yield AnswerStarted(interaction=name, num_prompt_tokens=num_prompt_tokens, choice=index)
             async with aclosing(self._say(saying)) as deltas:
                 async for delta in deltas:
                     yield evolve(delta, choice=index)
@@ -145,9 +156,9 @@ class ScriptedSessions(Actor[Sessions]):
 
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:
-        """One token per message, as answers count them."""
+        """One token per message, or per id of a raw prompt, as answers count them."""
         self._store.resolve(message.credential, is_capability=message.credential.is_capability)
-        return len(message.request.messages)
+        return _num_prompt_tokens(message.request)
 
     @SetReward.handler
     async def set_reward(self, message: SetReward) -> InteractionId:

@@ -1,0 +1,64 @@
+"""Anthropic's Messages, worded: finished answers, streams of events, errors.
+
+How the request is read is in ``anthropic_request``, the parts of an answer in ``anthropic_answer``, its telling while
+it is sampled in ``anthropic_stream``. Blocks stand in the order thinking, text, calls. Where a model goes on talking
+after a call, a stream has a second text block behind it; an answer in one piece has one text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from areal_actors.domain import Answer
+from areal_actors.proxy.anthropic_answer import format_blocks, format_end, format_usage
+from areal_actors.proxy.anthropic_request import ParsedAnthropic, parse_anthropic_request
+from areal_actors.proxy.anthropic_stream import AnthropicStream
+from areal_actors.proxy.failures import Failure, format_anthropic_failure
+from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
+
+__all__ = ["AnthropicDialect", "format_anthropic_answer"]
+
+
+@frozen(kw_only=True)
+class AnthropicDialect:
+    """The wording of Messages. ``model`` is what an answer calls itself where the client named no model."""
+
+    model: str = "policy"
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
+    inert: Collection[str] = ()
+
+    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedAnthropic:
+        """See ``parse_anthropic_request``."""
+        return parse_anthropic_request(body, tag=tag, default_max_tokens=self.default_max_tokens, inert=self.inert)
+
+    def format_answers(self, parsed: ParsedAnthropic, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See ``format_anthropic_answer``; there is one answer."""
+        return format_anthropic_answer(answers[0], model=parsed.model or self.model)
+
+    def open_stream(self, parsed: ParsedAnthropic) -> AnthropicStream:
+        """The events of one answer."""
+        return AnthropicStream(model=parsed.model or self.model)
+
+    def format_failure(self, failure: Failure) -> dict[str, Any]:
+        """Anthropic's error body."""
+        return format_anthropic_failure(failure)
+
+
+def format_anthropic_answer(answer: Answer, *, model: str) -> dict[str, Any]:
+    """A ``message`` object; its id is that of the interaction.
+
+    Raises:
+        Unavailable: the engine aborted it.
+    """
+    return {
+        "id": answer.interaction,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": format_blocks(answer.message),
+        **format_end(answer),
+        "usage": format_usage(answer.usage.prompt_tokens, answer.usage.completion_tokens),
+    }

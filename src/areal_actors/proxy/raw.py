@@ -1,0 +1,146 @@
+"""OpenAI's plain completions, worded: finished answers, streams of chunks, errors.
+
+How the request is read is in ``raw_request``. There are no messages here: a text is continued, and the answer is text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from areal_actors.domain import Answer, AnswerStarted, Completion, Delta, InteractionId, TextDelta
+from areal_actors.proxy.chat import Decode, format_finish, format_usage
+from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.raw_request import ParsedRaw, parse_raw_request
+from areal_actors.proxy.sse import DONE, format_event
+
+__all__ = ["RawDialect", "RawStream", "format_raw_answer"]
+
+
+@frozen(kw_only=True)
+class RawDialect:
+    """The wording of plain completions; the fields are those of ``ChatDialect``."""
+
+    model: str = "policy"
+    decode: Decode | None = None
+    inert: Collection[str] = ()
+    clock: Callable[[], float] = field(default=time.time)
+
+    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedRaw:
+        """See ``parse_raw_request``."""
+        return parse_raw_request(body, tag=tag, inert=self.inert)
+
+    def format_answers(self, parsed: ParsedRaw, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See ``format_raw_answer``."""
+        return format_raw_answer(
+            parsed, answers, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
+        )
+
+    def open_stream(self, parsed: ParsedRaw) -> RawStream:
+        """The chunks of one answer."""
+        return RawStream(parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode)
+
+    def format_failure(self, failure: Failure) -> dict[str, Any]:
+        """OpenAI's error body."""
+        return format_openai_failure(failure)
+
+
+def format_raw_answer(
+    parsed: ParsedRaw, answers: Sequence[Answer], *, created: int, model: str, decode: Decode | None = None
+) -> dict[str, Any]:
+    """A ``text_completion`` object; its id is that of the first choice's interaction.
+
+    Where there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
+
+    Raises:
+        Unavailable: the engine aborted a choice.
+    """
+    choices = [
+        _format_choice(parsed, answer, index, text=answer.message.content or "", decode=decode)
+        for index, answer in enumerate(answers)
+    ]
+    return {
+        "id": answers[0].interaction,
+        "object": "text_completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": format_usage(answers),
+    }
+
+
+class RawStream:
+    """The chunks of one request: text as it is sampled, and a last one for each choice that says why it ended."""
+
+    def __init__(self, parsed: ParsedRaw, *, created: int, model: str, decode: Decode | None = None) -> None:
+        self._parsed = parsed
+        self._decode = decode
+        self._envelope: dict[str, Any] = {"id": "", "object": "text_completion", "created": created, "model": model}
+        self._choices: dict[InteractionId, int] = {}
+        self._answers: list[Answer] = []
+
+    def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
+        """The events of one item."""
+        if isinstance(item, AnswerStarted):
+            self._envelope["id"] = self._envelope["id"] or item.interaction
+            self._choices[item.interaction] = item.choice
+            return b""
+        if isinstance(item, Answer):
+            self._answers.append(item)
+            index = self._choices[item.interaction]
+            return self._chunk(_format_choice(self._parsed, item, index, text="", decode=self._decode))
+        if not isinstance(item, TextDelta):  # a raw answer is text
+            return b""
+        return self._chunk({"index": item.choice, "text": item.text, "logprobs": None, "finish_reason": None})
+
+    def finish(self) -> bytes:
+        """The usage, where it was asked for, and the end."""
+        if not self._parsed.include_usage:
+            return DONE
+        return format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers)}) + DONE
+
+    def fail(self, failure: Failure) -> bytes:
+        """An event that OpenAI's SDKs raise as an ``APIError``."""
+        return format_event(format_openai_failure(failure))
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return format_event(self._envelope | {"choices": [choice]})
+
+
+def _format_choice(
+    parsed: ParsedRaw, answer: Answer, index: int, *, text: str, decode: Decode | None
+) -> dict[str, Any]:
+    choice = {
+        "index": index,
+        "text": text,
+        "logprobs": _format_logprobs(answer.completion, decode) if parsed.has_logprobs else None,
+        "finish_reason": format_finish(answer),
+    }
+    return choice | {"interaction_id": answer.interaction} if parsed.request.num_choices > 1 else choice
+
+
+def _format_logprobs(completion: Completion, decode: Decode | None) -> dict[str, Any]:
+    """Four lists, one entry per sampled token. Offsets count characters from the beginning of the answer."""
+    ids = completion.token_ids.tolist()
+    tokens = [_token(token, decode) for token in ids]
+    logprobs = completion.logprobs.tolist()
+    tops = completion.top_logprobs or ((),) * len(ids)
+    alternatives = []
+    for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+        alternatives.append({**{_token(other.token_id, decode): other.logprob for other in top}, token: logprob})
+    offsets = [0]
+    for token in tokens:
+        offsets.append(offsets[-1] + len(token))
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": alternatives if completion.top_logprobs else None,
+        "text_offset": offsets[:-1],
+    }
+
+
+def _token(token: int, decode: Decode | None) -> str:
+    return f"token_id:{token}" if decode is None else decode((token,))

@@ -1,0 +1,232 @@
+"""What clients say to hold an answer to a form, in every vendor's words, as grammars and tool choices. Pure.
+
+The dialects call these with the field as it came: chat completions with ``response_format`` and ``tool_choice``,
+Responses with ``text.format``, Messages with ``output_config.format``. A form that two vendors word differently is
+accepted in both wordings everywhere; what cannot be honoured is refused by name. What the model then writes around a
+call is the renderer's affair, and how a grammar is enforced the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from attrs import frozen
+
+from areal_actors.domain import Exactly, Grammar, JsonText, MatchingRegex, OneOf, Tool, ToolChoice
+from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy.fields import shown, wrong
+
+__all__ = ["Selection", "parse_extensions", "parse_response_format", "parse_tool_choice"]
+
+_MAX_CHOICES = 4096
+
+
+# -------------------------------------------------------------------------------------------- the form of the text
+
+
+def parse_response_format(value: Any, *, param: str = "response_format") -> Grammar | None:
+    """What the text must match; ``None`` where it is free.
+
+    Understands ``{"type": "text"}``, ``{"type": "json_object"}`` (with ``schema``, as some servers have it) and
+    ``{"type": "json_schema"}`` with name, schema and strict in a ``json_schema`` object (chat completions) or beside
+    the type (Responses, Messages). ``param`` is the field's name in errors.
+
+    Raises:
+        UnsupportedParameter: a type that is not known.
+        InvalidRequest: a value that makes no sense.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong(param, "an object", value)
+    match value.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return JsonText(schema={"type": "object", **_schema(value.get("schema") or {}, f"{param}.schema")})
+        case "json_schema":
+            return _parse_json_schema(value, param)
+        case kind:
+            raise UnsupportedParameter(
+                f"{param}.type must be text, json_object or json_schema, not {shown(kind)}.", param=param
+            )
+
+
+def _parse_json_schema(value: Mapping[str, Any], param: str) -> Grammar:
+    where = param
+    if "json_schema" in value:
+        value, where = value["json_schema"], f"{param}.json_schema"
+        if not isinstance(value, dict):
+            raise wrong(where, "an object", value)
+    strict = value.get("strict")
+    if not isinstance(strict, bool | None):
+        raise wrong(f"{where}.strict", "true or false", strict)
+    schema = value.get("schema")
+    if schema is None:
+        raise InvalidRequest(f"{where} needs a schema; or ask for json_object.", param=param)
+    return JsonText(schema=_schema(schema, f"{where}.schema"), is_strict=bool(strict))
+
+
+def _schema(value: Any, param: str) -> Mapping[str, Any]:
+    """A JSON schema, as an object or as its text."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            raise InvalidRequest(f"{param} is no valid JSON.", param=param) from None
+    if not isinstance(value, dict):
+        raise wrong(param, "a JSON schema", value)
+    return value
+
+
+# ------------------------------------------------------------------------------------------- words of other servers
+
+
+def parse_extensions(body: Mapping[str, Any]) -> Grammar | None:
+    """What the text must match by the fields that vLLM and SGLang added to those of OpenAI, such as ``regex``.
+
+    ``None`` where none of them is there. Those that no grammar of ours says (``guided_grammar``, ``ebnf``) are refused
+    by the parameter table.
+
+    Raises:
+        UnsupportedParameter: a kind of ``structured_outputs`` that is not known.
+        InvalidRequest: a value that makes no sense, or two fields at once.
+    """
+    found = {name: body[name] for name in _EXTENSIONS if body.get(name) is not None}
+    if len(found) > 1:
+        raise InvalidRequest(f"{' and '.join(found)} both say what the answer must match; give one of them.")
+    for name, value in found.items():
+        return _EXTENSIONS[name](value, name)
+    return None
+
+
+def _parse_guided_json(value: Any, param: str) -> Grammar:
+    return JsonText(schema=_schema(value, param))
+
+
+def _parse_regex(value: Any, param: str) -> Grammar:
+    if not isinstance(value, str):
+        raise wrong(param, "a regular expression", value)
+    return MatchingRegex(pattern=value)
+
+
+def _parse_choice(value: Any, param: str) -> Grammar:
+    is_valid = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
+    if not is_valid or not 0 < len(value) <= _MAX_CHOICES:
+        raise wrong(param, f"a list of 1 to {_MAX_CHOICES} strings, none of them empty", value)
+    return OneOf(parts=tuple(Exactly(text=text) for text in dict.fromkeys(value)))
+
+
+def _parse_structured_outputs(value: Any, param: str) -> Grammar | None:
+    if not isinstance(value, dict):
+        raise wrong(param, "an object", value)
+    asked = {name: form for name, form in value.items() if form not in (None, False)}
+    if len(asked) > 1:
+        raise InvalidRequest(f"{param} has {' and '.join(asked)}; give one of them.", param=param)
+    for name, form in asked.items():
+        if name == "json_object":
+            return JsonText(schema={"type": "object"})
+        if name not in _STRUCTURED:
+            raise UnsupportedParameter(f"{param}.{name} is not supported; use json, regex or choice.", param=param)
+        return _STRUCTURED[name](form, f"{param}.{name}")
+    return None
+
+
+_STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
+    "json": _parse_guided_json,
+    "regex": _parse_regex,
+    "choice": _parse_choice,
+}
+
+_EXTENSIONS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
+    "guided_json": _parse_guided_json,
+    "guided_regex": _parse_regex,
+    "guided_choice": _parse_choice,
+    "structured_outputs": _parse_structured_outputs,
+    "json_schema": _parse_guided_json,
+    "regex": _parse_regex,
+}
+
+
+# ---------------------------------------------------------------------------------------------- the choice of tools
+
+
+@frozen(kw_only=True)
+class Selection:
+    """The tools that may be called, and how freely. Either word of it goes into ``CompletionRequest`` as it is."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice | str = ToolChoice.AUTO
+
+
+def parse_tool_choice(value: Any, tools: Sequence[Tool], *, param: str = "tool_choice") -> Selection:
+    """Which of ``tools`` may or must be called.
+
+    Understands ``auto``, ``none`` and ``required`` (also ``any``), as a word or as the type of an object (Messages); a
+    function named in ``function`` (chat completions) or beside the type (Responses, and Messages with ``tool``); and
+    ``allowed_tools`` in both of OpenAI's wordings, which leaves the tools that are not allowed out of the prompt.
+
+    Raises:
+        UnsupportedParameter: a tool that is no function.
+        InvalidRequest: a value that makes no sense, or a function that is not among ``tools``.
+    """
+    if isinstance(value, dict):
+        return _parse_object(value, tuple(tools), param)
+    return Selection(tools=tuple(tools), choice=_parse_word("auto" if value is None else value, tools, param))
+
+
+def _parse_object(value: Mapping[str, Any], tools: tuple[Tool, ...], param: str) -> Selection:
+    match value.get("type"):
+        case "function" | "tool":
+            name = _find(value, tools, param).name
+            return Selection(tools=tools, choice=name)
+        case "allowed_tools":
+            return _parse_allowed(value, tools, param)
+        case "auto" | "none" | "any" | "required" as word:
+            return Selection(tools=tools, choice=_parse_word(word, tools, param))
+        case kind:
+            raise UnsupportedParameter(f"{param} is of type {shown(kind)}; only functions are known.", param=param)
+
+
+def _parse_word(value: Any, tools: Sequence[Tool], param: str) -> ToolChoice:
+    match value:
+        case "auto":
+            return ToolChoice.AUTO
+        case "none":
+            return ToolChoice.NONE
+        case "required" | "any":
+            if not tools:
+                raise InvalidRequest(f"{param} is {value}, but there are no tools; send some.", param=param)
+            return ToolChoice.REQUIRED
+        case _:
+            raise wrong(param, "auto, none, required or an object that names a function", value)
+
+
+def _parse_allowed(value: Mapping[str, Any], tools: tuple[Tool, ...], param: str) -> Selection:
+    allowed = value.get("allowed_tools", value)
+    where = f"{param}.allowed_tools"
+    if not isinstance(allowed, dict):
+        raise wrong(where, "an object", allowed)
+    mode, named = allowed.get("mode", "auto"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise wrong(f"{where}.mode", "auto or required", mode)
+    if not isinstance(named, list) or not named:
+        raise wrong(f"{where}.tools", "a list of at least one tool", named)
+    names = {_find(each, tools, f"{where}.tools[{index}]").name for index, each in enumerate(named)}
+    return Selection(tools=tuple(tool for tool in tools if tool.name in names), choice=ToolChoice(mode))
+
+
+def _find(value: Any, tools: Sequence[Tool], param: str) -> Tool:
+    """The tool that ``value`` names, in ``function`` or beside the type."""
+    if not isinstance(value, dict):
+        raise wrong(param, "an object that names a function", value)
+    function = value.get("function", value)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise wrong(f"{param}.function.name", "the name of a function", name)
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise InvalidRequest(f"{param} names {shown(name)}, which is not among the tools.", param=param)

@@ -1,0 +1,65 @@
+"""The proxy in front of the real sessions, renderer and generation, on a real socket; only the engine is scripted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+
+from attrs import frozen
+
+from areal_actors.actors.capacity import CapacityGranter
+from areal_actors.actors.exporter import Exporter
+from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.sessions import SessionManager
+from areal_actors.client import OpenAIProxyClient
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.domain import Interaction
+from areal_actors.messages import CollectSession, DescribeEndpoint, Sessions
+from areal_actors.proxy import ProxyServer
+from areal_actors.rendering import Renderer, create_renderer
+from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.testing.engines import EchoEngine, script_answers
+from areal_actors.testing.tokenizers import tiny_tokenizer
+
+
+@cache
+def renderer() -> Renderer:
+    """A real renderer; it has no state worth resetting."""
+    return create_renderer(tiny_tokenizer())
+
+
+def sampled(text: str) -> list[int]:
+    """What a model samples to say ``text``, end of turn included."""
+    return [*renderer().encode(text, is_start=False).tolist(), renderer().stop_token_ids[0]]
+
+
+@frozen(kw_only=True)
+class Stack:
+    """What is open: one session of the whole stack."""
+
+    session: OpenAIProxyClient
+    engine: EchoEngine
+    sessions: Ref[Sessions]
+
+    async def record(self) -> tuple[Interaction, ...]:
+        """The interactions of the session as they stand."""
+        return (await self.sessions.ask(CollectSession(session=self.session.session_id))).interactions
+
+
+@asynccontextmanager
+async def open_stack(*answers: Sequence[int], is_gated: bool = False) -> AsyncIterator[Stack]:
+    """Open everything; the engine samples ``answers`` one after another."""
+    engine = EchoEngine(script_answers(*answers), is_gated=is_gated, vocab_size=renderer().vocab_size)
+    limits = CapacityLimits(max_concurrent=4, batch_size=4)
+    async with ActorSystem.open() as system:
+        generation = await system.spawn(GenerationActor(engine))
+        sessions = await system.spawn(SessionManager(renderer=renderer(), generation=generation))
+        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
+        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
+        server = await system.spawn(
+            ProxyServer(sessions=sessions, exports=exports, capacity=capacity, decode=renderer().decode)
+        )
+        endpoint = await server.ask(DescribeEndpoint())
+        async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key) as session:
+            yield Stack(session=session, engine=engine, sessions=sessions)

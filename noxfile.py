@@ -52,6 +52,13 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz_http(session: nox.Session) -> None:
+    """Send the proxy what its OpenAPI document allows and forbids, and attack one session from another (minutes)."""
+    install(session, "test", "fuzz")
+    session.run("pytest", "--hypothesis-profile=fuzz", "tests/proxy/test_fuzz.py", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Measure what the tests reach, in ``src`` and in the tests themselves."""
     install(session, "test", "lint")

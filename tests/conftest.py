@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("ci", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fuzz", max_examples=3_000, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("nightly", max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -24,6 +24,7 @@
     │   ├── SessionEnded            410
     │   ├── PayloadTooLarge         413
     │   ├── Unprocessable           422
+    │   │   └── IdempotencyMismatch     422: code ``idempotency_mismatch``
     │   ├── CapacityExhausted       429: carries ``retry_after_seconds``
     │   └── Unavailable             503: starting, stopping, or the engine is gone
     ├── RewardError                 a reward that is no finite number, or names nothing         (session)
@@ -66,6 +67,7 @@ __all__ = [
     "EpisodeError",
     "ExportError",
     "GenerationAborted",
+    "IdempotencyMismatch",
     "InvalidRequest",
     "MailboxFull",
     "ModelError",
@@ -255,6 +257,12 @@ class Unprocessable(RequestError):
 
     status = 422
     code = "unprocessable"
+
+
+class IdempotencyMismatch(Unprocessable):
+    """The client's own name for a request names another one already."""
+
+    code = "idempotency_mismatch"
 
 
 class CapacityExhausted(RequestError):

@@ -208,6 +208,21 @@ class EndSession(Message[Sessions, SessionClosed]):
 
 
 @frozen(kw_only=True)
+class SessionsView:
+    """The session manager's counters: live and ended sessions, answers in the making, retries that were recognised."""
+
+    num_live: int
+    num_ended: int
+    num_pending: int
+    num_retries: int = 0
+
+
+@frozen(kw_only=True)
+class DescribeSessions(Message[Sessions, SessionsView]):
+    """The counters, for whoever watches the service."""
+
+
+@frozen(kw_only=True)
 class CollectSession(Message[Sessions, SessionRecord]):
     """A copy of a session as it stands. It is not forgotten by being read."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from areal_actors.proxy.meter import Meter
 from areal_actors.proxy.routing import Operation, Operations
 from areal_actors.proxy.traffic import Traffic
 
@@ -20,6 +21,7 @@ OPERATIONS = Operations(
         "health": Operation(handle=_nothing),
     },
     Traffic(),
+    Meter(),
 )
 
 

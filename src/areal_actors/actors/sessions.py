@@ -9,42 +9,43 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 from attrs import define, field, frozen
 
+from areal_actors.actors.answering import Answering, Turn, check_complete, replay
+from areal_actors.actors.attempts import Attempts
 from areal_actors.actors.turns import Choice, SampleKeys, engine_request, find_grammar
 from areal_actors.cache import ConversationTree, PromptPlan, Session, SessionSettings, SessionStore, plan_prompt
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
-    Chunk,
-    CompletionRequest,
+    Attempt,
     Credential,
     Delta,
-    EngineRequest,
     InteractionId,
     SampleKey,
     SessionId,
     SessionRecord,
 )
-from areal_actors.errors import ActorStopped, NotFound, SessionEnded, Unavailable
+from areal_actors.errors import NotFound
 from areal_actors.messages import (
     Capacity,
     CollectSession,
     Complete,
     CountTokens,
     DescribeEngine,
+    DescribeSessions,
     EndSession,
     ForgetSession,
-    Generate,
     Generation,
     OpenSession,
     SessionClosed,
     SessionOpened,
     Sessions,
+    SessionsView,
     SetReward,
     SettlePermit,
     StreamComplete,
@@ -72,16 +73,7 @@ class _Extras:
 
     keys: SampleKeys
     permit: int | None
-
-
-@frozen(kw_only=True)
-class _Turn:
-    """A request that has begun: one choice and one engine request per answer."""
-
-    session: Session
-    plan: PromptPlan
-    choices: tuple[Choice, ...]
-    requests: tuple[EngineRequest, ...]
+    attempts: Attempts[Turn] = field(factory=Attempts)
 
 
 class SessionManager(Actor[Sessions]):
@@ -107,11 +99,14 @@ class SessionManager(Actor[Sessions]):
         self._extras: dict[SessionId, _Extras] = {}
         self._context_length = 0
         self._has_grammars = False
+        self._num_retries = 0
+        self._answering = Answering(generation)
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Learn the engine's bounds, and end idle sessions while the actor lives."""
         await self.learn_engine()
+        self._answering.tasks = context.tasks
         context.tasks.start_soon(self._expire_idle)
         yield
 
@@ -159,7 +154,20 @@ class SessionManager(Actor[Sessions]):
         session = self._store.for_reward(
             message.credential, anyio.current_time(), is_capability=message.credential.is_capability
         )
+        if message.interaction is not None:
+            self._extras[session.id].attempts.note_read(message.interaction)
         return session.tree.set_reward(message.interaction, message.reward).id
+
+    @DescribeSessions.handler
+    async def describe(self, message: DescribeSessions) -> SessionsView:  # noqa: ARG002 - the message says it all
+        """Count what there is."""
+        num_live = self._store.num_live
+        return SessionsView(
+            num_live=num_live,
+            num_ended=len(self._store) - num_live,
+            num_pending=sum(session.tree.num_pending for session in self._store),
+            num_retries=self._num_retries,
+        )
 
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:
@@ -206,20 +214,19 @@ class SessionManager(Actor[Sessions]):
     @Complete.handler(concurrency=100_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
         """Answer in one piece: all choices are recorded, or none is."""
-        turn = self._begin(message.credential, message.request, is_streaming=False)
-        async with self._sampling(turn) as streams:
-            for choice, chunks in zip(turn.choices, streams, strict=True):
-                async for chunk in chunks:
-                    choice.feed(chunk)
-            for choice in turn.choices:
-                _check_complete(turn, choice)
-            return tuple(choice.complete() for choice in turn.choices)
+        answers = await self._repeat(message)
+        return await self._answering.answer(self._begin(message)) if answers is None else answers
 
     @StreamComplete.handler(concurrency=100_000)
     async def stream_complete(self, message: StreamComplete) -> AsyncIterator[AnswerStarted | Delta | Answer]:
         """Answer as tokens are sampled; the choices of one request are sampled together and told one after another."""
-        turn = self._begin(message.credential, message.request, is_streaming=True)
-        async with self._sampling(turn) as streams:
+        answers = await self._repeat(message)
+        for item in replay(answers or ()):
+            yield item
+        if answers is not None:
+            return
+        turn = self._begin(message)
+        async with self._answering.sampling(turn) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
                 yield AnswerStarted(
                     interaction=choice.interaction, num_prompt_tokens=len(turn.plan.token_ids), choice=choice.index
@@ -229,7 +236,7 @@ class SessionManager(Actor[Sessions]):
                         yield delta
                 for delta in choice.flush():
                     yield delta
-                _check_complete(turn, choice)
+                check_complete(turn, choice)
                 yield choice.complete()
 
     @CountTokens.handler
@@ -238,8 +245,28 @@ class SessionManager(Actor[Sessions]):
         session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
         return len(plan_prompt(session.tree, self._renderer, message.request).token_ids)
 
-    def _begin(self, credential: Credential, request: CompletionRequest, *, is_streaming: bool) -> _Turn:
-        session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
+    async def _repeat(self, message: Complete | StreamComplete) -> tuple[Answer, ...] | None:
+        """What an earlier sending of this request is answered; ``None`` if it has to be sampled."""
+        if message.attempt is None:
+            return None
+        session = self._open_for(message.credential)
+        attempts = self._extras[session.id].attempts
+        while (sending := attempts.recognise(message.attempt, anyio.current_time())) is not None:
+            self._num_retries += 1
+            if sending.work is not None:
+                await sending.work.wait()
+            if sending.answers is not None:
+                return sending.answers
+            attempts.forget(sending)
+            if sending.key is None:
+                break
+        return None
+
+    def _open_for(self, credential: Credential) -> Session:
+        return self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
+
+    def _begin(self, message: Complete | StreamComplete) -> Turn:
+        session, request = self._open_for(message.credential), message.request
         plan = plan_prompt(session.tree, self._renderer, request)
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
         keys = self._extras[session.id].keys.keys(request, plan.token_ids)
@@ -255,8 +282,20 @@ class SessionManager(Actor[Sessions]):
             )
             for name, key in zip(names, keys, strict=True)
         )
+        is_streaming = isinstance(message, StreamComplete)
         choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
-        return _Turn(session=session, plan=plan, choices=choices, requests=requests)
+        turn = Turn(session=session, plan=plan, choices=choices, requests=requests)
+        self._remember(turn, message.attempt)
+        return turn
+
+    def _remember(self, turn: Turn, attempt: Attempt | None) -> None:
+        """For its retries; and what it continues has been read, so that it needs none."""
+        attempts = self._extras[turn.session.id].attempts
+        if turn.plan.parent is not None:
+            attempts.note_read(turn.plan.parent)
+        if attempt is not None:
+            interactions = tuple(choice.interaction for choice in turn.choices)
+            turn.sending = attempts.begin(attempt, interactions, turn, anyio.current_time())
 
     def _choice(self, session: Session, plan: PromptPlan, name: tuple[int, str], *, is_streaming: bool) -> Choice:
         index, interaction = name[0], InteractionId(name[1])
@@ -271,46 +310,7 @@ class SessionManager(Actor[Sessions]):
             is_streaming=is_streaming,
         )
 
-    @asynccontextmanager
-    async def _sampling(self, turn: _Turn) -> AsyncIterator[list[AsyncIterator[Chunk]]]:
-        """The engine's streams, one per choice, all running; ends every choice, however the block is left."""
-        try:
-            async with AsyncExitStack() as stack:
-                yield [
-                    await stack.enter_async_context(
-                        self._generation.stream(
-                            Generate(request=request), buffer_size=_buffer_size(request, len(turn.requests))
-                        )
-                    )
-                    for request in turn.requests
-                ]
-        except ActorStopped as error:
-            for choice in turn.choices:
-                choice.fail("the generation actor stopped")
-            raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
-        except Exception as error:
-            for choice in turn.choices:
-                choice.fail(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            for choice in turn.choices:
-                choice.cancel()
-            turn.session.last_used_at = anyio.current_time()  # a long answer is no idleness
-
-
-def _check_complete(turn: _Turn, choice: Choice) -> None:
-    """Raise if the answer came to no proper end, or comes too late for its session."""
-    if choice.was_aborted:
-        raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
-    if turn.session.is_ended:
-        raise SessionEnded(f"Session {turn.session.id} ended while this request was answered; start a new one.")
-
 
 def _names(first: str, num_choices: int) -> list[str]:
     """The first choice's interaction has the id that the client sees; the others' are numbered."""
     return [first, *(f"{first}-{index}" for index in range(1, num_choices))]
-
-
-def _buffer_size(request: EngineRequest, num_choices: int) -> int:
-    """Choices that are told later must not hold their generation up; a single one may: that is back-pressure."""
-    return 16 if num_choices == 1 else request.sampling.max_new_tokens + 1

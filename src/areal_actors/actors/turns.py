@@ -143,7 +143,10 @@ class Choice:
         self._parser: StreamParser | None = self._open_parser() if is_streaming else None
         self._deltas: list[Delta] = []
         self._chunks: list[Chunk] = []
+        self._is_flushed = False
         self.is_ended = False
+        self.answer: Answer | None = None
+        """What it came to, once complete."""
 
     def _open_parser(self) -> StreamParser:
         request = self._plan.request
@@ -163,8 +166,11 @@ class Choice:
         return self._note(self._parser.feed(chunk.token_ids))
 
     def flush(self) -> Sequence[Delta]:
-        """What the parser had held back, once nothing follows."""
-        return () if self._parser is None else self._note(self._parser.finish())
+        """What the parser had held back, once nothing follows; said once."""
+        if self._parser is None or self._is_flushed:
+            return ()
+        self._is_flushed = True
+        return self._note(self._parser.finish())
 
     def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         if not self._plan.request.parallel_tool_calls:
@@ -184,19 +190,22 @@ class Choice:
         sampled = self._sampled()
         message = self._message(sampled.completion)
         self.is_ended = True
-        self._tree.complete(self.interaction, sampled.completion, message)
+        completion = self._tree.complete(self.interaction, sampled.completion, message).completion
+        assert completion is not None
         usage = Usage(
             prompt_tokens=len(self._plan.token_ids),
             completion_tokens=len(sampled.completion.token_ids),
             cached_tokens=sampled.num_cached_tokens,
         )
-        return Answer(
+        # With the tree's own arrays, so that an answer that is kept for its retry costs next to nothing.
+        self.answer = Answer(
             interaction=self.interaction,
             message=message,
-            completion=sampled.completion,
+            completion=completion,
             usage=usage,
-            stop_sequence=self._stop_sequence(sampled.completion),
+            stop_sequence=self._stop_sequence(completion),
         )
+        return self.answer
 
     def cancel(self) -> None:
         """Record that nobody waits any more; what was sampled is kept. Does nothing once ended."""

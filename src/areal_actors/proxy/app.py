@@ -28,6 +28,9 @@ from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialect import Dialect
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.logprobs import Decode
+from areal_actors.proxy.meter import Meter
+from areal_actors.proxy.metrics import MetricsEndpoint
+from areal_actors.proxy.openapi import OpenAPIEndpoint, create_document, describe_routes
 from areal_actors.proxy.raw import RawDialect
 from areal_actors.proxy.responses import ResponsesDialect
 from areal_actors.proxy.routing import Operation, Operations
@@ -85,16 +88,23 @@ def create_app(
         traffic=traffic,
         started_at=int(time.time()),
     )
+    meter = Meter()
     completion = CompletionEndpoint(
-        dialect=cast("Dialect[Any]", chat), sessions=sessions, gatekeeper=gatekeeper, config=config
+        dialect=cast("Dialect[Any]", chat), sessions=sessions, gatekeeper=gatekeeper, config=config, meter=meter
     )
+    metrics = MetricsEndpoint(
+        sessions=sessions, capacity=capacity, exports=exports, generation=generation, meter=meter, traffic=traffic
+    )
+    document = OpenAPIEndpoint(document=create_document(describe_routes(config.inert_parameters)))
     operations = {
         "chat/completions": _completion(completion),
         **_dialect_operations(completion, model=model, decode=decode),
         **_control_operations(control),
+        "metrics": Operation(handle=metrics, methods=("GET",), is_always_open=True),
+        "openapi.json": Operation(handle=document, methods=("GET",), is_always_open=True),
     }
     return Starlette(
-        routes=[Operations(operations, traffic), *extra_routes],
+        routes=[Operations(operations, traffic, meter), *extra_routes],
         exception_handlers={HTTPException: _answer_unrouted},
     )
 

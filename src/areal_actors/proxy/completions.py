@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+from typing import Any
+
 from attrs import frozen
 
 from areal_actors.core import Ref
-from areal_actors.domain import Credential
+from areal_actors.domain import AnswerStarted, Attempt
 from areal_actors.messages import Complete, Sessions, StreamComplete
+from areal_actors.proxy.attempts import read_attempt
 from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialect import Dialect, Parsed
-from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.exchange import Exchange, parse_object
+from areal_actors.proxy.meter import Meter
 from areal_actors.proxy.sse import KEEP_ALIVE
 
 __all__ = ["AGENT_HEADER", "CompletionEndpoint"]
@@ -27,12 +32,12 @@ class CompletionEndpoint:
     sessions: Ref[Sessions]
     gatekeeper: Gatekeeper
     config: ProxyConfig
+    meter: Meter
     keep_alive: bytes = KEEP_ALIVE
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. A client that leaves cancels what is asked on its behalf, down to the engine."""
-        limits = self.config
-        body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        body, attempt = await self._read(exchange)
         named = body.get("session_id") or exchange.query.get("session_id")
         credential = self.gatekeeper.credential(
             key=read_key(exchange.headers),
@@ -41,25 +46,36 @@ class CompletionEndpoint:
         )
         parsed = self.dialect.parse(body, tag=exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None)
         if parsed.is_stream:
-            await self._stream(exchange, credential, parsed)
+            message = StreamComplete(credential=credential, request=parsed.request, attempt=attempt)
+            await self._stream(exchange, message, parsed)
         else:
-            await self._answer(exchange, credential, parsed)
+            await self._answer(
+                exchange, Complete(credential=credential, request=parsed.request, attempt=attempt), parsed
+            )
 
-    async def _answer(self, exchange: Exchange, credential: Credential, parsed: Parsed) -> None:
-        message = Complete(credential=credential, request=parsed.request)
+    async def _read(self, exchange: Exchange) -> tuple[dict[str, Any], Attempt | None]:
+        limits = self.config
+        raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        return parse_object(raw), read_attempt(exchange.headers, exchange.operation, raw)
+
+    async def _answer(self, exchange: Exchange, message: Complete, parsed: Parsed) -> None:
         answers = await exchange.until_hang_up(lambda: self.sessions.ask(message))
         await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
 
-    async def _stream(self, exchange: Exchange, credential: Credential, parsed: Parsed) -> None:
+    async def _stream(self, exchange: Exchange, message: StreamComplete, parsed: Parsed) -> None:
         """Send events as items arrive. The status waits for the first one, so that early failures have theirs."""
         wording = self.dialect.open_stream(parsed)
         exchange.fail_stream = wording.fail
         exchange.keep_alive = self.keep_alive
 
         async def pump() -> None:
-            message = StreamComplete(credential=credential, request=parsed.request)
+            is_waiting = True
             async with self.sessions.stream(message) as items:
                 async for item in items:
+                    if is_waiting and not isinstance(item, AnswerStarted):
+                        is_waiting = False
+                        seconds = perf_counter() - exchange.started_at
+                        self.meter.first_token_seconds[exchange.operation].observe(seconds)
                     events = wording.feed(item)
                     if events:
                         await exchange.send_events(events)

@@ -7,6 +7,7 @@ the client's dialect nor how to notice that the client has gone while an answer 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from areal_actors.proxy.beside import start_beside
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 from areal_actors.telemetry import get_logger
 
-__all__ = ["Exchange", "HungUp"]
+__all__ = ["Exchange", "HungUp", "parse_object"]
 
 _log = get_logger(__name__)
 
@@ -47,6 +48,9 @@ class Exchange:
         self.request_id = f"req_{secrets.token_hex(8)}"
         self.is_started = False
         """Whether a status has been sent, after which nothing but the body can say that something failed."""
+        self.status = 0
+        """The status, once it has been sent."""
+        self.started_at = time.perf_counter()
         self.fail_stream: Callable[[Any], bytes] | None = None
         """How an open stream words a failure."""
         self.keep_alive = KEEP_ALIVE
@@ -65,6 +69,11 @@ class Exchange:
         return str(self.scope["method"])
 
     @property
+    def operation(self) -> str:
+        """The name of what is asked for, whatever path led there."""
+        return str(self.scope.get("areal.operation", ""))
+
+    @property
     def query(self) -> dict[str, str]:
         """The query's parameters; of repeated ones, the last."""
         raw: bytes = self.scope["query_string"]
@@ -81,20 +90,12 @@ class Exchange:
             RequestTimeout: it did not arrive within ``timeout_seconds``.
             HungUp: the client left before its end.
         """
+        return parse_object(await self.read_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds))
+
+    async def read_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
+        """The body as it was sent. Raises as ``read_json`` does."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
-        body = await self._read_body(max_bytes, timeout_seconds)
-        if not body:
-            return {}
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest(f"The body is no valid JSON: {error.msg} (line {error.lineno}).") from None
-        if not isinstance(value, dict):
-            raise InvalidRequest("The body must be a JSON object.")
-        return value
-
-    async def _read_body(self, max_bytes: int, timeout_seconds: float) -> bytes:
         try:
             with anyio.fail_after(timeout_seconds):
                 return await self._collect_body(max_bytes)
@@ -166,9 +167,14 @@ class Exchange:
 
     async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
         """Answer with one JSON document; numpy arrays become lists."""
-        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+        await self.send_document(status, orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY), headers)
+
+    async def send_document(
+        self, status: int, body: bytes, headers: Iterable[Header] = (), *, content_type: bytes = b"application/json"
+    ) -> None:
+        """Answer with bytes."""
         raw = [
-            (b"content-type", b"application/json"),
+            (b"content-type", content_type),
             (b"content-length", b"%d" % len(body)),
             *self._names,
             *headers,
@@ -179,7 +185,7 @@ class Exchange:
             await self._send_whole(status, raw, body)
 
     async def _send_whole(self, status: int, headers: list[Header], body: bytes) -> None:
-        self.is_started = True
+        self.is_started, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -194,8 +200,21 @@ class Exchange:
         """Send server-sent events; the first ones start the response."""
         async with self._sending:  # a comment may come at the same moment
             if not self.is_started:
-                self.is_started = True
+                self.is_started, self.status = True, 200
                 raw = [*SSE_HEADERS, *self._names]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._num_sent += 1
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that ``body`` is; an empty one for an empty body. Raises ``InvalidRequest``."""
+    if not body:
+        return {}
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is no valid JSON: {error.msg} (line {error.lineno}).") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return value

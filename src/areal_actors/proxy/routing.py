@@ -8,6 +8,7 @@ all name one operation. Sessions cannot be called ``v1``: their ids end in a ran
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from time import perf_counter
 from typing import Any
 
 from attrs import frozen
@@ -16,6 +17,7 @@ from starlette.routing import BaseRoute, Match
 from areal_actors.core import root_cause
 from areal_actors.proxy.exchange import Exchange, HungUp, Receive, Send
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
+from areal_actors.proxy.meter import Meter
 from areal_actors.proxy.traffic import Traffic
 from areal_actors.telemetry import get_logger
 
@@ -46,9 +48,10 @@ class Operations(BaseRoute):
     turn.
     """
 
-    def __init__(self, table: Mapping[str, Operation], traffic: Traffic) -> None:
+    def __init__(self, table: Mapping[str, Operation], traffic: Traffic, meter: Meter) -> None:
         self._table = table
         self._traffic = traffic
+        self._meter = meter
 
     def find(self, path: str) -> tuple[str, str | None] | None:
         """The name of the operation at ``path`` and the session before it; ``None`` if there is no such path."""
@@ -75,9 +78,13 @@ class Operations(BaseRoute):
         try:
             await self._serve(operation, exchange)
         except HungUp:
+            self._meter.hang_ups[exchange.operation] += 1
             return
         except Exception as error:  # noqa: BLE001 - the last line: the client gets an answer, the log the story
+            if exchange.is_started:
+                self._meter.failed_streams[exchange.operation] += 1
             await _answer_failure(operation, exchange, root_cause(error))
+        self._meter.note_answer(exchange.operation, exchange.status, perf_counter() - exchange.started_at)
 
     async def _serve(self, operation: Operation, exchange: Exchange) -> None:
         if exchange.method not in operation.methods:

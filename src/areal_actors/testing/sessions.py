@@ -41,12 +41,14 @@ from areal_actors.messages import (
     CollectSession,
     Complete,
     CountTokens,
+    DescribeSessions,
     EndSession,
     ForgetSession,
     OpenSession,
     SessionClosed,
     SessionOpened,
     Sessions,
+    SessionsView,
     SetReward,
     StreamComplete,
 )
@@ -174,6 +176,12 @@ class ScriptedSessions(Actor[Sessions]):
             self._reward(session, None, message.final_reward)
         self._store.end(session.id, anyio.current_time())
         return SessionClosed(session=session.id, num_interactions=len(self._interactions[session.id]))
+
+    @DescribeSessions.handler
+    async def describe(self, message: DescribeSessions) -> SessionsView:  # noqa: ARG002 - the message says it all
+        """Count the sessions."""
+        num_live = self._store.num_live
+        return SessionsView(num_live=num_live, num_ended=len(self._store) - num_live, num_pending=0)
 
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:

@@ -1,0 +1,221 @@
+"""``/metrics``: what Prometheus reads, asked of everybody who knows at the moment when it is read.
+
+Nothing here is global: every application has a ``Meter`` of its own, and the library only words the numbers. Labels
+name operations, statuses and actors; no key, session or path appears. ``docs/metrics.md`` describes every name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+from attrs import define, frozen
+
+from areal_actors.core import ActorState, ActorStatistics, Message, Ref
+from areal_actors.errors import ArealError
+from areal_actors.messages import (
+    Capacity,
+    CapacityView,
+    DescribeCapacity,
+    DescribeEngine,
+    DescribeSessions,
+    EngineView,
+    Exports,
+    Generation,
+    Sessions,
+    SessionsView,
+)
+from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.meter import Histogram, Meter
+from areal_actors.proxy.traffic import Traffic
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["MetricsEndpoint"]
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+Values = float | Mapping[tuple[str, ...], float]
+"""One number, or one for each combination of labels."""
+
+_SCRAPE_SECONDS = 2.0
+"""Who has not answered by then is left out: a busy actor must not make the others invisible."""
+
+
+@define(kw_only=True)
+class Readings:
+    """What the actors say of themselves; ``None`` for those that said nothing in time."""
+
+    mailboxes: Mapping[str, ActorStatistics]
+    engine: EngineView | None = None
+    capacity: CapacityView | None = None
+    sessions: SessionsView | None = None
+
+
+@frozen(kw_only=True)
+class MetricsEndpoint:
+    """The route."""
+
+    sessions: Ref[Sessions]
+    capacity: Ref[Capacity]
+    exports: Ref[Exports]
+    generation: Ref[Generation] | None
+    meter: Meter
+    traffic: Traffic
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answer in the text format, which everybody reads: the library's choice by ``Accept`` fails on odd ones."""
+        from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+        readings = await self._read()
+        text = generate_latest(_Collected(self._families(readings)))
+        await exchange.send_document(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4.encode())
+
+    async def _read(self) -> Readings:
+        actors: dict[str, Ref[Any]] = {"sessions": self.sessions, "capacity": self.capacity, "exports": self.exports}
+        if self.generation is not None:
+            actors["generation"] = self.generation
+        readings = Readings(mailboxes={name: ref.statistics() for name, ref in actors.items()})
+
+        async def read_engine() -> None:
+            if self.generation is not None:
+                readings.engine = await _ask(self.generation, DescribeEngine())
+
+        async def read_capacity() -> None:
+            readings.capacity = await _ask(self.capacity, DescribeCapacity())
+
+        async def read_sessions() -> None:
+            readings.sessions = await _ask(self.sessions, DescribeSessions())
+
+        async with anyio.create_task_group() as tasks:
+            for read in (read_engine, read_capacity, read_sessions):
+                tasks.start_soon(read)
+        return readings
+
+    def _families(self, readings: Readings) -> Iterator[Metric]:
+        yield from _http_families(self.meter, len(self.traffic))
+        yield from _actor_families(readings.mailboxes)
+        if readings.engine is not None:
+            yield from _engine_families(readings.engine)
+        if readings.sessions is not None:
+            yield from _session_families(readings.sessions)
+        if readings.capacity is not None:
+            yield from _capacity_families(readings.capacity)
+
+
+@frozen
+class _Collected:
+    """What the library's encoders take for a registry."""
+
+    families: Iterator[Metric]
+
+    def collect(self) -> Iterator[Metric]:
+        return self.families
+
+
+async def _ask(ref: Ref[P], message: Message[P, R]) -> R | None:
+    """The reply, if there is one in time."""
+    with anyio.move_on_after(_SCRAPE_SECONDS):
+        try:
+            return await ref.ask(message)
+        except ArealError:
+            return None
+    return None
+
+
+# -------------------------------------------------------------------------------------------------- the families
+
+
+def _http_families(meter: Meter, in_flight: int) -> Iterator[Metric]:
+    requests: Values = {(operation, str(status)): number for (operation, status), number in meter.requests.items()}
+    yield _counter("http_requests", "Requests that were answered.", requests, labels=("operation", "status"))
+    yield _histogram("http_request_seconds", "From the request's head to the end of its answer.", meter.seconds)
+    yield _histogram(
+        "http_first_token_seconds", "Streams: from the request's head to the first delta.", meter.first_token_seconds
+    )
+    yield _gauge("http_requests_in_flight", "Requests that are being answered.", in_flight)
+    hang_ups, failed = _by_operation(meter.hang_ups), _by_operation(meter.failed_streams)
+    yield _counter("http_hang_ups", "Requests whose client left before the answer.", hang_ups, labels=("operation",))
+    yield _counter("http_failed_streams", "Streams that ended in an error.", failed, labels=("operation",))
+
+
+def _actor_families(mailboxes: Mapping[str, ActorStatistics]) -> Iterator[Metric]:
+    def by_actor(name: str) -> dict[tuple[str, ...], int]:
+        return {(actor,): getattr(statistics, name) for actor, statistics in mailboxes.items()}
+
+    is_up: Values = {(actor,): int(found.state is ActorState.RUNNING) for actor, found in mailboxes.items()}
+    yield _gauge("actor_up", "1 while the actor takes messages.", is_up, labels=("actor",))
+    yield _gauge("actor_queued", "Messages in its mailbox.", by_actor("num_queued"), labels=("actor",))
+    yield _gauge("actor_running", "Handlers that run.", by_actor("num_running"), labels=("actor",))
+    yield _counter("actor_handled", "Handlers that ended.", by_actor("num_handled"), labels=("actor",))
+    yield _counter("actor_failed", "Of these, those that raised.", by_actor("num_failed"), labels=("actor",))
+    yield _counter("actor_cancelled", "Asks whose asker left.", by_actor("num_cancelled"), labels=("actor",))
+
+
+def _engine_families(view: EngineView) -> Iterator[Metric]:
+    statistics = view.statistics
+    yield _gauge("engine_running", "Generations that are being sampled.", statistics.running)
+    yield _gauge("engine_waiting", "Generations that wait for a place.", statistics.waiting)
+    yield _gauge("engine_version", "Version of the weights that are served.", view.version)
+    yield _counter("engine_prompt_tokens", "Tokens of prompts, cached ones included.", statistics.prompt_tokens)
+    yield _counter("engine_cached_tokens", "Of these, those that were not computed again.", statistics.cached_tokens)
+    yield _counter("engine_sampled_tokens", "Tokens that were sampled.", statistics.sampled_tokens)
+    yield _counter("engine_aborted", "Generations that were aborted.", statistics.aborted)
+    yield _counter("engine_busy_seconds", "Time in which something was computed.", statistics.busy_seconds)
+
+
+def _session_families(view: SessionsView) -> Iterator[Metric]:
+    yield _gauge("sessions_live", "Sessions that take requests.", view.num_live)
+    yield _gauge("sessions_ended", "Sessions that have ended and are not forgotten.", view.num_ended)
+    yield _gauge("interactions_pending", "Answers that are being made.", view.num_pending)
+    yield _counter("retries_recognised", "Retries that joined or repeated an earlier request.", view.num_retries)
+
+
+def _capacity_families(view: CapacityView) -> Iterator[Metric]:
+    yield _gauge("capacity_available", "Episode groups that may start now.", view.available)
+    yield _gauge("capacity_running", "Episode groups that run.", view.running)
+    yield _gauge("capacity_reserved", "Places that are kept for sessions to come.", view.reserved)
+    yield _gauge("capacity_accepted", "Episode groups that were accepted as training data.", view.accepted)
+
+
+def _by_operation(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
+    return {(operation,): number for operation, number in counts.items()}
+
+
+def _counter(name: str, meaning: str, values: Values, *, labels: tuple[str, ...] = ()) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(f"areal_{name}", meaning, labels=labels)
+    return _filled(family, values)
+
+
+def _gauge(name: str, meaning: str, values: Values, *, labels: tuple[str, ...] = ()) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily(f"areal_{name}", meaning, labels=labels), values)
+
+
+def _filled(family: Any, values: Values) -> Metric:
+    for labels, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric(labels, value)
+    return family  # type: ignore[no-any-return]
+
+
+def _histogram(name: str, meaning: str, values: Mapping[str, Histogram]) -> Metric:
+    from prometheus_client.core import HistogramMetricFamily
+
+    family = HistogramMetricFamily(f"areal_{name}", meaning, labels=("operation",))
+    for operation, histogram in values.items():
+        family.add_metric((operation,), list(_buckets(histogram)), histogram.total)
+    return family
+
+
+def _buckets(histogram: Histogram) -> Iterable[tuple[str, float]]:
+    """Prometheus counts from below: every bucket holds the smaller ones."""
+    number = 0
+    for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+        number += count
+        yield str(bound), number

@@ -1,0 +1,297 @@
+"""``/openapi.json``: the proxy's routes as an OpenAPI 3.1 document.
+
+Each route has one entry in ``describe_routes``; a test holds the entries against the table that serves requests, and
+real answers against the schemas. What a dialect adds is one ``describe_completions``. Routes are served under more
+spellings than the document lists: ``/v1`` may be missing, doubled or elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from areal_actors.proxy.answer_schemas import ANSWERS
+from areal_actors.proxy.anthropic_parameters import MESSAGES_PARAMETERS
+from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.parameters import CHAT_PARAMETERS, Parameter, ParameterTable, Support
+from areal_actors.proxy.raw_parameters import RAW_PARAMETERS
+from areal_actors.proxy.responses_parameters import RESPONSES_PARAMETERS
+from areal_actors.proxy.schemas import ARGUMENTS, CHAT_MESSAGES, Schema, describe_request
+
+__all__ = ["OpenAPIEndpoint", "Route", "create_document", "describe_completions", "describe_routes"]
+
+_SESSION_FAILURES = (400, 401, 404, 408, 410, 413, 500, 503)
+_SESSION_KEYS: tuple[Mapping[str, Any], ...] = ({"sessionKey": []}, {"anthropicKey": []})
+_ADMIN_KEY: tuple[Mapping[str, Any], ...] = ({"adminKey": []},)
+_DESCRIPTION = (
+    "Answers as the vendors' endpoints do and remembers the exact tokens of every session. A session is named by its "
+    "key or by its URL. `/v1` may be missing, doubled or elsewhere in a path."
+)
+
+
+@frozen(kw_only=True)
+class Route:
+    """One route as it is documented.
+
+    ``operation`` is its name in the routing table, ``path`` its main form. ``answers`` are the bodies of 200 (and of
+    other statuses that are no errors), by media type; ``failures`` the statuses of errors, whose body is ``error``.
+    ``security`` are alternatives, none of which is needed where the path names the session.
+    """
+
+    operation: str
+    path: str
+    summary: str
+    methods: tuple[str, ...] = ("post",)
+    has_session: bool = False
+    security: tuple[Mapping[str, Any], ...] = ()
+    request: Schema | None = None
+    answers: Mapping[int, Mapping[str, Schema]] = field(factory=dict)
+    failures: tuple[int, ...] = (500, 503)
+    error: str = "Error"
+
+
+def describe_completions(
+    operation: str,
+    table: ParameterTable,
+    *,
+    summary: str,
+    required: tuple[str, ...],
+    answer: str,
+    own: Mapping[str, Schema] | None = None,
+    has_stream: bool = True,
+    error: str = "Error",
+) -> Route:
+    """The route of one dialect: ``table`` says what it takes, ``answer`` names the schema of what it answers."""
+    content: dict[str, Schema] = _json(answer)
+    if has_stream:
+        content["text/event-stream"] = {"type": "string"}
+    return Route(
+        operation=operation,
+        path=f"/v1/{operation}",
+        summary=summary,
+        has_session=True,
+        security=_SESSION_KEYS,
+        request=describe_request(table, required=required, own=own),
+        answers={200: content},
+        failures=tuple(sorted({*_SESSION_FAILURES, 422})),
+        error=error,
+    )
+
+
+def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
+    """Every route. ``inert`` are further parameters of completions to accept and ignore, as the settings name them."""
+    return (*_describe_dialects(inert), *_SESSION_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
+
+
+def _describe_dialects(inert: Collection[str]) -> tuple[Route, ...]:
+    return (
+        describe_completions(
+            "chat/completions",
+            _extended(CHAT_PARAMETERS, inert),
+            summary="OpenAI's chat completions; streamed as ChatCompletionChunk events",
+            required=("messages",),
+            answer="ChatCompletion",
+            own={"messages": CHAT_MESSAGES},
+        ),
+        describe_completions(
+            "completions",
+            _extended(RAW_PARAMETERS, inert),
+            summary="OpenAI's plain completions",
+            required=("prompt",),
+            answer="TextCompletion",
+            own={"logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 5}},
+        ),
+        describe_completions(
+            "responses",
+            _extended(RESPONSES_PARAMETERS, inert),
+            summary="OpenAI's Responses; streamed as its events",
+            required=("input",),
+            answer="Response",
+        ),
+        describe_completions(
+            "messages",
+            _extended(MESSAGES_PARAMETERS, inert),
+            summary="Anthropic's messages",
+            required=("messages",),
+            answer="Message",
+            error="AnthropicError",
+        ),
+        describe_completions(
+            "messages/count_tokens",
+            _extended(MESSAGES_PARAMETERS, inert),
+            summary="How many tokens the prompt of a message has",
+            required=("messages",),
+            answer="TokenCount",
+            has_stream=False,
+            error="AnthropicError",
+        ),
+    )
+
+
+def _extended(table: ParameterTable, inert: Collection[str]) -> ParameterTable:
+    """``table`` with further names to ignore; what is honoured stays so."""
+    kept = [row for row in table.parameters if row.support is Support.HONOURED or row.name not in inert]
+    new = sorted(set(inert) - {row.name for row in kept})
+    added = [Parameter(name=name, support=Support.INERT, note="named in the settings") for name in new]
+    return evolve(table, parameters=(*kept, *added))
+
+
+def _json(name: str) -> dict[str, Schema]:
+    return {"application/json": {"$ref": f"#/components/schemas/{name}"}}
+
+
+def _arguments(operation: str, *required: str) -> Schema:
+    return {"type": "object", "properties": ARGUMENTS[operation], "required": list(required)}
+
+
+_SESSION_ROUTES = tuple(
+    Route(
+        operation=operation,
+        path=f"/{operation}",
+        summary=summary,
+        has_session=True,
+        security=_SESSION_KEYS,
+        request=_arguments(operation, *required),
+        answers={200: _json(answer)},
+        failures=_SESSION_FAILURES,
+    )
+    for operation, summary, required, answer in (
+        ("rl/set_reward", "Reward one interaction, or the last completed one", ("reward",), "Rewarded"),
+        ("rl/end_session", "End a session, with or without a final reward", (), "SessionEnded"),
+        ("rl/finalize", "Reward the last completed interaction and end the session", ("final_reward",), "SessionEnded"),
+    )
+)
+_ADMIN_ROUTES = (
+    Route(
+        operation="rl/start_session",
+        path="/rl/start_session",
+        summary="Open a session",
+        methods=("post", "get"),
+        security=_ADMIN_KEY,
+        request=_arguments("rl/start_session"),
+        answers={200: _json("SessionStarted")},
+        failures=(400, 401, 408, 409, 413, 429, 500, 503),
+    ),
+    Route(
+        operation="export_trajectories",
+        path="/export_trajectories",
+        summary="The training rows of a session",
+        security=_ADMIN_KEY,
+        request=_arguments("export_trajectories", "session_id"),
+        answers={200: _json("Trajectories")},
+        failures=(400, 401, 404, 408, 413, 422, 500, 503),
+    ),
+    Route(
+        operation="grant_capacity",
+        path="/grant_capacity",
+        summary="Keep a place for a session that starts soon",
+        security=_ADMIN_KEY,
+        answers={200: _json("Capacity")},
+        failures=(401, 429, 500, 503),
+    ),
+)
+_OPEN_ROUTES = (
+    Route(
+        operation="models",
+        path="/v1/models",
+        summary="The model that answers",
+        methods=("get",),
+        answers={200: _json("Models")},
+    ),
+    Route(
+        operation="health",
+        path="/health",
+        summary="Whether requests can be answered",
+        methods=("get",),
+        answers={200: _json("Health"), 503: _json("Health")},
+        failures=(500,),
+    ),
+    Route(
+        operation="metrics",
+        path="/metrics",
+        summary="Numbers for Prometheus",
+        methods=("get",),
+        answers={200: {"text/plain": {"type": "string"}}},
+        failures=(500,),
+    ),
+    Route(
+        operation="openapi.json",
+        path="/openapi.json",
+        summary="This document",
+        methods=("get",),
+        answers={200: {"application/json": {"type": "object"}}},
+        failures=(500,),
+    ),
+)
+
+
+def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
+    """The OpenAPI document of ``routes``."""
+    bearer = {"type": "http", "scheme": "bearer"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "areal_actors", "version": "1", "description": _DESCRIPTION},
+        "paths": {path: item for route in routes for path, item in _paths(route)},
+        "components": {
+            "schemas": ANSWERS,
+            "securitySchemes": {
+                "sessionKey": {**bearer, "description": "The key of a session"},
+                "anthropicKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "adminKey": {**bearer, "description": "The administrator's key"},
+            },
+        },
+    }
+
+
+def _paths(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield route.path, {method: _operation(route, method, "") for method in route.methods}
+    if route.has_session:
+        session = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        item = {method: _operation(route, method, "_of_session") for method in route.methods}
+        yield f"/{{session_id}}{route.path}", {"parameters": [session], **item}
+
+
+def _operation(route: Route, method: str, form: str) -> dict[str, Any]:
+    name = route.operation.replace("/", "_").replace(".", "_")
+    security = [*route.security, {}] if form else list(route.security)
+    described: dict[str, Any] = {
+        "operationId": f"{method}_{name}{form}",
+        "summary": route.summary,
+        "security": security,
+        "responses": _responses(route),
+    }
+    if route.request is not None and method == "get":
+        described["parameters"] = [
+            {"name": name, "in": "query", "schema": {**schema, "type": "string"}}
+            for name, schema in route.request["properties"].items()
+        ]
+    elif route.request is not None:
+        content = {"application/json": {"schema": route.request}}
+        described["requestBody"] = {"required": bool(route.request["required"]), "content": content}
+    return described
+
+
+def _responses(route: Route) -> dict[str, Any]:
+    answers = dict(route.answers)
+    answers.update({status: _json(route.error) for status in route.failures})
+    return {
+        str(status): {
+            "description": HTTPStatus(status).phrase,
+            "content": {media: {"schema": schema} for media, schema in content.items()},
+        }
+        for status, content in sorted(answers.items())
+    }
+
+
+@frozen(kw_only=True)
+class OpenAPIEndpoint:
+    """The route of the document."""
+
+    document: Mapping[str, Any]
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answer with the document."""
+        await exchange.send_json(200, self.document)

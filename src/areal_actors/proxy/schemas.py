@@ -1,0 +1,149 @@
+"""JSON schemas of what clients send: data for the OpenAPI document, put together in ``openapi``.
+
+Requests are described by their ``ParameterTable``: which names there are and what becomes of them is said there, which
+values they take is said here, once for all dialects. A dialect whose parameter differs gives its own schema. What
+clients read is in ``answer_schemas``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_actors.proxy.parameters import Parameter, ParameterTable, Support
+
+__all__ = ["ARGUMENTS", "CHAT_MESSAGES", "VALUES", "Schema", "describe_request", "list_of", "one_object"]
+
+Schema = Mapping[str, Any]
+
+_MAX_INT = 2**31 - 1
+_ASKS_FOR_NOTHING = ({"type": "null"}, {"type": "array", "maxItems": 0}, {"type": "object", "maxProperties": 0})
+
+
+def _number(low: float, high: float, *, is_open: bool = False) -> Schema:
+    edge = {"exclusiveMinimum": low} if is_open else {"minimum": low}
+    return {"type": ["number", "null"], **edge, "maximum": high}
+
+
+def _integer(low: int, high: int) -> Schema:
+    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
+
+
+def list_of(items: Schema, **more: Any) -> Schema:
+    """An array."""
+    return {"type": "array", "items": items, **more}
+
+
+def one_object(properties: Mapping[str, Schema], *optional: str, **more: Any) -> Schema:
+    """An object with all of ``properties``, save the ``optional`` ones."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, **more}
+
+
+_MAYBE_TEXT: Schema = {"type": ["string", "null"]}
+_NAME: Schema = {"type": ["string", "null"], "minLength": 1}
+_FLAG: Schema = {"type": ["boolean", "null"]}
+_OBJECT: Schema = {"type": ["object", "null"]}
+
+VALUES: Mapping[str, Schema] = {
+    "messages": list_of({"type": "object"}, minItems=1),
+    "model": _NAME,
+    "max_tokens": _integer(1, _MAX_INT),
+    "max_completion_tokens": _integer(1, _MAX_INT),
+    "max_output_tokens": _integer(1, _MAX_INT),
+    "n": _integer(1, 128),
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1, is_open=True),
+    "top_k": _integer(-1, _MAX_INT),
+    "min_p": _number(0, 1),
+    "frequency_penalty": _number(-2, 2),
+    "presence_penalty": _number(-2, 2),
+    "repetition_penalty": _number(0, 10, is_open=True),
+    "logit_bias": {
+        "type": ["object", "null"],
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": _number(-100, 100),
+    },
+    "stop": {"type": ["string", "array", "null"], "items": {"type": "string", "minLength": 1}, "maxItems": 16},
+    "stop_sequences": {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}, "maxItems": 16},
+    "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0, "maximum": _MAX_INT}},
+    "seed": _integer(-(2**63), 2**63 - 1),
+    "logprobs": _FLAG,
+    "top_logprobs": _integer(0, 20),
+    "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+    "tool_choice": {"type": ["string", "object", "null"]},
+    "parallel_tool_calls": _FLAG,
+    "response_format": _OBJECT,
+    "stream": _FLAG,
+    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
+    "store": _FLAG,
+    "metadata": {"type": ["object", "null"], "additionalProperties": {"type": "string"}},
+    "chat_template_kwargs": _OBJECT,
+    "session_id": _MAYBE_TEXT,
+    "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+    "thinking": _OBJECT,
+    "output_config": _OBJECT,
+    "output_format": _OBJECT,
+    "prompt": {"anyOf": [{"type": "string", "minLength": 1}, list_of({"type": "integer", "minimum": 0}, minItems=1)]},
+}
+"""What an honoured parameter of this name takes; ``null`` asks for nothing. A name that is not here takes anything."""
+
+CHAT_MESSAGES: Schema = list_of(
+    one_object(
+        {
+            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+            "content": {"type": ["string", "array", "null"]},
+            "name": _MAYBE_TEXT,
+            "tool_call_id": _MAYBE_TEXT,
+            "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+            "reasoning_content": _MAYBE_TEXT,
+        },
+        "content",
+        "name",
+        "tool_call_id",
+        "tool_calls",
+        "reasoning_content",
+    ),
+    minItems=1,
+)
+
+
+def describe_request(
+    table: ParameterTable, *, required: tuple[str, ...] = (), own: Mapping[str, Schema] | None = None
+) -> Schema:
+    """The schema of a request body. ``own`` are the dialect's schemas where they differ from ``VALUES``.
+
+    It describes each parameter by itself. What only makes sense together (``top_logprobs`` with ``logprobs``) and what
+    depends on the model is answered with 400.
+    """
+    values = {**VALUES, **(own or {})}
+    return {
+        "type": "object",
+        "properties": {parameter.name: _describe(parameter, values) for parameter in table.parameters},
+        "required": list(required),
+        "additionalProperties": {"anyOf": list(_ASKS_FOR_NOTHING)},
+    }
+
+
+def _describe(parameter: Parameter, values: Mapping[str, Schema]) -> Schema:
+    if parameter.support is Support.HONOURED:
+        return {**values.get(parameter.name, {}), "description": parameter.note}
+    if parameter.support is Support.INERT:
+        return {"description": f"Accepted and ignored: {parameter.note}."}
+    neutral = [{"const": value} for value in parameter.neutral]
+    return {"description": f"Refused: {parameter.note}.", "anyOf": [*neutral, *_ASKS_FOR_NOTHING]}
+
+
+ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
+    "rl/start_session": {"task_id": _NAME, "api_key": {**_NAME, "minLength": 8}, "group_id": _NAME},
+    "rl/set_reward": {
+        "reward": {"type": ["number", "string", "boolean"]},
+        "interaction_id": _NAME,
+        "completion_id": _NAME,
+        "session_id": _NAME,
+    },
+    "rl/end_session": {"final_reward": {"type": ["number", "string", "boolean", "null"]}, "session_id": _NAME},
+    "rl/finalize": {"final_reward": {"type": ["number", "string", "boolean"]}, "session_id": _NAME},
+    "export_trajectories": {"session_id": _NAME, "discount": _number(0, 1), "style": _NAME},
+}
+"""What the routes beside completions take, in the body or in the query."""

@@ -1,0 +1,155 @@
+"""What the proxy tells Prometheus: true numbers under documented names, and no secrets."""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.actors.house import encode, open_house
+
+from areal_actors.messages import DescribeEndpoint, OpenSession
+from areal_actors.proxy import ProxyServer
+from areal_actors.proxy.meter import Histogram, Meter
+from areal_actors.testing.engines import EchoEngine
+
+pytestmark = pytest.mark.anyio
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "why?"}]}
+
+
+@asynccontextmanager
+async def served(engine: EchoEngine | None = None):
+    """The whole stack, an HTTP client and an open session."""
+    engine = engine or EchoEngine(lambda _: encode("one two"))
+    async with open_house(engine=engine, max_seconds=60) as house:
+        proxy = ProxyServer(
+            sessions=house.sessions, exports=house.exports, capacity=house.capacity, generation=house.generation
+        )
+        endpoint = await (await house.system.spawn(proxy)).ask(DescribeEndpoint())
+        session = await house.sessions.ask(OpenSession(task="canary"))
+        async with httpx.AsyncClient(base_url=endpoint.url) as http:
+            yield house, http, session
+
+
+async def scrape(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """Every sample: its name and the values of its labels, in the order of their names."""
+    answer = await http.get("/metrics")
+    assert (200, "text/plain; version=0.0.4; charset=utf-8") == (answer.status_code, answer.headers["content-type"])
+    families = text_string_to_metric_families(answer.text)
+    return {
+        (s.name, *(value for _, value in sorted(s.labels.items()))): s.value
+        for family in families
+        for s in family.samples
+    }
+
+
+async def test_what_was_done_is_counted():
+    """Answers by status, streams by their first token, tokens by the engine, retries by the sessions."""
+    async with served() as (_, http, session):
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        retry = headers | {"x-stainless-retry-count": "1"}
+        await http.post(CHAT, json=BODY, headers=headers | {"x-stainless-retry-count": "0"})
+        await http.post(CHAT, json=BODY, headers=retry)
+        await http.post(CHAT, json=BODY | {"stream": True}, headers=headers)
+        await http.post(CHAT, json=BODY)
+        seen = await scrape(http)
+    chat = "chat/completions"
+
+    assert (3, 1) == (seen["areal_http_requests_total", chat, "200"], seen["areal_http_requests_total", chat, "401"])
+    assert (
+        4 == seen["areal_http_request_seconds_count", chat] == seen["areal_http_request_seconds_bucket", "+Inf", chat]
+    )
+    assert 1 == seen["areal_http_first_token_seconds_count", chat]
+    assert 2 * len(encode("one two")) == seen["areal_engine_sampled_tokens_total",]
+    assert (1, 1, 0) == (
+        seen["areal_retries_recognised_total",],
+        seen["areal_sessions_live",],
+        seen["areal_interactions_pending",],
+    )
+    assert {1.0} == {seen["areal_actor_up", actor] for actor in ("sessions", "generation", "capacity", "exports")}
+
+
+async def test_what_happens_is_shown_while_it_happens():
+    """A request in flight, and then a client that left; both in the figures, each in its place."""
+    engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
+    async with served(engine) as (_, http, session), anyio.create_task_group() as tasks:
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        tasks.start_soon(lambda: http.post(CHAT, json=BODY, headers=headers))
+        while not engine.requests:
+            await anyio.lowlevel.checkpoint()
+        during = await scrape(http)
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            while not engine.statistics().aborted:
+                await anyio.lowlevel.checkpoint()
+            after = await scrape(http)
+
+    assert (1, 1) == (during["areal_http_requests_in_flight",], during["areal_interactions_pending",])
+    assert (0, 0) == (after["areal_http_requests_in_flight",], after["areal_interactions_pending",])
+    assert (1, 1) == (after["areal_http_hang_ups_total", "chat/completions"], after["areal_engine_aborted_total",])
+
+
+async def test_a_stream_that_breaks_is_counted():
+    """Its status was 200; that it failed is said elsewhere."""
+    engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
+    async with served(engine) as (_, http, session):
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        engine.release(2)
+        async with http.stream("POST", CHAT, json=BODY | {"stream": True}, headers=headers) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            engine.fail(RuntimeError("gone"))
+            async for _ in lines:
+                pass
+        seen = await scrape(http)
+
+    assert 1 == seen["areal_http_failed_streams_total", "chat/completions"]
+
+
+async def test_who_does_not_answer_is_left_out():
+    """An actor that has stopped is down; the others are seen."""
+    async with served() as (house, http, _):
+        await house.generation.stop()
+        seen = await scrape(http)
+
+    assert (0, 1) == (seen["areal_actor_up", "generation"], seen["areal_actor_up", "sessions"])
+    assert ("areal_engine_version",) not in seen
+    assert ("areal_sessions_live",) in seen
+
+
+async def test_every_name_is_documented_and_no_secret_is_told():
+    """The table has the names that there are; neither the id nor the key of a session appears, wherever it was sent."""
+    async with served() as (_, http, session):
+        await http.post(f"/{session.session}{CHAT}", json=BODY, headers={"authorization": f"Bearer {session.api_key}"})
+        await http.post(f"/{session.session}/{session.api_key}", json=BODY)
+        text = (await http.get("/metrics", headers={"accept": "application/openmetrics-text; version=x"})).text
+    documented = set(re.findall(r"^\| `(areal_\w+)` \| (\w+)", DOCUMENT.read_text(), re.MULTILINE))
+
+    assert set(re.findall(r"^# TYPE (areal_\w+) (\w+)", text, re.MULTILINE)) == documented
+    assert "canary" not in text
+    assert session.api_key not in text
+
+
+def test_a_histogram_counts_what_is_at_most_each_bound():
+    """The bounds belong to the bucket below them."""
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 99.0):
+        histogram.observe(value)
+
+    assert ([2, 1, 1], 102.0) == (histogram.counts, histogram.total)
+
+
+def test_meters_are_apart():
+    """Two applications in one process do not share a number."""
+    one, other = Meter(), Meter()
+    one.note_answer("health", 200, 0.1)
+
+    assert {("health", 200): 1} == one.requests
+    assert not other.requests

@@ -82,6 +82,7 @@ class _Turn:
     plan: PromptPlan
     choices: tuple[Choice, ...]
     requests: tuple[EngineRequest, ...]
+    is_streaming: bool
 
 
 class SessionManager(Actor[Sessions]):
@@ -260,7 +261,7 @@ class SessionManager(Actor[Sessions]):
             for name, key in zip(names, keys, strict=True)
         )
         choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
-        return _Turn(session=session, plan=plan, choices=choices, requests=requests)
+        return _Turn(session=session, plan=plan, choices=choices, requests=requests, is_streaming=is_streaming)
 
     def _choice(self, session: Session, plan: PromptPlan, name: tuple[int, str], *, is_streaming: bool) -> Choice:
         index, interaction = name[0], InteractionId(name[1])
@@ -282,9 +283,7 @@ class SessionManager(Actor[Sessions]):
             async with AsyncExitStack() as stack:
                 yield [
                     await stack.enter_async_context(
-                        self._generation.stream(
-                            Generate(request=request), buffer_size=_buffer_size(request, len(turn.requests))
-                        )
+                        self._generation.stream(Generate(request=request), buffer_size=_buffer_size(request, turn))
                     )
                     for request in turn.requests
                 ]
@@ -315,6 +314,11 @@ def _names(first: str, num_choices: int) -> list[str]:
     return [first, *(f"{first}-{index}" for index in range(1, num_choices))]
 
 
-def _buffer_size(request: EngineRequest, num_choices: int) -> int:
-    """Choices that are told later must not hold their generation up; a single one may: that is back-pressure."""
-    return 16 if num_choices == 1 else request.sampling.max_new_tokens + 1
+def _buffer_size(request: EngineRequest, turn: _Turn) -> int:
+    """Choices that are told later must not hold their generation up; a single one may: that is back-pressure.
+
+    An answer in one piece waits for nothing but its chunks, so that a single choice needs no buffer.
+    """
+    if len(turn.requests) > 1:
+        return request.sampling.max_new_tokens + 1
+    return 16 if turn.is_streaming else 0

@@ -133,7 +133,13 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         call = StreamCall(
             message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline(), limit=buffer_size
         )
-        self._send(call)
+        serving = self._visited(handler)
+        if serving is None:
+            self._send(call)
+        else:
+            if call.parent is not None:
+                call.parent.waits.add(call)
+            serving.start(call)
         return call
 
     def close_call(self, call: StreamCall) -> None:

@@ -198,6 +198,10 @@ class Serving:
         mailbox = self._mailbox
         return mailbox.wake is not None and not mailbox.closed and self._places[handler] < handler.concurrency
 
+    def start(self, ask: Ask) -> None:
+        """Start a concurrent handler without a detour through the mailbox, where ``can_be_visited`` says so."""
+        self._start_concurrent(ask.handler, ask)
+
     def is_turn_over(self) -> bool:
         """Whether a visitor should give the event loop its turn first: visits may follow one another without any."""
         self._num_visits += 1

@@ -24,6 +24,29 @@ from benchmarks.null_engine import SETUPS
 __all__ = ["Connection", "converse", "live", "serving"]
 
 
+_SDK_HEADERS = "".join(
+    f"{name}: {value}\r\n"
+    for name, value in {
+        "host": "127.0.0.1",
+        "accept-encoding": "gzip, deflate",
+        "connection": "keep-alive",
+        "accept": "application/json",
+        "content-type": "application/json",
+        "user-agent": "AsyncOpenAI/Python 2.8.0",
+        "x-stainless-lang": "python",
+        "x-stainless-package-version": "2.8.0",
+        "x-stainless-os": "Linux",
+        "x-stainless-arch": "x64",
+        "x-stainless-runtime": "CPython",
+        "x-stainless-runtime-version": "3.11.7",
+        "x-stainless-async": "async:asyncio",
+        "x-stainless-retry-count": "0",
+        "x-stainless-read-timeout": "600",
+    }.items()
+)
+"""What OpenAI's SDK sends with every request: some of it decides how a request is treated."""
+
+
 class Connection:
     """A keep-alive connection that sends a request and reads its answer, and knows no more of HTTP than that."""
 
@@ -85,10 +108,7 @@ class Connection:
 
 def _format_post(path: str, document: dict[str, Any], key: str) -> bytes:
     body = orjson.dumps(document)
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\n{_SDK_HEADERS}authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

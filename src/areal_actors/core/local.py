@@ -17,7 +17,7 @@ from areal_actors.core.message import Address, Message, StreamMessage
 from areal_actors.core.ref import Ref
 from areal_actors.core.statistics import ActorStatistics
 from areal_actors.core.stream import Stream
-from areal_actors.core.visits import answer_in_visit, stream_in_visit
+from areal_actors.core.visits import VisitedStream, answer_in_visit
 from areal_actors.errors import ActorStopped, DeadlineExceeded, MailboxFull, ProtocolError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         if serving is None:
             stream: AbstractAsyncContextManager[AsyncIterator[Item]] = Stream(self, message, 1)
         else:
-            stream = stream_in_visit(Ask(message, handler, self.cell, asking_frame(), math.inf), serving)
+            stream = VisitedStream(Ask(message, handler, self.cell, asking_frame(), math.inf), serving)
         async with stream as items:
             yield items
 

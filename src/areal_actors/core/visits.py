@@ -15,9 +15,10 @@ Everything that cannot be visited goes through the mailbox to ``serving``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from anyio.lowlevel import checkpoint
 
@@ -28,7 +29,7 @@ from areal_actors.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from areal_actors.core.serving import Serving
 
-__all__ = ["answer_in_visit", "stream_in_visit"]
+__all__ = ["VisitedStream", "answer_in_visit"]
 
 
 async def answer_in_visit(ask: Ask, serving: Serving) -> Any:
@@ -56,51 +57,36 @@ async def answer_in_visit(ask: Ask, serving: Serving) -> Any:
     return ask.reply
 
 
-@asynccontextmanager
-async def stream_in_visit(ask: Ask, serving: Serving) -> AsyncIterator[AsyncIterator[Any]]:
-    """The items of a stream handler, each made in this task when it is asked for."""
-    parent = ask.parent
-    if parent is not None:
-        parent.waits.add(ask)
-    loop = ask.cell.loop
-    scope = loop.new_scope()
-    serving.begin_visit(ask, scope)
-    steps = _Steps(ask, serving.open_generator(ask, scope))
-    try:
-        with scope:
-            try:
-                yield steps
-            finally:
-                if not steps.is_over:
-                    scope.deadline = loop.now() + ask.cell.cleanup_seconds
-                    await steps.close()
-    finally:
-        serving.end_stream(ask)
-        serving.end_visit(ask, scope)
-        if parent is not None:
-            parent.waits.discard(ask)
-    if scope.cancelled_caught:
-        raise ask.error or ask.unanswered()
+class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[Any]):
+    """The items of a stream handler, each made in the consumer's task when it is asked for."""
 
-
-class _Steps(AsyncIterator[Any]):
-    """The items of a visited stream. What the handler asks on the way, it asks in its own frame."""
-
-    def __init__(self, ask: Ask, generator: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, ask: Ask, serving: Serving) -> None:
         self._ask = ask
-        self._generator = generator
-        self.is_over = False
+        self._serving = serving
+        self._scope = ask.cell.loop.new_scope()
+        self._generator = serving.open_generator(ask, self._scope)
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        """Take the handler's place; it begins when the first item is asked for."""
+        ask = self._ask
+        if ask.parent is not None:
+            ask.parent.waits.add(ask)
+        self._scope.__enter__()
+        self._serving.begin_visit(ask, self._scope)
+        return self
 
     async def __anext__(self) -> Any:
+        """The next item. What the handler asks on the way to it, it asks in its own frame."""
         frame = current_frame.set(self._ask)
         try:
             return await self._generator.__anext__()
         except StopAsyncIteration:
-            self.is_over = True
+            self._is_over = True
             self._ask.reply = None
             raise
         except BaseException as error:
-            self.is_over = True
+            self._is_over = True
             if not isinstance(error, Exception) and not is_stray_cancellation(error):
                 raise
             self._ask.error = transferred(error, self._ask.cell.name)
@@ -108,6 +94,38 @@ class _Steps(AsyncIterator[Any]):
         finally:
             current_frame.reset(frame)
 
-    async def close(self) -> None:
-        """End the handler at its ``yield``."""
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the handler, if it has not ended, and leave. Raises what ``Ref.stream`` does."""
+        try:
+            if not self._is_over:
+                await self._close()
+        except BaseException as other:
+            if not self._leave(other):
+                raise
+        else:
+            if not self._leave(error):
+                return
+        raise self._ask.error or self._ask.unanswered()
+
+    async def _close(self) -> None:
+        """End the handler at its ``yield``, within the time that clean-up may take."""
+        cell = self._ask.cell
+        self._scope.deadline = cell.loop.now() + cell.cleanup_seconds
         await self._generator.aclose()
+
+    def _leave(self, error: BaseException | None) -> bool:
+        """Give the place back; whether ``error`` was the cancellation of this visit: its actor's end, or a deadline."""
+        ask = self._ask
+        try:
+            if error is None:
+                self._scope.__exit__(None, None, None)
+            else:
+                self._scope.__exit__(type(error), error, error.__traceback__)
+        finally:
+            self._serving.end_stream(ask)
+            self._serving.end_visit(ask, self._scope)
+            if ask.parent is not None:
+                ask.parent.waits.discard(ask)
+        return self._scope.cancelled_caught

@@ -32,9 +32,7 @@ def parse_messages(value: Any) -> tuple[ChatMessage, ...]:
     """
     if not isinstance(value, list) or not value:
         raise wrong("messages", "a list of at least one message", value)
-    return tuple(
-        _parse_plain(raw) or _parse_message(raw, f"messages[{index}]") for index, raw in enumerate(value)
-    )
+    return tuple(_parse_plain(raw) or _parse_message(raw, f"messages[{index}]") for index, raw in enumerate(value))
 
 
 def _parse_plain(raw: Any) -> ChatMessage | None:

@@ -1,23 +1,32 @@
 """What the proxy is measured against: the least that an HTTP server, and the least that a capturing one, can cost.
 
 ``http_floor`` reads a body and answers with a constant. ``capture_floor`` parses the request, renders it incrementally
-with the real renderer, keeps ids and logprobs, and words an answer: no keys, no checks, no trees, no actors.
-``proxy`` is the complete stack. All have the same engine, which samples a fixed answer at no cost, and run on
-Hypercorn.
+with the real renderer, keeps ids and logprobs, and words an answer: no keys, no checks, no trees, no actors. Both are
+Starlette on Hypercorn as it comes. ``proxy`` is the complete stack, and ``capture_floor_ours`` the capturing floor on
+the server that the proxy runs on, which tells how much of a difference is the server's. All have the same engine.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import socket
 import time
-from collections.abc import AsyncIterator, Callable
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import orjson
 from attrs import define
+from benchmarks.null_engine import NullEngine, Setup
+from hypercorn.asyncio import serve as serve_plainly
+from hypercorn.config import Config
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -28,118 +37,92 @@ from areal_actors.actors.exporter import Exporter
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.sessions import SessionManager
 from areal_actors.core import ActorSystem
-from areal_actors.domain import (
-    ChatMessage,
-    Chunk,
-    EngineInfo,
-    EngineRequest,
-    EngineStatistics,
-    FinishReason,
-    ForkReason,
-    PauseMode,
-    Snapshot,
-)
+from areal_actors.domain import ChatMessage, ForkReason
 from areal_actors.messages import DescribeEndpoint, OpenSession
 from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.proxy.server import bind, serve, url_of
-from areal_actors.rendering import TemplateRenderer, create_renderer
 from areal_actors.staleness import CapacityLimits, CapacityState
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
-__all__ = ["ADMIN_KEY", "FACTORIES", "NUM_SESSIONS", "Factory"]
+__all__ = ["ADMIN_KEY", "FACTORIES", "Factory"]
 
-NUM_SESSIONS = 16
 ADMIN_KEY = "sk-benchmark"
-ANSWER = "The answer to this question is 42, as you know."
 
-Factory = Callable[[], AbstractAsyncContextManager[tuple[str, ...]]]
+Factory = Callable[[Setup], AbstractAsyncContextManager[tuple[str, ...]]]
 """Opens a server; yields one base URL per session."""
+Serve = Callable[[Starlette, socket.socket, Callable[[], Awaitable[None]]], Awaitable[None]]
 
 
-class NullEngine:
-    """Samples ``ANSWER`` in one chunk, at once."""
-
-    version = 0
-
-    def __init__(self, renderer: TemplateRenderer) -> None:
-        ids = [*_encode(renderer, ANSWER), renderer.stop_token_ids[0]]
-        self.info = EngineInfo(
-            name="null",
-            model="null",
-            vocab_size=renderer.vocab_size,
-            context_length=2**20,
-            dtype="none",
-            device="none",
-            max_concurrent=2**20,
-        )
-        logprobs = np.full(len(ids), -0.5, dtype=np.float32)
-        self.chunk = Chunk(token_ids=ids, logprobs=logprobs, raw_logprobs=logprobs, version=0, finish=FinishReason.STOP)
-
-    @asynccontextmanager
-    async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:  # noqa: ARG002
-        """One chunk."""
-        yield self._chunks()
-
-    async def _chunks(self) -> AsyncIterator[Chunk]:
-        yield self.chunk
-
-    async def abort(self, request_id: str) -> None:
-        """Nothing runs."""
-
-    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Nothing runs."""
-
-    async def resume(self) -> None:
-        """Nothing waits."""
-
-    async def load(self, snapshot: Snapshot) -> None:
-        """There are no weights."""
-
-    def statistics(self) -> EngineStatistics:
-        """Nothing is counted."""
-        return EngineStatistics()
-
-
-def _encode(renderer: TemplateRenderer, text: str) -> list[int]:
-    """Ids of plain text: what an assistant's message adds to a prompt that is asked for nothing else."""
-    empty = renderer.render((ChatMessage(role="user", content=""),))
-    full = renderer.render((ChatMessage(role="user", content=text),))
-    ids: list[int] = full[: len(full) - len(empty)].tolist()
-    return ids
-
-
-async def _tell_cpu(_: Request) -> PlainTextResponse:
+async def _tell_cpu(_: Request) -> Response:
     return PlainTextResponse(str(time.process_time()))
 
 
-_CPU_ROUTE = Route("/cpu", _tell_cpu)
+async def _tell_memory(_: Request) -> Response:
+    """Bytes that are allocated, as Python counts them (0 unless it traces) and as the system does."""
+    gc.collect()
+    return _json({"traced": tracemalloc.get_traced_memory()[0], "resident": _resident_bytes()})
+
+
+def _resident_bytes() -> int:
+    """Of this process, on Linux."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _questions(engine: NullEngine | None = None) -> list[Route]:
+    """What the benchmarks ask of every server."""
+
+    async def tell_first_tokens(_: Request) -> Response:
+        return _json(engine.first_tokens if engine else {})
+
+    return [
+        Route("/cpu", _tell_cpu),
+        Route("/memory", _tell_memory),
+        Route("/first_tokens", tell_first_tokens),
+    ]
+
+
+async def _serve_plainly(app: Starlette, listener: socket.socket, shutdown: Callable[[], Awaitable[None]]) -> None:
+    """Hypercorn as it comes, but for its bound on requests per connection."""
+    config = Config()
+    config.bind = [f"fd://{listener.detach()}"]
+    config.keep_alive_max_requests = 2**31
+    config.loglevel = "WARNING"
+    await serve_plainly(app, config, shutdown_trigger=shutdown, mode="asgi")  # type: ignore[arg-type]
+
+
+async def _serve_as_the_proxy(app: Starlette, listener: socket.socket, shutdown: Callable[[], Awaitable[None]]) -> None:
+    await serve(app, listener, shutdown=shutdown)
 
 
 @asynccontextmanager
-async def _served(app: Starlette) -> AsyncIterator[str]:
+async def _served(app: Starlette, serve: Serve = _serve_plainly) -> AsyncIterator[str]:
     config = ProxyConfig()
     listener = bind(config)
     url = url_of(listener, config)
     stopping = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(lambda: serve(app, listener, shutdown=stopping.wait))
+        tasks.start_soon(serve, app, listener, stopping.wait)
         yield url
         stopping.set()
 
 
+def _sessions_at(url: str, setup: Setup) -> tuple[str, ...]:
+    return tuple(f"{url}/s{number}" for number in range(setup.num_sessions))
+
+
 @asynccontextmanager
-async def http_floor() -> AsyncIterator[tuple[str, ...]]:
+async def http_floor(setup: Setup) -> AsyncIterator[tuple[str, ...]]:
     """Starlette on Hypercorn: a body in, a constant out."""
-    payload = _format(ChatMessage(role="assistant", content=ANSWER), "chatcmpl-1", 30, 10)
+    payload = _format(ChatMessage(role="assistant", content=setup.answer), "chatcmpl-1", 30, 10)
     constant = orjson.dumps(payload | {"session_id": "s1"})
 
     async def answer(request: Request) -> Response:
         await request.body()
+        await anyio.sleep(setup.delay_seconds)
         return Response(constant, media_type="application/json")
 
-    routes = [Route("/{path:path}", answer, methods=["POST"]), _CPU_ROUTE]
+    routes = [Route("/{path:path}", answer, methods=["POST"]), *_questions()]
     async with _served(Starlette(routes=routes)) as url:
-        yield tuple(f"{url}/s{number}" for number in range(NUM_SESSIONS))
+        yield _sessions_at(url, setup)
 
 
 @define
@@ -159,9 +142,10 @@ _NOTHING = _Row(messages=(), ids=np.empty(0, np.int32), mask=np.empty(0), logpro
 class _Capture:
     """The least that knows which tokens were read and sampled: a dict of rows, and no question asked."""
 
-    def __init__(self) -> None:
-        self._renderer = create_renderer(tiny_tokenizer())
-        self._chunk = NullEngine(self._renderer).chunk
+    def __init__(self, setup: Setup) -> None:
+        self._renderer = setup.create_renderer()
+        self._chunk = NullEngine(self._renderer, setup).chunk
+        self._delay = setup.delay_seconds
         self._numbers = itertools.count()
         self._rows: dict[str, _Row] = {}
 
@@ -189,6 +173,8 @@ class _Capture:
         body = orjson.loads(await request.body())
         messages = tuple(ChatMessage(role=raw["role"], content=raw["content"]) for raw in body["messages"])
         session, sampled = request.path_params["session"], self._chunk.token_ids
+        if self._delay:
+            await anyio.sleep(self._delay)
         before, suffix = self._extend(self._rows.get(session, _NOTHING), messages)
         message = self._renderer.parse(sampled)
         self._rows[session] = _Row(
@@ -223,10 +209,10 @@ def _json(document: dict[str, Any]) -> Response:
 
 
 @asynccontextmanager
-async def capture_floor() -> AsyncIterator[tuple[str, ...]]:
+async def capture_floor(setup: Setup, *, serve: Serve = _serve_plainly) -> AsyncIterator[tuple[str, ...]]:
     """Capture, and nothing else."""
-    async with _served(Starlette(routes=[*_Capture().routes(), _CPU_ROUTE])) as url:
-        yield tuple(f"{url}/s{number}" for number in range(NUM_SESSIONS))
+    async with _served(Starlette(routes=[*_Capture(setup).routes(), *_questions()]), serve) as url:
+        yield _sessions_at(url, setup)
 
 
 def _format(message: ChatMessage, name: str, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
@@ -251,12 +237,13 @@ def _format(message: ChatMessage, name: str, prompt_tokens: int, completion_toke
 
 
 @asynccontextmanager
-async def proxy() -> AsyncIterator[tuple[str, ...]]:
+async def proxy(setup: Setup) -> AsyncIterator[tuple[str, ...]]:
     """The complete stack: proxy, sessions, trees, renderer, generation."""
-    renderer = create_renderer(tiny_tokenizer())
+    renderer = setup.create_renderer()
+    engine = NullEngine(renderer, setup)
     limits = CapacityLimits(max_concurrent=2**30, batch_size=2**30)
     async with ActorSystem.open() as system:
-        generation = await system.spawn(GenerationActor(NullEngine(renderer)))
+        generation = await system.spawn(GenerationActor(engine))
         capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
         manager = SessionManager(renderer=renderer, generation=generation, capacity=capacity)
         sessions = await system.spawn(manager)
@@ -267,12 +254,17 @@ async def proxy() -> AsyncIterator[tuple[str, ...]]:
                 exports=exports,
                 capacity=capacity,
                 config=ProxyConfig(admin_key=ADMIN_KEY),
-                extra_routes=[_CPU_ROUTE],
+                extra_routes=_questions(engine),
             )
         )
         endpoint = await server.ask(DescribeEndpoint())
-        opened = [await sessions.ask(OpenSession(task=f"s{number}")) for number in range(NUM_SESSIONS)]
+        opened = [await sessions.ask(OpenSession(task=f"s{number}")) for number in range(setup.num_sessions)]
         yield tuple(f"{endpoint.url}/{session.session}" for session in opened)
 
 
-FACTORIES: dict[str, Factory] = {"http_floor": http_floor, "capture_floor": capture_floor, "proxy": proxy}
+FACTORIES: dict[str, Factory] = {
+    "http_floor": http_floor,
+    "capture_floor": capture_floor,
+    "capture_floor_ours": partial(capture_floor, serve=_serve_as_the_proxy),
+    "proxy": proxy,
+}

@@ -1,192 +1,195 @@
 """The proxy: server CPU per request, beside the floors of ``floors``, in the same run.
 
-Each server runs in a process of its own and tells its CPU time; the load comes from here, over raw keep-alive sockets,
-because an HTTP library would cost more than what is measured. ``serve`` names what is served, so that other stacks
-can be measured in the same way.
+Every server has a process of its own, and all of them are up at once: a round of a scenario goes from one to the next,
+so that what the machine does meanwhile meets all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeAlias
 
-import anyio
-import orjson
+from attrs import frozen
 from benchmarks.floors import ADMIN_KEY, FACTORIES
 from benchmarks.harness import Result
+from benchmarks.load import Connection, converse, live, serving
+from benchmarks.null_engine import SETUPS
 
-_NUM_TURNS = 50
-_NUM_CALLS = 8
 _GATE = 1.3
 """Keys, checks, trees, actors and errors in the client's own words may cost a third of what capturing costs anyway."""
+_LONG_GATE = 1.5
+_NUM_OTHER_CALLS = 5  # of a life: capacity, start, reward, end, export
+
+Load: TypeAlias = Callable[[Sequence[Connection], int], Awaitable[int]]
+"""Sends about so many requests over these connections; returns how many it were."""
 
 
-class Connection:
-    """A keep-alive connection that sends a request and reads its answer, and knows no more of HTTP than that."""
+@frozen(kw_only=True)
+class Scenario:
+    """What is measured: a load on some connections of servers with one set-up."""
 
-    def __init__(self, base_url: str) -> None:
-        parts = urlsplit(base_url)
-        self._address = (parts.hostname, parts.port)
-        self._path = parts.path
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
-
-    async def open(self) -> Connection:
-        """Connect."""
-        self._reader, self._writer = await asyncio.open_connection(*self._address)
-        return self
-
-    def close(self) -> None:
-        """Hang up."""
-        self._writer.close()
-
-    async def get(self, path: str) -> bytes:
-        """The body at ``path``."""
-        return await self._exchange(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
-
-    async def chat(self, messages: list[dict[str, str]], *, session: str | None = None) -> str:
-        """What the assistant says, in the session of this connection or in another one."""
-        path = self._path if session is None else f"/{session}"
-        answer = await self.post(f"{path}/v1/chat/completions", {"model": "m", "messages": messages})
-        return str(answer["choices"][0]["message"]["content"])
-
-    async def post(self, path: str, document: dict[str, Any], *, key: str = "sk-placeholder") -> Any:
-        """The JSON that answers the JSON ``document``."""
-        body = orjson.dumps(document)
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        return orjson.loads(await self._exchange(head.encode() + body))
-
-    async def _exchange(self, request: bytes) -> bytes:
-        self._writer.write(request)
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        _, _, rest = head.lower().partition(b"content-length: ")
-        body = await self._reader.readexactly(int(rest.split(b"\r\n", 1)[0]))
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(f"the server answered {head!r} {body!r}")
-        return body
+    name: str
+    load: Load
+    num_connections: int = 1
+    setup: str = "idle"
+    gate: float = _GATE
+    share: float = 1.0
+    """Of the requests of a round that this scenario sends."""
 
 
-async def _single_turns(connection: Connection, number: int, num_requests: int) -> None:
-    for index in range(num_requests):
-        await connection.chat([{"role": "user", "content": f"What is question {number} of round {index}?"}])
+async def _single_turns(connections: Sequence[Connection], num_requests: int) -> int:
+    each = num_requests // len(connections)
+
+    async def ask(connection: Connection, number: int) -> None:
+        for index in range(each):
+            await connection.chat([{"role": "user", "content": f"What is question {number} of round {index}?"}])
+
+    await asyncio.gather(*(ask(connection, number) for number, connection in enumerate(connections)))
+    return each * len(connections)
 
 
-async def _conversation(connection: Connection, number: int, num_requests: int) -> None:
-    for start in range(0, num_requests, _NUM_TURNS):
-        messages = [{"role": "user", "content": f"Let us talk about {number} and {start}."}]
-        for _ in range(_NUM_TURNS):
-            content = await connection.chat(messages)
-            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Go on."}]
+async def _conversations(connections: Sequence[Connection], num_requests: int, *, num_turns: int) -> int:
+    """Of several agents at once; each continues in a session of its own."""
+    each = max(num_requests // len(connections) // num_turns, 1)
+
+    async def talk(connection: Connection, number: int) -> None:
+        for index in range(each):
+            await converse(connection, f"Let us talk about {number} and {index}.", num_turns=num_turns)
+
+    await asyncio.gather(*(talk(connection, number) for number, connection in enumerate(connections)))
+    return each * len(connections) * num_turns
 
 
-async def _lifecycles(connection: Connection, number: int, num_requests: int) -> None:
-    """Eight calls a session: capacity, start, three turns, a reward, the end and its rows."""
-    for index in range(num_requests // _NUM_CALLS):
-        await connection.post("/grant_capacity", {}, key=ADMIN_KEY)
-        opened = await connection.post("/rl/start_session", {"task_id": f"t{number}-{index}"}, key=ADMIN_KEY)
-        session = opened["session_id"]
-        messages = [{"role": "user", "content": f"What is question {number} of round {index}?"}]
-        for _ in range(3):
-            content = await connection.chat(messages, session=session)
-            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Go on."}]
-        await connection.post(f"/{session}/rl/set_reward", {"reward": 1.0})
-        await connection.post(f"/{session}/rl/end_session", {})
-        await connection.post("/export_trajectories", {"session_id": session, "style": "concat"}, key=ADMIN_KEY)
+async def _lives(connections: Sequence[Connection], num_requests: int, *, num_turns: int) -> int:
+    num_calls = num_turns + _NUM_OTHER_CALLS
+    each = max(num_requests // len(connections) // num_calls, 1)
+
+    async def repeat(connection: Connection, number: int) -> None:
+        for index in range(each):
+            await live(connection, f"t{number}-{index}", num_turns=num_turns)
+
+    await asyncio.gather(*(repeat(connection, number) for number, connection in enumerate(connections)))
+    return each * len(connections) * num_calls
 
 
-SCENARIOS = {
-    "single turn, 1 connection": (_single_turns, 1),
-    "single turn, 16 connections": (_single_turns, 16),
-    f"turn of {_NUM_TURNS}, 1 connection": (_conversation, 1),
-    f"lifecycle of {_NUM_CALLS} calls, 16 connections": (_lifecycles, 16),
-}
+async def _fifty_turns(connections: Sequence[Connection], num_requests: int) -> int:
+    return await _conversations(connections, num_requests, num_turns=50)
 
 
-async def _measure(urls: list[str], scenario: str, num_requests: int) -> float:
+async def _four_turns(connections: Sequence[Connection], num_requests: int) -> int:
+    return await _conversations(connections, num_requests, num_turns=4)
+
+
+async def _lives_of_eight(connections: Sequence[Connection], num_requests: int) -> int:
+    return await _lives(connections, num_requests, num_turns=8)
+
+
+SCENARIOS = (
+    Scenario(name="single turn, 1 connection", load=_single_turns),
+    Scenario(name="single turn, 16 connections", load=_single_turns, num_connections=16),
+    Scenario(name="turn of 50, 1 connection", load=_fifty_turns),
+    Scenario(name="session of 8 turns and 5 calls, 16 connections", load=_lives_of_eight, num_connections=16),
+    Scenario(
+        name="turn of 4, 1000 sessions, 100 ms engine", load=_four_turns, num_connections=1000, setup="busy", share=2.5
+    ),
+)
+_LONG = 200
+
+
+async def _measure(urls: Sequence[str], scenario: Scenario, num_requests: int) -> float:
     """Server CPU in microseconds per request."""
-    load, num_connections = SCENARIOS[scenario]
-    connections = [await Connection(url).open() for url in urls[:num_connections]]
+    connections = [await Connection(url).open() for url in urls[: scenario.num_connections]]
     try:
-        each = num_requests // num_connections
-        await asyncio.gather(*(load(connection, -1, _NUM_TURNS) for connection in connections))
-        before = float(await connections[0].get("/cpu"))
-        await asyncio.gather(*(load(connection, number, each) for number, connection in enumerate(connections)))
-        after = float(await connections[0].get("/cpu"))
+        await _single_turns(connections, 4 * len(connections))
+        before = await connections[0].get("/cpu")
+        num_sent = await scenario.load(connections, int(num_requests * scenario.share))
+        after = await connections[0].get("/cpu")
     finally:
         for connection in connections:
             connection.close()
-    return (after - before) / (each * num_connections) * 1e6
+    return float(after - before) / num_sent * 1e6
 
 
-@contextmanager
-def serving(name: str) -> Iterator[list[str]]:
-    """A server in a process of its own; yields its base URLs, one per session."""
-    command = [sys.executable, "-m", "benchmarks.proxy", "serve", name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield json.loads(process.stdout.readline())
-        finally:
-            process.stdin.close()
-            process.wait(timeout=20)
+async def _measure_long(urls: Sequence[str]) -> tuple[float, float]:
+    """Server CPU in milliseconds of one long conversation in a new session, and of the export of its rows."""
+    connection = await Connection(urls[0]).open()
+    try:
+        opened = await connection.post("/rl/start_session", {"task_id": "long"}, key=ADMIN_KEY)
+        session = opened["session_id"]
+        start = await connection.get("/cpu")
+        await converse(connection, "Let us talk for long.", num_turns=_LONG, session=session)
+        said = await connection.get("/cpu")
+        await connection.post(f"/{session}/rl/set_reward", {"reward": 1.0})
+        await connection.post(f"/{session}/rl/end_session", {})
+        ended = await connection.get("/cpu")
+        await connection.post("/export_trajectories", {"session_id": session, "style": "concat"}, key=ADMIN_KEY)
+        exported = await connection.get("/cpu")
+    finally:
+        connection.close()
+    return (said - start) * 1e3, (exported - ended) * 1e3
 
 
-def serve(name: str) -> None:
-    """Serve ``floors.FACTORIES[name]`` until the standard input is closed."""
+class _Least:
+    """The least of several measurements, by server and figure."""
 
-    async def run() -> None:
-        async with FACTORIES[name]() as urls:
-            print(json.dumps(urls), flush=True)
-            await anyio.to_thread.run_sync(sys.stdin.read)
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, str], float] = {}
 
-    anyio.run(run)
+    def note(self, server: str, figure: str, value: float) -> None:
+        key = server, figure
+        self._values[key] = min(value, self._values.get(key, value))
+
+    def results(self, figure: str, *, unit: str, gate: float | None) -> list[Result]:
+        """The figure of every server, and the proxy's as a multiple of each floor's."""
+        value = {name: self._values[name, figure] for name in FACTORIES}
+        figures = [
+            Result(benchmark="proxy", name=f"{name}, {figure}", value=value[name], unit=unit) for name in FACTORIES
+        ]
+        ratios = [
+            Result(
+                benchmark="proxy",
+                name=f"proxy against {floor}, {figure}",
+                value=value["proxy"] / value[floor],
+                unit="ratio",
+                gate=gate if floor == "capture_floor" else None,
+                baseline=f"{floor}, {figure}",
+            )
+            for floor in FACTORIES
+            if floor != "proxy"
+        ]
+        return [*figures, *ratios]
 
 
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
     """Server CPU per request of the proxy and of its floors, and the ratios; the least of several rounds."""
-    rounds, num_requests = (2, 400) if quick else (5, 1600)
-    best: dict[tuple[str, str], float] = {}
-    for _ in range(rounds):
-        for name in FACTORIES:
-            with serving(name) as urls:
-                for scenario in SCENARIOS:
-                    value = asyncio.run(_measure(urls, scenario, num_requests))
-                    best[name, scenario] = min(value, best.get((name, scenario), value))
-    return [result for scenario in SCENARIOS for result in _results(best, scenario)]
+    rounds, num_requests = (2, 400) if quick else (7, 1600)
+    least = _Least()
+    for setup in SETUPS:
+        scenarios = [scenario for scenario in SCENARIOS if scenario.setup == setup]
+        if scenarios:
+            _run_rounds(setup, scenarios, least, rounds=rounds, num_requests=num_requests)
+    results = [r for s in SCENARIOS for r in least.results(s.name, unit="µs/request", gate=s.gate)]
+    for figure, gate in ((f"conversation of {_LONG} turns", _LONG_GATE), (f"export of {_LONG} turns", None)):
+        results += least.results(figure, unit="ms", gate=gate)
+    return results
 
 
-def _results(best: dict[tuple[str, str], float], scenario: str) -> list[Result]:
-    figures = [
-        Result(benchmark="proxy", name=f"{name}, {scenario}", value=best[name, scenario], unit="µs/request")
-        for name in FACTORIES
-    ]
-    ratios = [
-        Result(
-            benchmark="proxy",
-            name=f"proxy against {floor}, {scenario}",
-            value=best["proxy", scenario] / best[floor, scenario],
-            unit="ratio",
-            gate=gate,
-            baseline=f"{floor}, {scenario}",
-        )
-        for floor, gate in (("http_floor", None), ("capture_floor", _GATE))
-    ]
-    return [*figures, *ratios]
+def _run_rounds(setup: str, scenarios: Sequence[Scenario], least: _Least, *, rounds: int, num_requests: int) -> None:
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(serving(name, setup)) for name in FACTORIES}
+        for _ in range(rounds):
+            for scenario in scenarios:
+                for name in FACTORIES:
+                    least.note(name, scenario.name, asyncio.run(_measure(urls[name], scenario, num_requests)))
+            for name in FACTORIES if setup == "idle" else ():
+                conversation, export = asyncio.run(_measure_long(urls[name]))
+                least.note(name, f"conversation of {_LONG} turns", conversation)
+                least.note(name, f"export of {_LONG} turns", export)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2])
-    else:
-        for result in run(quick="--quick" in sys.argv):
-            print(f"{result.name:60} {result.value:9.2f} {result.unit}")
+    for result in run(quick="--quick" in sys.argv):
+        print(f"{result.name:80} {result.value:9.2f} {result.unit}")

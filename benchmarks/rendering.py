@@ -28,6 +28,8 @@ _ANSWER = ChatMessage(role="assistant", content="Let me multiply the first two n
 _RESULT = ChatMessage(role="tool", content="408", tool_call_id=_CALL.id)
 _REMINDER = ChatMessage(role="user", content="Go on, and remember to answer in one short sentence.")
 _HISTORY = (*_PROMPT, _ANSWER)
+_NUM_REPEATS = 38  # of a result, so that 128 turns have 69 000 tokens
+_LONG_RESULT = ChatMessage(role="tool", content="The product is 408. " * _NUM_REPEATS, tool_call_id=_CALL.id)
 
 
 def _extend(renderer: TemplateRenderer, history: tuple[ChatMessage, ...], *new: ChatMessage) -> Ints:
@@ -36,12 +38,10 @@ def _extend(renderer: TemplateRenderer, history: tuple[ChatMessage, ...], *new: 
     return suffix
 
 
-def _conversation(turn: int) -> tuple[ChatMessage, ...]:
-    return (*_PROMPT, *(_ANSWER, _RESULT) * turn)
-
-
-def _measure_growth(renderer: TemplateRenderer, *, rounds: int) -> list[Result]:
-    conversations = [_conversation(turn) for turn in range(1, _NUM_TURNS + 1)]
+def _measure_growth(
+    renderer: TemplateRenderer, result: ChatMessage, what: str, *, num_turns: int, rounds: int
+) -> list[Result]:
+    conversations = [(*_PROMPT, *(_ANSWER, result) * turn) for turn in range(1, num_turns + 1)]
 
     def render_anew() -> None:
         for messages in conversations:
@@ -50,20 +50,22 @@ def _measure_growth(renderer: TemplateRenderer, *, rounds: int) -> list[Result]:
     def extend() -> None:
         renderer.render(_PROMPT, tools=(_TOOL,))
         for messages in conversations:
-            _extend(renderer, messages[:-1], _RESULT)
+            _extend(renderer, messages[:-1], result)
 
-    anew = cpu_us_per_operation(render_anew, num_operations=_NUM_TURNS, rounds=rounds)
-    extended = cpu_us_per_operation(extend, num_operations=_NUM_TURNS, rounds=rounds)
+    anew = cpu_us_per_operation(render_anew, num_operations=num_turns, rounds=rounds)
+    extended = cpu_us_per_operation(extend, num_operations=num_turns, rounds=rounds)
+    num_tokens = len(renderer.render(conversations[-1], tools=(_TOOL,)))
+    baseline = f"render anew, mean of {num_turns} turns{what}"
     return [
-        Result(benchmark="rendering", name="render anew, mean of 128 turns", value=anew, unit="µs/turn"),
+        Result(benchmark="rendering", name=baseline, value=anew, unit="µs/turn"),
         Result(
             benchmark="rendering",
-            name="extend, mean of 128 turns",
+            name=f"extend, mean of {num_turns} turns{what}",
             value=extended / anew,
             unit="ratio",
             gate=0.05,
-            baseline="render anew, mean of 128 turns",
-            detail={"us_per_turn": extended},
+            baseline=baseline,
+            detail={"us_per_turn": extended, "num_tokens": num_tokens},
         ),
     ]
 
@@ -104,4 +106,12 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every b
     renderer = create_renderer(tiny_tokenizer())
     _extend(renderer, _HISTORY, _RESULT, _REMINDER)
     turn = _measure_turn(renderer, num_operations=100 if quick else 1000)
-    return [*turn, *_measure_growth(renderer, rounds=1 if quick else 3)]
+    growth = _measure_growth(renderer, _RESULT, "", num_turns=_NUM_TURNS, rounds=1 if quick else 3)
+    num_turns = _NUM_TURNS // 4 if quick else _NUM_TURNS
+    long = _measure_growth(renderer, _LONG_RESULT, " of 540 tokens", num_turns=num_turns, rounds=1)
+    return [*turn, *growth, *long]
+
+
+if __name__ == "__main__":
+    for result in run(quick=False):
+        print(f"{result.name:60} {result.value:12.4f} {result.unit} {result.detail}")

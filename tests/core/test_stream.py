@@ -238,5 +238,5 @@ async def test_a_stream_is_used_as_a_block():
         ref = await system.spawn(Generator())
         with pytest.raises(RuntimeError, match="async with"):
             await anext(ref.stream(Numbers(n=1)))
-        with pytest.raises(ValueError, match="at least 1"):
-            ref.stream(Numbers(n=1), buffer_size=0)
+        with pytest.raises(ValueError, match="0 or more"):
+            ref.stream(Numbers(n=1), buffer_size=-1)

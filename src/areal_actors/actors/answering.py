@@ -53,6 +53,7 @@ class Turn:
     plan: PromptPlan
     choices: tuple[Choice, ...]
     requests: tuple[EngineRequest, ...]
+    is_streaming: bool = False
     sending: Sending[Turn] | None = None
     _num_joined: int = field(default=0, init=False)
     _ended: anyio.Event | None = field(default=None, init=False)
@@ -123,9 +124,7 @@ class Answering:
             stack.enter_context(_ending(turn))
             streams = [
                 await stack.enter_async_context(
-                    self._generation.stream(
-                        Generate(request=request), buffer_size=_buffer_size(request, len(turn.requests))
-                    )
+                    self._generation.stream(Generate(request=request), buffer_size=_buffer_size(request, turn))
                 )
                 for request in turn.requests
             ]
@@ -199,6 +198,12 @@ def replay(answers: tuple[Answer, ...]) -> Iterator[AnswerStarted | Delta | Answ
         yield answer
 
 
-def _buffer_size(request: EngineRequest, num_choices: int) -> int:
-    """Choices that are told later must not hold their generation up; a single one may: that is back-pressure."""
-    return 16 if num_choices == 1 else request.sampling.max_new_tokens + 1
+def _buffer_size(request: EngineRequest, turn: Turn) -> int:
+    """Choices that are told later must not hold their generation up; a single one may: that is back-pressure.
+
+    An answer in one piece waits for nothing but its chunks and needs no buffer, unless its turn may be adopted: without
+    one, a stream ends with the task that reads it.
+    """
+    if len(turn.requests) > 1:
+        return request.sampling.max_new_tokens + 1
+    return 16 if turn.is_streaming or turn.sending is not None else 0

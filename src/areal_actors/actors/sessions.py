@@ -284,7 +284,7 @@ class SessionManager(Actor[Sessions]):
         )
         is_streaming = isinstance(message, StreamComplete)
         choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
-        turn = Turn(session=session, plan=plan, choices=choices, requests=requests)
+        turn = Turn(session=session, plan=plan, choices=choices, requests=requests, is_streaming=is_streaming)
         self._remember(turn, message.attempt)
         return turn
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve, field, frozen
 
-from areal_actors.cache.history import full_history
+from areal_actors.cache.history import full_history, go_on
 from areal_actors.cache.links import Match, ParentIndex
 from areal_actors.cache.prefixes import PrefixIndex
 from areal_actors.cache.rewards import parse_reward
@@ -33,6 +33,7 @@ from areal_actors.domain import (
     Ints,
     SessionId,
     SessionRecord,
+    as_ints,
 )
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotFound, RewardError
 
@@ -70,6 +71,18 @@ class PromptPlan:
         return self.match.new_messages
 
 
+@frozen(kw_only=True)
+class _Latest:
+    """The whole prompt of the interaction that began last, which the next one mostly continues.
+
+    It saves the walk to the root, whose length would make the work of a long conversation quadratic.
+    """
+
+    id: InteractionId
+    token_ids: Ints
+    messages: tuple[ChatMessage, ...]
+
+
 class ConversationTree:
     """The interactions of one session, by id, in order of request."""
 
@@ -93,6 +106,7 @@ class ConversationTree:
         self._num_completed = 0
         self._last_completed: InteractionId | None = None
         self._last_stored: InteractionId | None = None
+        self._latest: _Latest | None = None
 
     def __len__(self) -> int:
         """The number of interactions, finished or not."""
@@ -158,15 +172,24 @@ class ConversationTree:
 
     def history(self, interaction: Interaction) -> tuple[ChatMessage, ...]:
         """All messages of an interaction as they were stored, its own answer last."""
-        return full_history(interaction, self._known)
+        latest = self._latest
+        if latest is None or latest.id != interaction.id:
+            return full_history(interaction, self._known)
+        return latest.messages if interaction.output is None else (*latest.messages, interaction.output)
 
     def prompt_tokens(self, interaction: Interaction) -> Ints:
         """The exact ids of the prompt, int32 [T]."""
+        latest = self._latest
+        if latest is not None and latest.id == interaction.id:
+            return latest.token_ids
         return prompt_ids(interaction, self._known)
 
     def full_tokens(self, interaction: Interaction) -> Ints:
         """The exact ids of the prompt and of what was sampled, int32 [T]."""
-        return full_ids(interaction, self._known)
+        latest = self._latest
+        if latest is None or latest.id != interaction.id or interaction.completion is None:
+            return full_ids(interaction, self._known)
+        return as_ints(np.concatenate([latest.token_ids, interaction.completion.token_ids]))
 
     def snapshot(self, *, is_ended: bool = False) -> SessionRecord:
         """The session as it stands, frozen."""
@@ -202,9 +225,18 @@ class ConversationTree:
             is_stored=plan.request.store,
             tag=plan.request.tag,
         )
+        self._latest = self._follow(interaction, plan)
         self._index.begin(interaction_id, plan.match.history)
         self._num_pending += 1
         return self._put(interaction)
+
+    def _follow(self, interaction: Interaction, plan: PromptPlan) -> _Latest:
+        """What is remembered of the prompt of ``interaction``; that of a root is stored with it, and kept once."""
+        messages = [] if plan.match.parent is None else list(self.history(plan.match.parent))
+        go_on(messages, interaction.messages, interaction.num_instructions)
+        is_whole = len(interaction.prompt_suffix) == len(plan.token_ids)
+        ids = interaction.prompt_suffix if is_whole else _owned(plan.token_ids)
+        return _Latest(id=interaction.id, token_ids=ids, messages=tuple(messages))
 
     def complete(self, interaction_id: InteractionId, completion: Completion, output: ChatMessage) -> Interaction:
         """Record the answer: ``completion`` as it was sampled, ``output`` as the client reads it.

@@ -111,7 +111,7 @@ class Cell:
         self.ref: LocalRef[Any] = LocalRef(self, Address(node=system.name, name=self.name))
         policy = blueprint.supervision
         self._history = RestartHistory(policy, random) if isinstance(policy, Restart) else None
-        self._serving: Serving | None = None
+        self.serving: Serving | None = None
         self._scope: Scope | None = None
         self._stopping = anyio.Event()
         self._stop_deadline = math.inf
@@ -169,7 +169,7 @@ class Cell:
 
     async def _live(self, actor: Actor[Any]) -> None:
         async with anyio.create_task_group() as tasks:
-            serving = self._serving = Serving(self, actor, tasks)
+            serving = self.serving = Serving(self, actor, tasks)
             with self.loop.new_scope(deadline=self._stop_deadline) as life:
                 self._scope = life
                 async with _lifespan_of(actor, Context(self, self.incarnation)), self._working(life, serving):
@@ -292,8 +292,8 @@ class Cell:
 
     def start_background(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
         """Run ``function`` beside the present incarnation."""
-        assert self._serving is not None, "a context exists only within an incarnation"
-        self._serving.start_background(function, name)
+        assert self.serving is not None, "a context exists only within an incarnation"
+        self.serving.start_background(function, name)
 
     def statistics(self) -> ActorStatistics:
         """A snapshot of the figures."""
@@ -306,7 +306,7 @@ class Cell:
             num_queued=len(mailbox),
             num_parked=mailbox.num_parked,
             num_waiting_senders=len(mailbox.senders),
-            num_running=is_busy + (0 if self._serving is None else self._serving.num_concurrent),
+            num_running=is_busy + (0 if self.serving is None else self.serving.num_concurrent),
             mailbox_size=mailbox.bound,
             num_handled=counters.handled,
             num_failed=counters.failed,

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from areal_actors.core.cell import Cell
     from areal_actors.core.contract import Handler
 
-__all__ = ["Ask", "Frame", "Phase", "StreamCall", "current_frame"]
+__all__ = ["PENDING", "Ask", "Frame", "Phase", "StreamCall", "current_frame"]
 
 PENDING: Any = object()
+"""The reply of an ask that has none yet."""
 
 
 class Phase(IntEnum):
@@ -73,7 +74,7 @@ class Ask(Frame):
         """Mark the end of the work and wake the asker, who finds the reply or the error."""
         self.phase = _DONE
         if self.reply is PENDING and self.error is None:
-            self.error = self._unanswered()
+            self.error = self.unanswered()
         self.signal.set()
 
     def fail(self, error: ArealError) -> None:
@@ -90,7 +91,8 @@ class Ask(Frame):
             f"{state}. Allow more time, or see the actor's statistics for what it is busy with."
         )
 
-    def _unanswered(self) -> ArealError:
+    def unanswered(self) -> ArealError:
+        """The error of an ask whose handler was cut off."""
         if self.deadline < math.inf and self.cell.loop.now() >= self.deadline:
             return self.overdue()
         return ActorStopped(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from anyio.lowlevel import checkpoint
@@ -16,10 +17,12 @@ from areal_actors.core.message import Address, Message, StreamMessage
 from areal_actors.core.ref import Ref
 from areal_actors.core.statistics import ActorStatistics
 from areal_actors.core.stream import Stream
+from areal_actors.core.visits import VisitedStream, answer_in_visit
 from areal_actors.errors import ActorStopped, DeadlineExceeded, MailboxFull, ProtocolError
 
 if TYPE_CHECKING:
     from areal_actors.core.cell import Cell
+    from areal_actors.core.serving import Serving
 
 __all__ = ["LocalRef"]
 
@@ -51,13 +54,13 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """See ``Ref.ask``."""
-        ask = Ask(
-            message,
-            self._handler(message, is_stream=False),
-            self.cell,
-            asking_frame(),
-            self.cell.loop.effective_deadline(),
-        )
+        handler = self._handler(message, is_stream=False)
+        serving = self._visited(handler)
+        if serving is not None:
+            deadline = math.inf if timeout is None else self.cell.loop.now() + timeout
+            ask = Ask(message, handler, self.cell, asking_frame(), deadline)
+            return await answer_in_visit(ask, serving)  # type: ignore[no-any-return]
+        ask = Ask(message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline())
         if timeout is None:
             return await self._await_reply(ask)  # type: ignore[no-any-return]
         loop = self.cell.loop
@@ -92,9 +95,27 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
         """See ``Ref.stream``."""
-        if buffer_size < 1:
-            raise ValueError(f"buffer_size={buffer_size} leaves no room for an item; give at least 1")
-        return Stream(self, message, buffer_size)
+        if buffer_size < 0:
+            raise ValueError(f"buffer_size={buffer_size} is no number of items; give 0 or more")
+        return Stream(self, message, buffer_size) if buffer_size else self._stream_unbuffered(message)
+
+    @asynccontextmanager
+    async def _stream_unbuffered(self, message: StreamMessage[P_contra, Item]) -> AsyncIterator[AsyncIterator[Item]]:
+        handler = self._handler(message, is_stream=True)
+        serving = self._visited(handler)
+        if serving is None:
+            stream: AbstractAsyncContextManager[AsyncIterator[Item]] = Stream(self, message, 1)
+        else:
+            stream = VisitedStream(Ask(message, handler, self.cell, asking_frame(), math.inf), serving)
+        async with stream as items:
+            yield items
+
+    def _visited(self, handler: Handler) -> Serving | None:
+        """The incarnation in which ``handler`` may run in this task; ``None`` if it goes through the mailbox."""
+        if handler.concurrency == 1:
+            return None
+        serving = self.cell.serving
+        return serving if serving is not None and serving.can_be_visited(handler) else None
 
     async def stop(self, *, grace: float | None = None) -> None:
         """See ``Ref.stop``."""
@@ -112,7 +133,13 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         call = StreamCall(
             message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline(), limit=buffer_size
         )
-        self._send(call)
+        serving = self._visited(handler)
+        if serving is None:
+            self._send(call)
+        else:
+            if call.parent is not None:
+                call.parent.waits.add(call)
+            serving.start(call)
         return call
 
     def close_call(self, call: StreamCall) -> None:

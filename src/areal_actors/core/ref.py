@@ -50,7 +50,9 @@ class Ref(ABC, Generic[P_contra]):
             timeout: seconds for the whole ask, queueing included. The deadline of an enclosing cancel scope counts
                 anyway; the earlier one is what the handler sees around itself.
 
-        Cancelling the caller withdraws the ask: unhandled if it was queued, otherwise its handler is cancelled.
+        Cancelling the caller withdraws the ask: unhandled if it was queued, otherwise its handler is cancelled. A
+        handler with ``concurrency`` may run in the caller's own task while its actor is idle; the caller is then back
+        when the handler has cleaned up.
 
         Raises:
             ArealError: raised by the handler on purpose (any ``ArealError`` that is no ``ActorError``): the same class
@@ -90,6 +92,10 @@ class Ref(ABC, Generic[P_contra]):
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
         """Open a stream of items; the handler is at most ``buffer_size`` items ahead of the consumer.
+
+        With 0 it makes an item when it is asked for one, in the consumer's own task if its actor is idle (otherwise it
+        may be one ahead). That saves the task; it is for consumers that wait for nothing but the items, because what a
+        handler opened around its ``yield`` would surround their waiting, too.
 
         ``async with`` sends the message and ``async for`` reads. When the block is left, the handler has finished,
         failed or been cancelled, whichever way the block was left. Iterating raises what ``ask`` raises.

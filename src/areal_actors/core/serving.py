@@ -3,6 +3,7 @@
 * A told message with a serial handler is awaited in the loop, with nothing around it: this path is the fast one.
 * An ask or a stream runs under a cancel scope of its own, which its asker's leaving and its deadline cancel.
 * A message whose handler declares ``concurrency`` gets a task; at the limit it is parked in the mailbox.
+* While nothing is queued, such a message may be handled in its asker's own task instead (``visits``).
 
 The life around it (lifespan, supervision, stopping) is in ``cell``.
 """
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from areal_actors.core.contract import Handler
-from areal_actors.core.envelope import Ask, Frame, Phase, StreamCall, current_frame
+from areal_actors.core.envelope import PENDING, Ask, Frame, Phase, StreamCall, current_frame
 from areal_actors.core.failure import is_stray_cancellation, transferred
 from areal_actors.core.loops import Scope, Signal
 from areal_actors.core.stream import produce
@@ -46,6 +47,8 @@ class Serving:
         self._mailbox, self._counters = cell.mailbox, cell.counters
         self._places: Counter[Handler] = Counter()
         self._num_tasks = 0
+        self._num_visits = 0
+        self._visits: set[Scope] = set()
         self._all_ended: Signal | None = None
 
     async def serve(self) -> None:
@@ -93,8 +96,10 @@ class Serving:
         self._tasks.start_soon(self._run_background, function, name=f"{self._cell.name}.{name}")
 
     async def end_tasks(self) -> None:
-        """Cancel every task of this incarnation and wait for them; the caller has shielded itself."""
+        """Cancel every task and visit of this incarnation and wait for them; the caller has shielded itself."""
         self._tasks.cancel_scope.cancel()
+        for visit in self._visits:
+            visit.cancel()
         if self._num_tasks:
             self._all_ended = self._cell.loop.new_signal()
             await self._all_ended.wait()
@@ -119,16 +124,16 @@ class Serving:
         cell.occupying = entry
         current_frame.set(entry)
         if entry.deadline == math.inf:
-            await self._answer(entry, scope)
+            await self.answer(entry, scope)
         else:
             scope.deadline = entry.deadline
-            await self._answer(entry, scope)
+            await self.answer(entry, scope)
             scope.deadline = math.inf
         current_frame.set(cell.frame)
         cell.occupying = cell.frame
         return scope.cancel_called
 
-    async def _answer(self, ask: Ask, scope: Scope) -> None:
+    async def answer(self, ask: Ask, scope: Scope) -> None:
         """Run the handler of one ask inside ``scope``, and end the ask, whatever happens."""
         if ask.phase is _DONE:
             return
@@ -173,15 +178,62 @@ class Serving:
             if isinstance(entry, Ask):
                 current_frame.set(entry)
                 with self._cell.loop.new_scope(deadline=entry.deadline) as scope:
-                    await self._answer(entry, scope)
+                    await self.answer(entry, scope)
             else:
                 current_frame.set(Frame(self._cell))
                 await self._handle_told(handler, entry)
         finally:
-            self._places[handler] -= 1
-            self.num_concurrent -= 1
-            self._start_next(handler)
-            self._leave()
+            self._give_place_back(handler)
+
+    def _give_place_back(self, handler: Handler) -> None:
+        self._places[handler] -= 1
+        self.num_concurrent -= 1
+        self._start_next(handler)
+        self._leave()
+
+    # ------------------------------------------------------------------------------------------------ visits
+
+    def can_be_visited(self, handler: Handler) -> bool:
+        """Whether a concurrent handler may run in its asker's task now: nothing is queued, and it has a free place."""
+        mailbox = self._mailbox
+        return mailbox.wake is not None and not mailbox.closed and self._places[handler] < handler.concurrency
+
+    def start(self, ask: Ask) -> None:
+        """Start a concurrent handler without a detour through the mailbox, where ``can_be_visited`` says so."""
+        self._start_concurrent(ask.handler, ask)
+
+    def is_turn_over(self) -> bool:
+        """Whether a visitor should give the event loop its turn first: visits may follow one another without any."""
+        self._num_visits += 1
+        return self._num_visits % FAIRNESS == 0
+
+    def begin_visit(self, ask: Ask, scope: Scope) -> None:
+        """Take a visitor in; ``scope`` surrounds what it does here."""
+        self._places[ask.handler] += 1
+        self.num_concurrent += 1
+        self._num_tasks += 1
+        self._visits.add(scope)
+
+    def end_visit(self, ask: Ask, scope: Scope) -> None:
+        """A visitor has left."""
+        self._visits.discard(scope)
+        self._give_place_back(ask.handler)
+
+    def open_generator(self, ask: Ask, scope: Scope) -> AsyncGenerator[Any, None]:
+        """The handler of a visited stream, about to run."""
+        ask.phase = _RUNNING
+        ask.scope = scope
+        generator: AsyncGenerator[Any, None] = ask.handler.function(self._actor, ask.message)
+        return generator
+
+    def end_stream(self, ask: Ask) -> None:
+        """Count a visited stream that has come to an end: its own, an error, or its consumer's leaving."""
+        ask.phase = _DONE
+        self._counters.handled += 1
+        self._counters.failed += ask.error is not None
+        self._counters.cancelled += ask.error is None and ask.reply is PENDING
+
+    # ------------------------------------------------------------------------------------------------ tasks
 
     async def _handle_told(self, handler: Handler, message: object) -> None:
         try:

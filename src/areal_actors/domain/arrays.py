@@ -11,18 +11,25 @@ from attrs import cmp_using
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
 array_equality = cmp_using(eq=np.array_equal, class_name="array")
 """What ``field(eq=...)`` takes for an array."""
 
 
 def as_ints(values: Any) -> Ints:
     """A read-only int32 array of ``values`` (copied only if it has to be)."""
-    return _read_only(np.asarray(values, dtype=np.int32))
+    return values if _is_settled(values, _INT32) else _read_only(np.asarray(values, dtype=np.int32))
 
 
 def as_floats(values: Any) -> Floats:
     """A read-only float32 array of ``values`` (copied only if it has to be)."""
-    return _read_only(np.asarray(values, dtype=np.float32))
+    return values if _is_settled(values, _FLOAT32) else _read_only(np.asarray(values, dtype=np.float32))
+
+
+def _is_settled(values: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether ``values`` are what they shall be already: arrays go from value to value, and are converted once."""
+    return type(values) is np.ndarray and values.dtype is dtype and values.ndim == 1 and not values.flags.writeable
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

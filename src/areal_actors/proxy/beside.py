@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import anyio
+from areal_actors.core.loops import is_trio
 
 __all__ = ["start_beside"]
 
@@ -22,9 +22,9 @@ def start_beside(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[
     ``function`` must let no exception out: there is nobody to catch it.
     """
     # trio may be a guest on asyncio's loop, so that the running loop alone does not tell.
-    if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
-        return asyncio.get_running_loop().create_task(function()).cancel
-    return _start_on_trio(function)
+    if is_trio():
+        return _start_on_trio(function)
+    return asyncio.get_running_loop().create_task(function()).cancel
 
 
 def _start_on_trio(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:

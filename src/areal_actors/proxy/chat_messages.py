@@ -21,6 +21,7 @@ from areal_actors.proxy.fields import shown, wrong
 __all__ = ["join_parts", "parse_messages", "parse_tools"]
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_PLAIN = ("role", "content")
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
@@ -33,7 +34,17 @@ def parse_messages(value: Any) -> tuple[ChatMessage, ...]:
     """
     if not isinstance(value, list) or not value:
         raise wrong("messages", "a list of at least one message", value)
-    return tuple(_parse_message(raw, f"messages[{index}]") for index, raw in enumerate(value))
+    return tuple(_parse_plain(raw) or _parse_message(raw, f"messages[{index}]") for index, raw in enumerate(value))
+
+
+def _parse_plain(raw: Any) -> ChatMessage | None:
+    """A message that is a role and a text and no more, as most of a long conversation are: there is little to check."""
+    if type(raw) is not dict or len(raw) != len(_PLAIN):
+        return None
+    role, content = raw.get("role"), raw.get("content")
+    if type(content) is not str or type(role) is not str or role not in _ROLES:
+        return None
+    return ChatMessage(role=role, content=content)
 
 
 def _parse_message(raw: Any, where: str) -> ChatMessage:

@@ -6,6 +6,7 @@ the client's dialect nor how to notice that the client has gone while an answer 
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -51,6 +52,10 @@ class Exchange:
         self.status = 0
         """The status, once it has been sent."""
         self.started_at = time.perf_counter()
+        self.lifetime = anyio.CancelScope()
+        """Surrounds the handling of the request. One scope serves all who may end it, because each would cost."""
+        self.reason: Exception | None = None
+        """Why the lifetime was ended before the handling was."""
         self.fail_stream: Callable[[Any], bytes] | None = None
         """How an open stream words a failure."""
         self.keep_alive = KEEP_ALIVE
@@ -60,7 +65,7 @@ class Exchange:
         self._names: tuple[Header, ...] = ((b"x-request-id", name), (b"request-id", name))  # OpenAI's, Anthropic's
         self._receive = receive
         self._send = send
-        self._sending = anyio.Lock(fast_acquire=True)
+        self._sending: anyio.Lock | None = None
         self._num_sent = 0
 
     @property
@@ -96,11 +101,11 @@ class Exchange:
         """The body as it was sent. Raises as ``read_json`` does."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
-        try:
-            with anyio.fail_after(timeout_seconds):
-                return await self._collect_body(max_bytes)
-        except TimeoutError:
-            raise RequestTimeout(f"The body did not arrive within {timeout_seconds:g} s.") from None
+        self.reason = RequestTimeout(f"The body did not arrive within {timeout_seconds:g} s.")
+        self.lifetime.deadline = anyio.current_time() + timeout_seconds
+        body = await self._collect_body(max_bytes)
+        self.lifetime.deadline, self.reason = math.inf, None
+        return body
 
     async def _collect_body(self, max_bytes: int) -> bytes:
         parts: list[bytes] = []
@@ -123,24 +128,26 @@ class Exchange:
         return b"".join(parts)
 
     async def until_hang_up(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
-        """Do ``work``, and cancel it when the client leaves. The body must have been read.
+        """Do ``work``, and end the request as ``HungUp`` when the client leaves. The body must have been read.
 
         With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was for so long.
 
         Raises:
-            HungUp: the client left; what ``work`` was waiting for has been cancelled.
             Exception: what ``work`` raises.
         """
-        with anyio.CancelScope() as scope:
-            stop = start_beside(partial(self._watch, scope, quiet_seconds))
-            try:
-                return await work()
-            finally:
-                stop()
-        raise HungUp
+        stop = start_beside(partial(self._watch, quiet_seconds))
+        try:
+            return await work()
+        finally:
+            stop()
 
-    async def _watch(self, scope: anyio.CancelScope, quiet_seconds: float | None) -> None:
-        """Cancel ``scope`` when the client has gone, or cannot be written to."""
+    def cut(self, reason: Exception) -> None:
+        """End the handling of the request, wherever it stands, for this ``reason``."""
+        self.reason = reason
+        self.lifetime.cancel()
+
+    async def _watch(self, quiet_seconds: float | None) -> None:
+        """Cut the request when the client has gone, or cannot be written to."""
         try:
             if quiet_seconds is None:
                 await self._await_hang_up()
@@ -148,7 +155,7 @@ class Exchange:
                 await self._keep_alive(quiet_seconds)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client can no longer be reached
             _log.warning("connection_lost", request=self.request_id, error=repr(error))
-        scope.cancel()
+        self.cut(HungUp())
 
     async def _await_hang_up(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -198,6 +205,7 @@ class Exchange:
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
         """Send server-sent events; the first ones start the response."""
+        self._sending = self._sending or anyio.Lock(fast_acquire=True)
         async with self._sending:  # a comment may come at the same moment
             if not self.is_started:
                 self.is_started, self.status = True, 200

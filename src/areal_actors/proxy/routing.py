@@ -92,7 +92,7 @@ class Operations(BaseRoute):
         elif operation.is_always_open:
             await operation.handle(exchange)
         else:
-            with self._traffic.admitted():
+            with self._traffic.admitted(exchange):
                 await operation.handle(exchange)
 
 

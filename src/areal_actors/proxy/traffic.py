@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import anyio
 
 from areal_actors.errors import Unavailable
+from areal_actors.proxy.exchange import Exchange
 
 __all__ = ["Traffic"]
 
@@ -21,44 +22,45 @@ class Traffic:
 
     def __init__(self) -> None:
         self.is_draining = False
-        self._scopes: set[anyio.CancelScope] = set()
+        self._exchanges: set[Exchange] = set()
         self._emptied: anyio.Event | None = None
 
     def __len__(self) -> int:
         """The number of requests in flight."""
-        return len(self._scopes)
+        return len(self._exchanges)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a request for the length of the block.
+    def admitted(self, exchange: Exchange) -> Iterator[None]:
+        """Count a request for the length of the block, which is its lifetime.
 
         Raises:
             Unavailable: the proxy is stopping, or stopped while the block ran; it was cancelled then.
+            Exception: whatever else the request was cut for.
         """
         if self.is_draining:
             raise Unavailable(_STOPPING)
-        with anyio.CancelScope() as scope:
-            self._scopes.add(scope)
+        with exchange.lifetime:
+            self._exchanges.add(exchange)
             try:
                 yield
             finally:
-                self._scopes.discard(scope)
-                if self._emptied is not None and not self._scopes:
+                self._exchanges.discard(exchange)
+                if self._emptied is not None and not self._exchanges:
                     self._emptied.set()
-        if scope.cancelled_caught:
-            raise Unavailable(_STOPPING)
+        if exchange.lifetime.cancelled_caught and exchange.reason is not None:
+            raise exchange.reason
 
     async def drain(self, *, seconds: float) -> None:
         """Admit nothing more, wait up to ``seconds`` for what is in flight, and cancel the rest."""
         self.is_draining = True
         with anyio.move_on_after(seconds):
             await self._wait_empty()
-        for scope in self._scopes:
-            scope.cancel()
+        for exchange in self._exchanges:
+            exchange.cut(Unavailable(_STOPPING))
         with anyio.move_on_after(_CUT_SECONDS):
             await self._wait_empty()
 
     async def _wait_empty(self) -> None:
-        if self._scopes:
+        if self._exchanges:
             self._emptied = anyio.Event()
             await self._emptied.wait()

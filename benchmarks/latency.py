@@ -1,0 +1,64 @@
+"""How soon a client reads what the engine sampled: from the first token in the engine to the first text at the client.
+
+The engine notes when it samples its first token, and goes on a while later. The client reads the stream over a socket
+in another process and notes when the first event with text is there; both read the clock of the system. This is the one
+figure of the proxy that is wall-clock time, and therefore a median of many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks.harness import Result
+from benchmarks.load import Connection, serving
+
+_GATE_MS = 10.0
+
+
+async def _measure(urls: Sequence[str], num_streams: int, num_connections: int) -> list[float]:
+    """Milliseconds between the engine's first token and the client's first text, of every stream."""
+    connections = [await Connection(url).open() for url in urls[:num_connections]]
+    read_at: dict[str, float] = {}
+
+    async def stream(connection: Connection, number: int) -> None:
+        for index in range(num_streams // num_connections):
+            event = await connection.start_chat([{"role": "user", "content": f"Question {number} of {index}?"}])
+            read_at[event["id"]] = time.monotonic()
+            await connection.finish_chat()
+
+    try:
+        await asyncio.gather(*(stream(connection, number) for number, connection in enumerate(connections)))
+        sampled_at = await connections[0].get("/first_tokens")
+    finally:
+        for connection in connections:
+            connection.close()
+    return sorted((read_at[name] - sampled_at[name]) * 1e3 for name in read_at)
+
+
+def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
+    """The median over many streams, alone and sixteen at once, with the slowest of a hundred as a detail."""
+    results = []
+    for num_connections in (1, 16):
+        num_streams = (64 if quick else 320) * (1 if num_connections == 1 else 4)
+        with serving("proxy", "streaming") as urls:
+            waited = asyncio.run(_measure(urls, num_streams, num_connections))
+        results.append(
+            Result(
+                benchmark="latency",
+                name=f"first text after the engine's first token, {num_connections} at once",
+                value=statistics.median(waited),
+                unit="ms",
+                gate=_GATE_MS,
+                detail={"p99": waited[int(len(waited) * 0.99)], "streams": len(waited)},
+            )
+        )
+    return results
+
+
+if __name__ == "__main__":
+    for result in run(quick="--quick" in sys.argv):
+        print(f"{result.name:60} {result.value:9.3f} {result.unit} {result.detail}")

@@ -42,8 +42,8 @@ from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Training, TrainingSummary
 from areal_actors.models import ModelFiles, load_policy, resolve_model
 from areal_actors.rendering import Renderer, load_renderer
-from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine
 from areal_actors.run.heap import settled_heap
+from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine
 from areal_actors.run.signals import stop_on_signals
 from areal_actors.telemetry import get_logger, logging_to_file, quiet_transformers
 from areal_actors.workflows import Agent, import_reference, resolve_agent

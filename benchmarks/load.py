@@ -21,6 +21,8 @@ import orjson
 from benchmarks.floors import ADMIN_KEY, FACTORIES
 from benchmarks.null_engine import SETUPS
 
+from areal_actors.run.heap import settled_heap
+
 __all__ = ["Connection", "converse", "live", "serving"]
 
 
@@ -153,8 +155,9 @@ def serve(name: str, setup: str) -> None:
 
     async def run() -> None:
         async with FACTORIES[name](SETUPS[setup]) as urls:
-            print(json.dumps(urls), flush=True)
-            await anyio.to_thread.run_sync(sys.stdin.read)
+            with settled_heap():  # as in a process of ours; the floors have it, too
+                print(json.dumps(urls), flush=True)
+                await anyio.to_thread.run_sync(sys.stdin.read)
 
     anyio.run(run)
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from areal_actors.cache import ConversationTree, plan_prompt
+from areal_actors.cache.history import full_history
+from areal_actors.cache.tokens import full_ids, prompt_ids
 from areal_actors.domain import (
     ChatMessage,
     Completion,
@@ -291,6 +293,13 @@ class TreeMachine(RuleBasedStateMachine):
             ids = self.tree.prompt_tokens(turn)
             assert ids.tolist() == self.plans[turn.id].token_ids.tolist()
             assert len(ids) == turn.num_prompt_tokens
+
+    @invariant()
+    def what_is_remembered_is_what_is_stored(self) -> None:
+        for turn in self.tree.snapshot().interactions:
+            assert self.tree.history(turn) == full_history(turn, self.tree.get)
+            assert self.tree.prompt_tokens(turn).tolist() == prompt_ids(turn, self.tree.get).tolist()
+            assert self.tree.full_tokens(turn).tolist() == full_ids(turn, self.tree.get).tolist()
 
     @invariant()
     def early_snapshots_stand(self) -> None:

@@ -42,6 +42,7 @@ from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Training, TrainingSummary
 from areal_actors.models import ModelFiles, load_policy, resolve_model
 from areal_actors.rendering import Renderer, load_renderer
+from areal_actors.run.heap import settled_heap
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine
 from areal_actors.run.signals import stop_on_signals
 from areal_actors.telemetry import get_logger, logging_to_file, quiet_transformers
@@ -113,6 +114,8 @@ class Trainer:
             inference = await stack.enter_async_context(_open_inference(job))
             progress = await inference.system.spawn(_create_reporter(job), name="progress")
             training = await _spawn_learners(job, inference, progress, stack)
+            if is_handling_signals:  # the process is ours
+                stack.enter_context(settled_heap())
             async with stop_on_signals(training) if is_handling_signals else nullcontext():
                 summary = await training.ask(AwaitTraining())
             await _save_results(job, progress, summary)

@@ -152,8 +152,9 @@ async def test_the_generation_goes_on_while_somebody_waits(first_way: str, way: 
     engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with open_house(engine=engine) as house, anyio.create_task_group() as tasks:
         session = (await house.open()).session
-        first = Caller(house, session, first_way, FIRST, num_choices=num_choices)
-        again = Caller(house, session, way, RETRY, num_choices=num_choices)
+        sendings = (FIRST, RETRY) if first_way == "stream" else (NAMED, NAMED)  # it can be adopted
+        first = Caller(house, session, first_way, sendings[0], num_choices=num_choices)
+        again = Caller(house, session, way, sendings[1], num_choices=num_choices)
         for caller in (first, again):
             tasks.start_soon(caller)
             await anyio.wait_all_tasks_blocked()
@@ -171,6 +172,27 @@ async def test_the_generation_goes_on_while_somebody_waits(first_way: str, way: 
     assert (num_choices, 0) == (len(engine.requests), engine.statistics().aborted)
 
 
+async def test_who_joined_an_unnamed_request_samples_anew_when_its_first_caller_leaves():
+    """Without a key, an answer in one piece is read by the task of its first caller, and ends with it."""
+    engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
+    async with open_house(engine=engine) as house, anyio.create_task_group() as tasks:
+        session = (await house.open()).session
+        first, again = (Caller(house, session, "complete", attempt) for attempt in (FIRST, RETRY))
+        for caller in (first, again):
+            tasks.start_soon(caller)
+            await anyio.wait_all_tasks_blocked()
+        engine.release(1)
+        await anyio.wait_all_tasks_blocked()
+        first.scope.cancel()
+        await anyio.wait_all_tasks_blocked()
+        engine.release(99)
+        await anyio.wait_all_tasks_blocked()
+        known = await turns(house, session)
+
+    assert [InteractionStatus.CANCELLED, InteractionStatus.COMPLETED] == [turn.status for turn in known]
+    assert [known[1].id] == again.ids
+
+
 @pytest.mark.parametrize("first_way", WAYS)
 @pytest.mark.parametrize("order", ["first leaves first", "first leaves last"])
 async def test_the_last_one_who_leaves_aborts(first_way: str, order: str):
@@ -178,7 +200,9 @@ async def test_the_last_one_who_leaves_aborts(first_way: str, order: str):
     engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with open_house(engine=engine) as house, anyio.create_task_group() as tasks:
         session = (await house.open()).session
-        callers = [Caller(house, session, way, attempt) for way, attempt in ((first_way, FIRST), ("complete", RETRY))]
+        sendings = (FIRST, RETRY) if first_way == "stream" else (NAMED, NAMED)
+        ways = zip((first_way, "complete"), sendings, strict=True)
+        callers = [Caller(house, session, way, attempt) for way, attempt in ways]
         for caller in callers:
             tasks.start_soon(caller)
             await anyio.wait_all_tasks_blocked()
@@ -235,7 +259,7 @@ async def test_an_adopted_request_that_fails_does_no_harm():
     engine = EchoEngine(lambda _: encode("never"), is_gated=True)
     async with open_house(engine=engine) as house, anyio.create_task_group() as tasks:
         session = (await house.open()).session
-        first, again = (Caller(house, session, "complete", attempt) for attempt in (FIRST, RETRY))
+        first, again = (Caller(house, session, "complete", NAMED) for _ in range(2))
         for caller in (first, again):
             tasks.start_soon(caller)
             await anyio.wait_all_tasks_blocked()

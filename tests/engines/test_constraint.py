@@ -171,19 +171,19 @@ TEXTS = {
         "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in "gfg"),
     ),
     "call after thoughts": (
-        InOrder(parts=(THINK.constrain(is_open=False), HERMES.constrain([F, G], is_parallel=False))),
+        InOrder(parts=(THINK.constrain(is_open=False, has_calls=False), HERMES.constrain([F, G], is_parallel=False))),
         '<think>\nso </ think> what\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>',
     ),
     "call without thoughts": (
-        InOrder(parts=(THINK.constrain(is_open=False), HERMES.constrain([F, G], is_parallel=False))),
+        InOrder(parts=(THINK.constrain(is_open=False, has_calls=False), HERMES.constrain([F, G], is_parallel=False))),
         '<tool_call>\n{"name": "f", "arguments": {"a":3}}\n</tool_call>',
     ),
     "json after open thoughts": (
-        InOrder(parts=(THINK.constrain(is_open=True), JsonText())),
+        InOrder(parts=(THINK.constrain(is_open=True, has_calls=False), JsonText())),
         'hm\n</think>\n\n{\n  "é": [1, null]\n}',
     ),
     "expression after thoughts": (
-        InOrder(parts=(THINK.constrain(is_open=False), MatchingRegex(pattern="^[a-z]+/[0-9]$"))),
+        InOrder(parts=(THINK.constrain(is_open=False, has_calls=False), MatchingRegex(pattern="^[a-z]+/[0-9]$"))),
         "<think></think>\n\nab/3",
     ),
     "text before a tag on a line of its own": (

@@ -110,6 +110,7 @@ async def test_that_a_named_function_is_the_one_that_is_called():
             tools=TOOLS,
             tool_choice={"type": "function", "function": {"name": "stop"}},
             max_tokens=200,
+            seed=1,
         ) as stream,
     ):
         answer = await stream.get_final_completion()

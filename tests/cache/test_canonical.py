@@ -82,6 +82,48 @@ def test_what_differs_in_meaning_is_not_an_echo(edit: str) -> None:
     assert not is_recognised(EVERYTHING, EDITS[edit](EVERYTHING))
 
 
+QUOTED = "Calling tools:\n[{'id': '%s', 'type': 'function', 'function': {'name': 'look', 'arguments': {'n': %s}}}]"
+
+
+@pytest.mark.parametrize("text", ["Let me check.\n", ""])
+def test_calls_that_a_client_writes_into_the_text_are_known_by_their_ids(text: str) -> None:
+    """The same calls with the same ids, as text, are an echo; other ids, arguments or words are not."""
+    stored = answer("Let me check.", call('{"n": 1.0}', call_id="call_7f3a"))
+
+    assert is_recognised(stored, answer(text + QUOTED % ("call_7f3a", 1)))
+    assert not is_recognised(stored, answer(text + QUOTED % ("call_7f3b", 1)))
+    assert not is_recognised(stored, answer(text + QUOTED % ("call_7f3a", 2)))
+    assert not is_recognised(stored, answer("No: " + QUOTED % ("call_7f3a", 1)))
+    assert not is_recognised(answer(text + QUOTED % ("call_7f3a", 1)), stored)
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "",
+        "[",
+        "[]",
+        "{}",
+        "[1]",
+        "3",
+        "__import__('os')",
+        "[{'id': 1}]",
+        "(" * 9999,
+        "-" * 60_000 + "1",
+        "1" + "+1" * 30_000,
+        "\ud800",
+    ],
+    ids=lambda listing: ascii(listing[:9]),
+)
+def test_text_that_quotes_no_calls_is_text(listing: str) -> None:
+    """Whatever follows the mark, nothing is run, nothing is raised, and the text is compared as it is."""
+    stored = answer(f"Calling tools:\n{listing}")
+
+    assert is_recognised(stored, stored)
+    assert is_recognised(stored, evolve(stored, content=f" {stored.content}\n"))
+    assert not is_recognised(stored, evolve(stored, content=f"Calling tools:\n{listing} " + "x"))
+
+
 def test_a_client_may_drop_but_not_add() -> None:
     """Text or reasoning that the model never produced makes another message of it."""
     stored = answer(None, call())

@@ -11,7 +11,8 @@ part                   in the digest                               checked by ``
 role                   exact                                       exact
 text                   exact; an answer's is stripped; beside      equal (stripped); the echo may lack it beside
                        tool calls it is left out                   tool calls whose ids are those we gave out
-tool calls             name, arguments as JSON, in order           the same
+tool calls             name, arguments as JSON, in order           the same; calls that the text quotes count if
+                                                                   they have the ids that we gave out
 tool call ids          no; results refer to calls by position      see text
 reasoning              no                                          equal (stripped); the echo may lack it
 name                   exact, but for answers                      equal; either side of an answer may lack it
@@ -28,6 +29,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, NoReturn
 
+from areal_actors.cache.quoted import calls_of, read_quoted
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 
 __all__ = [
@@ -67,15 +69,16 @@ def extend_digest(previous: bytes, message: ChatMessage, *, reference: int = 0) 
 def _canonical_parts(message: ChatMessage, reference: int) -> Iterable[str]:
     """What every client preserves. Lengths are written before the parts, so that no two lists of parts read alike."""
     yield message.role
+    calls = calls_of(message)
     if message.role == "assistant":
-        if not message.tool_calls:
+        if not calls:
             yield _stripped(message.content)
     else:
         yield message.content or ""
         yield message.name or ""
     if message.role == "tool":
         yield str(reference)
-    for call in message.tool_calls:
+    for call in calls:
         yield call.name
         yield canonical_arguments(call.arguments)
 
@@ -193,14 +196,16 @@ def is_echo(stored: ChatMessage, echoed: ChatMessage) -> bool:
 
 def has_same_calls(stored: ChatMessage, echoed: ChatMessage) -> bool:
     """Whether the call ids are those of ``stored``: proof of origin, since ids are never given out twice."""
-    return [call.id for call in stored.tool_calls] == [call.id for call in echoed.tool_calls]
+    return [call.id for call in stored.tool_calls] == [call.id for call in calls_of(echoed)]
 
 
 def _is_same_text(stored: ChatMessage, echoed: ChatMessage) -> bool:
     left, right = _stripped(stored.content), _stripped(echoed.content)
     if left == right:
         return True
-    return bool(stored.tool_calls) and not right and has_same_calls(stored, echoed)
+    if stored.tool_calls and not echoed.tool_calls and (quoted := read_quoted(echoed.content)):
+        right = _stripped(quoted.text)
+    return bool(stored.tool_calls) and right in ("", left) and has_same_calls(stored, echoed)
 
 
 def _stripped(text: str | None) -> str:

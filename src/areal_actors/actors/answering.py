@@ -207,8 +207,8 @@ def replay(answers: tuple[Answer, ...]) -> Iterator[AnswerStarted | Delta | Answ
 def _buffer_size(request: EngineRequest, turn: Turn) -> int:
     """Choices that are told later must not hold their generation up; a single one may: that is back-pressure.
 
-    An answer in one piece waits for nothing but its chunks and needs no buffer. Without one, a stream ends with the task
-    that reads it, so that such a turn cannot be adopted; only who names a request with a key of its own can count on that.
+    An answer in one piece waits for nothing but its chunks and needs no buffer. Without one, a stream ends with the
+    task that reads it and cannot be adopted; only who names a request with a key of its own can count on that.
     """
     if len(turn.requests) > 1:
         return request.sampling.max_new_tokens + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 from importlib import resources
 
 from attrs import frozen
@@ -90,7 +91,8 @@ def _create_renderer(family: Family) -> TemplateRenderer:
     texts = dict.fromkeys((*family.special, family.end_of_calls or family.end))
     more = [AddedToken(text, rstrip=family.is_stripping, special=True) for text in texts]
     end = AddedToken(family.end, rstrip=family.is_stripping, special=True)
-    tokenizer.add_special_tokens({"bos_token": family.start, "eos_token": end, "additional_special_tokens": more})
+    special: dict[str, Any] = {"bos_token": family.start, "eos_token": end, "additional_special_tokens": more}
+    tokenizer.add_special_tokens(special)
     ids = tokenizer.get_vocab()
     ends = [ids[text] for text in (family.end, family.end_of_calls) if text]
     return create_renderer(tokenizer, stop_token_ids=ends)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any
 from importlib import resources
+from typing import Any
 
 from attrs import frozen
 

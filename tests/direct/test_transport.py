@@ -138,12 +138,12 @@ async def test_a_silent_application_is_a_read_timeout(library: Any) -> None:
 
     async def before(_: Scope, receive: Receive, __: Send) -> None:
         await receive()
-        await anyio.sleep_forever()
+        await receive()  # the hang-up
 
     async def within(_: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await anyio.sleep_forever()
+        await receive()  # the hang-up
 
     for app in (before, within):
         async with create_http_client(app, library) as client:

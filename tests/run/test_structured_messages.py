@@ -41,7 +41,7 @@ TOOLS = [
     {"name": "guess", "input_schema": Guess.model_json_schema()},
     {"name": "stop", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}},
 ]
-ASK = {"model": "m", "max_tokens": 300, "messages": [{"role": "user", "content": "What is 12 times 34?"}]}
+ASK = {"model": "m", "max_tokens": 700, "messages": [{"role": "user", "content": "What is 12 times 34?"}]}
 
 
 @asynccontextmanager

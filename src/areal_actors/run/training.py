@@ -78,8 +78,8 @@ class Trainer:
     ) -> RunSummary:
         """Train, blocking, on an event loop of its own (``backend``: ``asyncio`` or ``trio``).
 
-        ``workflow`` is an agent or a rollout workflow: an instance, a class with ``workflow_kwargs``, or a reference as in
-        the configuration, which it replaces.
+        ``workflow`` is an agent or a rollout workflow: an instance, a class with ``workflow_kwargs``, or a reference
+        as in the configuration, which it replaces.
         """
 
         async def main() -> RunSummary:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from hashlib import blake2b
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -18,7 +17,7 @@ from areal_actors.core import Ref
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, FinishReason, SampleKey, Sampling
 from areal_actors.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from areal_actors.messages import DescribeEngine, Generate, Generation
-from areal_actors.rendering import HasTokenizer, Renderer
+from areal_actors.rendering import Renderer
 from areal_actors.workflows.generation import GenerationConfig, ModelRequest
 from areal_actors.workflows.interactions import ModelResponse
 
@@ -28,8 +27,9 @@ __all__ = ["EpisodeEngine"]
 class EpisodeEngine:
     """What ``arun_episode`` is given. Direct clients take it as their engine: ``ArealOpenAI(engine=engine)``.
 
-    ``gconfig`` are the settings of the run, ``key`` seeds what is sampled. Two requests with the same prompt are two
-    samples; which of an episode's requests comes first changes no other's.
+    ``renderer`` makes ids of messages and texts, and texts of ids. ``gconfig`` are the settings of the run, ``key``
+    seeds what is sampled. Two requests with the same prompt are two samples; which of an episode's requests comes first
+    changes no other's.
     """
 
     def __init__(
@@ -48,11 +48,6 @@ class EpisodeEngine:
         self._num_clients = 0
         self._versions: list[int] = []
         self._info: EngineInfo | None = None
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, where the renderer has one."""
-        return self.renderer.tokenizer if isinstance(self.renderer, HasTokenizer) else None
 
     @property
     def oldest_version(self) -> int | None:

@@ -100,7 +100,7 @@ async def play(act: Act, *, num_episodes: int = 1, **options: Any) -> Any:
 
 
 async def test_tensors_are_rows_of_their_group():
-    """With the tokens that were sampled, their versions, the reward as the return of each, and a session of their own."""
+    """With the tokens that were sampled, their versions, the reward as the return of each, and a session."""
     episodes = await play(lambda engine, member: tensors(engine, 0.5 + member), num_episodes=2)
     rows = [row for episode in episodes for row in episode.trajectories]
 
@@ -233,7 +233,7 @@ async def test_rows_without_anything_to_train_fail_by_name():
 
 async def test_a_grouped_workflow_is_taken_apart():
     """Its members are episodes with rewards of their own, whatever the configured size."""
-    workflow = GroupedRolloutWorkflow(Acting(lambda engine, member: tensors(engine, member)), group_size=3)
+    workflow = GroupedRolloutWorkflow(Acting(tensors), group_size=3)
     async with open_stage(workflow, is_producing=True, limits=LIMITS) as (house, _, _notebook):
         (group,) = (await house.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=0))).groups
 

@@ -87,9 +87,8 @@ class AsyncRewardWrapper:
         for attempt in range(1, _NUM_ATTEMPTS + 1):
             try:
                 outcome, value = await to_process.run_sync(_run, call, cancellable=True, limiter=self._workers())
-            except BrokenWorkerProcess as error:
+            except BrokenWorkerProcess:
                 _log.warning("reward_worker_died", function=self._name, attempt=attempt)
-                cause = error
             except Exception as error:
                 raise EpisodeError(
                     f"The call of reward function {self._name} cannot be sent to a process: {describe_error(error)}"
@@ -98,7 +97,7 @@ class AsyncRewardWrapper:
                 if outcome:
                     return value
                 raise EpisodeError(f"Reward function {self._name} raised {value}")
-        raise EpisodeError(f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times.") from cause
+        raise EpisodeError(f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times.")
 
     def _workers(self) -> CapacityLimiter:
         if self._max_workers is None:

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from tests.actors.house import House, encode, open_house, renderer
+from tests.actors.house import House, encode, open_house, renderer, say
 from tests.actors.theatre import Episode, Notebook, open_theatre, problem_at
 
 from areal_actors.actors.rollouts import MemberOutcome, Peers, RolloutRunner, RolloutsConfig
@@ -265,3 +265,20 @@ async def test_the_outcome_of_a_failing_member(outcome: MemberOutcome):
     if outcome is MemberOutcome.KEEP_PARTIAL:
         assert (None, "Acting.run raised ValueError: the tool broke") == (first.failure, first.cut_short)
         assert [0.0] == [row.reward for row in first.trajectories]
+
+
+async def test_what_cannot_be_added_up_is_not_kept():
+    """A member that is to be kept and has no finite reward fails as it would otherwise; the run goes on."""
+
+    async def act(episode: Episode) -> dict[str, float]:
+        first = await episode.ask("what?")
+        follow_up = (*say("what?"), *say("", first.message.content)[1:], *say("and?"))
+        (second,) = await episode.house.complete(episode.session, follow_up)
+        return {first.interaction: 1.7e308, second.interaction: 1.7e308}
+
+    config = RolloutsConfig(member_outcome=MemberOutcome.KEEP_PARTIAL, episode_timeout_seconds=60)
+    async with open_theatre(act, config=config) as theatre:
+        (episode,) = (await theatre.play()).episodes
+
+    assert "scale its rewards down" in episode.failure
+    assert (None, ()) == (episode.cut_short, episode.trajectories)

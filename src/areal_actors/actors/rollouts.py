@@ -349,11 +349,22 @@ class RolloutRunner(Actor[Rollouts]):
         """A rejected episode: its session ends, its turns are listed, none is trained, unless what was done is kept."""
         _log.warning("episode_failed", session=session, reason=failure)
         if self._config.member_outcome is MemberOutcome.KEEP_PARTIAL and not slot.is_eval:
-            episode = await self._conclude(slot, session, Reward())
-            if any(row.num_trained_tokens for row in episode.trajectories):
-                return evolve(episode, cut_short=failure)
+            kept = await self._kept(slot, session)
+            if kept is not None:
+                return evolve(kept, cut_short=failure)
         closed = await self._peers.sessions.ask(EndSession(credential=Credential(session=session)))
         return Episode(session=session, member=slot.member, num_turns=closed.num_interactions, failure=failure)
+
+    async def _kept(self, slot: _Slot, session: SessionId) -> Episode | None:
+        """What was completed, with the rewards so far; ``None`` if that is nothing, or if it cannot be added up."""
+        try:
+            episode = await self._conclude(slot, session, Reward())
+        except ActorError:
+            raise
+        except ArealError as error:
+            _log.warning("nothing_kept", session=session, reason=str(error))
+            return None
+        return episode if any(row.num_trained_tokens for row in episode.trajectories) else None
 
     async def _report(self, slot: _Slot, episode: Episode) -> None:
         await self._tell_finished(slot, episode)

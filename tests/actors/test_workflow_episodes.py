@@ -12,7 +12,8 @@ import torch
 from tests.actors.house import House, encode, open_house, renderer, say
 from tests.actors.theatre import Episode, Notebook, open_theatre, problem_at
 
-from areal_actors.actors.rollouts import MemberOutcome, Peers, RolloutRunner, RolloutsConfig
+from areal_actors.actors.outcomes import MemberOutcome
+from areal_actors.actors.rollouts import Peers, RolloutRunner, RolloutsConfig
 from areal_actors.client import create_http_client
 from areal_actors.core import Ref
 from areal_actors.domain import Problem

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from enum import StrEnum
 
 import anyio
 import httpx
 from attrs import evolve, field, frozen
 from attrs.validators import ge, gt
 
+from areal_actors.actors.outcomes import MemberOutcome, fail_together
 from areal_actors.actors.positions import positions_from
 from areal_actors.actors.workflow_episodes import WorkflowEpisode
 from areal_actors.core import Actor, Context, Ref
@@ -57,23 +57,11 @@ from areal_actors.workflows import (
     workflow_context,
 )
 
-__all__ = ["MemberOutcome", "Peers", "RolloutRunner", "RolloutsConfig"]
+__all__ = ["Peers", "RolloutRunner", "RolloutsConfig"]
 
 _log = get_logger(__name__)
 
 _FORGET_SECONDS = 5.0
-
-
-class MemberOutcome(StrEnum):
-    """What becomes of a group in training when one of its members fails. The others run to their end in any case."""
-
-    DROP_MEMBER = "drop_member"
-    """The member trains nothing; its siblings are trained."""
-    FAIL_GROUP = "fail_group"
-    """The whole group trains nothing, and another problem takes its place."""
-    KEEP_PARTIAL = "keep_partial"
-    """What the member had completed is trained, with the rewards that it had until then. A rollout workflow that raises
-    has completed nothing."""
 
 
 @frozen(kw_only=True)
@@ -245,7 +233,7 @@ class RolloutRunner(Actor[Rollouts]):
                 members.start_soon(run, slot)
         whole = tuple(episode for slot in slots for episode in episodes[slot.member])
         if self._config.member_outcome is MemberOutcome.FAIL_GROUP and slots[0].is_training:
-            whole = _failed_together(whole)
+            whole = fail_together(whole)
         return Group(id=slots[0].group, problem=problem, episodes=whole)
 
     # -------------------------------------------------------------------------------------------- episodes
@@ -381,15 +369,3 @@ class RolloutRunner(Actor[Rollouts]):
             await progress.tell(
                 EpisodeFinished(episode=episode, problem=slot.problem, version=slot.version, is_eval=slot.is_eval)
             )
-
-
-def _failed_together(episodes: tuple[Episode, ...]) -> tuple[Episode, ...]:
-    """The episodes of a group; if one of them failed, none of them trains anything."""
-    first = next((e for e in episodes if e.failure is not None and not e.is_rejected), None)
-    if first is None:
-        return episodes
-    reason = f"Member {first.member} of its group failed: {first.failure}"
-    return tuple(
-        episode if episode.failure is not None else evolve(episode, trajectories=(), reward=0.0, failure=reason)
-        for episode in episodes
-    )

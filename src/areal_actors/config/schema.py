@@ -18,8 +18,9 @@ from attrs.validators import ge, gt, in_, le, matches_re, optional
 
 from areal_actors.actors.capacity import CapacityConfig
 from areal_actors.actors.exporter import ExportConfig
+from areal_actors.actors.outcomes import MemberOutcome
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
-from areal_actors.actors.rollouts import MemberOutcome, RolloutsConfig
+from areal_actors.actors.rollouts import RolloutsConfig
 from areal_actors.actors.sessions import SessionsConfig
 from areal_actors.cache import STYLES
 from areal_actors.cache.rewards import RULES

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from areal_actors.errors import ArealError
     from areal_actors.run import RunSummary, Trainer, train
     from areal_actors.run.inference import EmbeddedSession, Inference, InferenceConfig, open_inference
+    from areal_actors.workflows.generation import GenerationConfig, ModelRequest
     from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
+    from areal_actors.workflows.rewards import AsyncRewardWrapper
+    from areal_actors.workflows.rollout import GroupedRolloutWorkflow, RolloutWorkflow
 
 __all__ = [
     "Actor",
@@ -25,16 +28,21 @@ __all__ = [
     "ArealAnthropic",
     "ArealError",
     "ArealOpenAI",
+    "AsyncRewardWrapper",
     "Context",
     "EmbeddedSession",
+    "GenerationConfig",
+    "GroupedRolloutWorkflow",
     "Inference",
     "InferenceConfig",
     "InteractionWithTokenLogpReward",
     "Message",
+    "ModelRequest",
     "ModelResponse",
     "OpenAIProxyClient",
     "Ref",
     "RewardTree",
+    "RolloutWorkflow",
     "RunConfig",
     "RunSummary",
     "StreamMessage",
@@ -57,6 +65,9 @@ _HOMES = {
     "areal_actors.direct": ("ArealAnthropic", "ArealOpenAI"),
     "areal_actors.errors": ("ArealError",),
     "areal_actors.run": ("RunSummary", "Trainer", "train"),
+    "areal_actors.workflows.generation": ("GenerationConfig", "ModelRequest"),
+    "areal_actors.workflows.rewards": ("AsyncRewardWrapper",),
+    "areal_actors.workflows.rollout": ("GroupedRolloutWorkflow", "RolloutWorkflow"),
     "areal_actors.workflows.interactions": ("InteractionWithTokenLogpReward", "ModelResponse"),
     "areal_actors.run.inference": ("EmbeddedSession", "Inference", "InferenceConfig", "open_inference"),
 }

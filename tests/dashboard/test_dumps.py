@@ -23,7 +23,7 @@ def test_every_row_is_one_line_in_the_file_of_its_task(tmp_path, news, decode):
     first, second, *_ = rows = list(read_records(tmp_path / "rollout" / "3" / "7.jsonl"))
     assert len(rows) == 4
     assert first == {
-        "task_id": "7",
+        "task_id": 7,
         "sample_idx": 1,
         "seqlen": 5,
         "prompt_len": 3,

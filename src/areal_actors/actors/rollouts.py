@@ -15,10 +15,12 @@ import httpx
 from attrs import evolve, field, frozen
 from attrs.validators import ge, gt
 
+from areal_actors.actors.outcomes import MemberOutcome, fail_together
 from areal_actors.actors.positions import positions_from
+from areal_actors.actors.workflow_episodes import WorkflowEpisode
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, Group, GroupId, Problem, SampleKey, SessionId
-from areal_actors.errors import ActorError, ArealError, EpisodeError
+from areal_actors.errors import ActorError, ArealError, ConfigError, EpisodeError
 from areal_actors.messages import (
     AcquirePermit,
     Capacity,
@@ -43,8 +45,17 @@ from areal_actors.messages import (
     SettlePermit,
 )
 from areal_actors.telemetry import get_logger
-from areal_actors.workflows import Agent, EpisodeContext, Injected, Reward, run_agent
-from areal_actors.workflows import context as workflow_context
+from areal_actors.workflows import (
+    Agent,
+    EpisodeContext,
+    EpisodeEngine,
+    GroupedRolloutWorkflow,
+    Injected,
+    Reward,
+    RolloutWorkflow,
+    run_agent,
+    workflow_context,
+)
 
 __all__ = ["Peers", "RolloutRunner", "RolloutsConfig"]
 
@@ -58,6 +69,7 @@ class RolloutsConfig:
     """How episodes are run."""
 
     group_size: int = field(default=8, validator=ge(1))
+    member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     is_archiving: bool = True
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
@@ -92,32 +104,46 @@ class _Slot:
         """Whether the exporter will need its session until the group is trained."""
         return self.version is not None and not self.is_eval
 
+    @property
+    def context(self) -> EpisodeContext:
+        """What the code inside the episode may ask about itself."""
+        return EpisodeContext(task_id=str(self.problem.position), member=self.member, is_eval=self.is_eval)
+
 
 class RolloutRunner(Actor[Rollouts]):
     """Runs training groups as capacity allows, and evaluations when asked.
 
     ``problem_at`` maps a position to its problem; with ``None`` nothing is produced, only ``RunProblem`` and
-    ``Evaluate`` are served.
+    ``Evaluate`` are served. A rollout workflow needs the ``engine`` that its episodes sample from; of a grouped one the
+    group is run member by member.
     """
 
     def __init__(
         self,
         *,
-        agent: Agent,
+        agent: Agent | RolloutWorkflow,
         peers: Peers,
         endpoint: Endpoint,
         http_client: httpx.AsyncClient,
+        engine: EpisodeEngine | None = None,
         config: RolloutsConfig | None = None,
         problem_at: Callable[[int], Problem] | None = None,
         held_out: tuple[Problem, ...] = (),
         start: DataPosition | None = None,
         seed: int = 0,
     ) -> None:
+        config = config or RolloutsConfig()
+        if isinstance(agent, GroupedRolloutWorkflow):
+            config = evolve(config, group_size=agent.group_size)
+            agent = agent.workflow
+        if isinstance(agent, RolloutWorkflow) and engine is None:
+            raise ConfigError(f"{type(agent).__name__} is a rollout workflow, and there is no engine for its episodes.")
         self._agent = agent
+        self._engine = engine
         self._peers = peers
         self._endpoint = endpoint
         self._http_client = http_client
-        self._config = config or RolloutsConfig()
+        self._config = config
         self._problem_at = problem_at
         self._held_out = held_out
         self._start = start or DataPosition()
@@ -149,7 +175,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     def _check_progress(self, group: Group) -> None:
         """Raise if the agent fails and fails: its groups are refunded, and more would be started without end."""
-        failures = [episode.failure for episode in group.episodes if episode.failure is not None]
+        failures = [e.failure for e in group.episodes if e.failure is not None and not e.is_rejected]
         has_success = len(failures) < len(group.episodes)
         self._num_failed_groups = 0 if has_success else self._num_failed_groups + 1
         if self._num_failed_groups == self._config.max_failed_groups:
@@ -197,26 +223,54 @@ class RolloutRunner(Actor[Rollouts]):
         ]
 
     async def _run_group(self, problem: Problem, slots: list[_Slot]) -> Group:
-        episodes: dict[int, Episode] = {}
+        episodes: dict[int, tuple[Episode, ...]] = {}
 
         async def run(slot: _Slot) -> None:
-            episodes[slot.member] = await self._run_episode(slot)
+            episodes[slot.member] = await self._run_episode(slot, num_members=len(slots))
 
         async with anyio.create_task_group() as members:
             for slot in slots:
                 members.start_soon(run, slot)
-        return Group(id=slots[0].group, problem=problem, episodes=tuple(episodes[slot.member] for slot in slots))
+        whole = tuple(episode for slot in slots for episode in episodes[slot.member])
+        if self._config.member_outcome is MemberOutcome.FAIL_GROUP and slots[0].is_training:
+            whole = fail_together(whole)
+        return Group(id=slots[0].group, problem=problem, episodes=whole)
 
     # -------------------------------------------------------------------------------------------- episodes
 
-    async def _run_episode(self, slot: _Slot) -> Episode:
+    async def _run_episode(self, slot: _Slot, *, num_members: int) -> tuple[Episode, ...]:
+        """What one member did. An agent's is one episode, a workflow's may be several."""
+        if isinstance(self._agent, RolloutWorkflow):
+            return await self._run_workflow(self._agent, slot, num_members)
+        return (await self._run_session(self._agent, slot),)
+
+    async def _run_workflow(self, workflow: RolloutWorkflow, slot: _Slot, num_members: int) -> tuple[Episode, ...]:
+        assert self._engine is not None
+        started = anyio.current_time()
+        played = await WorkflowEpisode(
+            workflow=workflow,
+            engine=self._engine.for_episode(key=slot.key),
+            data=dict(slot.problem.data),
+            context=slot.context,
+            session=SessionId(f"{slot.group}-{slot.member}"),
+            group_size=num_members,
+            is_training=slot.is_training,
+            timeout_seconds=self._config.episode_timeout_seconds,
+        ).run()
+        seconds = anyio.current_time() - started
+        episodes = tuple(evolve(episode, seconds=seconds) for episode in played)
+        for episode in episodes:
+            await self._tell_finished(slot, episode)
+        return episodes
+
+    async def _run_session(self, agent: Agent, slot: _Slot) -> Episode:
         started = anyio.current_time()
         opened = await self._peers.sessions.ask(
             OpenSession(task=f"{slot.group}-{slot.member}", group=slot.group, key=slot.key)
         )
         is_wanted = False
         try:
-            episode = await self._settle(slot, opened)
+            episode = await self._settle(agent, slot, opened)
             episode = evolve(episode, seconds=anyio.current_time() - started)
             await self._report(slot, episode)
             is_wanted = slot.is_training
@@ -230,15 +284,15 @@ class RolloutRunner(Actor[Rollouts]):
         with anyio.move_on_after(_FORGET_SECONDS, shield=True), suppress(ActorError):
             await self._peers.sessions.tell(ForgetSession(session=session))
 
-    async def _settle(self, slot: _Slot, opened: SessionOpened) -> Episode:
+    async def _settle(self, agent: Agent, slot: _Slot, opened: SessionOpened) -> Episode:
         """The episode, succeeded or failed; its session has ended."""
         try:
-            return await self._attempt(slot, opened)
+            return await self._attempt(agent, slot, opened)
         except EpisodeError as error:
             return await self._failed(slot, opened.session, str(error))
 
-    async def _attempt(self, slot: _Slot, opened: SessionOpened) -> Episode:
-        reward = await self._run_agent(slot, opened)
+    async def _attempt(self, agent: Agent, slot: _Slot, opened: SessionOpened) -> Episode:
+        reward = await self._run_agent(agent, slot, opened)
         try:
             episode = await self._conclude(slot, opened.session, reward)
         except ActorError:
@@ -261,16 +315,15 @@ class RolloutRunner(Actor[Rollouts]):
         await self._peers.sessions.ask(EndSession(credential=credential))
         return await self._peers.exports.ask(ExportSession(session=session, member=slot.member))
 
-    async def _run_agent(self, slot: _Slot, opened: SessionOpened) -> Reward:
+    async def _run_agent(self, agent: Agent, slot: _Slot, opened: SessionOpened) -> Reward:
         injected = Injected(
             base_url=self._endpoint.session_base_url(opened.session),
             api_key=opened.api_key,
             http_client=self._http_client,
         )
-        context = EpisodeContext(task_id=str(slot.problem.position), member=slot.member, is_eval=slot.is_eval)
         seconds = self._config.episode_timeout_seconds
-        with workflow_context.enter(context), anyio.move_on_after(seconds):
-            return await run_agent(self._agent, dict(slot.problem.data), injected)
+        with workflow_context.enter(slot.context), anyio.move_on_after(seconds):
+            return await run_agent(agent, dict(slot.problem.data), injected)
         raise EpisodeError(
             f"{self._agent_name}.run took longer than {seconds:g} s; "
             "raise rollout.episode_timeout_seconds if episodes need more."
@@ -281,19 +334,38 @@ class RolloutRunner(Actor[Rollouts]):
         return type(self._agent).__name__
 
     async def _failed(self, slot: _Slot, session: SessionId, failure: str) -> Episode:
-        """A rejected episode: its session ends, its turns are listed, none is trained."""
+        """A rejected episode: its session ends, its turns are listed, none is trained, unless what was done is kept."""
         _log.warning("episode_failed", session=session, reason=failure)
+        if self._config.member_outcome is MemberOutcome.KEEP_PARTIAL and not slot.is_eval:
+            kept = await self._kept(slot, session)
+            if kept is not None:
+                return evolve(kept, cut_short=failure)
         closed = await self._peers.sessions.ask(EndSession(credential=Credential(session=session)))
         return Episode(session=session, member=slot.member, num_turns=closed.num_interactions, failure=failure)
 
+    async def _kept(self, slot: _Slot, session: SessionId) -> Episode | None:
+        """What was completed, with the rewards so far; ``None`` if that is nothing, or if it cannot be added up."""
+        try:
+            episode = await self._conclude(slot, session, Reward())
+        except ActorError:
+            raise
+        except ArealError as error:
+            _log.warning("nothing_kept", session=session, reason=str(error))
+            return None
+        return episode if any(row.num_trained_tokens for row in episode.trajectories) else None
+
     async def _report(self, slot: _Slot, episode: Episode) -> None:
+        await self._tell_finished(slot, episode)
         progress = self._peers.progress
-        if progress is None or slot.version is None:
-            return
-        finished = EpisodeFinished(episode=episode, problem=slot.problem, version=slot.version, is_eval=slot.is_eval)
-        await progress.tell(finished)
-        if self._config.is_archiving:
+        if progress is not None and slot.version is not None and self._config.is_archiving:
             record = await self._peers.sessions.ask(CollectSession(session=episode.session))
             await progress.tell(
                 SessionArchived(record=record, episode=episode, problem=slot.problem, is_eval=slot.is_eval)
+            )
+
+    async def _tell_finished(self, slot: _Slot, episode: Episode) -> None:
+        progress = self._peers.progress
+        if progress is not None and slot.version is not None:
+            await progress.tell(
+                EpisodeFinished(episode=episode, problem=slot.problem, version=slot.version, is_eval=slot.is_eval)
             )

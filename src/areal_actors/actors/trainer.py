@@ -294,6 +294,7 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "packed_tokens": statistics.num_packed_tokens,
         "episodes": data.num_episodes,
         "failed_episodes": data.num_failed_episodes,
+        "rejected_episodes": data.num_rejected_episodes,
         "zero_variance_groups": data.num_zero_variance_groups,
         "dropped_groups": lease.dropped,
         "grad_norm": statistics.grad_norm,

@@ -15,6 +15,7 @@ from areal_actors.cache.links import Match
 from areal_actors.cache.prompts import PromptPlan, PromptRenderer, plan_prompt
 from areal_actors.cache.rewards import RULES, RewardTree, Rule, backpropagate, parse_reward, total_reward
 from areal_actors.cache.session import IssuedSession, Session, SessionSettings, SessionStore
+from areal_actors.cache.tensors import from_tensors, pad_together
 from areal_actors.cache.tokens import full_ids, prompt_ids
 from areal_actors.cache.tree import ConversationTree
 
@@ -35,9 +36,11 @@ __all__ = [
     "backpropagate",
     "export_trajectories",
     "from_document",
+    "from_tensors",
     "full_history",
     "full_ids",
     "lookup_in",
+    "pad_together",
     "parse_reward",
     "plan_prompt",
     "prompt_ids",

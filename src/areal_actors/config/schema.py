@@ -18,6 +18,7 @@ from attrs.validators import ge, gt, in_, le, matches_re, optional
 
 from areal_actors.actors.capacity import CapacityConfig
 from areal_actors.actors.exporter import ExportConfig
+from areal_actors.actors.outcomes import MemberOutcome
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.actors.rollouts import RolloutsConfig
 from areal_actors.actors.sessions import SessionsConfig
@@ -33,6 +34,7 @@ from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
 from areal_actors.staleness import CapacityLimits
 from areal_actors.training.config import TrainerConfig
+from areal_actors.workflows import GenerationConfig
 
 __all__ = [
     "AgentConfig",
@@ -82,11 +84,13 @@ class RolloutConfig:
     """Which agent runs on the problems, how often, and how far it may run ahead of training."""
 
     workflow: WorkflowReference
-    """The agent: file.py:Class or package.module.Class."""
+    """The agent or rollout workflow: file.py:Class or package.module.Class."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
-    """Arguments of the agent's class."""
+    """Arguments of its class."""
     group_size: int = field(default=8, validator=ge(1))
     """Episodes per problem."""
+    member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
+    """When an episode fails: train its siblings, or nothing of the group, or also what the episode had completed."""
     max_concurrent_rollouts: int = field(default=16, validator=ge(1))
     """Groups that run at once."""
     max_head_offpolicyness: int = field(default=1, validator=ge(0))
@@ -101,7 +105,11 @@ class RolloutConfig:
     @property
     def runner(self) -> RolloutsConfig:
         """What the rollout runner needs of this."""
-        return RolloutsConfig(group_size=self.group_size, episode_timeout_seconds=self.episode_timeout_seconds)
+        return RolloutsConfig(
+            group_size=self.group_size,
+            member_outcome=self.member_outcome,
+            episode_timeout_seconds=self.episode_timeout_seconds,
+        )
 
     @property
     def export(self) -> ExportConfig:
@@ -141,6 +149,7 @@ class RunConfig:
     dataset: DatasetConfig
     eval_dataset: DatasetConfig | None = None
     rollout: RolloutConfig
+    gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)

@@ -10,7 +10,7 @@ from typing import Any
 from areal_actors.core import Message
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import format_record, open_records, rewrite_records
-from areal_actors.domain import Ints, Trajectory
+from areal_actors.domain import Episode, Ints, Trajectory
 from areal_actors.messages import EpisodeFinished, Progress
 
 __all__ = ["Decode", "FailureWriter", "RolloutDumper", "dump_rows"]
@@ -60,7 +60,7 @@ def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]
     for row in news.episode.trajectories:
         num_prompt = _num_prompt_tokens(row)
         yield {
-            "task_id": str(news.problem.position),
+            "task_id": news.problem.position,
             "sample_idx": news.episode.member,
             "seqlen": row.num_tokens,
             "prompt_len": num_prompt,
@@ -82,8 +82,14 @@ def _remove_versions(root: Path, *, at_least: int) -> None:
             shutil.rmtree(path)
 
 
+def _outcome(episode: Episode) -> str | None:
+    if episode.failure is not None:
+        return "rejected" if episode.is_rejected else "failed"
+    return None if episode.cut_short is None else "cut_short"
+
+
 class FailureWriter:
-    """Writes ``failures.jsonl``: every episode that failed, and why."""
+    """Writes ``failures.jsonl``: every episode that failed, was rejected or was cut short, and why."""
 
     name = "failures.jsonl"
     is_essential = False
@@ -98,8 +104,8 @@ class FailureWriter:
         rewrite_records(self._path, lambda record: record.get("version", 0) < limit)
 
     def hear(self, news: Message[Progress, None]) -> None:
-        """Write a failed episode. Raises ``OSError``."""
-        if not isinstance(news, EpisodeFinished) or news.episode.failure is None:
+        """Write an episode that did not end well. Raises ``OSError``."""
+        if not isinstance(news, EpisodeFinished) or (outcome := _outcome(news.episode)) is None:
             return
         record = {
             "task_id": str(news.problem.position),
@@ -108,7 +114,8 @@ class FailureWriter:
             "is_eval": news.is_eval,
             "turns": news.episode.num_turns,
             "seconds": round(news.episode.seconds, 3),
-            "failure": news.episode.failure,
+            "outcome": outcome,
+            "failure": news.episode.failure or news.episode.cut_short,
         }
         with open_records(self._path, "a") as file:
             file.write(format_record(record))

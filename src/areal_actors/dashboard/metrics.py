@@ -38,6 +38,7 @@ STEP_KEYS = (
     "tokens_per_second",
     "episodes",
     "failed_episodes",
+    "rejected_episodes",
     "zero_variance_groups",
     "dropped_groups",
     "grad_norm",

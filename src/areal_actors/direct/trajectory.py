@@ -25,6 +25,7 @@ from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.app import create_app
 from areal_actors.rendering import Renderer, create_renderer, load_renderer
 from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.workflows.engine import EpisodeEngine
 from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
 
 __all__ = ["DirectSession", "EngineLike", "TokenizerLike"]
@@ -69,7 +70,7 @@ class DirectSession:
         manager = SessionManager(renderer=renderer, generation=generation, seed=seed)
         sessions: InlineRef[Sessions] = InlineRef(manager, name="sessions")
         capacity = InlineRef(CapacityGranter(CapacityState(limits=_ONE)), name="capacity")
-        opened = manager.open_session(OpenSession(task="direct", key=key))
+        opened = manager.open_session(OpenSession(task="direct", key=key or _key_of(engine)))
         self.api_key = opened.api_key
         self.discount: float | None = None
         self.completions: dict[str, Any] = {}
@@ -171,6 +172,7 @@ class _Views:
         return InteractionWithTokenLogpReward(
             interaction_id=turn.id,
             model_response=_response_of(self._tree, turn, cast("Completion", turn.completion)),
+            assigned_reward=turn.reward,
             reward=turn.reward if returns is None else returns.get(turn.id),
             parent=None if turn.parent is None else self._made.get(turn.parent),
             messages=[_plain(message) for message in history[:-1]],
@@ -202,6 +204,11 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
 
 
 _ONE = CapacityLimits(max_concurrent=1, batch_size=1)
+
+
+def _key_of(engine: EngineLike) -> SampleKey | None:
+    """The key of this client within an episode, where the engine is that of an episode."""
+    return engine.next_client_key() if isinstance(engine, EpisodeEngine) else None
 
 
 def _generation_of(engine: EngineLike) -> Ref[Generation]:

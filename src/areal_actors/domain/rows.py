@@ -88,6 +88,8 @@ class Episode:
     """One run of an agent on a problem. A failed one has a ``failure`` and no trajectories.
 
     ``reward`` is the sum of the rewards that were assigned to its interactions, before any propagation.
+    ``is_rejected`` tells that its workflow threw it away on purpose; ``failure`` says so, too. ``cut_short`` says why
+    an episode ended too early that is trained all the same, as far as it went.
     """
 
     session: SessionId
@@ -98,6 +100,8 @@ class Episode:
     num_turns: int = 0
     seconds: float = 0.0
     failure: str | None = None
+    is_rejected: bool = False
+    cut_short: str | None = None
 
 
 @frozen(kw_only=True)

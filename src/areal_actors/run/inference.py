@@ -7,7 +7,7 @@ adds its own actors to the same system (``training``).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ from areal_actors.messages import (
 from areal_actors.models import resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
+from areal_actors.run.by_hand import RolloutEngine, open_rollouts
 from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.workflows import GenerationConfig
 
 __all__ = ["EmbeddedSession", "Inference", "InferenceConfig", "open_actors", "open_engine", "open_inference"]
 
@@ -80,6 +82,10 @@ class Inference:
     capacity: Ref[Capacity]
     generation: Ref[Generation]
     serving: Ref[Serving]
+
+    def rollouts(self, *, gconfig: GenerationConfig | None = None) -> AbstractAsyncContextManager[RolloutEngine]:
+        """An engine that runs agents and rollout workflows by hand; what still runs ends with the block."""
+        return open_rollouts(self, gconfig=gconfig)
 
     @asynccontextmanager
     async def session(self, task: str = "session") -> AsyncIterator[EmbeddedSession]:

@@ -46,7 +46,7 @@ from areal_actors.run.heap import settled_heap
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine
 from areal_actors.run.signals import stop_on_signals
 from areal_actors.telemetry import get_logger, logging_to_file, quiet_transformers
-from areal_actors.workflows import Agent, import_reference, resolve_agent
+from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow, import_reference, resolve_workflow
 
 if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
@@ -78,8 +78,8 @@ class Trainer:
     ) -> RunSummary:
         """Train, blocking, on an event loop of its own (``backend``: ``asyncio`` or ``trio``).
 
-        ``workflow`` is an agent: an instance, a class with ``workflow_kwargs``, or a reference as in the configuration,
-        which it replaces.
+        ``workflow`` is an agent or a rollout workflow: an instance, a class with ``workflow_kwargs``, or a reference
+        as in the configuration, which it replaces.
         """
 
         async def main() -> RunSummary:
@@ -97,7 +97,7 @@ class Trainer:
         is_handling_signals: bool = False,
     ) -> RunSummary:
         """Train inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
-        agent = resolve_agent(
+        agent = resolve_workflow(
             self.config.rollout.workflow if workflow is None else workflow,
             workflow_kwargs=self.config.rollout.workflow_kwargs if workflow is None else workflow_kwargs,
         )
@@ -108,7 +108,9 @@ class Trainer:
             await self._run(agent, directory, resume=resume, is_handling_signals=is_handling_signals)
         return summarize_run(directory, seconds=time.monotonic() - started)
 
-    async def _run(self, agent: Agent, directory: RunDirectory, *, resume: bool, is_handling_signals: bool) -> None:
+    async def _run(
+        self, agent: Agent | RolloutWorkflow, directory: RunDirectory, *, resume: bool, is_handling_signals: bool
+    ) -> None:
         job = await to_thread.run_sync(lambda: _load(self.config, agent, directory, resume=resume))
         async with AsyncExitStack() as stack:
             inference = await stack.enter_async_context(_open_inference(job))
@@ -127,7 +129,7 @@ class _Job:
 
     config: RunConfig
     directory: RunDirectory
-    agent: Agent
+    agent: Agent | RolloutWorkflow
     model: ModelFiles
     renderer: Renderer
     problems: Problems
@@ -157,7 +159,7 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Non
     save_config(config, directory.config)
 
 
-def _load(config: RunConfig, agent: Agent, directory: RunDirectory, *, resume: bool) -> _Job:
+def _load(config: RunConfig, agent: Agent | RolloutWorkflow, directory: RunDirectory, *, resume: bool) -> _Job:
     """Everything that blocks: problems, model, tokenizer, checkpoint."""
     problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
     held_out = None
@@ -263,6 +265,7 @@ async def _spawn_learners(
         ),
         endpoint=inference.endpoint,
         http_client=http_client,
+        engine=EpisodeEngine(inference.generation, inference.renderer, gconfig=job.config.gconfig),
         config=job.config.rollout.runner,
         problem_at=job.problems.at,
         held_out=() if job.held_out is None else job.held_out.all(),

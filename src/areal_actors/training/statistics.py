@@ -27,6 +27,8 @@ class DataStatistics:
     num_zero_variance_groups: int = 0
     num_episodes: int = 0
     num_failed_episodes: int = 0
+    num_rejected_episodes: int = 0
+    """Those of the failed ones that their workflow threw away on purpose."""
     num_rows: int = 0
     num_tokens: int = 0
     num_trained_tokens: int = 0
@@ -118,6 +120,7 @@ def describe_data(
         num_zero_variance_groups=num_zero_variance_groups,
         num_episodes=len(episodes),
         num_failed_episodes=len(episodes) - len(rewards),
+        num_rejected_episodes=sum(episode.is_rejected for episode in episodes),
         num_rows=len(rows),
         num_tokens=sum(row.trajectory.num_tokens for row in rows),
         num_trained_tokens=len(advantages),

@@ -1,18 +1,39 @@
-"""How people bring their agents: what an agent is, how it is found by name, and what it knows while it runs."""
+"""How people bring their agents and rollout workflows: what they are, how they are found by name, what they know."""
 
 from __future__ import annotations
 
+from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent, Injected, Reward, parse_result, run_agent
 from areal_actors.workflows.context import EpisodeContext
-from areal_actors.workflows.resolve import import_reference, resolve_agent
+from areal_actors.workflows.engine import EpisodeEngine
+from areal_actors.workflows.generation import GenerationConfig, GenerationHyperparameters, ModelRequest
+from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
+from areal_actors.workflows.resolve import import_reference, resolve_agent, resolve_workflow
+from areal_actors.workflows.results import Sample, parse_rollout
+from areal_actors.workflows.rewards import AsyncRewardWrapper
+from areal_actors.workflows.rollout import GroupedRolloutWorkflow, RolloutResult, RolloutWorkflow
 
 __all__ = [
     "Agent",
+    "AsyncRewardWrapper",
     "EpisodeContext",
+    "EpisodeEngine",
+    "GenerationConfig",
+    "GenerationHyperparameters",
+    "GroupedRolloutWorkflow",
     "Injected",
+    "InteractionWithTokenLogpReward",
+    "ModelRequest",
+    "ModelResponse",
     "Reward",
+    "RolloutResult",
+    "RolloutWorkflow",
+    "Sample",
     "import_reference",
     "parse_result",
+    "parse_rollout",
     "resolve_agent",
+    "resolve_workflow",
     "run_agent",
+    "workflow_context",
 ]

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from areal_actors.domain import InteractionId
 from areal_actors.errors import ArealError, EpisodeError
 
-__all__ = ["Agent", "Injected", "Reward", "parse_result", "run_agent"]
+__all__ = ["Agent", "Injected", "Reward", "describe_error", "parse_result", "run_agent"]
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ async def _attempt(agent: Agent, data: Any, injected: Injected) -> Reward | Epis
     except EpisodeError as error:
         return error
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent does costs its episode and no more
-        failure = EpisodeError(f"{name}.run raised {_summary(error)}")
+        failure = EpisodeError(f"{name}.run raised {describe_error(error)}")
         failure.__cause__ = error
         return failure
 
@@ -103,7 +103,7 @@ def _number(value: Any, agent: str) -> float:
     )
 
 
-def _summary(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """One line of an exception; of an exception group, its first cause."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -48,13 +48,15 @@ class InteractionWithTokenLogpReward:
     """One request and its answer, by token, with its reward.
 
     ``reward`` is the return where a discount was applied, the assigned reward otherwise, and ``None`` where there is
-    neither. ``messages`` are those of the request and ``output_message_list`` the answer's, in the shape of OpenAI's
-    API; ``completion`` is the SDK's own object where there is one. ``parent`` is the turn that this one continues.
+    neither; ``assigned_reward`` is what was assigned, in any case. ``messages`` are those of the request and
+    ``output_message_list`` the answer's, in the shape of OpenAI's API; ``completion`` is the SDK's own object where
+    there is one. ``parent`` is the turn that this one continues.
     """
 
     interaction_id: str
     model_response: ModelResponse | None = None
     reward: float | None = None
+    assigned_reward: float | None = None
     parent: InteractionWithTokenLogpReward | None = field(default=None, repr=False)
     messages: Sequence[dict[str, Any]] = ()
     output_message_list: Sequence[dict[str, Any]] | None = None

@@ -19,14 +19,28 @@ from typing import Any
 
 from areal_actors.errors import WorkflowError
 from areal_actors.workflows.agents import Agent
+from areal_actors.workflows.rollout import RolloutWorkflow
 
-__all__ = ["import_reference", "resolve_agent"]
+__all__ = ["import_reference", "resolve_agent", "resolve_workflow"]
 
 
 def resolve_agent(
     workflow: Any, *, workflow_kwargs: Mapping[str, Any] | None = None, directory: Path | None = None
 ) -> Agent:
     """The agent that ``workflow`` means. Raises ``WorkflowError`` saying what was found instead."""
+    return _checked(_build(workflow, workflow_kwargs, directory), workflow)
+
+
+def resolve_workflow(
+    workflow: Any, *, workflow_kwargs: Mapping[str, Any] | None = None, directory: Path | None = None
+) -> Agent | RolloutWorkflow:
+    """The agent or the rollout workflow that ``workflow`` means. Raises ``WorkflowError`` if it is neither."""
+    target = _build(workflow, workflow_kwargs, directory)
+    return target if isinstance(target, RolloutWorkflow) else _checked(target, workflow)
+
+
+def _build(workflow: Any, workflow_kwargs: Mapping[str, Any] | None, directory: Path | None) -> Any:
+    """The object that ``workflow`` names, is, or is made of."""
     kwargs = dict(workflow_kwargs or {})
     target = import_reference(workflow, directory=directory) if isinstance(workflow, str) else workflow
     if inspect.isclass(target):
@@ -36,7 +50,7 @@ def resolve_agent(
             f"workflow_kwargs {sorted(kwargs)} were given with {_describe(workflow)}, which is built already; "
             "pass its class, or leave them out."
         )
-    return _checked(target, workflow)
+    return target
 
 
 def import_reference(reference: str, *, directory: Path | None = None) -> Any:
@@ -104,7 +118,8 @@ def _checked(target: Any, workflow: Any) -> Agent:
     if not inspect.iscoroutinefunction(run):
         found = "no method 'run'" if run is None else "a 'run' that is not 'async def'"
         raise WorkflowError(
-            f"{_describe(workflow)} has {found}; an agent has 'async def run(self, data, **extra_kwargs)'."
+            f"{_describe(workflow)} has {found}; an agent has 'async def run(self, data, **extra_kwargs)', "
+            "and a rollout workflow is a subclass of RolloutWorkflow."
         )
     agent: Agent = target
     return agent

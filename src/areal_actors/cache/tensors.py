@@ -1,0 +1,192 @@
+"""From tensors that somebody else made to training rows, each row checked and every mistake named; and their padding.
+
+What a dictionary may hold is the table of ``arrays``: ``input_ids`` and ``attention_mask`` are required, anything else
+of it is optional. A row is a sample. The outputs within it are the runs of ``loss_mask``; each is a turn, with the
+row's reward as its return where ``returns`` do not say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_actors.cache.rewards import parse_reward
+from areal_actors.domain import InteractionId, SessionId, Trajectory
+from areal_actors.errors import ExportError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["from_tensors", "pad_together"]
+
+_REQUIRED = ("input_ids", "attention_mask")
+_BY_TOKEN: dict[str, tuple[type[np.generic], int]] = {
+    "input_ids": (np.int32, 0),
+    "attention_mask": (np.bool_, 0),
+    "loss_mask": (np.int32, 0),
+    "logprobs": (np.float32, 0),
+    "versions": (np.int32, -1),
+    "returns": (np.float32, 0),
+}
+"""The type of each and what stands beyond a row's own tokens."""
+_NUM_AXES = 2
+"""Of what is given by token: batch and sequence."""
+_LOGPROB_SLACK = 1e-3
+"""How far above 0 rounding may lift the log-probability of a certain token."""
+
+Array = npt.NDArray[Any]
+
+
+def from_tensors(tensors: Mapping[str, Any], *, session: SessionId, version: int | None = None) -> list[Trajectory]:
+    """The rows of a dictionary of tensors (or of anything that numpy reads), without their padding.
+
+    Args:
+        tensors: by the names of ``arrays``; [B, T] each, ``rewards`` [B].
+        session: whom the rows are said to belong to.
+        version: the weights that sampled, where ``versions`` are not given.
+
+    Raises:
+        ExportError: it is no such dictionary; says which tensor, which row, and what it should be.
+    """
+    arrays = _read(tensors)
+    if version is not None and "versions" not in arrays:
+        arrays["versions"] = np.where(arrays.get("loss_mask", np.zeros((1, 1))) == 1, np.int32(version), np.int32(-1))
+    rewards = _read_rewards(tensors, num_rows=len(arrays["input_ids"]))
+    return [_row(arrays, index, reward, session) for index, reward in enumerate(rewards)]
+
+
+def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """All rows of several dictionaries of tensors, padded on the right to the longest: four of [1, T] are one [4, T].
+
+    Raises ``ExportError`` if they do not hold the same tensors, or if there is none.
+    """
+    import torch
+
+    if not results:
+        raise ExportError("There are no tensors to be joined.")
+    if len({frozenset(result) for result in results}) > 1:
+        named = " and ".join(sorted({"{" + ", ".join(sorted(result)) + "}" for result in results}))
+        raise ExportError(f"These results cannot be joined, for they hold different tensors: {named}.")
+    return {
+        name: _join([torch.as_tensor(result[name]) for result in results], pad=_BY_TOKEN.get(name, (None, 0))[1])
+        for name in results[0]
+    }
+
+
+def _join(tensors: Sequence[torch.Tensor], *, pad: int) -> torch.Tensor:
+    import torch
+
+    if any(tensor.ndim != _NUM_AXES for tensor in tensors):
+        return torch.cat([tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors])
+    length = max(tensor.shape[1] for tensor in tensors)
+    rows = [torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]), value=pad) for tensor in tensors]
+    return torch.cat(rows)
+
+
+# ----------------------------------------------------------------------------------------------------- reading
+
+
+def _read(tensors: Mapping[str, Any]) -> dict[str, Array]:
+    """The tensors by token, of one shape [B, T]."""
+    missing = [name for name in _REQUIRED if name not in tensors]
+    if missing:
+        raise ExportError(
+            f"The tensors lack {' and '.join(missing)}; there are {', '.join(sorted(tensors)) or 'none'}."
+        )
+    unknown = sorted(set(tensors) - {*_BY_TOKEN, "rewards"})
+    if unknown:
+        known = ", ".join((*_BY_TOKEN, "rewards"))
+        raise ExportError(f"Nobody reads {', '.join(map(repr, unknown))}; leave it out. Rows are made of {known}.")
+    arrays = {name: _array(name, tensors[name], kind) for name, (kind, _) in _BY_TOKEN.items() if name in tensors}
+    shape = arrays["input_ids"].shape
+    if len(shape) != _NUM_AXES or 0 in shape:
+        raise ExportError(f"input_ids must be [batch, seq] with at least one row and token, not {list(shape)}.")
+    for name, array in arrays.items():
+        if array.shape != shape:
+            raise ExportError(f"{name} is {list(array.shape)}, but input_ids is {list(shape)}; they must be the same.")
+    return arrays
+
+
+def _array(name: str, value: Any, kind: type[np.generic]) -> Array:
+    """A tensor of whatever library as an array of ``kind``, if that loses nothing of it."""
+    detached = value.detach().cpu() if hasattr(value, "detach") else value
+    try:
+        array = np.asarray(detached.float() if str(getattr(detached, "dtype", "")) == "torch.bfloat16" else detached)
+        converted = array.astype(kind)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ExportError(f"{name} is a {type(value).__name__} that is no tensor of numbers: {error}") from error
+    if np.issubdtype(kind, np.floating) and np.issubdtype(array.dtype, np.number):
+        return converted
+    if array.dtype.kind not in "biuf" or not np.array_equal(converted, array):
+        raise ExportError(f"{name} must be {np.dtype(kind)}; what it holds ({array.dtype}) is not.")
+    return converted
+
+
+def _read_rewards(tensors: Mapping[str, Any], *, num_rows: int) -> list[float]:
+    if "rewards" not in tensors:
+        return [0.0] * num_rows
+    rewards = _array("rewards", tensors["rewards"], np.float64)
+    if rewards.shape != (num_rows,):
+        raise ExportError(f"rewards must be [batch], here [{num_rows}], not {list(rewards.shape)}.")
+    return [parse_reward(reward) for reward in rewards]
+
+
+# -------------------------------------------------------------------------------------------------------- rows
+
+
+def _row(arrays: Mapping[str, Array], index: int, reward: float, session: SessionId) -> Trajectory:
+    places = np.flatnonzero(arrays["attention_mask"][index])
+    if not len(places):
+        raise ExportError(f"Row {index} has no token under its attention_mask; leave such a row out.")
+    if places[-1] - places[0] + 1 != len(places):
+        raise ExportError(f"The attention_mask of row {index} has a gap; a row is one sequence, padded at its ends.")
+    columns = {name: array[index][places] for name, array in arrays.items() if name != "attention_mask"}
+    mask = columns.setdefault("loss_mask", np.zeros(len(places), np.int32))
+    if arrays.get("loss_mask", np.zeros(1)).any() and int(arrays["loss_mask"][index].sum()) != int(mask.sum()):
+        raise ExportError(f"The loss_mask of row {index} trains padding; it must be 0 where attention_mask is 0.")
+    _check(columns, index)
+    turns = _turns(mask)
+    columns.setdefault("logprobs", np.zeros(len(places), np.float32))
+    columns.setdefault("versions", np.full(len(places), -1, np.int32))
+    columns.setdefault("returns", np.where(mask == 1, np.float32(reward), np.float32(0)))
+    columns["logprobs"] = np.where(mask == 1, columns["logprobs"], np.float32(0))
+    num_turns = max(int(turns.max()) + 1, 1)
+    names = tuple(InteractionId(f"{session}-{index}-{turn}") for turn in range(num_turns))
+    return Trajectory(session=session, interactions=names, turns=turns, reward=reward, **columns)
+
+
+def _turns(mask: Array) -> Array:
+    """For each token the number of the run of trained tokens that it stands in, -1 elsewhere."""
+    begins = np.diff(mask, prepend=0) == 1
+    return np.where(mask == 1, np.cumsum(begins) - 1, -1).astype(np.int32)
+
+
+def _check(columns: Mapping[str, Array], index: int) -> None:
+    for complaint in _complaints(columns):
+        raise ExportError(f"Row {index}: {complaint}")
+
+
+def _complaints(columns: Mapping[str, Array]) -> Iterator[str]:
+    mask, trained = columns["loss_mask"], columns["loss_mask"] == 1
+    if (columns["input_ids"] < 0).any():
+        yield "input_ids has a negative id; pad with 0 and say so in attention_mask."
+    if not np.isin(mask, (0, 1)).all():
+        yield "loss_mask holds something else than 0 and 1."
+    if mask[0]:
+        yield "loss_mask trains the first token, which nothing predicts."
+    if not trained.any():
+        return
+    for name in ("logprobs", "versions"):
+        if name not in columns:
+            yield f"tokens are to be trained, and there are no {name}; give those of the ModelResponse."
+            return
+    logprobs = columns["logprobs"][trained]
+    if not np.isfinite(logprobs).all() or (logprobs > _LOGPROB_SLACK).any():
+        yield "a trained token has a log-probability that cannot be one."
+    if (columns["versions"][trained] < 0).any():
+        yield "a trained token has the version -1, which says that nothing sampled it."
+    if not np.isfinite(columns.get("returns", np.zeros(1))).all():
+        yield "returns are not finite."

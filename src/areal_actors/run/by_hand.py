@@ -1,0 +1,173 @@
+"""Rollouts by hand: outside training, on a model that is served already, their results awaited in any order."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx
+from anyio.abc import TaskGroup
+
+from areal_actors.actors.rollouts import Peers, RolloutRunner, RolloutsConfig
+from areal_actors.cache import to_tensors
+from areal_actors.client import create_agent_http_client
+from areal_actors.core import ActorSystem
+from areal_actors.domain import Episode, Group, Problem
+from areal_actors.errors import ArealError, ConfigError, EpisodeError
+from areal_actors.messages import RunProblem
+from areal_actors.workflows import EpisodeEngine, GenerationConfig, resolve_workflow
+
+if TYPE_CHECKING:
+    from areal_actors.run.inference import Inference
+
+__all__ = ["RolloutEngine", "Submitted", "open_rollouts"]
+
+
+_STOP_SECONDS = 5.0
+
+
+class Submitted:
+    """A rollout that runs. ``await`` it, as often and from as many tasks as you like."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        """Which of the rollouts of its engine it is; what the workflow reads as ``task_id``."""
+        self._ended = anyio.Event()
+        self._scope = anyio.CancelScope()
+        self._group: Group | None = None
+        self._failure: ArealError | None = None
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any] | None]:
+        """The same as ``result``."""
+        return self.result().__await__()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its result can be had without a wait."""
+        return self._ended.is_set()
+
+    async def result(self) -> dict[str, Any] | None:
+        """All rows as tensors, padded to the longest: ``cache.arrays`` names them. ``None`` if all were rejected.
+
+        Raises:
+            EpisodeError: no member succeeded, and not all were rejected; or the rollout was cancelled.
+        """
+        episodes = [episode for episode in (await self.group()).episodes if episode.failure is None]
+        return to_tensors([row for episode in episodes for row in episode.trajectories]) if episodes else None
+
+    async def group(self) -> Group:
+        """The episodes, with their rewards and with the reasons of those that failed. Raises as ``result`` does."""
+        await self._ended.wait()
+        if self._group is None:
+            raise self._failure or EpisodeError(f"Rollout {self.position} was cancelled before it was over.")
+        failure = _failure_of_all(self._group.episodes)
+        if failure is not None:
+            raise EpisodeError(failure)
+        return self._group
+
+    def cancel(self) -> None:
+        """Stop it, and what it asked the engine for. Harmless if it is over."""
+        self._scope.cancel()
+
+    async def run(self, system: ActorSystem, runner: RolloutRunner, wanted: RunProblem) -> None:
+        """Do it; whoever awaits the result reads what went wrong."""
+        try:
+            with self._scope:
+                rollouts = await system.spawn(runner, name=f"rollout-by-hand-{self.position}")
+                try:
+                    self._group = await rollouts.ask(wanted)
+                finally:
+                    with anyio.move_on_after(_STOP_SECONDS, shield=True):
+                        await rollouts.stop(grace=0)
+        except ArealError as error:
+            self._failure = error
+        finally:
+            self._ended.set()
+
+
+def _failure_of_all(episodes: tuple[Episode, ...]) -> str | None:
+    """Why nothing came of any episode, if that is not because all were rejected."""
+    reasons = [episode.failure for episode in episodes if episode.failure is not None and not episode.is_rejected]
+    has_success = any(episode.failure is None for episode in episodes)
+    return reasons[0] if reasons and not has_success else None
+
+
+class RolloutEngine(EpisodeEngine):
+    """What samples by hand, and runs workflows by hand. Made by ``open_rollouts``."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        tasks: TaskGroup,
+        http_client: httpx.AsyncClient,
+        config: RolloutsConfig,
+        **options: Any,
+    ) -> None:
+        super().__init__(inference.generation, inference.renderer, **options)
+        self._inference = inference
+        self._tasks = tasks
+        self._http_client = http_client
+        self._config = config
+        self._num_submitted = 0
+
+    def submit(
+        self,
+        data: Mapping[str, Any],
+        workflow: Any,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        group_size: int = 1,
+    ) -> Submitted:
+        """Begin to run ``workflow`` on one problem, ``group_size`` times at once.
+
+        Args:
+            data: the problem.
+            workflow: an agent or a rollout workflow: an instance, a class, or a dotted name.
+            workflow_kwargs: arguments of its class.
+            group_size: members of the group; a failed or rejected one costs no sibling.
+
+        Raises:
+            WorkflowError: there is no such workflow.
+            ConfigError: the group has no member.
+        """
+        if group_size < 1:
+            raise ConfigError(f"group_size must be at least 1, not {group_size}.")
+        resolved = resolve_workflow(workflow, workflow_kwargs=workflow_kwargs)
+        inference = self._inference
+        runner = RolloutRunner(
+            agent=resolved,
+            peers=Peers(sessions=inference.sessions, exports=inference.exports, capacity=inference.capacity),
+            endpoint=inference.endpoint,
+            http_client=self._http_client,
+            engine=self,
+            config=self._config,
+            seed=self.key.seed,
+        )
+        submitted = Submitted(self._num_submitted)
+        self._num_submitted += 1
+        problem = Problem(position=submitted.position, data=data)
+        wanted = RunProblem(problem=problem, num_episodes=group_size)
+        self._tasks.start_soon(submitted.run, inference.system, runner, wanted)
+        return submitted
+
+
+@asynccontextmanager
+async def open_rollouts(
+    inference: Inference,
+    *,
+    gconfig: GenerationConfig | None = None,
+    config: RolloutsConfig | None = None,
+) -> AsyncIterator[RolloutEngine]:
+    """An engine for rollouts by hand; those that still run when the block is left are cancelled.
+
+    ::
+
+        async with open_inference("tiny") as inference, inference.rollouts() as engine:
+            running = [engine.submit(data=item, workflow=MyWorkflow, group_size=4) for item in problems]
+            for rollout in running:
+                tensors = await rollout
+    """
+    async with create_agent_http_client() as http_client, anyio.create_task_group() as tasks:
+        yield RolloutEngine(inference, tasks, http_client, config or RolloutsConfig(), gconfig=gconfig)
+        tasks.cancel_scope.cancel()

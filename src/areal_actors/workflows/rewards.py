@@ -1,0 +1,129 @@
+"""Reward functions that compute for long, in processes of their own, so that the event loop goes on.
+
+anyio's worker processes do the work: each is a fresh interpreter (nothing is forked), they are reused, their number is
+bounded, they are killed with whoever waits for them and end with the event loop, asyncio's as well as trio's.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import anyio
+from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
+from anyio.lowlevel import RunVar
+
+from areal_actors.errors import ConfigError, EpisodeError
+from areal_actors.telemetry import get_logger
+from areal_actors.workflows.agents import describe_error
+
+__all__ = ["AsyncRewardWrapper"]
+
+_log = get_logger(__name__)
+
+_numbers = count()
+"""Of the wrappers: anyio knows variables of a loop by name."""
+
+_NUM_ATTEMPTS = 2
+"""A worker that dies once may have been the victim of somebody else; one that dies again is killed by what it runs."""
+
+
+class AsyncRewardWrapper:
+    """``await wrapped(*args, **kwargs)`` is ``reward_fn(*args, **kwargs)``, in a worker process.
+
+    ::
+
+        reward_fn = AsyncRewardWrapper(score)
+        reward = await reward_fn(prompt, answer, **data)
+
+    What the function prints is discarded.
+    """
+
+    def __init__(
+        self, reward_fn: Callable[..., Any], *, timeout_seconds: float | None = 60.0, max_workers: int | None = None
+    ) -> None:
+        """Wrap a function.
+
+        Args:
+            reward_fn: a function at the top level of a module, or another callable that can be pickled.
+            timeout_seconds: of one call, its wait for a worker included; ``None`` waits for as long as it takes.
+            max_workers: processes for this function; without it, it shares with others as many as there are cores.
+
+        Raises:
+            ConfigError: it cannot be sent to a process, or a setting makes no sense.
+        """
+        if max_workers is not None and max_workers < 1:
+            raise ConfigError(f"max_workers must be at least 1, not {max_workers}.")
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise ConfigError(f"timeout_seconds must be positive, not {timeout_seconds:g}.")
+        self._name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
+        _check_picklable(reward_fn, self._name)
+        self._function = reward_fn
+        self._timeout_seconds = timeout_seconds
+        self._max_workers = max_workers
+        # A wrapper may be made outside of an event loop, and serve one after the other: each has a limiter of its own.
+        self._limiter: RunVar[CapacityLimiter] = RunVar(f"reward workers {next(_numbers)}")
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns. Cancelling kills the worker that runs it.
+
+        Raises:
+            EpisodeError: the function raised, took too long, killed its worker twice, or its arguments or what it
+                returned cannot be sent between processes.
+        """
+        call = partial(self._function, *args, **kwargs)
+        try:
+            with anyio.fail_after(self._timeout_seconds):
+                return await self._call(call)
+        except TimeoutError as error:
+            raise EpisodeError(
+                f"Reward function {self._name} took longer than {self._timeout_seconds:g} s; its worker was killed."
+            ) from error
+
+    async def _call(self, call: Callable[[], Any]) -> Any:
+        for attempt in range(1, _NUM_ATTEMPTS + 1):
+            try:
+                outcome, value = await to_process.run_sync(_run, call, cancellable=True, limiter=self._workers())
+            except BrokenWorkerProcess:
+                _log.warning("reward_worker_died", function=self._name, attempt=attempt)
+            except Exception as error:
+                raise EpisodeError(
+                    f"The call of reward function {self._name} cannot be sent to a process: {describe_error(error)}"
+                ) from error
+            else:
+                if outcome:
+                    return value
+                raise EpisodeError(f"Reward function {self._name} raised {value}")
+        raise EpisodeError(f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times.")
+
+    def _workers(self) -> CapacityLimiter:
+        if self._max_workers is None:
+            return to_process.current_default_process_limiter()
+        limiter = self._limiter.get(None)
+        if limiter is None:
+            limiter = CapacityLimiter(self._max_workers)
+            self._limiter.set(limiter)
+        return limiter
+
+
+def _run(call: Callable[[], Any]) -> tuple[bool, Any]:
+    """In the worker: whether it went well, and what came of it. Exceptions go as text: not every one pickles."""
+    try:
+        value = call()
+        pickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - raised where the reward is waited for
+        return False, describe_error(error)
+    return True, value
+
+
+def _check_picklable(function: Callable[..., Any], name: str) -> None:
+    try:
+        pickle.loads(pickle.dumps(function))  # noqa: S301 - what was made a line above
+    except Exception as error:
+        raise ConfigError(
+            f"Reward function {name} cannot be sent to a worker process ({error}); define it at the top level of a "
+            "module, not within a function or as a lambda."
+        ) from error

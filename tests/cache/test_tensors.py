@@ -1,0 +1,138 @@
+"""Tensors that somebody else made: what a row becomes, what joining keeps, and each mistake by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.cache import from_tensors, pad_together, to_tensors
+from areal_actors.domain import SessionId, Trajectory
+from areal_actors.errors import ArealError, ExportError
+
+SESSION = SessionId("train-7-0")
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    """One row of two prompt tokens and two sampled ones, then a padded place."""
+    columns = {
+        "input_ids": torch.tensor([[5, 6, 7, 2, 0]], dtype=torch.int32),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0]], dtype=torch.bool),
+        "loss_mask": torch.tensor([[0, 0, 1, 1, 0]], dtype=torch.int32),
+        "logprobs": torch.tensor([[0.0, 0.0, -0.5, -0.25, 0.0]]),
+        "versions": torch.tensor([[-1, -1, 3, 4, -1]], dtype=torch.int32),
+        "rewards": torch.tensor([0.5]),
+    } | changes
+    return {name: value for name, value in columns.items() if value is not None}
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Trajectory:
+    """A row of any shape whose tokens were sampled in runs, each with the row's reward."""
+    mask = np.array([0, *draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))])
+    reward = draw(st.floats(-4, 4, width=32))
+    num = len(mask)
+    turns = np.where(mask == 1, np.cumsum(np.diff(mask, prepend=0) == 1) - 1, -1)
+    return Trajectory(
+        session=SESSION,
+        interactions=tuple(f"turn-{turn}" for turn in range(max(int(turns.max()) + 1, 1))),
+        input_ids=draw(st.lists(st.integers(0, 99), min_size=num, max_size=num)),
+        loss_mask=mask,
+        logprobs=np.where(mask == 1, draw(st.floats(-9, 0, width=32)), 0),
+        versions=np.where(mask == 1, draw(st.integers(0, 9)), -1),
+        returns=np.where(mask == 1, reward, 0),
+        turns=turns,
+        reward=reward,
+    )
+
+
+def columns_of(row: Trajectory) -> dict[str, list[Any]]:
+    names = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "turns")
+    return {name: getattr(row, name).tolist() for name in names} | {"reward": [row.reward]}
+
+
+@given(st.lists(rows(), min_size=1, max_size=5), st.data())
+def test_rows_survive_tensors_and_joining(made: list[Trajectory], data: st.DataObject) -> None:
+    """However the rows are cut into dictionaries and joined again, each is read back as it was, without padding."""
+    cut = data.draw(st.integers(0, len(made)))
+    parts = [to_tensors(part) for part in (made[:cut], made[cut:]) if part]
+    read = from_tensors(pad_together(parts), session=SESSION)
+
+    assert [columns_of(row) for row in made] == [columns_of(row) for row in read]
+
+
+@given(st.lists(rows(), min_size=1, max_size=4))
+def test_joining_single_rows_is_padding(made: list[Trajectory]) -> None:
+    """Dictionaries of [1, T] become one of [N, longest T], as if the rows had been exported together."""
+    joined, together = pad_together([to_tensors([row]) for row in made]), to_tensors(made)
+
+    assert together.keys() == joined.keys()
+    assert all(torch.equal(together[name], joined[name]) for name in together)
+    assert all(together[name].dtype == joined[name].dtype for name in together)
+
+
+def test_padding_on_the_left_is_padding() -> None:
+    """What attention_mask leaves out is no part of the row, at whichever end."""
+    mirrored = {name: value.flip(1) if value.ndim == 2 else value for name, value in tensors().items()}
+    mirrored["loss_mask"] = torch.tensor([[0, 0, 0, 1, 0]])
+    (row,) = from_tensors(mirrored | {"versions": torch.full((1, 5), 3)}, session=SESSION)
+
+    assert [2, 7, 6, 5] == row.input_ids.tolist()
+    assert [0, 0, 1, 0] == row.loss_mask.tolist()
+
+
+def test_two_tensors_are_enough_to_be_a_row() -> None:
+    """Nothing of it is trained then: nothing says what was sampled."""
+    (row,) = from_tensors({"input_ids": [[1, 2, 3]], "attention_mask": [[True] * 3]}, session=SESSION)
+
+    assert (0, -1, 0.0) == (row.num_trained_tokens, row.head_version, row.reward)
+
+
+def test_missing_versions_are_those_of_the_engine() -> None:
+    """On what was sampled alone."""
+    (row,) = from_tensors(tensors(versions=None), session=SESSION, version=9)
+
+    assert [-1, -1, 9, 9] == row.versions.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"input_ids": None}, "lack input_ids; there are attention_mask"),
+        ({"attention_mask": None}, "lack attention_mask"),
+        ({"input_ids": torch.tensor([5, 6, 7, 2, 0])}, r"input_ids must be \[batch, seq\]"),
+        ({"loss_mask": torch.zeros(1, 4)}, r"loss_mask is \[1, 4\], but input_ids is \[1, 5\]"),
+        ({"rewards": torch.tensor([0.5, 0.5])}, r"rewards must be \[batch\], here \[1\], not \[2\]"),
+        ({"rewards": torch.tensor([float("nan")])}, "must be finite"),
+        ({"attention_mask": torch.zeros(1, 5)}, "no token under its attention_mask"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 0]])}, "has a gap"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}, "trains padding"),
+        ({"input_ids": torch.tensor([[5, 6, -100, 2, 0]])}, "negative id"),
+        ({"input_ids": torch.tensor([[5, 6, 7.5, 2, 0]])}, "input_ids must be int32"),
+        ({"input_ids": [["a"] * 5]}, "input_ids is a list that is no tensor of numbers"),
+        ({"loss_mask": torch.tensor([[1, 0, 1, 1, 0]])}, "trains the first token"),
+        ({"loss_mask": torch.tensor([[0, 0, 2, 1, 0]])}, "something else than 0 and 1"),
+        ({"logprobs": None}, "there are no logprobs"),
+        ({"versions": None}, "there are no versions"),
+        ({"logprobs": torch.full((1, 5), float("nan"))}, "log-probability that cannot be one"),
+        ({"logprobs": torch.full((1, 5), 0.5)}, "log-probability that cannot be one"),
+        ({"versions": torch.full((1, 5), -1)}, "nothing sampled it"),
+        ({"advantages": torch.zeros(1, 5)}, "Nobody reads 'advantages'"),
+    ],
+)
+def test_each_mistake_has_its_name(changes: dict[str, Any], complaint: str) -> None:
+    """Which tensor, which row, and what it should be."""
+    with pytest.raises(ArealError, match=complaint):
+        from_tensors(tensors(**changes), session=SESSION)
+
+
+def test_only_like_results_are_joined() -> None:
+    """A tensor that some members have and others have not cannot be padded up."""
+    with pytest.raises(ExportError, match="different tensors"):
+        pad_together([tensors(), tensors(rewards=None)])
+    with pytest.raises(ExportError, match="no tensors"):
+        pad_together([])

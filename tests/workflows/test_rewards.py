@@ -1,0 +1,112 @@
+"""Reward functions in processes of their own: their results, their deaths, and how a wait for them ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from areal_actors.errors import ConfigError, EpisodeError
+from areal_actors.workflows import AsyncRewardWrapper
+
+pytestmark = pytest.mark.anyio
+
+
+def score(answer: str, *, truth: str) -> float:
+    """Also says where it ran."""
+    return float(answer == truth) + os.getpid()
+
+
+def fail(_: Any) -> float:
+    raise KeyError("no such field")
+
+
+def die(marker: str, *, times: int) -> float:
+    """Kill the process, so many times; a file counts."""
+    path = Path(marker)
+    count = len(path.read_text()) if path.exists() else 0
+    if count < times:
+        path.write_text("x" * (count + 1))
+        os._exit(9)
+    return 1.0
+
+
+def hang(marker: str) -> float:
+    Path(marker).write_text(str(os.getpid()))
+    time.sleep(600)
+    return 1.0
+
+
+def is_gone(marker: Path) -> bool:
+    """Whether the process of the marker has ended: it was killed and waited for."""
+    return not Path(f"/proc/{marker.read_text()}").exists()
+
+
+def has_begun(marker: Path) -> bool:
+    return marker.exists() and marker.read_text() != ""
+
+
+async def test_it_runs_elsewhere_and_workers_are_reused() -> None:
+    """Two calls after each other meet the same process, which is not this one."""
+    wrapped = AsyncRewardWrapper(score, max_workers=1)
+    first = await wrapped("4", truth="4")
+    second = await wrapped("5", truth="4")
+
+    assert 1.0 == first - second
+    assert second != os.getpid()
+
+
+async def test_what_it_raises_fails_the_episode() -> None:
+    """With its own words."""
+    with pytest.raises(EpisodeError, match="Reward function fail raised KeyError: 'no such field'"):
+        await AsyncRewardWrapper(fail)(1)
+
+
+async def test_a_dead_worker_is_replaced_once(tmp_path: Path) -> None:
+    """One death is forgiven, two are the function's."""
+    wrapped = AsyncRewardWrapper(die)
+
+    assert 1.0 == await wrapped(str(tmp_path / "once"), times=1)
+    with pytest.raises(EpisodeError, match="die killed its worker process 2 times"):
+        await wrapped(str(tmp_path / "twice"), times=5)
+
+
+async def test_a_call_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    """The worker with it."""
+    marker = tmp_path / "pid"
+    with pytest.raises(EpisodeError, match="took longer than 4 s"):
+        await AsyncRewardWrapper(hang, timeout_seconds=4)(str(marker))
+
+    assert is_gone(marker)
+
+
+async def test_cancelling_reaches_the_worker(tmp_path: Path) -> None:
+    """Whoever stops waiting stops the computation."""
+    marker = tmp_path / "pid"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(AsyncRewardWrapper(hang), str(marker))
+        while not has_begun(marker):  # noqa: ASYNC110 - nothing tells of it but the file
+            await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+
+    assert is_gone(marker)
+
+
+def test_what_cannot_be_sent_is_refused_at_once() -> None:
+    """Functions within functions, and settings that make no sense."""
+    with pytest.raises(ConfigError, match="top level of a module"):
+        AsyncRewardWrapper(lambda: 1.0)
+    with pytest.raises(ConfigError, match="max_workers"):
+        AsyncRewardWrapper(score, max_workers=0)
+    with pytest.raises(ConfigError, match="timeout_seconds"):
+        AsyncRewardWrapper(score, timeout_seconds=0)
+
+
+async def test_arguments_that_cannot_be_sent_are_named() -> None:
+    """An open file, a lambda."""
+    with pytest.raises(EpisodeError, match="The call of reward function fail cannot be sent"):
+        await AsyncRewardWrapper(fail)(lambda: 1.0)

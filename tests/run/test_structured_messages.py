@@ -23,7 +23,7 @@ pytestmark = [
 CONFIG = InferenceConfig(engine=TorchEngineConfig(dtype="float32", max_concurrent=8, max_length=1024))
 
 
-class Guess(BaseModel):
+class Guess(BaseModel, extra="forbid"):
     """What is asked for; a random model says nothing short, so all is bounded."""
 
     number: int = Field(ge=-99, le=99)

@@ -18,7 +18,7 @@ from attrs.validators import ge, gt
 from areal_actors.actors.positions import positions_from
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, Group, GroupId, Problem, SampleKey, SessionId
-from areal_actors.errors import ActorError, ArealError, EpisodeError
+from areal_actors.errors import ActorError, ArealError, EpisodeError, RewardError
 from areal_actors.messages import (
     AcquirePermit,
     Capacity,
@@ -43,7 +43,7 @@ from areal_actors.messages import (
     SettlePermit,
 )
 from areal_actors.telemetry import get_logger
-from areal_actors.workflows import Agent, EpisodeContext, Injected, Reward, run_agent
+from areal_actors.workflows import Agent, EpisodeContext, Injected, Reward, name_of, run_agent, seat_of
 from areal_actors.workflows import context as workflow_context
 
 __all__ = ["Peers", "RolloutRunner", "RolloutsConfig"]
@@ -259,7 +259,15 @@ class RolloutRunner(Actor[Rollouts]):
         for interaction, value in reward.by_interaction.items():
             await self._peers.sessions.ask(SetReward(credential=credential, reward=value, interaction=interaction))
         await self._peers.sessions.ask(EndSession(credential=credential))
+        if reward == Reward():
+            await self._check_rewarded(session)
         return await self._peers.exports.ask(ExportSession(session=session, member=slot.member))
+
+    async def _check_rewarded(self, session: SessionId) -> None:
+        """Raise unless a reward was set over HTTP, by an agent that returned none."""
+        record = await self._peers.sessions.ask(CollectSession(session=session))
+        if record.interactions and all(turn.reward is None for turn in record.interactions):
+            raise RewardError("it is empty, and none was set over HTTP")
 
     async def _run_agent(self, slot: _Slot, opened: SessionOpened) -> Reward:
         injected = Injected(
@@ -269,8 +277,9 @@ class RolloutRunner(Actor[Rollouts]):
         )
         context = EpisodeContext(task_id=str(slot.problem.position), member=slot.member, is_eval=slot.is_eval)
         seconds = self._config.episode_timeout_seconds
-        with workflow_context.enter(context), anyio.move_on_after(seconds):
-            return await run_agent(self._agent, dict(slot.problem.data), injected)
+        async with seat_of(self._agent) as agent:  # the wait for one is none of the agent's own time
+            with workflow_context.enter(context), anyio.move_on_after(seconds):
+                return await run_agent(agent, dict(slot.problem.data), injected)
         raise EpisodeError(
             f"{self._agent_name}.run took longer than {seconds:g} s; "
             "raise rollout.episode_timeout_seconds if episodes need more."
@@ -278,7 +287,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     @property
     def _agent_name(self) -> str:
-        return type(self._agent).__name__
+        return name_of(self._agent)
 
     async def _failed(self, slot: _Slot, session: SessionId, failure: str) -> Episode:
         """A rejected episode: its session ends, its turns are listed, none is trained."""

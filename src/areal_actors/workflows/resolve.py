@@ -24,9 +24,16 @@ __all__ = ["import_reference", "resolve_agent"]
 
 
 def resolve_agent(
-    workflow: Any, *, workflow_kwargs: Mapping[str, Any] | None = None, directory: Path | None = None
+    workflow: Any,
+    *,
+    workflow_kwargs: Mapping[str, Any] | None = None,
+    directory: Path | None = None,
+    may_block: bool = False,
 ) -> Agent:
-    """The agent that ``workflow`` means. Raises ``WorkflowError`` saying what was found instead."""
+    """The agent that ``workflow`` means. Raises ``WorkflowError`` saying what was found instead.
+
+    A plain ``def run`` will do where it ``may_block``: in a process of its own.
+    """
     kwargs = dict(workflow_kwargs or {})
     target = import_reference(workflow, directory=directory) if isinstance(workflow, str) else workflow
     if inspect.isclass(target):
@@ -36,7 +43,7 @@ def resolve_agent(
             f"workflow_kwargs {sorted(kwargs)} were given with {_describe(workflow)}, which is built already; "
             "pass its class, or leave them out."
         )
-    return _checked(target, workflow)
+    return _checked(target, workflow, may_block=may_block)
 
 
 def import_reference(reference: str, *, directory: Path | None = None) -> Any:
@@ -99,12 +106,13 @@ def _construct(target: type, kwargs: dict[str, Any]) -> Any:
         raise WorkflowError(f"{target.__name__}({', '.join(sorted(kwargs))}) raised {summary}") from error
 
 
-def _checked(target: Any, workflow: Any) -> Agent:
+def _checked(target: Any, workflow: Any, *, may_block: bool) -> Agent:
     run = getattr(target, "run", None)
-    if not inspect.iscoroutinefunction(run):
+    if not (inspect.iscoroutinefunction(run) or (may_block and callable(run))):
         found = "no method 'run'" if run is None else "a 'run' that is not 'async def'"
+        way_out = "; one that blocks needs rollout.openai.mode: subprocess" if callable(run) else ""
         raise WorkflowError(
-            f"{_describe(workflow)} has {found}; an agent has 'async def run(self, data, **extra_kwargs)'."
+            f"{_describe(workflow)} has {found}; an agent has 'async def run(self, data, **extra_kwargs)'{way_out}."
         )
     agent: Agent = target
     return agent

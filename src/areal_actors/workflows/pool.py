@@ -223,7 +223,7 @@ class _Worker:
         await self._child.kill()
 
     async def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Say a line and hear one. Raises one of ``_GONE`` when the other side is; whatever is raised ends the child."""
+        """Say a line and hear one. Raises one of ``_GONE`` if the other side is; whatever is raised ends the child."""
         assert self._child.process.stdin is not None
         self._is_busy = True
         try:

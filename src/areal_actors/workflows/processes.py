@@ -2,7 +2,7 @@
 
 A child is given the reading end of a pipe that nobody ever writes to, the lifeline. It closes when this process ends,
 in whichever way, and then the kernel of Linux kills the child's whole group; elsewhere it is up to the child to watch
-it (``worker`` does). What a child says goes to a ``BoundedLog``. What is said to it is told in ``pool`` and ``commands``.
+it (``worker`` does). What a child says goes to a ``BoundedLog``; what is said to it, ``pool`` and ``commands`` tell.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         stdin: int | IO[Any] = PIPE,
     ) -> Child:
-        """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` if that is no program."""
+        """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` for what is no program."""
         reader, writer = os.pipe()
         try:
             with anyio.CancelScope(shield=True):  # a process that was half started would be nobody's
@@ -161,7 +161,7 @@ class Child:
             os.killpg(self.process.pid, number)
 
     async def _close(self) -> None:
-        """Free what we hold of it. A daemon that left the group keeps its end of the pipes, and we ours, until it ends."""
+        """Free what we hold of it. While a daemon that left the group keeps its end of the pipes, we keep ours."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -188,7 +188,10 @@ def _kill_with_us(lifeline: int, *, group: int) -> None:
     it lets go.
     """
     if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
+        try:
+            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
+        except ProcessLookupError:
+            return  # a short command may be over already
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 

@@ -94,7 +94,7 @@ class RolloutConfig:
     """Which agent runs on the problems, how often, and how far it may run ahead of training."""
 
     workflow: WorkflowReference | CommandConfig
-    """The agent: file.py:Class or package.module.Class, or a command."""
+    """The agent: file.py:Class or package.module.Class, or {command: [program, argument]} for one of any language."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of the agent's class."""
     group_size: int = field(default=8, validator=ge(1))

@@ -56,7 +56,7 @@ class Doing:
         return float(os.getpid())
 
     def kill_itself(self, data: dict[str, Any]) -> None:
-        print("these are my last words", file=sys.stderr, flush=True)
+        print("these are my last words", file=sys.stderr, flush=True)  # noqa: T201 - on purpose
         os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(self, data: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Doing:
         return float("POLLUTION" in os.environ)
 
     def print_a_lot(self, data: dict[str, Any]) -> float:
-        print("x" * (3 * 1024 * 1024))
+        print("x" * (3 * 1024 * 1024))  # noqa: T201 - on purpose
         os.write(1, b'{"last": 666, "by_interaction": {}}\n')
         subprocess.run(["echo", "from a child"], check=True)
         return 1.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -104,14 +106,48 @@ def is_gone(pid: int) -> bool:
 async def test_a_cancelled_command_is_gone_with_its_children(tmp_path: Path):
     """Even one that is deaf."""
     note = tmp_path / "pids"
-    async with open_agent(*shell(f'trap "" TERM; sleep 600 & echo "$$ $!" > {note}; wait; sleep 600')) as agent:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: agent.run({}, **LINK))
-            while not (note.exists() and note.read_text().endswith("\n")):  # noqa: ASYNC110 - of another process
-                await anyio.sleep(0.005)
-            tasks.cancel_scope.cancel()
+    script = f'trap "" TERM; sleep 600 & echo "$$ $!" > {note}; wait; sleep 600'
+    async with open_agent(*shell(script)) as agent, anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: agent.run({}, **LINK))
+        while not (note.exists() and note.read_text().endswith("\n")):  # noqa: ASYNC110 - of another process
+            await anyio.sleep(0.005)
+        tasks.cancel_scope.cancel()
 
     assert all(is_gone(int(pid)) for pid in note.read_text().split())
+
+
+PARENT = """
+import anyio, sys
+from areal_actors.workflows import CommandAgent, CommandConfig
+
+async def main(note, backend):
+    command = ("sh", "-c", f'trap "" TERM; sleep 600 & echo "$$ $!" > {note}; wait; sleep 600')
+    async with CommandAgent.open(CommandConfig(command=command)) as agent:
+        await agent.run({}, base_url="u/v1", api_key="k")
+
+anyio.run(main, *sys.argv[1:], backend=sys.argv[-1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no kernel ends a command whose run was killed")
+def test_killing_the_parent_leaves_no_command(tmp_path: Path, anyio_backend: str):
+    """With kill -9, and a command that is deaf."""
+    note = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(note), anyio_backend]) as parent:
+        try:
+            wait(lambda: note.exists() and note.read_text().endswith("\n"))
+        finally:
+            parent.kill()
+    pids = [int(pid) for pid in note.read_text().split()]
+
+    wait(lambda: all(is_gone(pid) for pid in pids))
+
+
+def wait(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 async def test_episodes_of_commands_are_bounded_and_not_mixed(tmp_path: Path):
@@ -123,10 +159,12 @@ async def test_episodes_of_commands_are_bounded_and_not_mixed(tmp_path: Path):
     async def play(number: int) -> None:
         results[number] = await agent.run({"n": number}, base_url="u/v1", api_key=f"k{number}-")
 
-    async with open_agent(sys.executable, "-c", script, logs=tmp_path, workers=2) as agent:
-        async with anyio.create_task_group() as tasks:
-            for number in range(8):
-                tasks.start_soon(play, number)
+    async with (
+        open_agent(sys.executable, "-c", script, logs=tmp_path, workers=2) as agent,
+        anyio.create_task_group() as tasks,
+    ):
+        for number in range(8):
+            tasks.start_soon(play, number)
     lines = "".join((tmp_path / f"{number}.log").read_text() for number in range(2)).splitlines()
 
     assert {number: {f"k{number}-{number}": 1.0} for number in range(8)} == results

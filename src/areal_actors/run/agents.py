@@ -1,4 +1,4 @@
-"""The agent of a run, opened where its configuration wants it: in this event loop, in child processes, or as a command."""
+"""The agent of a run, where its configuration wants it: in this event loop, in child processes, or as a command."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class _LastLine:
 
 
 def _parse_reward(line: str, *, name: str) -> float | dict[InteractionId, float]:
-    """A number, or numbers by completion; anything else is talk. Raises ``EpisodeError`` for objects of anything else."""
+    """A number, or numbers by completion; anything else is talk. Raises ``EpisodeError`` for other objects."""
     try:
         return float(line)
     except ValueError:

@@ -91,7 +91,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         stdin: int | IO[Any] = PIPE,
     ) -> Child:
-        """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` for what is no program."""
+        """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` for no program."""
         reader, writer = os.pipe()
         try:
             with anyio.CancelScope(shield=True):  # a process that was half started would be nobody's

@@ -106,19 +106,24 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("deed", "complaint"), FAILURES, ids=[deed for deed, _ in FAILURES])
-async def test_whatever_dies_costs_one_episode(deed: str, complaint: str):
+async def test_whatever_dies_costs_one_episode():
     """It is said by name how it ended, and with which words; the next episode has a process again."""
     async with open_pool("Doing") as pool:
-        with pytest.raises(EpisodeError, match=complaint):
-            await pool.run({"do": deed}, **LINK)
+        for deed, complaint in FAILURES:
+            with pytest.raises(EpisodeError, match=complaint):
+                await pool.run({"do": deed}, **LINK)
         assert 0 < await pool.run({"do": "succeed"}, **LINK)
 
 
-async def test_a_reward_that_is_not_finite_comes_back_as_it_is():
-    """It is judged where rewards are kept, as that of an agent inline."""
-    async with open_pool("Doing") as pool:
-        assert math.isnan(await pool.run({"do": "nan"}, **LINK))
+async def test_a_process_may_be_cancelled_while_it_starts(tmp_path: Path):
+    """Nothing of it is left."""
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
+    before = set(psutil.Process().children(recursive=True))
+    with anyio.move_on_after(0.2):
+        async with AgentPool.open(create_handover(f"{tmp_path}/slow.py:Agent")):
+            pass
+
+    assert set() == set(psutil.Process().children(recursive=True)) - before
 
 
 async def test_a_worker_that_was_killed_between_episodes_is_replaced():
@@ -132,11 +137,12 @@ async def test_a_worker_that_was_killed_between_episodes_is_replaced():
 
 
 async def test_what_one_episode_does_to_its_environment_the_next_does_not_see():
-    """The process is the same, the environment is not."""
+    """The process is the same, the environment is not. A reward that is not finite is judged where rewards are kept."""
     async with open_pool("Doing") as pool:
         await pool.run({"do": "pollute"}, **LINK)
 
         assert 0.0 == await pool.run({"do": "inspect"}, **LINK)
+        assert math.isnan(await pool.run({"do": "nan"}, **LINK))
 
 
 async def test_tasks_that_an_episode_leaves_are_cancelled():

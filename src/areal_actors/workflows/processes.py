@@ -94,10 +94,10 @@ class Child:
         """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` for no program."""
         reader, writer = os.pipe()
         try:
-            with anyio.CancelScope(shield=True):  # a process that was half started would be nobody's
-                process = await anyio.open_process(
-                    create_command(reader), stdin=stdin, env=environment, pass_fds=(reader,), start_new_session=True
-                )
+            # Cancelled half-way, both event loops end what they have started.
+            process = await anyio.open_process(
+                create_command(reader), stdin=stdin, env=environment, pass_fds=(reader,), start_new_session=True
+            )
             _kill_with_us(reader, group=process.pid)
         except BaseException:
             os.close(writer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +40,9 @@ CommandWord = NewType("CommandWord", str)
 """A word of a command: a file beside the configuration where there is one of that name, and text otherwise."""
 
 _MAX_LINE_BYTES = 64 * 1024
+
+_GATE = 'read -r _ < /dev/fd/{} && exec "$@"'
+"""A command may start processes in its first millisecond; it waits until it is certain that they end with us."""
 
 
 @frozen(kw_only=True)
@@ -115,14 +119,17 @@ class _Invocation:
         return _parse_reward(last_line, name=self._name)
 
     async def _start(self, link: dict[str, str]) -> Child:
+        if shutil.which(self._command[0]) is None:
+            raise EpisodeError(f"{self._name} cannot be started: there is no program {self._command[0]}.")
         environment = os.environ | link | {"AREAL_PROBLEM": str(self._problem)}
         with self._problem.open("rb") as stdin:
-            try:
-                return await Child.start(
-                    lambda _: list(self._command), log=self._log, environment=environment, stdin=stdin
-                )
-            except OSError as error:
-                raise EpisodeError(f"{self._name} cannot be started: {error}") from error
+            return await Child.start(
+                lambda lifeline: ["/bin/sh", "-c", _GATE.format(lifeline), "sh", *self._command],
+                log=self._log,
+                environment=environment,
+                stdin=stdin,
+                is_gated=True,
+            )
 
     async def _listen(self, child: Child) -> str:
         """The last line of stdout that is not empty, once the leader has closed it; all of it is logged."""

@@ -90,15 +90,19 @@ class Child:
         log: BoundedLog,
         environment: Mapping[str, str] | None = None,
         stdin: int | IO[Any] = PIPE,
+        is_gated: bool = False,
     ) -> Child:
-        """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` for no program."""
+        """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` for no program.
+
+        One that is gated reads a line from there, once, before it does anything that would have to be ended.
+        """
         reader, writer = os.pipe()
         try:
             # Cancelled half-way, both event loops end what they have started.
             process = await anyio.open_process(
                 create_command(reader), stdin=stdin, env=environment, pass_fds=(reader,), start_new_session=True
             )
-            _kill_with_us(reader, group=process.pid)
+            _kill_with_us(reader, group=process.pid, gate=writer if is_gated else None)
         except BaseException:
             os.close(writer)
             raise
@@ -181,19 +185,20 @@ async def read_all(stream: ByteReceiveStream, write: Callable[[bytes], None]) ->
             write(chunk)
 
 
-def _kill_with_us(lifeline: int, *, group: int) -> None:
+def _kill_with_us(lifeline: int, *, group: int, gate: int | None) -> None:
     """Have the kernel kill ``group`` when the pipe loses its writer: that works while a child is deep in C code, too.
 
     The usual PR_SET_PDEATHSIG will not do: it acts when the *thread* that forked ends, and trio forks in a thread that
-    it lets go.
+    it lets go. What is written to the pipe would be a signal as well, so that the ``gate`` is opened just before.
     """
-    if sys.platform == "linux":
-        try:
+    with suppress(ProcessLookupError, BrokenPipeError):  # it may be over already
+        if sys.platform == "linux":
             fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
-        except ProcessLookupError:
-            return  # a short command may be over already
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+            fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        if gate is not None:
+            os.write(gate, b"\n")
+        if sys.platform == "linux":
+            fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _describe_exit(code: int | None) -> str:

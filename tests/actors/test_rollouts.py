@@ -11,7 +11,7 @@ from tests.actors.house import House, encode, say
 from tests.actors.theatre import Act, Episode, open_theatre
 
 from areal_actors.actors.rollouts import RolloutsConfig
-from areal_actors.domain import DataPosition, SessionId
+from areal_actors.domain import Credential, DataPosition, SessionId
 from areal_actors.errors import EpisodeError, NotFound
 from areal_actors.messages import (
     DescribeCapacity,
@@ -19,6 +19,7 @@ from areal_actors.messages import (
     Evaluate,
     LeaseGroups,
     SessionArchived,
+    SetReward,
 )
 from areal_actors.staleness import CapacityLimits
 from areal_actors.testing.engines import EchoEngine
@@ -97,6 +98,11 @@ async def reward_a_stranger(episode: Episode) -> dict[str, float]:
     return {"chatcmpl-nobody": 1.0}
 
 
+async def reward_nothing(episode: Episode) -> dict[str, float]:
+    await episode.ask()
+    return {}
+
+
 async def never_ask(episode: Episode) -> float:
     return 1.0
 
@@ -117,6 +123,7 @@ FAILURES = [
     (return_none, "returned None of type NoneType"),
     (return_text, "returned 1.0 of type str"),
     (reward_a_stranger, "has no interaction chatcmpl-nobody"),
+    (reward_nothing, "it is empty, and none was set over HTTP"),
     (never_ask, "no completed interaction"),
     (never_ask_and_reward_nothing, "never called the model"),
     (hang, "took longer than 60 s"),
@@ -140,6 +147,34 @@ async def test_a_failed_episode_is_recorded_and_its_siblings_live(act: Act, comp
     assert complaint in failed.failure
     assert ((), 0.0) == (failed.trajectories, failed.reward)
     assert [(0.5, None, 1)] * 2 == [(e.reward, e.failure, len(e.trajectories)) for e in others]
+
+
+async def test_a_reward_that_was_set_meanwhile_needs_no_other():
+    """An agent may set it over HTTP, and return nothing but that."""
+
+    async def act(episode: Episode) -> dict[str, float]:
+        await episode.ask()
+        await episode.house.sessions.ask(SetReward(credential=Credential(session=episode.session), reward=0.5))
+        return {}
+
+    async with open_theatre(act) as theatre:
+        (episode,) = (await theatre.play()).episodes
+
+    assert (0.5, None) == (episode.reward, episode.failure)
+
+
+async def test_the_wait_for_a_seat_is_no_time_of_the_episode():
+    """Three episodes on one seat take longer than one may, and none of them does."""
+
+    async def act(episode: Episode) -> float:
+        await anyio.sleep(50)
+        await episode.ask()
+        return 1.0
+
+    async with open_theatre(act, num_seats=1) as theatre:
+        group = await theatre.play(num_episodes=3)
+
+    assert [None] * 3 == [episode.failure for episode in group.episodes]
 
 
 async def test_rewards_that_no_float_can_add_up_fail_the_episode():

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 from attrs import define, field, frozen
 from tests.actors.house import House, open_house, say
 
@@ -24,7 +25,7 @@ from areal_actors.messages import (
     SessionArchived,
     StepFinished,
 )
-from areal_actors.workflows import EpisodeContext
+from areal_actors.workflows import EpisodeContext, SeatedAgent
 from areal_actors.workflows import context as workflow_context
 
 
@@ -87,6 +88,21 @@ class Acting:
         return await self.act(Episode(self.house, session, data))
 
 
+class Seated(SeatedAgent):
+    """An agent of whom only so many run at once."""
+
+    agent_name = "Seated"
+
+    def __init__(self, agent: Acting, num_seats: int) -> None:
+        self.agent = agent
+        self.seats = anyio.Semaphore(num_seats)
+
+    @asynccontextmanager
+    async def seat(self) -> AsyncIterator[Acting]:
+        async with self.seats:
+            yield self.agent
+
+
 @define
 class Theatre:
     """A runner, and what can be seen of it."""
@@ -110,14 +126,15 @@ async def open_theatre(
     held_out: int = 0,
     start: DataPosition | None = None,
     config: RolloutsConfig | None = None,
+    num_seats: int | None = None,
     **options: Any,
 ) -> AsyncIterator[Theatre]:
-    """Open the house and a runner in it; ``options`` are the house's."""
+    """Open the house and a runner in it; ``options`` are the house's. With ``num_seats``, so many act at once."""
     async with open_house(**options) as house, create_http_client() as http_client:
         notebook = Notebook()
         progress = await house.system.spawn(notebook, name="progress")
         runner = RolloutRunner(
-            agent=Acting(house, act),
+            agent=Acting(house, act) if num_seats is None else Seated(Acting(house, act), num_seats),
             peers=Peers(sessions=house.sessions, exports=house.exports, capacity=house.capacity, progress=progress),
             endpoint=Endpoint(url="http://proxy", admin_key="key"),
             http_client=http_client,

@@ -10,10 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.config import RunConfig, create_config, format_reference, load_config, save_config, settings_class
+from areal_actors.config import (
+    AgentMode,
+    RunConfig,
+    create_config,
+    format_reference,
+    load_config,
+    save_config,
+    settings_class,
+)
 from areal_actors.config.documents import format_yaml, parse_yaml
 from areal_actors.config.reference import paths_of, sections_of
 from areal_actors.errors import ConfigError
+from areal_actors.workflows import CommandConfig
 
 MINIMAL: dict[str, Any] = {
     "experiment_name": "sums",
@@ -304,3 +313,44 @@ def test_the_documentation_has_every_setting():
 
     assert format_reference(RunConfig) in page.read_text(), "run `areal-actors settings` and put its output there"
     assert sections_of(RunConfig) == [RunConfig]
+
+
+def test_an_agent_may_be_a_command(write, tmp_path):
+    """A word that names a file beside the configuration is that file; the rest is as it was written, and comes back."""
+    (tmp_path / "agent.py").touch()
+    path = write(rollout={"workflow": {"command": ["python", "agent.py", "--steps", "3"]}})
+    config = load_config(path)
+    save_config(config, tmp_path / "saved.yaml")
+
+    assert config.rollout.workflow == CommandConfig(command=("python", str(tmp_path / "agent.py"), "--steps", "3"))
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("workflow", "complaint"),
+    [
+        ({"command": []}, "rollout.workflow.command"),
+        ({"comand": ["sh"]}, "rollout.workflow.comand is no setting; did you mean command?"),
+        (3, "rollout.workflow must be text or a section \\(command\\), not 3"),
+    ],
+    ids=["empty", "misspelt", "number"],
+)
+def test_a_command_that_cannot_be_meant_is_named(write, workflow, complaint):
+    """With its path."""
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(write(rollout={"workflow": workflow}))
+
+
+@pytest.mark.parametrize("section", ["openai", "agent"])
+@pytest.mark.parametrize("mode", ["subprocess", "subproc"])
+def test_the_mode_of_agents_has_two_names(write, section, mode):
+    """And its section, too."""
+    config = load_config(write(rollout=MINIMAL["rollout"] | {section: {"mode": mode, "subproc_max_workers": 2}}))
+
+    assert (AgentMode.SUBPROCESS, 2) == (config.rollout.openai.mode, config.rollout.openai.subproc_max_workers)
+
+
+def test_a_mode_that_is_none_is_refused(write):
+    """With the nearest one."""
+    with pytest.raises(ConfigError, match=r"must be one of inline, subprocess, not 'subprocss'; did you mean subproc"):
+        load_config(write(rollout=MINIMAL["rollout"] | {"openai": {"mode": "subprocss"}}))

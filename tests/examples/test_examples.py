@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from areal_actors.config import load_config
@@ -32,7 +34,7 @@ def run_example(name: str) -> str:
 def test_every_example_is_listed():
     """The table of the README names every file, and none that is not there."""
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    files = [path for path in EXAMPLES.iterdir() if path.suffix in {".py", ".yaml"}]
+    files = [path for path in EXAMPLES.iterdir() if path.suffix in {".py", ".yaml", ".sh"}]
 
     assert [] == [path.name for path in files if f"`{path.name}`" not in listed]
 
@@ -78,3 +80,27 @@ def test_the_tiny_job_trains(tmp_path):
     assert (2, 2) == (summary.steps, summary.version)
     for file in ("metrics.jsonl", "report.html", "curve.png", "weights/model.safetensors"):
         assert (tmp_path / file).is_file(), file
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize(("name", "program"), [("blocking", "sh"), ("shell", "curl")])
+def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend):
+    """A blocking one in child processes, and a shell script: a step of it, every episode of which was rewarded."""
+    if shutil.which(program) is None:
+        pytest.skip(f"needs {program}")
+    overrides = [
+        "total_steps=1",
+        "batch_size=2",
+        "rollout.group_size=3",
+        "rollout.openai.subproc_max_workers=2",
+        "eval_dataset=null",
+        "logging.display=none",
+        "logging.tensorboard=false",
+    ]
+    config = load_config(EXAMPLES / f"{name}.yaml", overrides)
+    summary = Trainer(config).train(run_dir=tmp_path, backend=backend)
+    failures = tmp_path / "failures.jsonl"
+
+    assert (1, 1) == (summary.steps, summary.version)
+    assert not failures.exists() or not failures.read_text()
+    assert [] == psutil.Process().children(recursive=True)

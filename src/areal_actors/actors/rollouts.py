@@ -20,7 +20,7 @@ from areal_actors.actors.positions import positions_from
 from areal_actors.actors.workflow_episodes import WorkflowEpisode
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, Group, GroupId, Problem, SampleKey, SessionId
-from areal_actors.errors import ActorError, ArealError, ConfigError, EpisodeError
+from areal_actors.errors import ActorError, ArealError, ConfigError, EpisodeError, RewardError
 from areal_actors.messages import (
     AcquirePermit,
     Capacity,
@@ -53,7 +53,9 @@ from areal_actors.workflows import (
     Injected,
     Reward,
     RolloutWorkflow,
+    name_of,
     run_agent,
+    seat_of,
     workflow_context,
 )
 
@@ -313,7 +315,15 @@ class RolloutRunner(Actor[Rollouts]):
         for interaction, value in reward.by_interaction.items():
             await self._peers.sessions.ask(SetReward(credential=credential, reward=value, interaction=interaction))
         await self._peers.sessions.ask(EndSession(credential=credential))
+        if reward == Reward():
+            await self._check_rewarded(session)
         return await self._peers.exports.ask(ExportSession(session=session, member=slot.member))
+
+    async def _check_rewarded(self, session: SessionId) -> None:
+        """Raise unless a reward was set over HTTP, by an agent that returned none."""
+        record = await self._peers.sessions.ask(CollectSession(session=session))
+        if record.interactions and all(turn.reward is None for turn in record.interactions):
+            raise RewardError("it is empty, and none was set over HTTP")
 
     async def _run_agent(self, agent: Agent, slot: _Slot, opened: SessionOpened) -> Reward:
         injected = Injected(
@@ -322,8 +332,9 @@ class RolloutRunner(Actor[Rollouts]):
             http_client=self._http_client,
         )
         seconds = self._config.episode_timeout_seconds
-        with workflow_context.enter(slot.context), anyio.move_on_after(seconds):
-            return await run_agent(agent, dict(slot.problem.data), injected)
+        async with seat_of(agent) as seated:  # the wait for one is none of the agent's own time
+            with workflow_context.enter(slot.context), anyio.move_on_after(seconds):
+                return await run_agent(seated, dict(slot.problem.data), injected)
         raise EpisodeError(
             f"{self._agent_name}.run took longer than {seconds:g} s; "
             "raise rollout.episode_timeout_seconds if episodes need more."
@@ -331,7 +342,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     @property
     def _agent_name(self) -> str:
-        return type(self._agent).__name__
+        return name_of(self._agent)
 
     async def _failed(self, slot: _Slot, session: SessionId, failure: str) -> Episode:
         """A rejected episode: its session ends, its turns are listed, none is trained, unless what was done is kept."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -58,8 +58,14 @@ class Stack:
         self._places = anyio.Semaphore(max_connections)
         self._keep_seconds = keep_seconds
         self._idle: deque[_Idle] = deque()
-        # Made once: reading the certificates of the system takes longer than a thousand requests on this machine.
-        self._verify = library.create_ssl_context(trust_env=False)
+
+    @cached_property
+    def _verify(self) -> Any:
+        """Made once: reading the certificates of the system takes longer than a thousand requests on this machine.
+
+        And not before the first connection: an agent's process has a client for agents that may never use it.
+        """
+        return self._library.create_ssl_context(trust_env=False)
 
     async def handle_async_request(self, request: Any) -> Any:
         """Send ``request``; the connection is free again when the response is closed. Raises what the library does."""

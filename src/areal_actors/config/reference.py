@@ -38,6 +38,11 @@ def sections_of(kind: Any) -> list[type]:
     return [member for member in members if attrs.has(member)]
 
 
+def _takes_text(kind: Any) -> bool:
+    """Whether there is a form without a section: what the section holds is then for the explanation to say."""
+    return any(getattr(member, "__supertype__", member) is str for member in get_args(kind))
+
+
 def format_reference(cls: type) -> str:
     """All settings of ``cls`` as commented YAML: what each must be, its default, and what it is for."""
     return "\n".join(_lines(cls, indent="")).strip("\n") + "\n"
@@ -46,7 +51,7 @@ def format_reference(cls: type) -> str:
 def _lines(cls: type, *, indent: str) -> Iterator[str]:
     explanations = _explanations(cls)
     for name, setting in settings_of(cls).items():
-        if sections_of(setting.type):
+        if sections_of(setting.type) and not _takes_text(setting.type):
             yield from _section(name, setting, indent)
             continue
         if name in explanations:

@@ -35,6 +35,7 @@ from areal_actors.rendering import RendererConfig
 from areal_actors.staleness import CapacityLimits
 from areal_actors.training.config import TrainerConfig
 from areal_actors.workflows import GenerationConfig
+from areal_actors.workflows.commands import CommandConfig, CommandWord
 
 __all__ = [
     "AgentConfig",
@@ -65,6 +66,12 @@ class AgentMode(StrEnum):
 
     INLINE = "inline"
     """In the event loop of this process."""
+    SUBPROCESS = "subprocess"
+    """In child processes, where they may block; also called subproc."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> AgentMode | None:
+        return cls.SUBPROCESS if value == "subproc" else None
 
 
 @frozen(kw_only=True)
@@ -72,6 +79,11 @@ class AgentConfig:
     """How agents are run, and how their rewards become training rows (also called rollout.agent)."""
 
     mode: AgentMode = AgentMode.INLINE
+    """inline is the event loop of the run; in a subprocess, agents may block."""
+    subproc_max_workers: int = field(default=4, validator=ge(1))
+    """Processes of agents that run at once, in mode subprocess and for commands."""
+    subproc_start_timeout_seconds: float = field(default=60.0, validator=gt(0))
+    """How long such a process may take to import the agent's module and make the agent."""
     turn_discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
     """What an answer passes on of its return to the turn before it."""
     reward_rule: str = field(default="mean", validator=in_(tuple(RULES)))
@@ -83,8 +95,8 @@ class AgentConfig:
 class RolloutConfig:
     """Which agent runs on the problems, how often, and how far it may run ahead of training."""
 
-    workflow: WorkflowReference
-    """The agent or rollout workflow: file.py:Class or package.module.Class."""
+    workflow: WorkflowReference | CommandConfig
+    """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
     group_size: int = field(default=8, validator=ge(1))
@@ -206,6 +218,12 @@ def _resolve_reference(text: str, directory: Path) -> str:
     return f"{resolve_path(file, directory)}:{name}" if colon and file.endswith(".py") else text
 
 
+def _resolve_word(text: str, directory: Path) -> CommandWord:
+    """A file beside the configuration by its path; any other word as it is."""
+    path = resolve_path(text, directory)
+    return CommandWord(str(path) if os.path.isfile(path) else text)  # noqa: PTH113 - it takes any text
+
+
 _SCHEMA = Schema(
     cls=RunConfig,
     aliases={
@@ -217,6 +235,7 @@ _SCHEMA = Schema(
     resolvers={
         ModelName: _resolve_model,
         WorkflowReference: _resolve_reference,
+        CommandWord: _resolve_word,
         ProblemsReference: _resolve_reference,
         DataPath: lambda text, directory: str(resolve_path(text, directory)),
     },

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
@@ -146,6 +147,9 @@ def _structure_choice(value: Any, kind: Any) -> Any:
     for word, choice in choices.items():
         if type(word) is (str if isinstance(value, str) else type(value)) and word == value:
             return choice
+    if isinstance(kind, type) and isinstance(value, str):
+        with suppress(ValueError):
+            return kind(str(value))  # another name of a choice, as its ``_missing_`` knows it
     close = nearest(value, [str(word) for word in choices]) if isinstance(value, str) else None
     meant = f"; did you mean {close}?" if close else ""
     raise Mistakes([Mistake(text=f"must be {describe_type(kind)}, not {show(value)}{meant}")])

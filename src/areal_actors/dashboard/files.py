@@ -11,7 +11,7 @@
       eval-rollout/      the same of evaluations
       checkpoints/       what a resumed run goes on from
       weights/           the trained model, as transformers loads it
-      logs/              run.jsonl: what happened
+      logs/              run.jsonl: what happened; agents/<n>.log: what agents in processes print
       tensorboard/       scalars
       report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
 """
@@ -81,6 +81,11 @@ class RunDirectory:
     def log(self) -> Path:
         """What happened, as JSON lines."""
         return self.logs / "run.jsonl"
+
+    @property
+    def agent_logs(self) -> Path:
+        """What agents in processes of their own print, a file a process."""
+        return self.logs / "agents"
 
     @property
     def tensorboard(self) -> Path:

@@ -42,11 +42,12 @@ from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Training, TrainingSummary
 from areal_actors.models import ModelFiles, load_policy, resolve_model
 from areal_actors.rendering import Renderer, load_renderer
+from areal_actors.run.agents import prepare_agent
 from areal_actors.run.heap import settled_heap
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine
 from areal_actors.run.signals import stop_on_signals
 from areal_actors.telemetry import get_logger, logging_to_file, quiet_transformers
-from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow, import_reference, resolve_workflow
+from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow, import_reference
 
 if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
@@ -78,8 +79,8 @@ class Trainer:
     ) -> RunSummary:
         """Train, blocking, on an event loop of its own (``backend``: ``asyncio`` or ``trio``).
 
-        ``workflow`` is an agent or a rollout workflow: an instance, a class with ``workflow_kwargs``, or a reference
-        as in the configuration, which it replaces.
+        ``workflow`` is an agent or a rollout workflow: an instance, a class with ``workflow_kwargs``, a reference as in
+        the configuration, which it replaces, or a ``CommandConfig``.
         """
 
         async def main() -> RunSummary:
@@ -97,15 +98,15 @@ class Trainer:
         is_handling_signals: bool = False,
     ) -> RunSummary:
         """Train inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
-        agent = resolve_workflow(
-            self.config.rollout.workflow if workflow is None else workflow,
-            workflow_kwargs=self.config.rollout.workflow_kwargs if workflow is None else workflow_kwargs,
-        )
         directory = self.config.run_directory if run_dir is None else RunDirectory(path=_absolute(run_dir))
+        opening = prepare_agent(
+            self.config.rollout, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs
+        )
         started = time.monotonic()
         _prepare(self.config, directory, resume=resume)
         with logging_to_file(directory.log):
-            await self._run(agent, directory, resume=resume, is_handling_signals=is_handling_signals)
+            async with opening as agent:
+                await self._run(agent, directory, resume=resume, is_handling_signals=is_handling_signals)
         return summarize_run(directory, seconds=time.monotonic() - started)
 
     async def _run(

@@ -1,21 +1,28 @@
-"""How people bring their agents and rollout workflows: what they are, how they are found by name, what they know."""
+"""How people bring agents and rollout workflows: what they are, how they are found, where they run, what they know."""
 
 from __future__ import annotations
 
 from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent, Injected, Reward, parse_result, run_agent
+from areal_actors.workflows.commands import CommandAgent, CommandConfig
 from areal_actors.workflows.context import EpisodeContext
 from areal_actors.workflows.engine import EpisodeEngine
 from areal_actors.workflows.generation import GenerationConfig, GenerationHyperparameters, ModelRequest
+from areal_actors.workflows.handover import create_handover
 from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
+from areal_actors.workflows.pool import AgentPool, PoolConfig
 from areal_actors.workflows.resolve import import_reference, resolve_agent, resolve_workflow
 from areal_actors.workflows.results import Sample, parse_rollout
 from areal_actors.workflows.rewards import AsyncRewardWrapper
 from areal_actors.workflows.rollout import GroupedRolloutWorkflow, RolloutResult, RolloutWorkflow
+from areal_actors.workflows.seats import SeatedAgent, name_of, seat_of
 
 __all__ = [
     "Agent",
+    "AgentPool",
     "AsyncRewardWrapper",
+    "CommandAgent",
+    "CommandConfig",
     "EpisodeContext",
     "EpisodeEngine",
     "GenerationConfig",
@@ -25,15 +32,20 @@ __all__ = [
     "InteractionWithTokenLogpReward",
     "ModelRequest",
     "ModelResponse",
+    "PoolConfig",
     "Reward",
     "RolloutResult",
     "RolloutWorkflow",
     "Sample",
+    "SeatedAgent",
+    "create_handover",
     "import_reference",
+    "name_of",
     "parse_result",
     "parse_rollout",
     "resolve_agent",
     "resolve_workflow",
     "run_agent",
+    "seat_of",
     "workflow_context",
 ]

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from areal_actors.domain import InteractionId
 from areal_actors.errors import ArealError, EpisodeError
 
-__all__ = ["Agent", "Injected", "Reward", "describe_error", "parse_result", "run_agent"]
+__all__ = ["Agent", "Injected", "Reward", "describe_error", "failure_of", "parse_result", "run_agent"]
 
 
 @runtime_checkable
@@ -76,9 +76,14 @@ async def _attempt(agent: Agent, data: Any, injected: Injected) -> Reward | Epis
     except EpisodeError as error:
         return error
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent does costs its episode and no more
-        failure = EpisodeError(f"{name}.run raised {describe_error(error)}")
-        failure.__cause__ = error
-        return failure
+        return failure_of(agent, error)
+
+
+def failure_of(agent: Agent, error: BaseException) -> EpisodeError:
+    """What an agent raised, as the failure of its episode. The traceback stays with the cause."""
+    failure = EpisodeError(f"{type(agent).__name__}.run raised {describe_error(error)}")
+    failure.__cause__ = error
+    return failure
 
 
 def parse_result(result: Any, *, agent: str = "agent") -> Reward:

@@ -25,10 +25,17 @@ __all__ = ["import_reference", "resolve_agent", "resolve_workflow"]
 
 
 def resolve_agent(
-    workflow: Any, *, workflow_kwargs: Mapping[str, Any] | None = None, directory: Path | None = None
+    workflow: Any,
+    *,
+    workflow_kwargs: Mapping[str, Any] | None = None,
+    directory: Path | None = None,
+    may_block: bool = False,
 ) -> Agent:
-    """The agent that ``workflow`` means. Raises ``WorkflowError`` saying what was found instead."""
-    return _checked(_build(workflow, workflow_kwargs, directory), workflow)
+    """The agent that ``workflow`` means. Raises ``WorkflowError`` saying what was found instead.
+
+    A plain ``def run`` will do where it ``may_block``: in a process of its own.
+    """
+    return _checked(_build(workflow, workflow_kwargs, directory), workflow, may_block=may_block)
 
 
 def resolve_workflow(
@@ -36,7 +43,7 @@ def resolve_workflow(
 ) -> Agent | RolloutWorkflow:
     """The agent or the rollout workflow that ``workflow`` means. Raises ``WorkflowError`` if it is neither."""
     target = _build(workflow, workflow_kwargs, directory)
-    return target if isinstance(target, RolloutWorkflow) else _checked(target, workflow)
+    return target if isinstance(target, RolloutWorkflow) else _checked(target, workflow, may_block=False)
 
 
 def _build(workflow: Any, workflow_kwargs: Mapping[str, Any] | None, directory: Path | None) -> Any:
@@ -113,12 +120,13 @@ def _construct(target: type, kwargs: dict[str, Any]) -> Any:
         raise WorkflowError(f"{target.__name__}({', '.join(sorted(kwargs))}) raised {summary}") from error
 
 
-def _checked(target: Any, workflow: Any) -> Agent:
+def _checked(target: Any, workflow: Any, *, may_block: bool) -> Agent:
     run = getattr(target, "run", None)
-    if not inspect.iscoroutinefunction(run):
+    if not (inspect.iscoroutinefunction(run) or (may_block and callable(run))):
         found = "no method 'run'" if run is None else "a 'run' that is not 'async def'"
+        way_out = "; one that blocks needs rollout.openai.mode: subprocess" if callable(run) else ""
         raise WorkflowError(
-            f"{_describe(workflow)} has {found}; an agent has 'async def run(self, data, **extra_kwargs)', "
+            f"{_describe(workflow)} has {found}; an agent has 'async def run(self, data, **extra_kwargs)'{way_out}, "
             "and a rollout workflow is a subclass of RolloutWorkflow."
         )
     agent: Agent = target

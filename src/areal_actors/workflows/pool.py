@@ -1,0 +1,236 @@
+"""A pool of child processes that run one agent: ``rollout.openai.mode: subprocess``.
+
+Each child makes the agent once and then runs one episode at a time (``worker``). It is started when it is first needed,
+and reused; one that dies, or whose episode is cancelled, is replaced. Whoever opens the pool ends it, and with it
+every process that it started.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.streams.buffered import BufferedByteReceiveStream
+from attrs import asdict, field, frozen
+from attrs.validators import ge, gt
+
+from areal_actors.domain import InteractionId
+from areal_actors.errors import EpisodeError, WorkflowError
+from areal_actors.workflows import context as workflow_context
+from areal_actors.workflows.agents import Agent
+from areal_actors.workflows.processes import BoundedLog, Child, check_problem
+from areal_actors.workflows.seats import SeatedAgent
+
+__all__ = ["AgentPool", "PoolConfig"]
+
+_MAX_REPLY_BYTES = 16 * 1024 * 1024
+
+_BOOT = (
+    "import json, sys; lifeline, sys.path[:] = json.loads(sys.argv.pop()); "
+    "from areal_actors.workflows.worker import serve; serve(lifeline)"
+)
+"""The child's program: modules are found where we find them. No name of a module, which would become ``__main__``."""
+
+_GONE = (
+    OSError,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    anyio.DelimiterNotFound,
+    anyio.IncompleteRead,
+    json.JSONDecodeError,
+)
+"""How an exchange ends when the other side is no longer there, or no longer itself."""
+
+
+@frozen(kw_only=True)
+class PoolConfig:
+    """How many processes there are, how long each may take to start, and where it logs what its agent says."""
+
+    num_workers: int = field(default=4, validator=ge(1))
+    start_timeout_seconds: float = field(default=60.0, validator=gt(0))
+    logs: Path | None = None
+    """A directory; each process writes ``<number>.log`` there."""
+
+
+class AgentPool(SeatedAgent):
+    """An agent whose episodes run in child processes, at most ``num_workers`` at once."""
+
+    def __init__(self, handover: Mapping[str, Any], config: PoolConfig, tasks: TaskGroup) -> None:
+        self._handover = handover
+        self._config = config
+        self._tasks = tasks
+        self._name = "agent"
+        self._places = anyio.Semaphore(config.num_workers)
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._is_closed = False
+        logs = config.logs
+        self._logs = [
+            BoundedLog(None if logs is None else logs / f"{number}.log") for number in range(config.num_workers)
+        ]
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, handover: Mapping[str, Any], config: PoolConfig | None = None) -> AsyncIterator[AgentPool]:
+        """Start the first process; all end with the block.
+
+        ``handover`` is what ``create_handover`` made. Raises ``WorkflowError`` with the traceback of the child, if
+        there the agent cannot be made.
+        """
+        failure: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            pool = cls(handover, config or PoolConfig(), tasks)
+            try:
+                pool._give_back(await pool._take())
+                yield pool
+            except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it
+                failure = error
+            finally:
+                await pool._close()
+        if failure is not None:
+            raise failure
+
+    @property
+    def agent_name(self) -> str:
+        """The name of its class, once a child has told."""
+        return self._name
+
+    @asynccontextmanager
+    async def seat(self) -> AsyncIterator[Agent]:
+        """Wait for a process that is free. Raises ``EpisodeError`` if another one is needed and cannot be started."""
+        async with self._places:
+            try:
+                worker = await self._take()
+            except WorkflowError as error:
+                raise EpisodeError(str(error)) from error
+            try:
+                yield worker
+            finally:
+                self._give_back(worker)
+
+    async def _take(self) -> _Worker:
+        """The one that was used last, for its caches are warm; one that died while nobody used it is replaced."""
+        if self._is_closed:
+            raise WorkflowError(f"The processes of {self._name} have ended; run episodes inside the block of the pool.")
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                return worker
+            await worker.kill()
+            self._remove(worker)
+        log = self._logs.pop(0)
+        try:
+            worker = await _Worker.start(self._handover, log, self._config.start_timeout_seconds, self._tasks)
+        except BaseException:
+            self._logs.append(log)
+            raise
+        self._name = worker.agent_name
+        self._workers.add(worker)
+        return worker
+
+    def _give_back(self, worker: _Worker) -> None:
+        if worker.is_broken:
+            self._remove(worker)
+        else:
+            self._idle.append(worker)
+
+    def _remove(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        self._logs.append(worker.log)
+
+    async def _close(self) -> None:
+        self._is_closed = True
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                for worker in self._workers:
+                    tasks.start_soon(worker.kill)
+
+
+class _Worker:
+    """One child. After half an exchange nobody knows what it is doing, so that it is ended."""
+
+    def __init__(self, child: Child, log: BoundedLog) -> None:
+        assert child.process.stdout is not None
+        self.log = log
+        self.agent_name = "agent"
+        self._child = child
+        self._replies = BufferedByteReceiveStream(child.process.stdout)
+        self._is_busy = False
+
+    @classmethod
+    async def start(
+        cls, handover: Mapping[str, Any], log: BoundedLog, timeout_seconds: float, tasks: TaskGroup
+    ) -> _Worker:
+        """Start a child that has made its agent. Raises ``WorkflowError`` with what it said if it has not."""
+        child = await Child.start(
+            lambda lifeline: [sys.executable, "-c", _BOOT, json.dumps([lifeline, sys.path])], log=log
+        )
+        tasks.start_soon(child.listen)
+        worker = cls(child, log)
+        try:
+            with anyio.fail_after(timeout_seconds):
+                reply = await worker._exchange(handover)
+        except TimeoutError:
+            raise WorkflowError(
+                f"The agent's process was not ready after {timeout_seconds:g} s; what its module does while it is "
+                f"imported takes long, or raise rollout.openai.subproc_start_timeout_seconds. {log.last_words}"
+            ) from None
+        except _GONE:
+            raise WorkflowError(f"The agent's process ended before it was ready. {child.describe_end()}") from None
+        if "ready" not in reply:
+            await worker.kill()
+            raise WorkflowError(f"The agent cannot be made in its process:\n{reply['failure'].strip()}")
+        worker.agent_name = reply["ready"]
+        return worker
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is, as far as we have heard."""
+        return self._child.is_alive
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether half an exchange was made. Its process is gone then, and may not be used again."""
+        return self._is_busy
+
+    async def run(self, data: Any, **extra_kwargs: Any) -> float | dict[InteractionId, float]:
+        """One episode. Raises ``EpisodeError``; when it is cancelled, the process is gone."""
+        check_problem(data)
+        request = {
+            "data": data,
+            "base_url": extra_kwargs["base_url"],
+            "api_key": extra_kwargs["api_key"],
+            "context": asdict(workflow_context.get()),
+        }
+        try:
+            reply = await self._exchange(request)
+        except _GONE:
+            raise EpisodeError(f"{self.agent_name}.run lost its process. {self._child.describe_end()}") from None
+        if "failure" in reply:
+            raise EpisodeError(reply["failure"])
+        last = reply["last"]
+        return dict(reply["by_interaction"]) if last is None else float(last)
+
+    async def kill(self) -> None:
+        """End the process and its group."""
+        self._is_busy = True
+        await self._child.kill()
+
+    async def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Say a line and hear one. Raises one of ``_GONE`` if the other side is; whatever is raised ends the child."""
+        assert self._child.process.stdin is not None
+        self._is_busy = True
+        try:
+            await self._child.process.stdin.send(json.dumps(request).encode() + b"\n")
+            reply: dict[str, Any] = json.loads(await self._replies.receive_until(b"\n", _MAX_REPLY_BYTES))
+            self._is_busy = False
+        finally:
+            if self._is_busy:
+                await self._child.kill()
+        return reply

@@ -1,0 +1,164 @@
+"""What runs in a child process: it makes the agent once, then runs one episode after another until its parent is gone.
+
+The parent writes a line of JSON for each episode to the first standard input, and reads a line from the first standard
+output. Both are moved out of the agent's way before its module is imported: what an agent prints goes to stderr, which
+the parent logs, and what it reads is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import faulthandler
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import TextIOWrapper
+from typing import Any
+
+import httpx
+
+from areal_actors.client import create_agent_http_client
+from areal_actors.errors import ArealError, EpisodeError
+from areal_actors.workflows import context as workflow_context
+from areal_actors.workflows.agents import Agent, Injected, Reward, failure_of, parse_result, run_agent
+from areal_actors.workflows.context import EpisodeContext
+from areal_actors.workflows.handover import receive_agent
+from areal_actors.workflows.processes import episode_environment
+
+__all__ = ["serve"]
+
+
+def serve(lifeline: int) -> None:
+    """The whole life of a worker."""
+    channel = _Channel()
+    _die_with_parent(lifeline)
+    faulthandler.enable()
+    try:
+        agent = receive_agent(next(channel))
+    except BaseException as error:  # noqa: BLE001 - whatever an import raises is told to the parent, and ends us
+        channel.send({"failure": _complaint(error)})
+        return
+    channel.send({"ready": type(agent).__name__})
+    with asyncio.Runner() as loop:
+        host = _Host(agent, loop)
+        for request in channel:
+            channel.send(host.run(request))
+
+
+class _Channel:
+    """Lines of JSON from and to the parent, on descriptors that neither the agent nor its children get to see."""
+
+    def __init__(self) -> None:
+        self._requests = os.fdopen(os.dup(0), "rb")
+        self._replies = os.fdopen(os.dup(1), "wb")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # what was printed before a crash is what explains it
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        line = self._requests.readline()
+        if not line.endswith(b"\n"):
+            raise StopIteration
+        request: dict[str, Any] = json.loads(line)
+        return request
+
+    def send(self, reply: Mapping[str, Any]) -> None:
+        self._replies.write(json.dumps(reply).encode() + b"\n")
+        self._replies.flush()
+
+
+def _die_with_parent(lifeline: int) -> None:
+    """Where no kernel does it for us (see ``processes``): wait for the end of the pipe, and take the group along."""
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="areal-lifeline", daemon=True).start()
+
+
+def _complaint(error: BaseException) -> str:
+    return (
+        str(error)
+        if isinstance(error, ArealError) and error.__cause__ is None
+        else "".join(traceback.format_exception(error))
+    )
+
+
+class _Host:
+    """Runs episodes. The event loop stays from one to the next, so that connections to the proxy can be kept."""
+
+    def __init__(self, agent: Agent, loop: asyncio.Runner) -> None:
+        self._agent = agent
+        self._loop = loop
+        self._http_client: httpx.AsyncClient | None = None
+
+    def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to one request: rewards, or why there are none. The environment is the episode's meanwhile."""
+        link = {name: request[name] for name in ("base_url", "api_key")}
+        context = EpisodeContext(**request["context"])
+        with _environment(episode_environment(**link)), workflow_context.enter(context):
+            try:
+                reward = self._reward(request["data"], link)
+            except EpisodeError as error:
+                traceback.print_exception(error.__cause__ or error)
+                return {"failure": str(error)}
+        return {"last": reward.last, "by_interaction": dict(reward.by_interaction)}
+
+    def _reward(self, data: Any, link: Mapping[str, str]) -> Reward:
+        if inspect.iscoroutinefunction(self._agent.run):
+            injected = Injected(**link, http_client=self._client())
+            return self._await(run_agent(self._agent, data, injected))
+        try:
+            result: Any = self._agent.run(data, **link)
+        except (Exception, SystemExit) as error:
+            raise failure_of(self._agent, error) from error
+        return parse_result(result, agent=type(self._agent).__name__)
+
+    def _await(self, episode: Any) -> Reward:
+        async def run() -> Reward:
+            try:
+                reward: Reward = await episode
+            finally:
+                await _cancel_others()
+            return reward
+
+        return self._loop.run(run(), context=contextvars.copy_context())
+
+    def _client(self) -> httpx.AsyncClient:
+        """One for all episodes; a new one if the agent closed it. Its certificates are read when it first connects."""
+        if self._http_client is None or self._http_client.is_closed:
+            self._http_client = create_agent_http_client()
+        return self._http_client
+
+
+async def _cancel_others() -> None:
+    """What an episode started and left would go on in the next one, and ask the model in its name."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,64 @@
+"""The agent of a run: where the configuration wants it, and what is wrong with it before there is a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_actors.config import create_config
+from areal_actors.errors import WorkflowError
+from areal_actors.run import Trainer
+from areal_actors.run.agents import prepare_agent
+from areal_actors.workflows import AgentPool, CommandAgent, CommandConfig
+
+CHILDREN = Path(__file__).parents[1] / "workflows" / "children.py"
+
+
+def configure(**rollout: Any):
+    return create_config(
+        {
+            "experiment_name": "agents",
+            "total_steps": 1,
+            "model": "tiny",
+            "dataset": {"jsonl": "none.jsonl"},
+            "rollout": {"workflow": "nowhere.Agent"} | rollout,
+        }
+    )
+
+
+@pytest.mark.anyio
+async def test_the_configuration_says_where_the_agent_runs(tmp_path: Path):
+    """As a command whatever the mode, in child processes, or here; the caller's own takes its place."""
+    own = configure(openai={"mode": "subproc", "subproc_max_workers": 1})
+    async with prepare_agent(
+        own.rollout, workflow=f"{CHILDREN}:Sync", workflow_kwargs={"start": 1}, logs=tmp_path
+    ) as agent:
+        assert isinstance(agent, AgentPool)
+        assert 102.0 == await agent.run({"add": 1}, base_url="u/v1", api_key="k")
+    command = configure(workflow={"command": ["sh", "-c", "echo 2"]})
+    async with prepare_agent(command.rollout, logs=tmp_path) as agent:
+        assert isinstance(agent, CommandAgent)
+        assert ("sh", 2.0) == (agent.agent_name, await agent.run({}, base_url="u/v1", api_key="k"))
+
+
+def test_a_plain_def_is_told_where_it_may_block(tmp_path: Path):
+    """Inline it would hold up everything."""
+    with pytest.raises(WorkflowError, match="one that blocks needs rollout"):
+        prepare_agent(configure().rollout, workflow=f"{CHILDREN}:Sync", logs=tmp_path)
+
+
+def test_a_command_takes_no_keyword_arguments(tmp_path: Path):
+    """It has arguments of its own."""
+    command = CommandConfig(command=("sh",))
+    with pytest.raises(WorkflowError, match="make them arguments of it"):
+        prepare_agent(configure().rollout, workflow=command, workflow_kwargs={"a": 1}, logs=tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_an_agent_that_cannot_be_made_ends_the_run_at_once(tmp_path: Path, backend: str):
+    """With the error itself, and before a model is loaded: there is none of this name."""
+    config = configure(openai={"mode": "subprocess"})
+    with pytest.raises(WorkflowError, match="No module named 'nowhere'"):
+        Trainer(config).train(run_dir=tmp_path / "run", backend=backend)

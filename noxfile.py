@@ -79,6 +79,14 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz_tokens(session: nox.Session) -> None:
+    """Let random clients talk, and compare every exported token with the engine's log (a million turns: hours)."""
+    install(session, "test")
+    arguments = session.posargs or ["--turns", "1000000", "--seed", "0", "--processes", "2"]
+    session.run("python", "-m", "tests.fuzz.tokens", *arguments, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Measure what the tests reach, in ``src`` and in the tests themselves."""
     install(session, "test", "lint")

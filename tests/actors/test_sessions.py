@@ -7,7 +7,8 @@ import pytest
 from tests.actors.house import House, echo_of, encode, open_house, renderer, say
 
 from areal_actors.actors.sessions import SessionsConfig
-from areal_actors.cache import SessionSettings
+from areal_actors.cache import SessionSettings, export_trajectories
+from areal_actors.cache.export import STYLES
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
@@ -24,6 +25,8 @@ from areal_actors.domain import (
     Tool,
     ToolCallStarted,
     ToolChoice,
+    Untrained,
+    UntrainedReason,
 )
 from areal_actors.errors import (
     Conflict,
@@ -318,6 +321,29 @@ async def test_a_failing_engine_fails_the_request_and_not_the_session_manager(wa
     assert "out of memory" in str(asking.error)
     assert InteractionStatus.FAILED == turn.status
     assert "out of memory" in turn.failure
+
+
+@pytest.mark.parametrize("way", ["complete", "stream"])
+async def test_what_was_sampled_before_a_failure_is_kept_and_listed(way: str):
+    """Tokens of an answer that failed are not trained, and not forgotten either."""
+    engine = EchoEngine(lambda _: encode("never"), is_gated=True)
+    async with open_house(engine=engine) as house, anyio.create_task_group() as tasks:
+        session = (await house.open()).session
+        tasks.start_soon(lambda: getattr(Asking(), way)(house, session))
+        await anyio.wait_all_tasks_blocked()
+        engine.release(2)
+        await anyio.wait_all_tasks_blocked()
+        engine.fail(RuntimeError("out of memory"))
+        await anyio.wait_all_tasks_blocked()
+        record = await house.record(session)
+    (turn,) = record.interactions
+
+    assert InteractionStatus.FAILED == turn.status
+    assert encode("never")[:2] == ids(turn.completion.token_ids)
+    for style in STYLES:
+        exported = export_trajectories(record, discount=1.0, style=style)
+        assert () == exported.trajectories
+        assert (Untrained(interaction=turn.id, num_tokens=2, reason=UntrainedReason.FAILED),) == exported.untrained
 
 
 async def test_without_a_generation_actor_requests_are_unavailable():

@@ -248,11 +248,12 @@ def test_what_is_not_trained_is_listed_with_its_reason(talk: Any) -> None:
     talk.turn("below", [user("1"), answer("A"), user("2"), answer("BB"), user("3")], "C")
     talk.turn("long", [user("x" * 100)], "DDD")
     talk.turn("unrewarded", [user("?")], "EEEE")
-    for name in ("cut", "silent", "failed"):
+    for name in ("cut", "silent", "failed", "failed early"):
         talk.begin(name, [user(name)])
     talk.tree.cancel("cut", talk.completion(answer("FFFFF")), answer("FFFFF"))
     talk.tree.cancel("silent")
-    talk.tree.fail("failed", "why")
+    talk.tree.fail("failed", "why", talk.completion(answer("GGGGGG")))
+    talk.tree.fail("failed early", "why")
 
     for style in STYLES:
         exported = export_trajectories(
@@ -263,6 +264,7 @@ def test_what_is_not_trained_is_listed_with_its_reason(talk: Any) -> None:
             Untrained(interaction="long", num_tokens=4, reason=UntrainedReason.TOO_LONG),
             Untrained(interaction="unrewarded", num_tokens=5, reason=UntrainedReason.NO_REWARD),
             Untrained(interaction="cut", num_tokens=6, reason=UntrainedReason.CANCELLED),
+            Untrained(interaction="failed", num_tokens=7, reason=UntrainedReason.FAILED),
         )
         assert exported.trajectories[-1].interactions[-1] == "below"
 

@@ -214,10 +214,10 @@ class Choice:
             self._tree.cancel(self.interaction, self._sampled().completion if self._chunks else None)
 
     def fail(self, reason: str) -> None:
-        """Record why no answer came. Does nothing once ended."""
+        """Record why no answer came; what was sampled is kept. Does nothing once ended."""
         if not self.is_ended:
             self.is_ended = True
-            self._tree.fail(self.interaction, reason)
+            self._tree.fail(self.interaction, reason, self._sampled().completion if self._chunks else None)
 
     def _message(self, completion: Completion) -> ChatMessage:
         """The message, with the ids of tool calls that were streamed already."""

@@ -53,6 +53,7 @@ ROOT_DIGEST = bytes(DIGEST_SIZE)
 
 _INSTRUCTION_ROLES = frozenset({"system", "developer"})
 _EXACT_INTEGERS = 2.0**53  # beyond it a float no longer names one integer
+_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**64 - 1  # what JSON libraries read exactly
 
 
 def message_digest(message: ChatMessage) -> bytes:
@@ -87,9 +88,12 @@ def canonical_arguments(text: str) -> str:
     """Tool arguments as JSON with sorted keys, so that serialising anew changes nothing; other text as it is.
 
     ``2.0`` equals ``2`` and no arguments at all equal ``{}``, because clients in other languages write them so.
+    Integers of more than 64 bits equal the nearest float, because that is what most JSON libraries make of them.
     """
     try:
-        value = json.loads(text.strip() or "{}", parse_float=_parse_float, parse_constant=_refuse_number)
+        value = json.loads(
+            text.strip() or "{}", parse_float=_parse_float, parse_int=_parse_int, parse_constant=_refuse_number
+        )
         return "json:" + json.dumps(value, sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
         return "text:" + text
@@ -100,6 +104,11 @@ def _parse_float(literal: str) -> float | int:
     if value in (float("inf"), float("-inf")):
         _refuse_number(literal)  # 1e400 and 1e500 are not the same number
     return int(value) if value.is_integer() and abs(value) < _EXACT_INTEGERS else value
+
+
+def _parse_int(literal: str) -> float | int:
+    value = int(literal)
+    return value if _SMALLEST_INTEGER <= value <= _LARGEST_INTEGER else _parse_float(literal)
 
 
 def _refuse_number(literal: str) -> NoReturn:

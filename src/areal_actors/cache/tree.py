@@ -277,9 +277,11 @@ class ConversationTree:
         pending = self._pending(interaction_id)
         return self._end(evolve(pending, completion=completion, output=output, status=InteractionStatus.CANCELLED))
 
-    def fail(self, interaction_id: InteractionId, reason: str) -> Interaction:
-        """Record that no answer came, and why. Raises as ``complete`` does."""
-        return self._end(evolve(self._pending(interaction_id), failure=reason, status=InteractionStatus.FAILED))
+    def fail(self, interaction_id: InteractionId, reason: str, partial: Completion | None = None) -> Interaction:
+        """Record that no answer came, and why; ``partial`` is what had been sampled. Raises as ``complete`` does."""
+        completion = None if partial is None else self._compact(partial)
+        pending = self._pending(interaction_id)
+        return self._end(evolve(pending, completion=completion, failure=reason, status=InteractionStatus.FAILED))
 
     def _compact(self, completion: Completion) -> Completion:
         """The same completion in as little memory as it takes, in arrays of our own."""

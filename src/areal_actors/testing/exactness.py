@@ -1,0 +1,159 @@
+"""Whether a session's training rows are what its engine saw and sampled: an oracle that knows the engine's log alone.
+
+For tests of exporters, of proxies and of agents, ours and yours: record what the engine was asked and what it sampled,
+and compare. Nothing here is shared with ``cache``, which builds the rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from attrs import field, frozen
+
+from areal_actors.domain import (
+    Floats,
+    Interaction,
+    Ints,
+    SessionRecord,
+    Trajectory,
+    Untrained,
+    as_floats,
+    as_ints,
+)
+
+__all__ = ["Recorded", "find_prompt_violations", "find_return_violations", "find_row_violations"]
+
+_SHOWN = 8
+"""How many ids are shown around the first that differs."""
+
+
+@frozen(kw_only=True, eq=False)
+class Recorded:
+    """What an engine saw and delivered for one request: ``prompt`` int32 [T], the others [n]; logprobs float32."""
+
+    prompt: Ints = field(converter=as_ints)
+    token_ids: Ints = field(converter=as_ints)
+    logprobs: Floats = field(converter=as_floats)
+    versions: Ints = field(converter=as_ints)
+
+    @property
+    def tokens(self) -> Ints:
+        """What was seen and what was sampled, int32 [T + n]."""
+        return as_ints(np.concatenate([self.prompt, self.token_ids]))
+
+
+Log = Mapping[str, Recorded]
+"""What the engine recorded, by the id of the request, which is that of the interaction."""
+
+
+def find_prompt_violations(record: SessionRecord, log: Log) -> Iterator[str]:
+    """Interactions whose stored tokens are not the engine's, or whose token parent does not begin their prompt."""
+    for turn in record.interactions:
+        if turn.id not in log:
+            if turn.completion is not None:
+                yield f"{turn.id} has sampled tokens, and the engine never saw it"
+            continue
+        yield from _check_stored(turn, log[turn.id])
+        if turn.token_parent is not None:
+            whole = log[turn.token_parent].tokens
+            yield from _difference(f"{turn.id}: the prompt, beside", whole, log[turn.id].prompt[: len(whole)])
+
+
+def _check_stored(turn: Interaction, seen: Recorded) -> Iterator[str]:
+    if turn.num_prompt_tokens != len(seen.prompt):
+        yield f"{turn.id} remembers {turn.num_prompt_tokens} prompt tokens, the engine saw {len(seen.prompt)}"
+    stored = () if turn.completion is None else turn.completion.token_ids
+    yield from _difference(f"{turn.id}: sampled and stored", seen.token_ids, as_ints(stored))
+
+
+def find_row_violations(rows: Sequence[Trajectory], untrained: Sequence[Untrained], log: Log) -> Iterator[str]:
+    """Rows that are no prompt and output of the engine's, and sampled tokens that are not accounted for exactly once.
+
+    ``rows`` and ``untrained`` are one export, in any style.
+    """
+    num_trained: Counter[str] = Counter()
+    for number, row in enumerate(rows):
+        yield from _check_row(f"row {number}", row, log, num_trained)
+    listed = {str(entry.interaction): entry.num_tokens for entry in untrained}
+    if len(listed) < len(untrained):
+        yield "an interaction is listed twice as untrained"
+    for name, seen in log.items():
+        trained, left_out = num_trained[name], listed.get(name, 0)
+        if trained + left_out != len(seen.token_ids) or (trained and left_out):
+            yield f"{name}: {len(seen.token_ids)} tokens sampled, {trained} trained, {left_out} listed as untrained"
+
+
+def _check_row(name: str, row: Trajectory, log: Log, num_trained: Counter[str]) -> Iterator[str]:
+    unknown = [turn for turn in row.interactions if turn not in log]
+    if unknown:
+        yield f"{name} holds {unknown}, which the engine never saw"
+        return
+    yield from _difference(f"{name}: ids", log[row.interactions[-1]].tokens, row.input_ids)
+    expected = _Columns.neutral(len(row.input_ids))
+    for index, turn in enumerate(row.interactions):
+        seen = log[turn]
+        start, end = len(seen.prompt), len(seen.prompt) + len(seen.token_ids)
+        yield from _difference(f"{name}: {turn}, read and sampled", seen.tokens, row.input_ids[:end])
+        expected.turns[start:end] = index
+        expected.versions[start:end] = seen.versions
+        mask = row.loss_mask[start:end]
+        if mask.any():
+            expected.mask[start:end], expected.logprobs[start:end] = 1, seen.logprobs
+            num_trained[turn] += int(mask.sum())
+    yield from _difference(f"{name}: turns", expected.turns, row.turns)
+    yield from _difference(f"{name}: loss_mask", expected.mask, row.loss_mask)
+    yield from _difference(f"{name}: logprobs", expected.logprobs, row.logprobs)
+    yield from _difference(f"{name}: versions", expected.versions, row.versions)
+
+
+@frozen
+class _Columns:
+    """What a row must hold beside its ids."""
+
+    turns: Ints
+    mask: Ints
+    logprobs: Floats
+    versions: Ints
+
+    @staticmethod
+    def neutral(length: int) -> _Columns:
+        return _Columns(
+            np.full(length, -1, np.int32),
+            np.zeros(length, np.int32),
+            np.zeros(length, np.float32),
+            np.full(length, -1, np.int32),
+        )
+
+
+def find_return_violations(styles: Mapping[str, Sequence[Trajectory]]) -> Iterator[str]:
+    """Interactions whose trained tokens have one return in one style of export and another one in another."""
+    returns: dict[str, tuple[str, float]] = {}
+    for style, rows in styles.items():
+        for row in rows:
+            yield from _check_returns(style, row, returns)
+
+
+def _check_returns(style: str, row: Trajectory, returns: dict[str, tuple[str, float]]) -> Iterator[str]:
+    for index, turn in enumerate(row.interactions):
+        values = row.returns[row.turns == index]
+        if not len(values):
+            continue
+        first, value = returns.setdefault(turn, (style, float(values[0])))
+        if (values != np.float32(value)).any():
+            yield f"{turn}: return {value} in {first}, {values} in {style}"
+
+
+def _difference(what: str, expected: Ints | Floats, found: Ints | Floats) -> Iterator[str]:
+    """The first place where two arrays differ, bit by bit."""
+    if np.array_equal(expected, found):
+        return
+    shared = min(len(expected), len(found))
+    places = np.flatnonzero(expected[:shared] != found[:shared])
+    at = int(places[0]) if len(places) else shared
+    shown = slice(max(at - 2, 0), at + _SHOWN)
+    yield (
+        f"{what}: {len(expected)} expected, {len(found)} found; from {shown.start} on "
+        f"{expected[shown].tolist()} expected, {found[shown].tolist()} found"
+    )

@@ -108,7 +108,12 @@ def edit_answer(talk: Talk, rng: Random, number: int) -> Talk:
     """Put other words into the model's mouth."""
     if talk.last is None:
         return go_on(talk, rng, number)
-    message = evolve(talk.last.message, content=(talk.last.message.content or "") + " not what was said")
+    message = talk.last.message
+    if message.tool_calls and rng.random() < 0.5:
+        call = evolve(message.tool_calls[0], arguments='{"edited": true}')
+        message = evolve(message, tool_calls=(call, *message.tool_calls[1:]))
+    else:
+        message = evolve(message, content=(message.content or "") + " not what was said")
     wire = tuple(talk.client.echo(talk.last, message, "edited"))
     edited = Entry(wire=wire, keys=(key_of(message),))
     return go_on(_whole(evolve(talk, entries=(*talk.entries[:-1], edited))), rng, number)

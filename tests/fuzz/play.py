@@ -30,7 +30,7 @@ from areal_actors.actors.sessions import SessionManager
 from areal_actors.cache import export_trajectories
 from areal_actors.cache.export import STYLES
 from areal_actors.direct.inline import InlineRef
-from areal_actors.domain import Attempt, Credential, FinishReason, InteractionStatus, SessionRecord
+from areal_actors.domain import Attempt, Credential, FinishReason, Interaction, InteractionStatus, SessionRecord
 from areal_actors.errors import ContextLengthExceeded, EngineError, RenderError, Unavailable
 from areal_actors.messages import (
     CollectSession,
@@ -287,13 +287,25 @@ class _Session:
         outcome.counts["trained"] += exported.num_trained_tokens
 
     def _check_links(self, record: SessionRecord) -> None:
+        by_id = {turn.id: turn for turn in record.interactions}
         for turn in record.interactions:
+            if turn.parent is not None and turn.fork is None:
+                self._check_end(by_id[turn.parent], turn)
             asked = self._asked.get(turn.id)
             if asked is not None:
                 wrong = self._links.judge(asked, turn)
                 if wrong is not None:
                     self.outcome.violations.append(wrong)
                 self.outcome.counts["links judged"] += 1
+
+    def _check_end(self, parent: Interaction, turn: Interaction) -> None:
+        """An answer that sampled its end has no second one; one that was cut may go on in any way."""
+        assert parent.completion is not None
+        ends = FAMILIES[self._stage.family].create_renderer().stop_token_ids
+        sampled = parent.completion.token_ids
+        is_closed = len(sampled) > 0 and int(sampled[-1]) in ends
+        if is_closed and int(turn.prompt_suffix[0]) in ends:
+            self.outcome.violations.append(f"{parent.id} has two ends before {turn.id}")
 
     def _count(self, record: SessionRecord, log: dict[str, Recorded]) -> None:
         counts = self.outcome.counts

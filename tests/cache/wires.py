@@ -127,6 +127,13 @@ def _content(change: Callable[[str], Any]) -> Callable[[Json], Json]:
     return lambda message: message | {"content": change(message["content"])} if message.get("content") else message
 
 
+def _trim(content: Any) -> Any:
+    """The text, or the text of each part, if other manners made parts of it."""
+    if isinstance(content, str):
+        return content.strip()
+    return [part | {"text": part["text"].strip()} for part in content]
+
+
 def _if_empty(change: Callable[[Json], Json]) -> Callable[[Json], Json]:
     return lambda message: message if message.get("content") else change(message)
 
@@ -143,7 +150,8 @@ def _pad_reasoning(message: Json) -> Json:
 def _calls_as_text(message: Json) -> Json:
     """As smolagents does."""
     calls = [_with_parsed_arguments(call) for call in message["tool_calls"]]
-    texts = [message["content"].strip()] if message.get("content") else []
+    content = _trim(message.get("content") or "")
+    texts = [part["text"] for part in content] if isinstance(content, list) else [content] if content else []
     parts = [{"type": "text", "text": text} for text in (*texts, f"Calling tools:\n{calls}")]
     return {"role": "assistant", "content": parts}
 
@@ -174,7 +182,7 @@ _CHAT_STYLES = {
     "arguments compact": Style(4, _rewriting_call(**_COMPACT)),
     "arguments escaped": Style(4, _rewriting_call(**_ESCAPED)),
     "thinking dropped": Style(5, _each(_without("reasoning_content"))),
-    "text trimmed": Style(6, _each(_content(str.strip))),
+    "text trimmed": Style(6, _each(_content(_trim))),
     "thinking padded": Style(6, _each(_pad_reasoning)),
     "text of a tool turn lost": Style(7, _each(_if_calls(lambda m: m | {"content": ""}))),
     "text of a tool turn null": Style(7, _each(_if_calls(lambda m: m | {"content": None}))),

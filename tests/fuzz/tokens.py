@@ -61,7 +61,6 @@ async def play(job: Job) -> list[Outcome]:
     began = reported = time.monotonic()
     wrong: list[Outcome] = []
     num_turns = 0
-    gc.set_threshold(100_000, 20, 100)  # sessions leave hardly any cycles
     for block in itertools.count():
         for family, protocol in job.cells:
             stages[family] = stages.get(family) or await open_stage(family)
@@ -95,7 +94,12 @@ def _tell(outcome: Outcome, seed: int) -> None:
 
 
 def _play_job(job: Job) -> list[Outcome]:
-    return anyio.run(play, job)
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 100)  # sessions leave hardly any cycles
+    try:
+        return anyio.run(play, job)
+    finally:
+        gc.set_threshold(*before)
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:

@@ -297,6 +297,8 @@ class RolloutRunner(Actor[Rollouts]):
         reward = await self._run_agent(agent, slot, opened)
         try:
             episode = await self._conclude(slot, opened.session, reward)
+            if reward == Reward():
+                await self._check_rewarded(opened.session)
         except ActorError:
             raise
         except ArealError as error:
@@ -315,8 +317,6 @@ class RolloutRunner(Actor[Rollouts]):
         for interaction, value in reward.by_interaction.items():
             await self._peers.sessions.ask(SetReward(credential=credential, reward=value, interaction=interaction))
         await self._peers.sessions.ask(EndSession(credential=credential))
-        if reward == Reward():
-            await self._check_rewarded(session)
         return await self._peers.exports.ask(ExportSession(session=session, member=slot.member))
 
     async def _check_rewarded(self, session: SessionId) -> None:

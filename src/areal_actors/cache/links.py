@@ -112,7 +112,7 @@ class ParentIndex:
         self._asked: dict[InteractionId, tuple[_Entry, bytes]] = {}  # pending ones, with the digest of their prompt
         self._answers: dict[bytes, _Entry | tuple[_Entry, ...]] = {}  # most answers are alone: a tuple costs 64 bytes
         self._prompts: set[bytes] = set()
-        self._lengths: dict[bytes, int] = {}  # of answers on their own, the number of messages before them
+        self._lengths: dict[bytes, int] | None = None  # made when first needed: most sessions never are
         self._frames: dict[Frame, Frame] = {}
         self._recent: tuple[_Recent, ...] = ()
 
@@ -160,8 +160,8 @@ class ParentIndex:
         digest = extend_digest(prompt_digest, output)
         others = self._bucket(digest)
         self._answers[digest] = (*others, entry) if others else entry
-        alone = message_digest(output)
-        self._lengths[alone] = max(entry.num_messages, self._lengths.get(alone, 0))
+        if self._lengths is not None:
+            _note_length(self._lengths, entry, output)
 
     def _bucket(self, digest: bytes) -> tuple[_Entry, ...]:
         """The interactions that end with this digest, in the order in which they ended."""
@@ -233,17 +233,35 @@ class ParentIndex:
     def _stray_reason(self, messages: Sequence[ChatMessage]) -> ForkReason | None:
         """An answer of ours after other messages than we answered: some were left out, or one was edited."""
         for position in _answer_positions(messages):
+            if self._lengths is None:
+                self._lengths = self._measure()
             length = self._lengths.get(message_digest(messages[position]))
             if length is not None:
                 is_shorter = position < length
                 return ForkReason.HISTORY_TRUNCATED if is_shorter else ForkReason.CLIENT_EDITED_HISTORY
         return None
 
+    def _measure(self) -> dict[bytes, int]:
+        """The number of messages before each answer, by the digest of the answer on its own."""
+        lengths: dict[bytes, int] = {}
+        for digest in self._answers:
+            for entry in self._bucket(digest):
+                output = self._lookup(entry.id).output
+                assert output is not None
+                _note_length(lengths, entry, output)
+        return lengths
+
     def _remember(self, history: History, interaction_id: InteractionId) -> None:
         same = [recent for recent in self._recent if recent.history.messages == history.messages]
         ids = (*(i for recent in same for i in recent.ids), interaction_id)
         others = [r for r in self._recent if not _is_prefix(r.history.messages, history.messages)]
         self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
+
+
+def _note_length(lengths: dict[bytes, int], entry: _Entry, output: ChatMessage) -> None:
+    """Of equal answers, the one with the longest history counts."""
+    alone = message_digest(output)
+    lengths[alone] = max(entry.num_messages, lengths.get(alone, 0))
 
 
 def _answer_positions(messages: Sequence[ChatMessage]) -> Iterator[int]:

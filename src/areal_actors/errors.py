@@ -38,6 +38,7 @@
     ├── DatasetError                problems that cannot be found or read                       (config)
     ├── WorkflowError               a workflow that cannot be imported or run                   (config)
     ├── RunDirectoryError           files of a run that cannot be written, or are not there      (run)
+    ├── JournalError                facts that cannot be written, or a journal that cannot be read (session)
     ├── CheckpointError             a checkpoint that cannot be written or does not fit         (trainer)
     ├── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
     └── TrainingStalled             no groups to train came in time                             (trainer)
@@ -69,6 +70,7 @@ __all__ = [
     "GenerationAborted",
     "IdempotencyMismatch",
     "InvalidRequest",
+    "JournalError",
     "MailboxFull",
     "ModelError",
     "NotFound",
@@ -337,6 +339,10 @@ class WorkflowError(ArealError):
 
 class RunDirectoryError(ArealError):
     """The files of a run cannot be written, or a directory holds no run."""
+
+
+class JournalError(ArealError):
+    """Facts cannot be written to the journal, or a journal cannot be read."""
 
 
 class CheckpointError(ArealError):

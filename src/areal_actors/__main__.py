@@ -168,5 +168,27 @@ def settings(*, section: str | None) -> None:
     click.echo(format_reference(settings_class(section or "")), nl=False)
 
 
+@cli.command()
+@click.argument("proxies", nargs=-1, required=True, metavar="NAME=URL...")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8080, show_default=True, help="Port to listen on; 0 takes any free one.")
+@_verbose
+@_explains_errors
+def entry(*, proxies: tuple[str, ...], host: str, port: int) -> None:
+    """Stand before several services as one URL; each session stays at the service where it was started.
+
+    NAME is the service's own name, its setting sessions.home. Ctrl-C stops when what is in flight is answered.
+
+    \b
+    Example:
+      areal-actors serve a.yaml sessions.home=a proxy.port=8001
+      areal-actors serve b.yaml sessions.home=b proxy.port=8002
+      areal-actors entry a=http://127.0.0.1:8001 b=http://127.0.0.1:8002
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.run.entry import parse_backends, run_entry
+
+    run_entry(parse_backends(proxies), host=host, port=port, announce=click.echo)
+
+
 if __name__ == "__main__":
     main()

@@ -66,10 +66,10 @@ def test_the_url_is_one_that_agents_reach():
     with bind(config) as listener:
         port = listener.getsockname()[1]
 
-        assert url_of(listener, config) == f"http://{socket.gethostname()}:{port}"
-        assert url_of(listener, ProxyConfig(public_host="node-7")) == f"http://node-7:{port}"
+        assert url_of(listener, config.public_host) == f"http://{socket.gethostname()}:{port}"
+        assert url_of(listener, "node-7") == f"http://node-7:{port}"
     with bind(ProxyConfig()) as listener:
-        assert url_of(listener, ProxyConfig()) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_keys_do_not_show_in_settings():

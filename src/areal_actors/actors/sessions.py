@@ -13,11 +13,13 @@ from contextlib import asynccontextmanager, suppress
 
 import anyio
 from attrs import define, field, frozen
+from attrs.validators import matches_re, optional
 
 from areal_actors.actors.answering import Answering, Turn, check_complete, replay
 from areal_actors.actors.attempts import Attempts
 from areal_actors.actors.turns import Choice, SampleKeys, engine_request, find_grammar
 from areal_actors.cache import ConversationTree, PromptPlan, Session, SessionSettings, SessionStore, plan_prompt
+from areal_actors.cache.homes import HOME_NAME, tokens_of
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import (
     Answer,
@@ -65,6 +67,8 @@ class SessionsConfig:
     lifetimes: SessionSettings = field(factory=SessionSettings)
     sweep_seconds: float = 30.0
     """How often idle sessions are looked for."""
+    home: str | None = field(default=None, validator=optional(matches_re(HOME_NAME)))
+    """This service's name behind an entry point that several share; part of every session's id and key."""
 
 
 @define(kw_only=True)
@@ -87,15 +91,15 @@ class SessionManager(Actor[Sessions]):
         capacity: Ref[Capacity] | None = None,
         config: SessionsConfig | None = None,
         seed: int = 0,
-        token_factory: Callable[[], str] = lambda: secrets.token_urlsafe(16),
+        token_factory: Callable[[], str] | None = None,
     ) -> None:
         self._renderer = renderer
         self._generation = generation
         self._capacity = capacity
         self._config = config or SessionsConfig()
         self._seed = seed
-        self._token = token_factory
-        self._store = SessionStore(token_factory=token_factory, settings=self._config.lifetimes)
+        self._token = token_factory or tokens_of(self._config.home)
+        self._store = SessionStore(token_factory=self._token, settings=self._config.lifetimes)
         self._extras: dict[SessionId, _Extras] = {}
         self._context_length = 0
         self._has_grammars = False

@@ -1,34 +1,23 @@
-"""The proxy as an actor: it binds, serves, and stops without cutting off what can still be finished.
-
-Stopping goes in three steps: new requests are refused with 503 while those in flight may finish for
-``drain_seconds``; the rest is cancelled, each with an answer that says so; then Hypercorn closes what is idle.
-Hypercorn itself is shielded all the while, because a cancelled server leaves its connections behind.
-"""
+"""The proxy as an actor: it binds, serves, and stops without cutting off what can still be finished."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-import anyio
 from attrs import evolve
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp
 
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.messages import Capacity, DescribeEndpoint, Endpoint, Exports, Generation, Serving, Sessions
 from areal_actors.proxy.app import create_app
 from areal_actors.proxy.auth import create_admin_key
 from areal_actors.proxy.config import ProxyConfig
-from areal_actors.proxy.server import bind, serve, url_of
+from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 from areal_actors.proxy.traffic import Traffic
 
 __all__ = ["ProxyServer"]
-
-_CLOSE_SECONDS = 3.0
-"""How long Hypercorn may take to close idle connections."""
 
 
 class ProxyServer(Actor[Serving]):
@@ -54,7 +43,6 @@ class ProxyServer(Actor[Serving]):
         self._config = config
         self._admin_key = config.admin_key or create_admin_key()
         self._traffic = Traffic()
-        self._stopping = anyio.Event()
         self._url = ""
         self._app = create_app(
             sessions=sessions,
@@ -73,8 +61,11 @@ class ProxyServer(Actor[Serving]):
         """Bind, and serve while the actor lives."""
         listener = bind(self._config)
         try:
-            self._url = url_of(listener, self._config)
-            context.tasks.start_soon(partial(self._serve, listener))
+            self._url = url_of(listener, self._config.public_host)
+            seconds = self._config.drain_seconds
+            context.tasks.start_soon(
+                partial(serve_until_cancelled, self._app, listener, self._traffic, drain_seconds=seconds)
+            )
             yield
         finally:
             listener.close()  # detached once it is served
@@ -83,23 +74,3 @@ class ProxyServer(Actor[Serving]):
     async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
         """Where the proxy listens, and the key that administrates it."""
         return Endpoint(url=self._url, admin_key=self._admin_key)
-
-    async def _serve(self, listener: socket.socket) -> None:
-        """Serve until cancelled, then drain."""
-        async with anyio.create_task_group() as tasks:
-            shield = anyio.CancelScope(shield=True)
-            tasks.start_soon(_serve_shielded, self._app, listener, self._stopping, shield)
-            try:
-                await anyio.sleep_forever()
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await self._traffic.drain(seconds=self._config.drain_seconds)
-                self._stopping.set()
-                shield.deadline = anyio.current_time() + _CLOSE_SECONDS
-
-
-async def _serve_shielded(
-    app: ASGIApp, listener: socket.socket, stopping: anyio.Event, shield: anyio.CancelScope
-) -> None:
-    with shield:
-        await serve(app, listener, shutdown=stopping.wait)

@@ -203,6 +203,15 @@ class Exchange:
             await self._send_whole(status, headers, body)
             tasks.cancel_scope.cancel()
 
+    async def start(self, status: int, headers: Iterable[Header]) -> None:
+        """Begin an answer whose body comes in parts; ``headers`` are sent as they are."""
+        self.is_started, self.status = True, status
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def send_part(self, part: bytes, *, is_last: bool = False) -> None:
+        """Send a part of the body that ``start`` announced."""
+        await self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
+
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
         """Send server-sent events; the first ones start the response."""
         self._sending = self._sending or anyio.Lock(fast_acquire=True)

@@ -20,10 +20,13 @@ from starlette.types import ASGIApp
 
 from areal_actors.errors import ConfigError
 from areal_actors.proxy.config import ProxyConfig, is_loopback
+from areal_actors.proxy.traffic import Traffic
 
-__all__ = ["bind", "serve", "url_of"]
+__all__ = ["bind", "listen", "serve", "serve_until_cancelled", "url_of"]
 
 _BACKLOG = 4096
+_CLOSE_SECONDS = 3.0
+"""How long Hypercorn may take to close idle connections."""
 _VANISHED_SECONDS = 60
 """A client whose machine is gone without a word is noticed after about so long."""
 
@@ -39,11 +42,16 @@ def bind(config: ProxyConfig) -> socket.socket:
         raise ConfigError(
             f"proxy.host: {config.host} can be reached from other machines; set proxy.admin_key, or listen on 127.0.0.1"
         )
+    return listen(config.host, config.port, section="proxy")
+
+
+def listen(host: str, port: int, *, section: str) -> socket.socket:
+    """A listening socket. Raises ``ConfigError``, which names the setting in ``section``."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return _listen(family, address)
     except OSError as error:
-        raise ConfigError(_explain(config, error)) from error
+        raise ConfigError(_explain(f"{host}:{port}", section, error)) from error
 
 
 def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
@@ -64,20 +72,19 @@ def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
     return listener
 
 
-def _explain(config: ProxyConfig, error: OSError) -> str:
-    place = f"{config.host}:{config.port}"
+def _explain(place: str, section: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"proxy.port: {place} is in use; stop who listens there, choose another port, or 0 for any free one"
+        return f"{section}.port: {place} is in use; stop who listens there, choose another port, or 0 for any free one"
     if error.errno == errno.EACCES:
-        return f"proxy.port: this user may not listen on {place}; choose a port above 1023"
-    return f"proxy.host: cannot listen on {place}: {error.strerror or error}; choose an address of this machine"
+        return f"{section}.port: this user may not listen on {place}; choose a port above 1023"
+    return f"{section}.host: cannot listen on {place}: {error.strerror or error}; choose an address of this machine"
 
 
-def url_of(listener: socket.socket, config: ProxyConfig) -> str:
+def url_of(listener: socket.socket, public_host: str | None = None) -> str:
     """The URL under which clients reach ``listener``; for a wildcard address, by this machine's name."""
     host, port = listener.getsockname()[:2]
-    if config.public_host is not None:
-        host = config.public_host
+    if public_host is not None:
+        host = public_host
     elif host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -97,6 +104,35 @@ async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[],
         from hypercorn.trio import serve as serve_on_trio
 
         await serve_on_trio(framework, config, shutdown_trigger=shutdown, mode="asgi")
+
+
+async def serve_until_cancelled(
+    app: ASGIApp, listener: socket.socket, traffic: Traffic, *, drain_seconds: float
+) -> None:
+    """Serve until cancelled, then stop without cutting off what can still be finished.
+
+    Stopping goes in three steps: new requests are refused with 503 while those in flight may finish for
+    ``drain_seconds``; the rest is cancelled, each with an answer that says so; then Hypercorn closes what is idle.
+    Hypercorn itself is shielded all the while, because a cancelled server leaves its connections behind.
+    """
+    stopping = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        shield = anyio.CancelScope(shield=True)
+        tasks.start_soon(_serve_shielded, app, listener, stopping, shield)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await traffic.drain(seconds=drain_seconds)
+            stopping.set()
+            shield.deadline = anyio.current_time() + _CLOSE_SECONDS
+
+
+async def _serve_shielded(
+    app: ASGIApp, listener: socket.socket, stopping: anyio.Event, shield: anyio.CancelScope
+) -> None:
+    with shield:
+        await serve(app, listener, shutdown=stopping.wait)
 
 
 def _hypercorn_config() -> Config:

@@ -1,0 +1,137 @@
+"""The application behind the entry point: whose request it is, and whereto it is forwarded.
+
+Nothing of what passes is understood here, but for the names of homes in paths, keys and the one field that an export
+names its session in. So whatever the proxies learn to serve, is served through here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import anyio
+import httpx
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Match
+
+from areal_actors.core import root_cause
+from areal_actors.proxy.auth import read_key
+from areal_actors.proxy.entry.config import EntryConfig
+from areal_actors.proxy.entry.forwarding import forward
+from areal_actors.proxy.entry.targets import Backend, Targets
+from areal_actors.proxy.exchange import Exchange, HungUp, Receive, Send, parse_object
+from areal_actors.proxy.failures import (
+    describe_failure,
+    format_anthropic_failure,
+    format_openai_failure,
+)
+from areal_actors.proxy.traffic import Traffic
+from areal_actors.telemetry import get_logger
+
+__all__ = ["create_entry_app"]
+
+_log = get_logger(__name__)
+
+
+def create_entry_app(config: EntryConfig, *, client: httpx.AsyncClient, traffic: Traffic | None = None) -> Starlette:
+    """The application; ``client`` is used for all requests to the proxies and left open."""
+    targets = Targets(config.backends, down_seconds=config.down_seconds)
+    return Starlette(routes=[_Entry(config, targets, client, Traffic() if traffic is None else traffic)])
+
+
+class _Entry(BaseRoute):
+    """Every path there is."""
+
+    def __init__(self, config: EntryConfig, targets: Targets, client: httpx.AsyncClient, traffic: Traffic) -> None:
+        self._config = config
+        self._targets = targets
+        self._client = client
+        self._traffic = traffic
+
+    def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
+        return (Match.FULL if scope["type"] == "http" else Match.NONE), {}
+
+    async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            with self._traffic.admitted(exchange):
+                await self._serve(exchange)
+        except HungUp:
+            return
+        except Exception as error:  # noqa: BLE001 - the last line: the client gets an answer, the log the story
+            await _answer_failure(exchange, root_cause(error))
+
+    async def _serve(self, exchange: Exchange) -> None:
+        config = self._config
+        body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
+        if _segments(exchange)[-1:] == ["health"]:
+            await exchange.until_hang_up(lambda: self._report_health(exchange))
+        else:
+            await exchange.until_hang_up(lambda: self._forward(exchange, body))
+
+    async def _forward(self, exchange: Exchange, body: bytes) -> None:
+        await forward(
+            exchange,
+            body=body,
+            backends=self._choose(exchange, body),
+            client=self._client,
+            on_unreachable=lambda backend: self._targets.note_down(backend, anyio.current_time()),
+        )
+
+    def _choose(self, exchange: Exchange, body: bytes) -> tuple[Backend, ...]:
+        """The home of the session that the request names, else those that may serve it, in order."""
+        key = read_key(exchange.headers)
+        segments = _segments(exchange)
+        home = self._targets.home(*segments, exchange.query.get("session_id"), key)
+        if home is None and segments[-1:] == ["export_trajectories"]:
+            session = parse_object(body).get("session_id")
+            home = self._targets.home(session if isinstance(session, str) else None)
+        if home is not None:
+            return (home,)
+        now = anyio.current_time()
+        is_new = key is None or segments[-1:] == ["start_session"]
+        return self._targets.in_turn(now) if is_new else self._targets.by_key(key or "", now)
+
+    async def _report_health(self, exchange: Exchange) -> None:
+        """200 while at least one proxy can serve."""
+        statuses: dict[str, str] = {}
+
+        async def ask(backend: Backend) -> None:
+            statuses[backend.name] = await self._health_of(backend)
+
+        async with anyio.create_task_group() as tasks:
+            for backend in self._targets:
+                tasks.start_soon(ask, backend)
+        is_ready = "ok" in statuses.values()
+        document = {"status": "ok" if is_ready else "unavailable", "proxies": dict(sorted(statuses.items()))}
+        await exchange.send_json(200 if is_ready else 503, document)
+
+    async def _health_of(self, backend: Backend) -> str:
+        try:
+            response = await self._client.get(f"{backend.url}/health", timeout=self._config.connect_timeout_seconds)
+        except httpx.HTTPError:
+            self._targets.note_down(backend, anyio.current_time())
+            return "unreachable"
+        return "ok" if response.is_success else "unavailable"
+
+
+def _segments(exchange: Exchange) -> list[str]:
+    path: str = exchange.scope["path"]
+    return [segment for segment in path.split("/") if segment]
+
+
+def _is_anthropic(exchange: Exchange) -> bool:
+    return b"anthropic-version" in exchange.headers or "messages" in _segments(exchange)
+
+
+async def _answer_failure(exchange: Exchange, error: BaseException) -> None:
+    failure = describe_failure(error, exchange.request_id)
+    if failure.is_unforeseen:
+        _log.error("request_failed", request=exchange.request_id, exc_info=error)
+    if exchange.is_started:
+        # Without an end the server cuts the connection, which is what a client of the proxy itself would see.
+        _log.warning("answer_cut_off", request=exchange.request_id, reason=failure.message)
+        return
+    words = format_anthropic_failure(failure) if _is_anthropic(exchange) else format_openai_failure(failure)
+    headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
+    await exchange.send_json(failure.status, words, headers)

@@ -1,0 +1,86 @@
+"""Carrying one request to a proxy and its answer back, byte by byte.
+
+The request is read whole before it is sent on, as the proxy itself would: so a client that is slow, or leaves half-way,
+costs a proxy nothing, and a request that reached nobody can be sent to another. The answer is passed on as it comes, so
+that a stream stays one. When the client leaves, the connection to the proxy is closed, and the proxy aborts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import anyio
+import httpx
+
+from areal_actors.errors import Unavailable
+from areal_actors.proxy.entry.targets import Backend
+from areal_actors.proxy.exchange import Exchange
+
+__all__ = ["forward"]
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""What concerns one connection only (RFC 9110, section 7.6.1)."""
+_OWN = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+
+
+async def forward(
+    exchange: Exchange,
+    *,
+    body: bytes,
+    backends: Iterable[Backend],
+    client: httpx.AsyncClient,
+    on_unreachable: Callable[[Backend], None],
+) -> None:
+    """Send the request to the first of ``backends`` that can be connected to, and pass its answer on.
+
+    Raises:
+        Unavailable: none of them can be connected to, or the answer broke off.
+    """
+    for backend in backends:
+        request = _request(exchange, body, backend, client)
+        try:
+            response = await client.send(request, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            on_unreachable(backend)
+            continue
+        except httpx.HTTPError as error:
+            raise Unavailable(f"Proxy {backend.name} gave no answer ({error!r}); ask again.") from error
+        await _pass_on(exchange, response, backend)
+        return
+    raise Unavailable("The proxy where this request belongs cannot be reached; ask again when it is back.")
+
+
+def _request(exchange: Exchange, body: bytes, backend: Backend, client: httpx.AsyncClient) -> httpx.Request:
+    query: bytes = exchange.scope["query_string"]
+    path: bytes = exchange.scope["raw_path"]
+    target = path + (b"?" + query if query else b"")
+    headers = [(name, value) for name, value in exchange.scope["headers"] if name not in _OWN]
+    # The path as it came: httpx would decode and encode it again.
+    url = httpx.URL(backend.url).copy_with(raw_path=target)
+    return client.build_request(exchange.method, url, headers=headers, content=body)
+
+
+async def _pass_on(exchange: Exchange, response: httpx.Response, backend: Backend) -> None:
+    try:
+        headers = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in _HOP_BY_HOP]
+        await exchange.start(response.status_code, headers)
+        async for part in response.aiter_raw():
+            await exchange.send_part(part)
+        await exchange.send_part(b"", is_last=True)
+    except httpx.HTTPError as error:
+        raise Unavailable(f"The answer of proxy {backend.name} broke off; ask again.") from error
+    finally:
+        with anyio.CancelScope(shield=True):  # closes a socket, waits for nobody
+            await response.aclose()

@@ -1,0 +1,51 @@
+"""The entry point as an actor: it binds, serves and drains as the proxy does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from areal_actors.client.http import create_http_client
+from areal_actors.core import Actor, Context
+from areal_actors.messages import DescribeEndpoint, Endpoint, Serving
+from areal_actors.proxy.entry.app import create_entry_app
+from areal_actors.proxy.entry.config import EntryConfig
+from areal_actors.proxy.server import listen, serve_until_cancelled, url_of
+from areal_actors.proxy.traffic import Traffic
+
+__all__ = ["EntryServer"]
+
+
+class EntryServer(Actor[Serving]):
+    """Forwards to several proxies. It holds no key: theirs open what they open.
+
+    Raises:
+        ConfigError: when it is spawned, if its address cannot be used.
+    """
+
+    def __init__(self, config: EntryConfig) -> None:
+        self._config = config
+        self._url = ""
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Bind, and serve while the actor lives."""
+        config = self._config
+        listener = listen(config.host, config.port, section="entry")
+        async with create_http_client() as client:
+            try:
+                self._url = url_of(listener, config.public_host)
+                traffic = Traffic()
+                app = create_entry_app(config, client=client, traffic=traffic)
+                context.tasks.start_soon(
+                    partial(serve_until_cancelled, app, listener, traffic, drain_seconds=config.drain_seconds)
+                )
+                yield
+            finally:
+                listener.close()  # detached once it is served
+
+    @DescribeEndpoint.handler
+    async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
+        """Where the entry point listens; it has no key of its own."""
+        return Endpoint(url=self._url, admin_key="")

@@ -1,0 +1,64 @@
+"""Which proxy serves a request. Pure, but for the memory of who could not be reached a moment ago.
+
+A session stays at its home for ever, whatever happens there: its tree is nowhere else. New sessions go round. Anything
+else that has a key (a user's own, say) goes to one proxy by that key, so that what it caches is found again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+
+from attrs import frozen
+
+from areal_actors.cache.homes import home_of
+
+__all__ = ["Backend", "Targets"]
+
+
+@frozen
+class Backend:
+    """One proxy."""
+
+    name: str
+    url: str
+
+
+class Targets:
+    """The proxies, and in which order they are tried."""
+
+    def __init__(self, backends: Mapping[str, str], *, down_seconds: float = 2.0) -> None:
+        self._backends = {name: Backend(name, url.rstrip("/")) for name, url in backends.items()}
+        self._down_seconds = down_seconds
+        self._down_until: dict[str, float] = {}
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Backend]:
+        """All of them, by name."""
+        return iter(sorted(self._backends.values(), key=lambda backend: backend.name))
+
+    def home(self, *names: str | None) -> Backend | None:
+        """The proxy that the first id or key with a known name in it belongs to."""
+        homes = (home_of(name) for name in names if name)
+        return next((self._backends[home] for home in homes if home in self._backends), None)
+
+    def by_key(self, key: str, now: float) -> tuple[Backend, ...]:
+        """Always the same order for one ``key`` while all are up: each key falls to the proxies by chance."""
+
+        def weight(backend: Backend) -> bytes:
+            return blake2b(f"{backend.name}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+        return self._up_first(sorted(self._backends.values(), key=weight), now)
+
+    def in_turn(self, now: float) -> tuple[Backend, ...]:
+        """For a new session: the next in line first, those that were down a moment ago last."""
+        order = list(self._backends.values())
+        start, self._next = self._next % len(order), self._next + 1
+        return self._up_first(order[start:] + order[:start], now)
+
+    def note_down(self, backend: Backend, now: float) -> None:
+        """It could not be reached."""
+        self._down_until[backend.name] = now + self._down_seconds
+
+    def _up_first(self, order: list[Backend], now: float) -> tuple[Backend, ...]:
+        return tuple(sorted(order, key=lambda backend: self._down_until.get(backend.name, 0.0) > now))

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.client.http import error_of, retry_after
-from areal_actors.errors import Unavailable
+from areal_actors.errors import CapacityExhausted, Unavailable
 
 __all__ = ["RetryPolicy", "send_with_retries"]
 
@@ -35,11 +35,17 @@ class RetryPolicy:
 
 
 async def send_with_retries(
-    send: Callable[[], Awaitable[httpx.Response]], *, policy: RetryPolicy, random: Random, is_repeatable: bool
+    send: Callable[[], Awaitable[httpx.Response]],
+    *,
+    policy: RetryPolicy,
+    random: Random,
+    is_repeatable: bool,
+    is_patient: bool = False,
 ) -> httpx.Response:
     """Send until there is an answer that another attempt would not change.
 
     A request that may have arrived is sent again only if it ``is_repeatable``: if doing it twice is doing it once.
+    One that ``is_patient`` waits for room however often it is told that there is none, for the time that it is told.
 
     Raises:
         RequestError: the answer was an error, after all attempts where it was worth several.
@@ -57,6 +63,9 @@ async def send_with_retries(
         else:
             if response.is_success:
                 return response
+            if is_patient and response.status_code == CapacityExhausted.status:
+                await anyio.sleep(max(retry_after(response) or 0.0, policy.first_wait_seconds) * random.uniform(1.0, 1.1))
+                continue
             if is_last or response.status_code not in _WORTH_RETRYING:
                 raise error_of(response)
             asked = retry_after(response)

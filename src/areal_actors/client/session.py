@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from random import Random
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 import httpx
-import orjson
 
+from areal_actors.client.calls import ControlCalls
 from areal_actors.client.documents import parse_episode
-from areal_actors.client.http import create_http_client
-from areal_actors.client.retries import RetryPolicy, send_with_retries
+from areal_actors.client.retries import RetryPolicy
 from areal_actors.domain import Episode, InteractionId, SessionId
 from areal_actors.errors import ArealError, InvalidRequest
 
@@ -63,10 +61,7 @@ class OpenAIProxyClient:
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._admin_key = admin_key
         self._arguments = {"task_id": task_id, "api_key": api_key, "group_id": group_id}
-        self._given = http_client
-        self._own: httpx.AsyncClient | None = None
-        self._retries = retries or RetryPolicy()
-        self._random = random or Random()  # noqa: S311 - jitter
+        self._calls = ControlCalls(self._root, http_client=http_client, retries=retries, random=random)
         self._session_id: SessionId | None = None
         self._api_key = ""
         self._is_ended = False
@@ -80,12 +75,11 @@ class OpenAIProxyClient:
         """
         if self._session_id is not None:
             raise InvalidRequest(f"Session {self._session_id} was started before; make another client for another one.")
-        if self._given is None:
-            self._own = create_http_client()
+        self._calls.open()
         try:
             started = await self._post("rl/start_session", self._arguments, is_repeatable=False)
         except BaseException:
-            await self._close()
+            await self._calls.close()
             raise
         self._session_id = SessionId(started["session_id"])
         self._api_key = started["api_key"]
@@ -103,13 +97,7 @@ class OpenAIProxyClient:
             if error is None:
                 raise
         finally:
-            await self._close()
-
-    async def _close(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            with anyio.CancelScope(shield=True):  # closes sockets; waits for nobody
-                await own.aclose()
+            await self._calls.close()
 
     @property
     def session_id(self) -> SessionId:
@@ -176,24 +164,4 @@ class OpenAIProxyClient:
     async def _post(
         self, path: str, body: Mapping[str, Any], *, query: Mapping[str, str] | None = None, is_repeatable: bool = True
     ) -> dict[str, Any]:
-        url, content = f"{self._root}/{path}", orjson.dumps({k: v for k, v in body.items() if v is not None})
-        headers = {"authorization": f"Bearer {self._admin_key}", "content-type": "application/json"}
-        async with self._http() as http:
-            response = await send_with_retries(
-                lambda: http.post(url, content=content, params=query, headers=headers),
-                policy=self._retries,
-                random=self._random,
-                is_repeatable=is_repeatable,
-            )
-        reply: dict[str, Any] = orjson.loads(response.content)
-        return reply
-
-    @asynccontextmanager
-    async def _http(self) -> AsyncIterator[httpx.AsyncClient]:
-        """The client in use; a passing one after the block has been left."""
-        open_client = self._given or self._own
-        if open_client is not None:
-            yield open_client
-            return
-        async with create_http_client() as passing:
-            yield passing
+        return await self._calls.post(path, body, key=self._admin_key, query=query, is_repeatable=is_repeatable)

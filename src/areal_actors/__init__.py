@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from areal_actors.cache.rewards import RewardTree, backpropagate
-    from areal_actors.client import OpenAIProxyClient
+    from areal_actors.client import AgentRunner, AgentSession, OpenAIProxyClient
     from areal_actors.config import RunConfig, create_config, load_config
     from areal_actors.core import Actor, ActorSystem, Context, Message, Ref, StreamMessage
     from areal_actors.direct import ArealAnthropic, ArealOpenAI
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Actor",
     "ActorSystem",
+    "AgentRunner",
+    "AgentSession",
     "ArealAnthropic",
     "ArealError",
     "ArealOpenAI",
@@ -59,7 +61,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "areal_actors.cache.rewards": ("RewardTree", "backpropagate"),
-    "areal_actors.client": ("OpenAIProxyClient",),
+    "areal_actors.client": ("AgentRunner", "AgentSession", "OpenAIProxyClient"),
     "areal_actors.config": ("RunConfig", "create_config", "load_config"),
     "areal_actors.core": ("Actor", "ActorSystem", "Context", "Message", "Ref", "StreamMessage"),
     "areal_actors.direct": ("ArealAnthropic", "ArealOpenAI"),

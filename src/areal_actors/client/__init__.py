@@ -1,13 +1,20 @@
-"""What talks to a proxy over HTTP: sessions, and the HTTP clients that agents are given."""
+"""What talks to a proxy over HTTP: sessions, batches of them, and the HTTP clients of agents."""
 
 from __future__ import annotations
 
+from areal_actors.client.agent_runner import AgentRunner
+from areal_actors.client.agent_session import AgentSession
+from areal_actors.client.batches import BatchResult, ItemResult
 from areal_actors.client.documents import format_episode, parse_episode
 from areal_actors.client.http import create_agent_http_client, create_http_client
 from areal_actors.client.retries import RetryPolicy
 from areal_actors.client.session import OpenAIProxyClient
 
 __all__ = [
+    "AgentRunner",
+    "AgentSession",
+    "BatchResult",
+    "ItemResult",
     "OpenAIProxyClient",
     "RetryPolicy",
     "create_agent_http_client",

@@ -125,16 +125,25 @@ class AgentSession:
         self._calls.open()
         try:
             started = await self._calls.post(
-                "rl/start_session", self._arguments, key=service.api_key, is_repeatable=False, is_patient=True
+                "rl/start_session",
+                self._arguments,
+                key=service.api_key,
+                is_repeatable=False,
+                is_patient=True,
+                undo=self._abandon,
             )
-            session, key = SessionId(started["session_id"]), started["api_key"]
-            self._attribution = Attribution.to_session(session, key, service.root)
-            self._context.enter_context(hooked())
-            self._context.enter_context(attributed_to(self._attribution))
         except BaseException:
             await self._calls.close()
             raise
+        self._attribution = Attribution.to_session(SessionId(started["session_id"]), started["api_key"], service.root)
+        self._context.enter_context(hooked())
+        self._context.enter_context(attributed_to(self._attribution))
         return self
+
+    async def _abandon(self, started: Mapping[str, Any]) -> None:
+        """End a session that was started for somebody who is gone."""
+        assert self._calls is not None
+        await self._calls.post("rl/end_session", key=started["api_key"])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,9 +1,10 @@
-"""The control requests of a client: sessions start, are rewarded and end by them. Completions are the agents' matter."""
+"""The control requests of a client: by them sessions start, are rewarded, end and are exported."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -16,6 +17,8 @@ from areal_actors.client.http import create_http_client
 from areal_actors.client.retries import RetryPolicy, send_with_retries
 
 __all__ = ["ControlCalls"]
+
+_UNDO_SECONDS = 5.0
 
 
 class ControlCalls:
@@ -52,25 +55,30 @@ class ControlCalls:
         query: Mapping[str, str] | None = None,
         is_repeatable: bool = True,
         is_patient: bool = False,
+        undo: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
     ) -> dict[str, Any]:
         """The answer to one request, which is sent under ``key`` whatever session surrounds the caller.
 
-        Raises what ``send_with_retries`` raises.
+        If the caller is cancelled while the request is under way, its answer is awaited for a few seconds and given
+        to ``undo``. Raises what ``send_with_retries`` raises.
         """
         url = f"{self.root}/{path}"
         content = orjson.dumps({name: value for name, value in (body or {}).items() if value is not None})
         headers = {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
         with unattributed():
             async with self._http() as http:
+
+                async def send() -> httpx.Response:
+                    return await http.post(url, content=content, params=query, headers=headers)
+
                 response = await send_with_retries(
-                    lambda: http.post(url, content=content, params=query, headers=headers),
+                    send if undo is None else partial(_see_through, send, undo),
                     policy=self._retries,
                     random=self._random,
                     is_repeatable=is_repeatable,
                     is_patient=is_patient,
                 )
-        reply: dict[str, Any] = orjson.loads(response.content)
-        return reply
+        return _parse(response)
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -81,3 +89,46 @@ class ControlCalls:
             return
         async with create_http_client() as passing:
             yield passing
+
+
+def _parse(response: httpx.Response) -> dict[str, Any]:
+    reply: dict[str, Any] = orjson.loads(response.content)
+    return reply
+
+
+async def _see_through(
+    send: Callable[[], Awaitable[httpx.Response]], undo: Callable[[dict[str, Any]], Awaitable[Any]]
+) -> httpx.Response:
+    """Send, and undo what a request did whose sender was cancelled before its answer came."""
+    outcome: list[httpx.Response | Exception] = []
+    try:
+        await _shielded(send, outcome)
+    except BaseException:
+        if outcome and isinstance(late := outcome[0], httpx.Response) and late.is_success:
+            with anyio.move_on_after(_UNDO_SECONDS, shield=True):
+                await undo(_parse(late))
+        raise
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+async def _shielded(send: Callable[[], Awaitable[httpx.Response]], outcome: list[httpx.Response | Exception]) -> None:
+    """Send to the end; after a cancellation, for a few seconds more. Cancellation goes on when that is over."""
+    shield, is_over = anyio.CancelScope(shield=True), anyio.Event()
+
+    async def run() -> None:
+        with shield:
+            try:
+                outcome.append(await send())
+            except Exception as error:  # noqa: BLE001 - raised by the one who waits, without the group around it
+                outcome.append(error)
+        is_over.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        try:
+            await is_over.wait()
+        except anyio.get_cancelled_exc_class():
+            shield.deadline = anyio.current_time() + _UNDO_SECONDS
+            raise

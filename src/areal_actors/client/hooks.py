@@ -194,7 +194,7 @@ def _find(module: ModuleType, path: str) -> type | None:
     found: Any = module
     for name in path.split("."):
         found = getattr(found, name, None)
-    return found
+    return found if isinstance(found, type) else None
 
 
 class _ImportWatcher(MetaPathFinder):

@@ -64,7 +64,8 @@ async def send_with_retries(
             if response.is_success:
                 return response
             if is_patient and response.status_code == CapacityExhausted.status:
-                await anyio.sleep(max(retry_after(response) or 0.0, policy.first_wait_seconds) * random.uniform(1.0, 1.1))
+                asked = max(retry_after(response) or 0.0, policy.first_wait_seconds)
+                await anyio.sleep(asked * random.uniform(1.0, 1.1))
                 continue
             if is_last or response.status_code not in _WORTH_RETRYING:
                 raise error_of(response)

@@ -1,0 +1,110 @@
+"""What came of a batch: one result for each item, in the order of the items, and their summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from attrs import frozen
+
+from areal_actors.cache import parse_reward
+from areal_actors.domain import InteractionId, SessionId
+from areal_actors.errors import EpisodeError, RewardError
+
+__all__ = ["BatchResult", "ItemResult", "parse_outcome"]
+
+Outcome = float | Mapping[InteractionId, float] | None
+"""The final reward, rewards by completion, or ``None``: the function has said what there is to say by itself."""
+
+
+@frozen(kw_only=True)
+class ItemResult:
+    """One item. ``session`` and ``outcome`` are those of the last attempt."""
+
+    index: int
+    item: Any
+    num_attempts: int
+    session: SessionId | None = None
+    """``None`` if no session could be started."""
+    outcome: Outcome = None
+    error: Exception | None = None
+    """Why it failed, after all its attempts; ``None`` if it did not."""
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether every attempt failed."""
+        return self.error is not None
+
+    @property
+    def reward(self) -> float | None:
+        """The final reward, or the sum of the rewards by completion; ``None`` if the function returned none."""
+        if self.outcome is None or isinstance(self.outcome, float):
+            return self.outcome
+        return sum(self.outcome.values())
+
+
+@frozen(kw_only=True)
+class BatchResult:
+    """All items, in their order."""
+
+    results: tuple[ItemResult, ...]
+    seconds: float
+
+    @cached_property
+    def failed(self) -> tuple[ItemResult, ...]:
+        """The items that failed."""
+        return tuple(result for result in self.results if result.is_failed)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The rewards that the function returned, in order."""
+        return tuple(result.reward for result in self.results if not result.is_failed and result.reward is not None)
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts beyond the first of each item."""
+        return sum(result.num_attempts - 1 for result in self.results)
+
+    def __str__(self) -> str:
+        """The batch in one line."""
+        parts = [f"{len(self.results) - len(self.failed)} of {len(self.results)} items in {self.seconds:.1f} s"]
+        if self.rewards:
+            parts.append(f"mean reward {fmean(self.rewards):.3f}")
+        if self.num_retries:
+            parts.append(f"{self.num_retries} retries")
+        if self.failed:
+            first = self.failed[0]
+            parts.append(f"{len(self.failed)} failed, first item {first.index}: {describe(first.error)}")
+        return ", ".join(parts)
+
+
+def describe(error: BaseException | None) -> str:
+    """An error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def parse_outcome(value: Any, *, name: str) -> Outcome:
+    """What the function ``name`` returned, as an outcome.
+
+    Raises:
+        EpisodeError: it is neither a finite number, nor a dict of them by completion id, nor ``None``.
+    """
+    if value is None:
+        return None
+    try:
+        if isinstance(value, Mapping):
+            return {InteractionId(_completion(key)): parse_reward(reward) for key, reward in value.items()}
+        return parse_reward(value)
+    except RewardError as error:
+        raise EpisodeError(
+            f"{name} returned what is no reward: {error} Return a number, a dict of numbers by completion id, or None "
+            "after setting rewards or finalizing by itself."
+        ) from error
+
+
+def _completion(key: Any) -> str:
+    if not isinstance(key, str):
+        raise RewardError(f"A reward is named by the id of its completion, not by {type(key).__name__} {key!r}.")
+    return key

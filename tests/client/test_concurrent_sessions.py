@@ -12,10 +12,7 @@ from anyio import to_thread
 
 from areal_actors.client import AgentSession
 from areal_actors.messages import CollectSession
-from areal_actors.rendering import create_renderer
-from areal_actors.run.inference import InferenceConfig, open_actors
-from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.tokenizers import tiny_tokenizer
+from tests.client.service import open_service
 
 requests = pytest.importorskip("requests")
 
@@ -23,16 +20,6 @@ pytestmark = pytest.mark.anyio
 
 NUM_SESSIONS = 20
 NUM_TURNS = 3
-
-
-@asynccontextmanager
-async def open_service():
-    """Everything but a model: a proxy on a socket, real sessions, an engine that is scripted."""
-    renderer = create_renderer(tiny_tokenizer())
-    answer = [*renderer.encode("fine", is_start=False).tolist(), renderer.stop_token_ids[0]]
-    engine = EchoEngine(lambda _: answer, vocab_size=renderer.vocab_size)
-    async with open_actors(InferenceConfig(), engine=engine, renderer=renderer) as inference:
-        yield inference
 
 
 def body(marker, turn):

@@ -56,7 +56,7 @@ class Asker:
     ],
 )
 async def test_what_an_agent_returns_is_its_reward(returns, expected, reward):
-    """A number finalizes, a dict rewards by completion, ``None`` leaves it to the agent; all of them end the session."""
+    """A number finalizes, a dict rewards by completion, ``None`` leaves it to the agent; the session ends."""
     async with open_scripted_proxy() as proxy:
         (result,) = (await runner(proxy).run(Asker(proxy, returns).run, ["one"])).results
 
@@ -196,6 +196,7 @@ async def test_an_agent_that_cancels_itself(anyio_backend):
     """It is a failure like any other, and no item is lost by it."""
     if anyio_backend == "trio":
         pytest.skip("trio has no cancellation that a program could raise")
+
     async def agent(item):
         if item:
             raise CancelledError
@@ -247,7 +248,9 @@ def test_plain_lines_are_few():
         progress.hear(ItemResult(index=index, item=None, num_attempts=1))
     progress.close(None)
 
-    assert ["10/50 items", "20/50 items", "30/50 items", "40/50 items", "50/50 items"] == shown.getvalue().split("\n")[:5]
+    assert ["10/50 items", "20/50 items", "30/50 items", "40/50 items", "50/50 items"] == shown.getvalue().split("\n")[
+        :5
+    ]
     assert shown.getvalue().endswith("50 items done, then it stopped\n")
 
 
@@ -265,5 +268,5 @@ def test_silence():
 def test_outcomes():
     """Completion ids are text, and errors name who returned what."""
     assert {"a": 1.0} == parse_outcome({"a": True}, name="agent")
-    with pytest.raises(EpisodeError, match="agent returned what is no reward.*not by int 3"):
+    with pytest.raises(EpisodeError, match=r"agent returned what is no reward.*not by int 3"):
         parse_outcome({3: 1.0}, name="agent")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import anyio
 import anthropic
+import anyio
 import httpx
 import openai
 import pytest
 from anyio.lowlevel import checkpoint
+from tests.client.service import open_service
 
 from areal_actors.client import AgentSession, OpenAIProxyClient, RetryPolicy
 from areal_actors.client.agent_session import find_service
@@ -16,7 +17,6 @@ from areal_actors.proxy import ProxyConfig
 from areal_actors.run.inference import InferenceConfig
 from areal_actors.staleness import CapacityLimits
 from areal_actors.testing.serving import open_scripted_proxy
-from tests.client.service import open_service
 
 pytestmark = pytest.mark.anyio
 
@@ -251,7 +251,11 @@ async def test_mistakes_are_named():
     ("given", "environment", "expected"),
     [
         ((None, None), {"OPENAI_BASE_URL": "http://o/v1", "OPENAI_API_KEY": "ok"}, ("http://o", "ok")),
-        ((None, None), {"OPENAI_BASE_URL": "http://o", "AREAL_API_KEY": "ak", "OPENAI_API_KEY": "ok"}, ("http://o", "ak")),
+        (
+            (None, None),
+            {"OPENAI_BASE_URL": "http://o", "AREAL_API_KEY": "ak", "OPENAI_API_KEY": "ok"},
+            ("http://o", "ak"),
+        ),
         ((None, None), {"AREAL_BASE_URL": "http://a", "OPENAI_BASE_URL": "http://o"}, ("http://a", None)),
         ((None, None), {"AREAL_BASE_URL": "http://a", "OPENAI_API_KEY": "ok"}, ("http://a", None)),
         ((None, "mine"), {"AREAL_BASE_URL": "http://a", "AREAL_API_KEY": "ak"}, ("http://a", "mine")),

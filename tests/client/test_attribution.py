@@ -103,6 +103,14 @@ def test_the_innermost_session_counts_unless_a_url_names_one():
         assert {} == sent(f"{url}/{INNER}/v1/models")
 
 
+def test_sessions_at_two_proxies():
+    """Each proxy's requests go to its own session, however they are nested."""
+    with attributed_to(session(OUTER, "http://judge.example")), attributed_to(session()):
+        assert {"Authorization": "Bearer sk-outer"} == sent("http://judge.example/v1/models")
+        assert {"Authorization": "Bearer sk-inner"} == sent("http://train.example:8080/v1/models")
+        assert {} == sent(f"http://judge.example/{INNER}/v1/models")
+
+
 @given(suffixes=st.lists(st.sampled_from(["/", "/v1", "/v1/"]), max_size=4))
 def test_the_root_of_a_base_url(suffixes):
     """``/v1`` may stand at its end, or twice, or not at all."""

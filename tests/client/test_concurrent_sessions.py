@@ -9,10 +9,10 @@ import httpx
 import httpx2
 import pytest
 from anyio import to_thread
+from tests.client.service import open_service
 
 from areal_actors.client import AgentSession
 from areal_actors.messages import CollectSession
-from tests.client.service import open_service
 
 requests = pytest.importorskip("requests")
 
@@ -89,7 +89,7 @@ async def _aiohttp(backend):
 
 
 async def test_no_session_has_a_message_of_another(anyio_backend):
-    """Twenty sessions, several turns each, every turn by another library, in tasks and in threads, over shared connections."""
+    """Twenty sessions, every turn by another library, in tasks and in threads, over shared connections."""
     seen = {}
     async with open_service() as inference, everybody(inference.endpoint.url, anyio_backend) as clients:
 

@@ -18,7 +18,7 @@ DATASET = ["one", "two", "three"]
 
 @pytest.fixture
 def anyio_backend():
-    """aiohttp knows asyncio alone."""
+    """Asyncio alone, because of aiohttp."""
     return "asyncio"
 
 
@@ -93,5 +93,3 @@ async def test_a_batch(proxy, environment, capsys):
     assert sorted(map(expected, DATASET * 2)) == sorted(found.values())
     assert DATASET == [result.item for result in batch.results]
     assert "3 of 3 items" in capsys.readouterr().err
-
-

@@ -99,9 +99,11 @@ async def by_httpx(url):
 
 
 async def by_httpx2(url):
-    async with httpx2.AsyncClient(trust_env=False, follow_redirects=True) as client:
-        async with client.stream("GET", url, headers=HEADERS) as response:
-            assert b"ok" == await response.aread()
+    async with (
+        httpx2.AsyncClient(trust_env=False, follow_redirects=True) as client,
+        client.stream("GET", url, headers=HEADERS) as response,
+    ):
+        assert b"ok" == await response.aread()
     assert "authorization" not in response.request.headers
 
 
@@ -202,6 +204,9 @@ session = Attribution.to_session("s-" + "x" * 22, "sk-session", url)
 assert "requests" not in sys.modules
 with hooked(), attributed_to(session):
     import requests
+    import importlib.util
+    found = importlib.util.find_spec("aiohttp")
+    assert found is None or found.loader.is_package("aiohttp")
     assert type(requests.__loader__).__name__ == type(requests.__spec__.loader).__name__ == "SourceFileLoader"
     requests.get(url + "/v1/inside")
 requests.get(url + "/v1/outside")

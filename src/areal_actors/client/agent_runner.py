@@ -103,7 +103,6 @@ class AgentRunner:
         """
         progress = create_batch_progress(is_quiet=self._is_quiet, stream=self._stream)
         progress.open(len(dataset) if isinstance(dataset, Sized) else None)
-        result: BatchResult | None = None
         try:
             async with self._http() as http, aclosing(_iterate(dataset)) as items:
                 sessions = partial(self._session, http)
@@ -112,8 +111,10 @@ class AgentRunner:
                 )
                 with hooked():
                     result = await batch.run(items, self._max_concurrent)
-        finally:
-            progress.close(result)
+        except BaseException:
+            progress.close(None)
+            raise
+        progress.close(result)
         return result
 
     def _session(self, http_client: httpx.AsyncClient, index: int) -> AgentSession:
@@ -212,11 +213,11 @@ class _Batch:
         if not isawaitable(awaited):
             raise EpisodeError(f"{name} returned without being awaited; give a coroutine function ('async def').")
         outcome = parse_outcome(await awaited, name=name)
-        if isinstance(outcome, float):
-            await session.finalize(outcome)
-        elif outcome is not None:
+        if isinstance(outcome, Mapping):
             for interaction, reward in outcome.items():
                 await session.set_reward(interaction, reward)
+        elif outcome is not None:
+            await session.finalize(outcome)
         return outcome
 
 

@@ -93,22 +93,22 @@ class Attribution:
         assert origin is not None
         return cls(session=session, key=key, origin=origin, path=urlsplit(root).path.rstrip("/"))
 
-    def key_for(self, url: str) -> str | None:
-        """The key that a request to ``url`` needs: mostly ours; ``None`` if the request is to stay as it is.
+    def covers(self, url: str) -> bool:
+        """Whether ``url`` is served by this session's proxy."""
+        return Origin.of(url) == self.origin and f"{urlsplit(url).path}/".startswith(f"{self.path}/")
 
-        A URL that names a session goes to that one, whoever is innermost.
+    def key_for(self, url: str) -> str | None:
+        """The key that a request to a covered ``url`` needs; ``None`` if it is to stay as it is.
+
+        It is ours, unless the URL names a session: then it is the one of that session, if we know it.
         """
-        if Origin.of(url) != self.origin:
-            return None
-        path = urlsplit(url).path
-        if not f"{path}/".startswith(f"{self.path}/"):
-            return None
-        segments = [part for part in path.removeprefix(self.path).split("/") if part and part != "v1"]
+        path = urlsplit(url).path.removeprefix(self.path)
+        segments = [segment for segment in path.split("/") if segment and segment != "v1"]
         if not segments or segments[-1] in _OPENED_BY_OTHER_KEYS:
             return None
         if _is_session(segments[0]):
             named = _open_sessions.get(segments[0])
-            return None if named is None else named.key
+            return None if named is None or named.origin != self.origin else named.key
         return self.key
 
 
@@ -116,7 +116,8 @@ def _is_session(segment: str) -> bool:
     return len(segment) > _TOKEN_LENGTH and segment[-_TOKEN_LENGTH - 1] == "-"
 
 
-_current: ContextVar[Attribution | None] = ContextVar("areal_actors_session", default=None)
+_current: ContextVar[tuple[Attribution, ...]] = ContextVar("areal_actors_sessions", default=())
+"""The sessions around the code that runs, the innermost first. There may be several proxies among them."""
 _open_sessions: dict[str, Attribution] = {}
 """By id, for URLs that name a session; an entry belongs to the ``attributed_to`` that made it."""
 
@@ -129,8 +130,8 @@ def attribute(url: str, headers: Callable[[], MutableMapping[str, str]]) -> None
         headers: gives the headers to change, which compare names without case; asked only if there is something to
             write.
     """
-    current = _current.get()
-    key = None if current is None else current.key_for(url)
+    session = next((session for session in _current.get() if session.covers(url)), None)
+    key = None if session is None else session.key_for(url)
     if key is None:
         return
     written = headers()
@@ -143,7 +144,7 @@ def attribute(url: str, headers: Callable[[], MutableMapping[str, str]]) -> None
 def attributed_to(session: Attribution) -> Iterator[None]:
     """Inside, requests to the proxy belong to ``session``."""
     _open_sessions[session.session] = session
-    token = _current.set(session)
+    token = _current.set((session, *_current.get()))
     try:
         yield
     finally:
@@ -157,7 +158,7 @@ def attributed_to(session: Attribution) -> Iterator[None]:
 @contextmanager
 def unattributed() -> Iterator[None]:
     """Inside, requests are sent as they are: for those who bring the right key themselves."""
-    token = _current.set(None)
+    token = _current.set(())
     try:
         yield
     finally:

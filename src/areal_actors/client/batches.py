@@ -40,9 +40,7 @@ class ItemResult:
     @property
     def reward(self) -> float | None:
         """The final reward, or the sum of the rewards by completion; ``None`` if the function returned none."""
-        if self.outcome is None or isinstance(self.outcome, float):
-            return self.outcome
-        return sum(self.outcome.values())
+        return sum(self.outcome.values()) if isinstance(self.outcome, Mapping) else self.outcome
 
 
 @frozen(kw_only=True)

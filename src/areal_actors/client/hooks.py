@@ -149,9 +149,8 @@ class _Installation:
         """Wrap what is imported, and watch for the rest."""
         with self._lock:
             self._num_users += 1
-            if self._num_users > 1:
-                return
-            sys.meta_path.insert(0, self._watcher)
+            if self._num_users == 1:
+                sys.meta_path.insert(0, self._watcher)
         for name in LIBRARIES:
             if name in sys.modules:
                 self._install(import_module(name))  # waits for another thread that is in the middle of importing it
@@ -222,6 +221,10 @@ class _ReportingLoader(Loader):
     def __init__(self, inner: Loader, then: Callable[[ModuleType], None]) -> None:
         self._inner = inner
         self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        # Those who only look for a module ask its loader for files.
+        return getattr(self._inner, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """What ``inner`` creates."""

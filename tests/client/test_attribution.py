@@ -57,6 +57,7 @@ def test_what_goes_to_the_proxy_is_ours(url):
         "http://train.example:8080/export_trajectories",
         "http://train.example:8080/",
         f"http://train.example:8080/{FOREIGN}/v1/chat/completions",
+        f"http://train.example:8080/foreign-a.{'f' * 22}/v1/chat/completions",
         "http://[broken/v1",
         "http://train.example:99999999/v1",
         "/v1/chat/completions",

@@ -25,7 +25,7 @@ __all__ = ["Attribution", "Origin", "attribute", "attributed_to", "parse_root", 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _KEY_HEADER = "x-api-key"
 _TOKEN_LENGTH = 22
-"""What makes the id of a session unguessable: 16 random bytes in base64."""
+"""What makes the id of a session unguessable: 16 random bytes in base64, after a hyphen, or a home's name and a dot."""
 _OPENED_BY_OTHER_KEYS = frozenset({"start_session", "grant_capacity", "export_trajectories"})
 """The last segments of routes that no session's key opens."""
 
@@ -113,7 +113,7 @@ class Attribution:
 
 
 def _is_session(segment: str) -> bool:
-    return len(segment) > _TOKEN_LENGTH and segment[-_TOKEN_LENGTH - 1] == "-"
+    return segment in _open_sessions or segment[-_TOKEN_LENGTH - 1 : -_TOKEN_LENGTH] in {"-", "."}
 
 
 _current: ContextVar[tuple[Attribution, ...]] = ContextVar("areal_actors_sessions", default=())

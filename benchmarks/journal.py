@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.harness import Result, cpu_us_per_operation
 
 from areal_actors.cache.journal import SqliteJournal
-from areal_actors.cache.journal.codec import TABLES, encode
+from areal_actors.cache.journal.codec import TABLES, Table, encode
 from areal_actors.cache.journal.migrations import migrate
 from areal_actors.core import OwnThread
 from areal_actors.domain import (
@@ -156,6 +156,16 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - what the runner calls
     return results + _sizes(quick=quick)
 
 
+def _encode_all(turns: Sequence[TurnEnded]) -> None:
+    for turn in turns:
+        encode(turn, 1, 0.0)
+
+
+def _decode_all(table: Table, rows: Sequence[Mapping[str, object]]) -> None:
+    for row in rows:
+        table.decode(row)
+
+
 def _sizes(*, quick: bool) -> list[Result]:
     """What encoding and decoding take, and the bytes of a row, for short and long turns."""
     results = []
@@ -164,10 +174,8 @@ def _sizes(*, quick: bool) -> list[Result]:
         turns = [_turn(index, num_tokens) for index in range(20 if quick else 100)]
         encoded = [encode(turn, 1, 0.0)[0][1] for turn in turns]
         rows = [dict(zip(("seq", *table.columns), row, strict=True)) for row in encoded]
-        cost = cpu_us_per_operation(
-            lambda turns=turns: [encode(turn, 1, 0.0) for turn in turns], num_operations=len(turns)
-        )
-        back = cpu_us_per_operation(lambda rows=rows: [table.decode(row) for row in rows], num_operations=len(rows))
+        cost = cpu_us_per_operation(partial(_encode_all, turns), num_operations=len(turns))
+        back = cpu_us_per_operation(partial(_decode_all, table, rows), num_operations=len(rows))
         size = sum(len(value) for row in encoded for value in row if isinstance(value, str | bytes)) / len(turns)
         results += [
             _result(f"encode {num_tokens} tokens", cost, "µs"),

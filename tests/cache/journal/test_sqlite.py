@@ -91,6 +91,30 @@ async def test_a_writer_that_was_taken_over_writes_no_more(path):
     assert ["second"] == await sessions_of(path)
 
 
+async def test_a_program_that_writes_by_sql_is_waited_for_and_then_told(path, monkeypatch):
+    """Nobody else may hold the file for long; the error says that somebody does."""
+    monkeypatch.setattr(store, "_BUSY_SECONDS", 0.01)
+    async with SqliteJournal.open(path) as journal:
+        await journal.write(create_start("a"))
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(JournalError, match=r"could not be written .*Another program writes to it"):
+            await journal.write(create_start("b"))
+        other.close()
+
+    assert ["a"] == await sessions_of(path)
+
+
+async def test_what_is_no_fact_is_refused(path):
+    """A slip of a caller's does not end the owner thread."""
+    async with SqliteJournal.open(path) as journal:
+        with pytest.raises(JournalError, match="A str cannot be written"):
+            await journal.write("a fact")  # type: ignore[arg-type]
+        await journal.write(create_start("a"))
+
+    assert ["a"] == await sessions_of(path)
+
+
 async def test_a_network_filesystem_is_refused_unless_it_is_allowed(path, monkeypatch):
     """There, locks and shared memory are not what they are on a disk: no log, and a file of its own for each commit."""
     monkeypatch.setattr(store, "filesystem_of", lambda path: "nfs4")
@@ -108,7 +132,7 @@ async def test_a_network_filesystem_is_refused_unless_it_is_allowed(path, monkey
 async def test_a_place_that_cannot_be_written_is_named(tmp_path):
     """A file where a directory should be, say."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(JournalError, match=r"file/journal\.sqlite could not be opened .*"):
+    with pytest.raises(JournalError, match=r"file/journal\.sqlite could not be opened .*or set journal\.path"):
         await sessions_of(tmp_path / "file" / "journal.sqlite")
 
 

@@ -74,7 +74,7 @@ def encode(fact: Fact, seq: int, now: float) -> list[Statement]:
     """
     try:
         return list(_ENCODERS[type(fact)](fact, seq, now))
-    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError, OverflowError) as error:
         raise JournalError(
             f"A {type(fact).__name__} cannot be written to the journal: {error}. Metadata and problems of sessions "
             "must be JSON."

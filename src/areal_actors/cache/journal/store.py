@@ -12,6 +12,8 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -143,9 +145,8 @@ class Store:
         self._transact(lambda: self._execute(statements))
 
     def _execute(self, statements: Sequence[Statement]) -> None:
-        execute = self._connection.execute
-        for sql, values in statements:
-            execute(sql, values)
+        for sql, same in groupby(statements, itemgetter(0)):
+            self._connection.executemany(sql, map(itemgetter(1), same))
 
     def _transact(self, work: Callable[[], object]) -> None:
         try:
@@ -222,7 +223,11 @@ class Store:
     def _explained(self, error: BaseException, verb: str) -> JournalError:
         name = getattr(error, "sqlite_errorname", "") or ""
         reason = f"{error}" if not name else f"{error}, {name}"
-        return JournalError(f"{self.path} could not be {verb} ({reason}). {_advice(name)}")
+        advice = _WRITABLE if isinstance(error, OSError) else _advice(name)
+        return JournalError(f"{self.path} could not be {verb} ({reason}). {advice}")
+
+
+_WRITABLE = "Make the file and its directory writable, or set journal.path."
 
 
 def _advice(name: str) -> str:
@@ -233,5 +238,5 @@ def _advice(name: str) -> str:
     if name.startswith("SQLITE_BUSY"):
         return "Another program writes to it: end that program, and start this service again."
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-        return "Make the file and its directory writable, or set journal.path."
+        return _WRITABLE
     return "Free some space, or look after the disk; then start the service again, which goes on from what was written."

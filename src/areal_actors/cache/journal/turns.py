@@ -32,6 +32,7 @@ from areal_actors.domain import (
     ForkReason,
     Interaction,
     InteractionStatus,
+    Ints,
     TurnEnded,
 )
 
@@ -95,19 +96,27 @@ def _completion_values(completion: Completion | None) -> dict[str, Sql]:
     if completion is None:
         return dict.fromkeys(_COMPLETION_COLUMNS)
     logprobs, raw = pack_floats(completion.logprobs), pack_floats(completion.raw_logprobs)
-    versions = completion.versions
-    has_one = len(versions) == len(completion.token_ids) > 0 and bool((versions == versions[0]).all())
+    versions, packed = completion.versions, pack_ints(completion.versions)
+    has_one = packed[4:] == packed[:-4]  # bytes are compared faster than an array is reduced
+    head, tail = _range(versions, has_one=has_one)
     return {
         "finish": completion.finish,
         "num_output_tokens": len(completion.token_ids),
-        "head_version": int(versions.min()) if len(versions) else None,
-        "tail_version": int(versions.max()) if len(versions) else None,
+        "head_version": head,
+        "tail_version": tail,
         "token_ids": pack_ints(completion.token_ids),
         "logprobs": logprobs,
         "raw_logprobs": None if raw == logprobs else raw,
-        "versions": None if has_one else pack_ints(versions),
+        "versions": None if has_one and len(versions) == len(completion.token_ids) else packed,
         "top_logprobs": pack_alternatives(completion.top_logprobs),
     }
+
+
+def _range(versions: Ints, *, has_one: bool) -> tuple[int | None, int | None]:
+    if len(versions) == 0:
+        return None, None
+    first = int(versions[0])
+    return (first, first) if has_one else (int(versions.min()), int(versions.max()))
 
 
 def to_turn(row: Mapping[str, Any]) -> TurnEnded:
@@ -155,7 +164,7 @@ def _completion(row: Mapping[str, Any]) -> Completion | None:
         token_ids=token_ids,
         logprobs=logprobs,
         raw_logprobs=logprobs if row["raw_logprobs"] is None else unpack_floats(row["raw_logprobs"]),
-        versions=np.full(len(token_ids), row["head_version"]) if versions is None else unpack_ints(versions),
+        versions=np.full(len(token_ids), row["head_version"] or 0) if versions is None else unpack_ints(versions),
         finish=FinishReason(row["finish"]),
         top_logprobs=unpack_alternatives(row["top_logprobs"]),
     )

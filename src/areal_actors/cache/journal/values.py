@@ -1,8 +1,8 @@
 """Texts, JSON and arrays as SQL values, exactly: what is read back equals what was written, bit by bit.
 
 Text that is no Unicode (a lone surrogate, which JSON can carry) becomes a blob, because SQLite's text cannot hold it.
-Arrays are little-endian and not compressed: the digits of log-probabilities do not shrink, and to shrink the ids by half
-takes several times as long as everything else that is done for a turn.
+Arrays are little-endian and not compressed: the digits of log-probabilities do not shrink, and to shrink the ids by
+half takes several times as long as everything else that is done for a turn.
 """
 
 from __future__ import annotations

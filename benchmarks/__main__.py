@@ -28,7 +28,10 @@ from benchmarks.machine import ROOT, describe_machine, load_average
 from benchmarks.report import Report, compare, create_changes_table, create_table
 from rich.console import Console
 
-NAMES = ("kernel", "cache", "rendering", "agents", "proxy", "memory", "latency", "engine", "trainer", "asynchrony")
+NAMES = (
+    *("kernel", "cache", "journal", "rendering", "agents"),
+    *("proxy", "memory", "latency", "engine", "trainer", "asynchrony"),
+)
 """Quick ones first: what is wrong shows early."""
 
 RESULTS = ROOT / "benchmarks" / "results"

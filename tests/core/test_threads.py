@@ -74,3 +74,15 @@ async def test_leaving_waits_for_the_function_that_runs() -> None:
         leave.set()
 
     assert ended.is_set()
+
+
+async def test_posted_work_runs_after_what_was_asked_for_before() -> None:
+    """Nobody waits for it, and leaving does not drop it; work may post more."""
+    seen: list[int] = []
+    async with OwnThread.open() as thread:
+        thread.post(lambda: (seen.append(1), thread.post(lambda: seen.append(3)))[0])
+        await thread.run(lambda: seen.append(2))
+        await thread.run(lambda: seen.append(4))
+        thread.post(lambda: seen.append(5))
+
+    assert [1, 2, 3, 4, 5] == seen

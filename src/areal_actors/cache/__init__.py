@@ -2,7 +2,8 @@
 
 All of it is plain code on frozen values, without waiting: ``canonical`` and ``links`` find parents, ``tree`` owns the
 interactions of a session and ``session`` the sessions, ``prompts`` plans exact prompts, ``rewards`` propagates,
-``export``, ``arrays`` and ``document`` make training rows of it.
+``export``, ``arrays`` and ``document`` make training rows of it. ``journal`` is what
+waits, for a disk.
 """
 
 from __future__ import annotations

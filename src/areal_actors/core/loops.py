@@ -45,6 +45,8 @@ class Loop:
     """The loop's clock, in seconds."""
     effective_deadline: Callable[[], float]
     """The nearest deadline of the cancel scopes around the running task; infinite if there is none."""
+    call_soon: Callable[[Callable[[], object]], object]
+    """Run a function on the loop, soon. The one of them that any thread may call; it does not wait."""
 
 
 def running_loop() -> Loop:
@@ -58,6 +60,7 @@ def running_loop() -> Loop:
         new_scope=type(anyio.CancelScope()),
         now=loop.time,
         effective_deadline=anyio.current_effective_deadline,
+        call_soon=loop.call_soon_threadsafe,
     )
 
 
@@ -119,4 +122,5 @@ def _trio_loop() -> Loop:
         new_scope=cast("Callable[..., Scope]", trio.CancelScope),
         now=trio.current_time,
         effective_deadline=trio.current_effective_deadline,
+        call_soon=trio.lowlevel.current_trio_token().run_sync_soon,
     )

@@ -63,6 +63,13 @@ class OwnThread:
             raise error
         return cast("R", result)
 
+    def post(self, function: Callable[[], None]) -> None:
+        """Call ``function`` on the thread after everything that was asked for before, and do not wait for it.
+
+        Any thread may post. What ``function`` raises ends the block that opened the thread.
+        """
+        self._work.put(function)
+
     def _loop(self) -> None:
         while (work := self._work.get()) is not None:
             work()

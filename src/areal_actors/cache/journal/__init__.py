@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from areal_actors.cache.journal.base import Journal
+from areal_actors.cache.journal.config import JournalConfig, JournalSync
 from areal_actors.cache.journal.memory import MemoryJournal, NoJournal
+from areal_actors.cache.journal.sqlite import SqliteJournal
 
-__all__ = ["Journal", "MemoryJournal", "NoJournal"]
+__all__ = ["Journal", "JournalConfig", "JournalSync", "MemoryJournal", "NoJournal", "SqliteJournal"]

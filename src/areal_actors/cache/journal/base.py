@@ -30,3 +30,4 @@ class Journal(Protocol):
         Facts of forgotten sessions and of consumed groups may be left out. Meant to be read once, before the first
         ``write``.
         """
+        ...

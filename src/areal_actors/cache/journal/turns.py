@@ -1,0 +1,170 @@
+"""A turn as a row and back: plain columns for what people ask about, blobs for arrays, JSON for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from areal_actors.cache.journal.values import (
+    Sql,
+    dump_json,
+    dump_messages,
+    load_json,
+    load_messages,
+    pack_alternatives,
+    pack_bytes,
+    pack_floats,
+    pack_ints,
+    real,
+    text,
+    to_text,
+    unpack_alternatives,
+    unpack_bytes,
+    unpack_floats,
+    unpack_ints,
+)
+from areal_actors.domain import (
+    Attempt,
+    Completion,
+    FinishReason,
+    ForkReason,
+    Interaction,
+    InteractionStatus,
+    Ints,
+    TurnEnded,
+)
+
+__all__ = ["TURN_COLUMNS", "to_turn", "turn_values"]
+
+_COMPLETION_COLUMNS = (
+    *("finish", "num_output_tokens", "head_version", "tail_version"),
+    *("token_ids", "logprobs", "raw_logprobs", "versions", "top_logprobs"),
+)
+TURN_COLUMNS = (
+    *("session", "interaction", "request_order", "completed_order", "parent", "token_parent", "fork", "status"),
+    *("ended_at", "tag", "reward", "stop_sequence", "failure", "num_prompt_tokens", "num_cached_tokens", "is_stored"),
+    *("has_instructions", "num_instructions", "messages", "output", "attempt", "siblings", "frame", "prompt_suffix"),
+    *_COMPLETION_COLUMNS,
+)
+"""All but the number of the row."""
+
+
+def turn_values(fact: TurnEnded) -> tuple[Sql, ...]:
+    """The values of ``TURN_COLUMNS``."""
+    turn = fact.interaction
+    row = {
+        "session": text(fact.session),
+        "interaction": text(turn.id),
+        "request_order": turn.order,
+        "completed_order": turn.completed_order,
+        "parent": text(turn.parent),
+        "token_parent": text(turn.token_parent),
+        "fork": turn.fork,
+        "status": turn.status,
+        "ended_at": real(fact.ended_at),
+        "tag": text(turn.tag),
+        "reward": real(turn.reward),
+        "stop_sequence": text(fact.stop_sequence),
+        "failure": text(turn.failure),
+        "num_prompt_tokens": turn.num_prompt_tokens,
+        "num_cached_tokens": fact.num_cached_tokens,
+        "is_stored": turn.is_stored,
+        "has_instructions": turn.has_instructions,
+        "num_instructions": turn.num_instructions,
+        "messages": dump_messages(turn.messages),
+        "output": None if turn.output is None else dump_messages((turn.output,)),
+        "attempt": _attempt_value(fact.attempt),
+        "siblings": dump_json(fact.siblings) if fact.siblings else None,
+        "frame": pack_bytes(fact.frame),
+        "prompt_suffix": pack_ints(turn.prompt_suffix),
+        **_completion_values(turn.completion),
+    }
+    return tuple(map(row.__getitem__, TURN_COLUMNS))
+
+
+def _attempt_value(attempt: Attempt | None) -> Sql:
+    if attempt is None:
+        return None
+    plain = {"fingerprint": attempt.fingerprint, "number": attempt.number, "idempotency_key": attempt.idempotency_key}
+    return dump_json(plain)
+
+
+def _completion_values(completion: Completion | None) -> dict[str, Sql]:
+    """Its columns. Log-probabilities that are the raw ones, and versions that are all one, are not written twice."""
+    if completion is None:
+        return dict.fromkeys(_COMPLETION_COLUMNS)
+    logprobs, raw = pack_floats(completion.logprobs), pack_floats(completion.raw_logprobs)
+    versions, packed = completion.versions, pack_ints(completion.versions)
+    has_one = packed[4:] == packed[:-4]  # bytes are compared faster than an array is reduced
+    head, tail = _range(versions, has_one=has_one)
+    return {
+        "finish": completion.finish,
+        "num_output_tokens": len(completion.token_ids),
+        "head_version": head,
+        "tail_version": tail,
+        "token_ids": pack_ints(completion.token_ids),
+        "logprobs": logprobs,
+        "raw_logprobs": None if raw == logprobs else raw,
+        "versions": None if has_one and len(versions) == len(completion.token_ids) else packed,
+        "top_logprobs": pack_alternatives(completion.top_logprobs),
+    }
+
+
+def _range(versions: Ints, *, has_one: bool) -> tuple[int | None, int | None]:
+    if len(versions) == 0:
+        return None, None
+    first = int(versions[0])
+    return (first, first) if has_one else (int(versions.min()), int(versions.max()))
+
+
+def to_turn(row: Mapping[str, Any]) -> TurnEnded:
+    """The turn whose columns are ``row``."""
+    output = row["output"]
+    interaction = Interaction(
+        id=to_text(row["interaction"]),
+        order=row["request_order"],
+        parent=to_text(row["parent"]),
+        token_parent=to_text(row["token_parent"]),
+        fork=None if row["fork"] is None else ForkReason(row["fork"]),
+        messages=load_messages(row["messages"]),
+        num_instructions=row["num_instructions"],
+        has_instructions=bool(row["has_instructions"]),
+        prompt_suffix=unpack_ints(row["prompt_suffix"]),
+        num_prompt_tokens=row["num_prompt_tokens"],
+        completion=_completion(row),
+        output=None if output is None else load_messages(output)[0],
+        status=InteractionStatus(row["status"]),
+        completed_order=row["completed_order"],
+        reward=None if row["reward"] is None else float(row["reward"]),
+        is_stored=bool(row["is_stored"]),
+        tag=to_text(row["tag"]),
+        failure=to_text(row["failure"]),
+    )
+    return TurnEnded(
+        session=to_text(row["session"]),
+        interaction=interaction,
+        frame=unpack_bytes(row["frame"]),  # type: ignore[arg-type]  # three went in
+        ended_at=float(row["ended_at"]),
+        attempt=None if row["attempt"] is None else Attempt(**load_json(row["attempt"])),
+        siblings=() if row["siblings"] is None else tuple(load_json(row["siblings"])),
+        num_cached_tokens=row["num_cached_tokens"],
+        stop_sequence=to_text(row["stop_sequence"]),
+    )
+
+
+def _completion(row: Mapping[str, Any]) -> Completion | None:
+    if row["finish"] is None:
+        return None
+    token_ids = unpack_ints(row["token_ids"])
+    logprobs = unpack_floats(row["logprobs"])
+    versions = row["versions"]
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        raw_logprobs=logprobs if row["raw_logprobs"] is None else unpack_floats(row["raw_logprobs"]),
+        versions=np.full(len(token_ids), row["head_version"] or 0) if versions is None else unpack_ints(versions),
+        finish=FinishReason(row["finish"]),
+        top_logprobs=unpack_alternatives(row["top_logprobs"]),
+    )

@@ -37,8 +37,11 @@ from areal_actors.domain import (
     Group,
     GroupId,
     InteractionId,
+    IssuedKey,
+    KeyId,
     PauseMode,
     Problem,
+    Quotas,
     SampleKey,
     SessionId,
     SessionRecord,
@@ -146,7 +149,8 @@ class OpenSession(Message[Sessions, SessionOpened]):
     """Start a session. ``task`` becomes the readable prefix of its id; ``key`` seeds its samples.
 
     ``permit`` is given back when the session ends or expires, where it was claimed for this session alone. Raises
-    ``Conflict`` when ``api_key`` is in use by a live session.
+    ``Conflict`` when ``api_key`` is in use by a live session, and ``QuotaExceeded`` when ``user`` has ``max_live`` live
+    sessions already. ``user_key`` is the key of the user that opens it.
     """
 
     task: str
@@ -155,6 +159,9 @@ class OpenSession(Message[Sessions, SessionOpened]):
     key: SampleKey | None = None
     permit: int | None = None
     metadata: Mapping[str, Any] = field(factory=dict)
+    user: str | None = None
+    user_key: KeyId | None = None
+    max_live: int | None = None
 
 
 @frozen(kw_only=True)
@@ -220,6 +227,22 @@ class SessionsView:
 @frozen(kw_only=True)
 class DescribeSessions(Message[Sessions, SessionsView]):
     """The counters, for whoever watches the service."""
+
+
+@frozen(kw_only=True)
+class SessionOwner:
+    """Who started a session: a user with a key, or nobody by name."""
+
+    session: SessionId
+    user: str | None = None
+    user_key: KeyId | None = None
+
+
+@frozen(kw_only=True)
+class DescribeOwner(Message[Sessions, SessionOwner]):
+    """Whose session a credential opens. Raises ``NotFound`` or ``Unauthorized`` if it opens none."""
+
+    credential: Credential
 
 
 @frozen(kw_only=True)
@@ -439,6 +462,71 @@ class EvaluationFinished(Message[Progress, None]):
     num_episodes: int
     num_failed: int
     seconds: float
+
+
+# ------------------------------------------------------------------------------------------------- accounts
+
+
+class Accounts:
+    """Address of the keeper of accounts: users, their keys, what they may use and have used."""
+
+
+@frozen(kw_only=True)
+class CreateKey(Message[Accounts, IssuedKey]):
+    """Issue a key; it is on disk when the reply comes, which alone carries its secret.
+
+    A new ``user`` is made; of a known one, what is given here replaces what was.
+    """
+
+    user: str
+    experiment: str | None = None
+    trial: str | None = None
+    quotas: Quotas = field(factory=Quotas)
+    expires_at: float | None = None
+
+
+@frozen(kw_only=True)
+class ListKeys(Message[Accounts, tuple[IssuedKey, ...]]):
+    """Every key that was issued, revoked ones too."""
+
+
+@frozen(kw_only=True)
+class RevokeKey(Message[Accounts, IssuedKey]):
+    """Let a key open nothing any more; on disk when the reply comes. Twice is harmless; raises ``NotFound``."""
+
+    key: KeyId
+
+
+@frozen(kw_only=True)
+class IdentifyUser(Message[Accounts, IssuedKey]):
+    """Whose key this is. Raises ``Unauthorized`` unless it is valid."""
+
+    secret: str = field(repr=False)
+
+
+@frozen(kw_only=True)
+class AdmitUser(Message[Accounts, IssuedKey]):
+    """Let the owner of a key ask for a completion, and count it.
+
+    Raises ``Unauthorized`` unless the key is valid, ``QuotaExceeded`` if the user has used up what was granted. Without
+    ``is_counted``, validity alone is looked at.
+    """
+
+    key: KeyId
+    is_counted: bool = True
+
+
+@frozen(kw_only=True)
+class TokensSampled(Message[Accounts, None]):
+    """News: so many tokens were sampled for a user."""
+
+    user: str
+    num_tokens: int
+
+
+@frozen(kw_only=True)
+class HasKeys(Message[Accounts, bool]):
+    """Whether any key was ever issued."""
 
 
 # ---------------------------------------------------------------------------------------------------- proxy

@@ -32,13 +32,14 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
 )
-from areal_actors.errors import NotFound
+from areal_actors.errors import NotFound, QuotaExceeded
 from areal_actors.messages import (
     Capacity,
     CollectSession,
     Complete,
     CountTokens,
     DescribeEngine,
+    DescribeOwner,
     DescribeSessions,
     EndSession,
     ForgetSession,
@@ -46,6 +47,7 @@ from areal_actors.messages import (
     OpenSession,
     SessionClosed,
     SessionOpened,
+    SessionOwner,
     Sessions,
     SessionsView,
     SetReward,
@@ -129,6 +131,8 @@ class SessionManager(Actor[Sessions]):
 
     def open_session(self, message: OpenSession) -> SessionOpened:
         """Open a session at once, for an owner that is no actor."""
+        if message.max_live is not None and self._store.num_live_of(message.user) >= message.max_live:
+            raise QuotaExceeded(f"There may be {message.max_live} live sessions of yours; end one before the next.")
         issued = self._store.create(
             message.task,
             now=anyio.current_time(),
@@ -136,6 +140,8 @@ class SessionManager(Actor[Sessions]):
             group=message.group,
             metadata=message.metadata,
         )
+        session = self._store.get(issued.id)
+        session.user, session.user_key = message.user, message.user_key
         base = message.key or SampleKey(seed=self._seed, path=(issued.id,))
         self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit)
         return SessionOpened(session=issued.id, api_key=issued.key)
@@ -172,6 +178,12 @@ class SessionManager(Actor[Sessions]):
             num_pending=sum(session.tree.num_pending for session in self._store),
             num_retries=self._num_retries,
         )
+
+    @DescribeOwner.handler
+    async def describe_owner(self, message: DescribeOwner) -> SessionOwner:
+        """Say who started a session."""
+        session = self._resolve(message.credential)
+        return SessionOwner(session=session.id, user=session.user, user_key=session.user_key)
 
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:

@@ -23,7 +23,7 @@ from attrs import define, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.cache.tree import ConversationTree
-from areal_actors.domain import Credential, GroupId, SessionId, SessionRecord
+from areal_actors.domain import Credential, GroupId, KeyId, SessionId, SessionRecord
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, SessionEnded, Unauthorized
 
 __all__ = ["IssuedSession", "Session", "SessionSettings", "SessionStore"]
@@ -54,13 +54,18 @@ class IssuedSession:
 
 @define(eq=False, kw_only=True)
 class Session:
-    """One session. ``last_used_at`` and ``ended_at`` are seconds of the store's clock."""
+    """One session. ``last_used_at`` and ``ended_at`` are seconds of the store's clock.
+
+    ``user`` and ``user_key`` name who started it, where that was somebody by name.
+    """
 
     id: SessionId
     tree: ConversationTree
     key_digest: bytes = field(repr=False)
     last_used_at: float
     ended_at: float | None = None
+    user: str | None = None
+    user_key: KeyId | None = None
 
     @property
     def is_ended(self) -> bool:
@@ -94,6 +99,10 @@ class SessionStore:
     def num_live(self) -> int:
         """The number of sessions that have not ended."""
         return sum(not session.is_ended for session in self)
+
+    def num_live_of(self, user: str | None) -> int:
+        """The number of sessions of one user that have not ended."""
+        return sum(session.user == user and not session.is_ended for session in self)
 
     # ----------------------------------------------------------------------------------- opening and closing
 

@@ -12,10 +12,11 @@ from typing import Any
 import anyio
 from attrs import frozen
 
+from areal_actors.accounts import is_user_key
 from areal_actors.client.documents import format_episode
 from areal_actors.core import ActorState, Ref
-from areal_actors.domain import Credential, GroupId, InteractionId, SessionId
-from areal_actors.errors import InvalidRequest
+from areal_actors.domain import Credential, GroupId, InteractionId, IssuedKey, SessionId
+from areal_actors.errors import InvalidRequest, Unauthorized
 from areal_actors.messages import (
     Capacity,
     ClaimPermit,
@@ -36,6 +37,7 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Exchange
 from areal_actors.proxy.fields import read_number, read_text, wrong
 from areal_actors.proxy.traffic import Traffic
+from areal_actors.proxy.visitors import Visitors
 
 __all__ = ["ControlEndpoints"]
 
@@ -52,6 +54,7 @@ class ControlEndpoints:
     generation: Ref[Generation] | None
     gatekeeper: Gatekeeper
     config: ProxyConfig
+    visitors: Visitors
     traffic: Traffic
     started_at: int
     """When the proxy started, in seconds since 1970."""
@@ -66,14 +69,30 @@ class ControlEndpoints:
 
     async def start_session(self, exchange: Exchange) -> None:
         """Open a session under a permit of its own."""
-        self.gatekeeper.require_admin(read_key(exchange.headers))
+        user = await self._starter(read_key(exchange.headers))
         arguments = await self._arguments(exchange)
+        if is_user_key(read_text(arguments, "api_key")):
+            raise InvalidRequest("api_key has the form of a user's key; choose another.", param="api_key")
         task = read_text(arguments, "task_id") or "session"
         permit = await self.capacity.ask(ClaimPermit(holder=task))
-        opened = await self._open(task, permit.id, arguments)
+        opened = await self._open(task, permit.id, arguments, user)
+        self.visitors.note_opened(opened, user)
         await exchange.send_json(200, {"session_id": opened.session, "api_key": opened.api_key})
 
-    async def _open(self, task: str, permit: int, arguments: Mapping[str, Any]) -> SessionOpened:
+    async def _starter(self, key: str | None) -> IssuedKey | None:
+        """The user who may start a session with ``key``; ``None`` for the administrator, and where anybody may."""
+        if self.gatekeeper.is_admin(key):
+            return None
+        user = await self.visitors.identify(key)
+        if user is None and not self.config.open_sessions:
+            raise Unauthorized(
+                "Starting a session needs a user's key or the admin key, as 'Authorization: Bearer <key>'."
+            )
+        return user
+
+    async def _open(
+        self, task: str, permit: int, arguments: Mapping[str, Any], user: IssuedKey | None
+    ) -> SessionOpened:
         try:
             group = read_text(arguments, "group_id")
             return await self.sessions.ask(
@@ -82,6 +101,10 @@ class ControlEndpoints:
                     api_key=read_text(arguments, "api_key"),
                     group=None if group is None else GroupId(group),
                     permit=permit,
+                    metadata={} if user is None else _describe_user(user),
+                    user=None if user is None else user.user.name,
+                    user_key=None if user is None else user.key.id,
+                    max_live=None if user is None else user.user.quotas.max_sessions,
                 )
             )
         except BaseException:
@@ -90,12 +113,16 @@ class ControlEndpoints:
             raise
 
     async def export_trajectories(self, exchange: Exchange) -> None:
-        """The training rows of a session, as a JSON document."""
-        self.gatekeeper.require_admin(read_key(exchange.headers))
+        """The training rows of a session, as a JSON document; a user's key exports the user's own."""
+        user = await self.visitors.identify(key := read_key(exchange.headers))
+        if user is None:
+            self.gatekeeper.require_admin(key)
         arguments = await self._arguments(exchange)
         session = exchange.session or read_text(arguments, "session_id")
         if session is None:
             raise InvalidRequest("session_id is missing; say which session to export.", param="session_id")
+        if user is not None:
+            await self.visitors.check_owner(SessionId(session), user)
         discount = _read_float(arguments, "discount")
         if discount is not None:
             discount = read_number({"discount": discount}, "discount", 1.0, low=0, high=1)
@@ -110,7 +137,7 @@ class ControlEndpoints:
         interaction = read_text(arguments, "interaction_id") or read_text(arguments, "completion_id")
         rewarded = await self.sessions.ask(
             SetReward(
-                credential=self._credential(exchange, arguments),
+                credential=await self._credential(exchange, arguments),
                 reward=_required_float(arguments, "reward"),
                 interaction=None if interaction is None else InteractionId(interaction),
             )
@@ -128,7 +155,7 @@ class ControlEndpoints:
         await self._end(exchange, arguments, _required_float(arguments, "final_reward"))
 
     async def _end(self, exchange: Exchange, arguments: Mapping[str, Any], final_reward: float | None) -> None:
-        credential = self._credential(exchange, arguments)
+        credential = await self._credential(exchange, arguments)
         closed = await self.sessions.ask(EndSession(credential=credential, final_reward=final_reward))
         await exchange.send_json(
             200,
@@ -162,12 +189,18 @@ class ControlEndpoints:
         body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
         return {**exchange.query, **body}
 
-    def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
-        return self.gatekeeper.credential(
-            key=read_key(exchange.headers),
-            in_path=exchange.session,
-            in_request=read_text(arguments, "session_id"),
+    async def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
+        key = read_key(exchange.headers)
+        credential = self.gatekeeper.credential(
+            key=key, in_path=exchange.session, in_request=read_text(arguments, "session_id")
         )
+        return credential if self.gatekeeper.is_admin(key) else await self.visitors.authorise(credential)
+
+
+def _describe_user(user: IssuedKey) -> dict[str, str]:
+    """What a session's metadata say of whose it is."""
+    named = {"experiment": user.user.experiment, "trial": user.user.trial}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _read_float(arguments: Mapping[str, Any], name: str) -> float | None:

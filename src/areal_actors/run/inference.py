@@ -15,6 +15,7 @@ import anyio
 from anyio import to_thread
 from attrs import field, frozen
 
+from areal_actors.actors.accounts import AccountKeeper, UsersConfig
 from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
 from areal_actors.actors.exporter import ExportConfig, Exporter
 from areal_actors.actors.generation import GenerationActor
@@ -67,6 +68,8 @@ class InferenceConfig:
     limits: CapacityLimits = field(
         factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
     )
+    users: UsersConfig = field(factory=UsersConfig)
+    """Without a path, there are no users."""
     seed: int = 0
 
 
@@ -175,11 +178,16 @@ async def open_actors(
         sessions = await system.spawn(manager, name="sessions")
         exporter = Exporter(sessions=sessions, capacity=capacity, config=config.export, start=start)
         exports = await system.spawn(exporter, name="exports")
+        accounts = None
+        if config.users.path is not None:
+            keeper = AccountKeeper(config.users.path, config=config.users)
+            accounts = await system.spawn(keeper, name="accounts")
         proxy = ProxyServer(
             sessions=sessions,
             exports=exports,
             capacity=capacity,
             generation=generation,
+            accounts=accounts,
             config=config.proxy,
             decode=renderer.decode,
         )

@@ -218,6 +218,7 @@ async def _open_inference(job: _Job) -> AsyncIterator[Inference]:
         capacity=config.capacity,
         export=config.rollout.export,
         limits=config.limits,
+        users=config.user_accounts,
         seed=config.seed,
     )
     version = job.policy.version

@@ -2,6 +2,8 @@
 
 ::
 
+    Accounts
+      ▲ asks
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training
       │                ▲                                            │ ▲
       │                │ collects                             tells │ │ leases

@@ -26,6 +26,7 @@ from areal_actors.engines import Engine
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.errors import ActorStopped
 from areal_actors.messages import (
+    Accounts,
     Capacity,
     DescribeEndpoint,
     Endpoint,
@@ -85,6 +86,8 @@ class Inference:
     capacity: Ref[Capacity]
     generation: Ref[Generation]
     serving: Ref[Serving]
+    accounts: Ref[Accounts] | None = None
+    """Users and their keys, where a file for them was named."""
 
     def rollouts(self, *, gconfig: GenerationConfig | None = None) -> AbstractAsyncContextManager[RolloutEngine]:
         """An engine that runs agents and rollout workflows by hand; what still runs ends with the block."""
@@ -201,6 +204,7 @@ async def open_actors(
             capacity=capacity,
             generation=generation,
             serving=serving,
+            accounts=accounts,
         )
 
 

@@ -74,7 +74,7 @@ async def test_a_proxy_learns_whose_a_session_is(tmp_path):
 
 async def test_plain_inference_takes_no_place_and_leaves_nothing(tmp_path):
     """Of capacity and of sessions; places for sessions are given back when they are refused for a quota."""
-    async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, _):
+    async with opened(tmp_path / "keys.sqlite") as (accounts, _sessions, first, _):
         issued = await accounts.ask(CreateKey(user="ada"))
         answers = [await first.post("/v1/chat/completions", json=BODY, headers=bearer(issued.secret)) for _ in range(6)]
         view = (await first.get("/metrics")).text

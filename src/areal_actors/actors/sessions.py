@@ -139,9 +139,9 @@ class SessionManager(Actor[Sessions]):
             key=message.api_key,
             group=message.group,
             metadata=message.metadata,
+            user=message.user,
+            user_key=message.user_key,
         )
-        session = self._store.get(issued.id)
-        session.user, session.user_key = message.user, message.user_key
         base = message.key or SampleKey(seed=self._seed, path=(issued.id,))
         self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit)
         return SessionOpened(session=issued.id, api_key=issued.key)

@@ -30,6 +30,8 @@ __all__ = ["IssuedSession", "Session", "SessionSettings", "SessionStore"]
 
 _MAX_PREFIX = 48
 _MIN_KEY = 8
+_USER = "areal.user"
+_USER_KEY = "areal.user_key"
 
 
 @frozen(kw_only=True)
@@ -56,7 +58,7 @@ class IssuedSession:
 class Session:
     """One session. ``last_used_at`` and ``ended_at`` are seconds of the store's clock.
 
-    ``user`` and ``user_key`` name who started it, where that was somebody by name.
+    Who started it, where that was somebody by name, is in the metadata, so that it is kept wherever those are.
     """
 
     id: SessionId
@@ -64,8 +66,16 @@ class Session:
     key_digest: bytes = field(repr=False)
     last_used_at: float
     ended_at: float | None = None
-    user: str | None = None
-    user_key: KeyId | None = None
+
+    @property
+    def user(self) -> str | None:
+        """The user who started it."""
+        return self.tree.metadata.get(_USER)
+
+    @property
+    def user_key(self) -> KeyId | None:
+        """The user's key that it was started with."""
+        return self.tree.metadata.get(_USER_KEY)
 
     @property
     def is_ended(self) -> bool:
@@ -114,6 +124,8 @@ class SessionStore:
         key: str | None = None,
         group: GroupId | None = None,
         metadata: Mapping[str, Any] | None = None,
+        user: str | None = None,
+        user_key: KeyId | None = None,
     ) -> IssuedSession:
         """Open a session whose id begins with what can be read of ``task``.
 
@@ -128,7 +140,8 @@ class SessionStore:
         if owner is not None and not owner.is_ended:
             raise Conflict(f"This key belongs to session {owner.id}, which is live; end it or use another key.")
         session_id = self._new_id(task)
-        tree = ConversationTree(session_id, group=group, metadata=metadata)
+        owner_names = {} if user is None else {_USER: user, _USER_KEY: user_key}
+        tree = ConversationTree(session_id, group=group, metadata={**(metadata or {}), **owner_names})
         self._sessions[session_id] = Session(id=session_id, tree=tree, key_digest=digest, last_used_at=now)
         self._by_key[digest] = session_id
         return IssuedSession(id=session_id, key=key)

@@ -128,9 +128,14 @@ class ScriptedSessions(Actor[Sessions]):
         """Issue an id and a key."""
         if message.max_live is not None and self._store.num_live_of(message.user) >= message.max_live:
             raise QuotaExceeded(f"There may be {message.max_live} live sessions of yours; end one before the next.")
-        issued = self._store.create(message.task, now=anyio.current_time(), key=message.api_key, group=message.group)
-        session = self._store.get(issued.id)
-        session.user, session.user_key = message.user, message.user_key
+        issued = self._store.create(
+            message.task,
+            now=anyio.current_time(),
+            key=message.api_key,
+            group=message.group,
+            user=message.user,
+            user_key=message.user_key,
+        )
         self._interactions[issued.id] = {}
         return SessionOpened(session=issued.id, api_key=issued.key)
 

@@ -94,7 +94,7 @@ class AccountKeeper(Actor[Accounts]):
             expires_at=message.expires_at,
         )
         issued = self._book.issue(claim, self._clock())
-        async with self._using:
+        async with self._at_file():
             await self._thread.run(partial(self._store.put_key, issued.user, issued.key))
             self._book.put(issued.key, issued.user)
         _log.info("key_created", key=issued.key.id, user=issued.user.name)
@@ -113,7 +113,7 @@ class AccountKeeper(Actor[Accounts]):
         now = self._clock()
         issued = self._book.describe(message.key, now)
         if issued.key.revoked_at is None:
-            async with self._using:
+            async with self._at_file():
                 await self._thread.run(partial(self._store.revoke, message.key, now))
                 self._book.put(evolve(issued.key, revoked_at=now))
             _log.info("key_revoked", key=issued.key.id, user=issued.user.name)
@@ -149,6 +149,13 @@ class AccountKeeper(Actor[Accounts]):
 
     # ------------------------------------------------------------------------------------------------ the file
 
+    @asynccontextmanager
+    async def _at_file(self) -> AsyncIterator[None]:
+        """One at a time, and never cut off between the file and the book, which would say different things then."""
+        async with self._using:
+            with anyio.CancelScope(shield=True):
+                yield
+
     async def _keep_up(self) -> None:
         while True:
             await anyio.sleep(self._config.save_seconds)
@@ -160,13 +167,13 @@ class AccountKeeper(Actor[Accounts]):
 
     async def _look(self) -> None:
         """Read the file again if another process has written it."""
-        async with self._using:
+        async with self._at_file():
             if await self._thread.run(self._store.has_changed):
                 self._book.load(await self._thread.run(self._store.read))
 
     async def _save(self) -> None:
         """Write what was sampled; what cannot be written now is written later."""
-        async with self._using:
+        async with self._at_file():
             tokens = self._book.unsaved
             if not tokens:
                 return

@@ -145,8 +145,10 @@ class SessionClosed:
 class OpenSession(Message[Sessions, SessionOpened]):
     """Start a session. ``task`` becomes the readable prefix of its id; ``key`` seeds its samples.
 
-    ``permit`` is given back when the session ends or expires, where it was claimed for this session alone. Raises
-    ``Conflict`` when ``api_key`` is in use by a live session.
+    ``permit`` is given back when the session ends or expires, where it was claimed for this session alone.
+    ``is_durable`` has the session outlive the process, where there is a journal: for agents that nobody here can run
+    again. Raises ``Conflict`` when ``api_key`` is in use by a live session, ``Unavailable`` when a durable session
+    cannot be written down.
     """
 
     task: str
@@ -155,6 +157,7 @@ class OpenSession(Message[Sessions, SessionOpened]):
     key: SampleKey | None = None
     permit: int | None = None
     metadata: Mapping[str, Any] = field(factory=dict)
+    is_durable: bool = False
 
 
 @frozen(kw_only=True)

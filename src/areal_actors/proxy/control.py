@@ -82,6 +82,7 @@ class ControlEndpoints:
                     api_key=read_text(arguments, "api_key"),
                     group=None if group is None else GroupId(group),
                     permit=permit,
+                    is_durable=True,
                 )
             )
         except BaseException:

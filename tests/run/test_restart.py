@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 
 from areal_actors.cache.journal import MemoryJournal
 from areal_actors.domain import Fact, SessionId, TurnEnded
+from areal_actors.errors import JournalError
 from areal_actors.messages import CollectSession
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import Renderer, create_renderer
@@ -22,7 +23,11 @@ from areal_actors.run.inference import Inference, InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine, script_answers
 from areal_actors.testing.tokenizers import tiny_tokenizer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [
+    pytest.mark.anyio,
+    # At [DONE] the SDK leaves its generators to the garbage collector, of which trio warns.
+    pytest.mark.filterwarnings("ignore:Async generator '(httpx|openai|httpcore):ResourceWarning"),
+]
 
 ADMIN = {"Authorization": "Bearer admin"}
 
@@ -39,7 +44,7 @@ def sampled(text: str) -> list[int]:
 
 
 class Hanging(MemoryJournal):
-    """Writes the next turn when told to ``hang``, and then says nothing more until ``released``."""
+    """Writes the next turn when it is to hang, and then says nothing more until it is ``released``, and broken."""
 
     def __init__(self, facts: Sequence[Fact] = ()) -> None:
         super().__init__(facts)
@@ -55,6 +60,7 @@ class Hanging(MemoryJournal):
         if self.is_hanging and is_turn:
             self.reached.set()
             await self.released.wait()
+            raise JournalError("killed")
 
 
 class Service:

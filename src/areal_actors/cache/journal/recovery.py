@@ -32,11 +32,15 @@ __all__ = ["EndedSession", "Leftovers", "Recovered", "RecoveredSession", "read_j
 
 @frozen(kw_only=True)
 class EndedSession:
-    """A session that has ended and was not forgotten: its export has not arrived, or its group was not trained."""
+    """A session that has ended and is needed: its export has not arrived, or its group is not safely trained.
+
+    ``is_forgotten``: it was let go when its group was trained, and the weights that were made of it are not on disk.
+    """
 
     started: SessionStarted
     ended_at: float
     is_final: bool
+    is_forgotten: bool
 
 
 @frozen(kw_only=True)
@@ -51,6 +55,7 @@ class RecoveredSession:
     turns: tuple[TurnEnded, ...] = field(repr=False)
     ended_at: float | None = None
     is_final: bool = False
+    is_forgotten: bool = False
 
     @property
     def id(self) -> SessionId:
@@ -73,7 +78,7 @@ class Leftovers:
 class Recovered:
     """What the facts come to.
 
-    ``sessions`` are those that were not forgotten, oldest first. ``groups`` wait to be trained, in the order in which
+    ``sessions`` are those that were not forgotten, and those of groups that wait or are unsaved, oldest first. ``groups`` wait to be trained, in the order in which
     they were queued. ``consumed`` says at which version a group was trained or dropped; ``unsaved`` are those that were
     trained in steps after ``saved_version``, so that no weights on disk have seen them.
     """
@@ -88,7 +93,12 @@ class Recovered:
     def leftovers(self) -> Leftovers:
         """What there is to be done, without the trees."""
         ended = tuple(
-            EndedSession(started=session.started, ended_at=session.ended_at, is_final=session.is_final)
+            EndedSession(
+                started=session.started,
+                ended_at=session.ended_at,
+                is_final=session.is_final,
+                is_forgotten=session.is_forgotten,
+            )
             for session in self.sessions.values()
             if session.ended_at is not None
         )
@@ -102,7 +112,7 @@ class Recovered:
 
 
 def recover(facts: Iterable[Fact]) -> Recovered:
-    """What ``facts`` restore. Those of unknown or forgotten sessions are passed over."""
+    """What ``facts`` restore. Those of unknown sessions are passed over."""
     folding = _Folding()
     for fact in facts:
         folding.add(fact)
@@ -125,6 +135,7 @@ class _Session:
     turns: dict[InteractionId, TurnEnded] = field(factory=dict)
     ended_at: float | None = None
     is_final: bool = False
+    is_forgotten: bool = False
 
     def add_turn(self, turn: TurnEnded) -> None:
         self.turns.pop(turn.interaction.id, None)
@@ -140,6 +151,12 @@ class _Session:
         """The first end counts; that it is final may be said later."""
         self.ended_at = fact.ended_at if self.ended_at is None else self.ended_at
         self.is_final = self.is_final or fact.is_final
+
+    def forget(self) -> None:
+        """One that is still live ends by that."""
+        self.is_forgotten = True
+        if self.ended_at is None:
+            self.ended_at = max([self.started.started_at, *(turn.ended_at for turn in self.turns.values())])
 
     def result(self) -> RecoveredSession:
         turns, started = tuple(self.turns.values()), self.started
@@ -160,24 +177,26 @@ class _Folding:
         match fact:
             case SessionStarted():
                 self.sessions[fact.session] = _Session(fact)
-            case SessionForgotten():
-                self.sessions.pop(fact.session, None)
             case GroupQueued():
                 self.queued[fact.group] = fact
             case GroupConsumed():
                 self.consumed[fact.group] = fact
             case VersionSaved():
                 self.saved_version = max(fact.version, self.saved_version or 0)
-            case TurnEnded() | RewardSet() | SessionEnded():
+            case TurnEnded() | RewardSet() | SessionEnded() | SessionForgotten():
                 session = self.sessions.get(fact.session)
                 if session is not None:
                     _tell(session, fact)
 
     def result(self) -> Recovered:
+        groups = tuple(queued for queued in self.queued.values() if queued.group not in self.consumed)
+        unsaved = tuple(queued for queued in self.queued.values() if self._is_unsaved(queued.group))
+        needed = {name for queued in (*groups, *unsaved) for name in queued.sessions}
+        sessions = [(name, s) for name, s in self.sessions.items() if not s.is_forgotten or name in needed]
         return Recovered(
-            sessions={name: session.result() for name, session in self.sessions.items()},
-            groups=tuple(queued for queued in self.queued.values() if queued.group not in self.consumed),
-            unsaved=tuple(queued for queued in self.queued.values() if self._is_unsaved(queued.group)),
+            sessions={name: session.result() for name, session in sessions},
+            groups=groups,
+            unsaved=unsaved,
             consumed={name: fact.version for name, fact in self.consumed.items()},
             saved_version=self.saved_version,
         )
@@ -187,7 +206,7 @@ class _Folding:
         return fact is not None and fact.is_trained and fact.version > (self.saved_version or 0)
 
 
-def _tell(session: _Session, fact: TurnEnded | RewardSet | SessionEnded) -> None:
+def _tell(session: _Session, fact: TurnEnded | RewardSet | SessionEnded | SessionForgotten) -> None:
     match fact:
         case TurnEnded():
             session.add_turn(fact)
@@ -195,3 +214,5 @@ def _tell(session: _Session, fact: TurnEnded | RewardSet | SessionEnded) -> None
             session.set_reward(fact.interaction, fact.reward)
         case SessionEnded():
             session.end(fact)
+        case SessionForgotten():
+            session.forget()

@@ -249,6 +249,23 @@ def test_groups_wait_until_they_are_consumed() -> None:
     assert [(S, 1.0, False)] == [(s.started.session, s.ended_at, s.is_final) for s in left.ended]
 
 
+def test_a_forgotten_session_is_kept_for_a_group_that_is_not_safely_trained() -> None:
+    """Its group waits, or was trained into weights that a crash took away: its rows are needed again."""
+    forgotten = [STARTED, SessionForgotten(session=S)]
+    queued = GroupQueued(group=GroupId("a"), position=0, sessions=(S,))
+    trained = GroupConsumed(group=GroupId("a"), version=1, is_trained=True)
+
+    for facts in ([queued, *forgotten], [queued, *forgotten, trained]):
+        (session,) = recover(facts).leftovers.ended
+        assert (True, 0.0) == (session.is_forgotten, session.ended_at)
+    for facts in (
+        forgotten,
+        [queued, *forgotten, trained, VersionSaved(version=1)],
+        [queued, *forgotten, evolve(trained, is_trained=False)],
+    ):
+        assert {} == recover(facts).sessions
+
+
 @pytest.mark.anyio
 async def test_a_journal_is_read_as_its_facts() -> None:
     """Reading is folding."""

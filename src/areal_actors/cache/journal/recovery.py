@@ -78,8 +78,8 @@ class Leftovers:
 class Recovered:
     """What the facts come to.
 
-    ``sessions`` are those that were not forgotten, and those of groups that wait or are unsaved, oldest first. ``groups`` wait to be trained, in the order in which
-    they were queued. ``consumed`` says at which version a group was trained or dropped; ``unsaved`` are those that were
+    ``sessions`` are those that were not forgotten, and those of groups that wait or are unsaved, oldest first.
+    ``groups`` wait to be trained, in the order in which they were queued. ``consumed`` says at which version a group was trained or dropped; ``unsaved`` are those that were
     trained in steps after ``saved_version``, so that no weights on disk have seen them.
     """
 
@@ -161,7 +161,14 @@ class _Session:
     def result(self) -> RecoveredSession:
         turns, started = tuple(self.turns.values()), self.started
         tree = ConversationTree.restore(started.session, turns, group=started.group, metadata=started.metadata)
-        return RecoveredSession(started=started, tree=tree, turns=turns, ended_at=self.ended_at, is_final=self.is_final)
+        return RecoveredSession(
+            started=started,
+            tree=tree,
+            turns=turns,
+            ended_at=self.ended_at,
+            is_final=self.is_final,
+            is_forgotten=self.is_forgotten,
+        )
 
 
 @define
@@ -179,6 +186,7 @@ class _Folding:
                 self.sessions[fact.session] = _Session(fact)
             case GroupQueued():
                 self.queued[fact.group] = fact
+                self.consumed.pop(fact.group, None)
             case GroupConsumed():
                 self.consumed[fact.group] = fact
             case VersionSaved():

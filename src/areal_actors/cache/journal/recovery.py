@@ -79,8 +79,9 @@ class Recovered:
     """What the facts come to.
 
     ``sessions`` are those that were not forgotten, and those of groups that wait or are unsaved, oldest first.
-    ``groups`` wait to be trained, in the order in which they were queued. ``consumed`` says at which version a group was trained or dropped; ``unsaved`` are those that were
-    trained in steps after ``saved_version``, so that no weights on disk have seen them.
+    ``groups`` wait to be trained, in the order in which they were queued. ``consumed`` says at which version a group
+    was trained or dropped; ``unsaved`` are those that were trained in steps after ``saved_version``, so that no weights
+    on disk have seen them.
     """
 
     sessions: Mapping[SessionId, RecoveredSession] = field(factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal_actors.cache import ConversationTree, export_trajectories, plan_prompt, total_reward
 from areal_actors.cache.export import STYLES
-from areal_actors.cache.journal import MemoryJournal, read_journal, recover
+from areal_actors.cache.journal import MemoryJournal, SqliteJournal, read_journal, recover
 from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
@@ -264,6 +265,28 @@ def test_a_forgotten_session_is_kept_for_a_group_that_is_not_safely_trained() ->
         [queued, *forgotten, evolve(trained, is_trained=False)],
     ):
         assert {} == recover(facts).sessions
+
+
+@pytest.mark.anyio
+async def test_a_file_restores_what_its_facts_restore(new_talk: Any, tmp_path: Path) -> None:
+    """Turns, a fork, a failure, rewards and seeds of samples, through SQL and back."""
+    session = Journaled(new_talk())
+    session.begin(CompletionRequest(messages=(ChatMessage(role="user", content="a"),), tools=TOOLS[1]))
+    session.end("0", "complete", ChatMessage(role="assistant", content="x", reasoning="y"))
+    history = session.tree.history(session.tree.get(InteractionId("0")))
+    session.begin(CompletionRequest(messages=(*history, ChatMessage(role="user", content="b"))))
+    session.begin(CompletionRequest(messages=(), prompt="raw"))
+    session.end("2", "complete", ChatMessage(role="assistant", content="z"))
+    session.end("1", "fail", ChatMessage(role="assistant"))
+    session.reward("0", 0.5)
+    facts = [evolve(fact, asked=("d", 3)) if isinstance(fact, TurnEnded) else fact for fact in session.facts]
+    async with SqliteJournal.open(tmp_path / "journal.sqlite") as journal:
+        await journal.write(*facts)
+    async with SqliteJournal.open(tmp_path / "journal.sqlite") as journal:
+        read = (await read_journal(journal)).sessions[S]
+
+    assert recover(facts).sessions[S] == read
+    assert session.tree.snapshot() == read.tree.snapshot()
 
 
 @pytest.mark.anyio

@@ -150,9 +150,12 @@ class SessionClosed:
 class OpenSession(Message[Sessions, SessionOpened]):
     """Start a session. ``task`` becomes the readable prefix of its id; ``key`` seeds its samples.
 
-    ``permit`` is given back when the session ends or expires, where it was claimed for this session alone. Raises
-    ``Conflict`` when ``api_key`` is in use by a live session, and ``QuotaExceeded`` when ``user`` has ``max_live`` live
-    sessions already. ``user_key`` is the key of the user that opens it.
+    ``permit`` is given back when the session ends or expires, where it was claimed for this session alone. ``user_key``
+    is the key of the ``user`` that opens it. ``is_durable`` has the session outlive the process, where there is a
+    journal: for agents that nobody here can run again.
+
+    Raises ``Conflict`` when ``api_key`` is in use by a live session, ``QuotaExceeded`` when ``user`` has ``max_live``
+    live sessions already, ``Unavailable`` when a durable session cannot be written down.
     """
 
     task: str
@@ -164,6 +167,7 @@ class OpenSession(Message[Sessions, SessionOpened]):
     user: str | None = None
     user_key: KeyId | None = None
     max_live: int | None = None
+    is_durable: bool = False
 
 
 @frozen(kw_only=True)

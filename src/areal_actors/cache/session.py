@@ -146,6 +146,16 @@ class SessionStore:
         self._by_key[digest] = session_id
         return IssuedSession(id=session_id, key=key)
 
+    def restore(self, session: Session) -> None:
+        """Take in a session of an earlier process. Of several with one key, the last one restored has it."""
+        self._sessions[session.id] = session
+        self._by_key[session.key_digest] = session.id
+
+    def discard(self, session_id: SessionId) -> None:
+        """Undo the creation of a session that nobody was told of."""
+        self.end(session_id, 0.0)
+        self.acknowledge(session_id)
+
     def _new_id(self, task: str) -> SessionId:
         prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.")[:_MAX_PREFIX] or "session"
         session_id = SessionId(f"{prefix}-{self._token()}")

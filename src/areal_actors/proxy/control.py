@@ -105,6 +105,7 @@ class ControlEndpoints:
                     user=None if user is None else user.user.name,
                     user_key=None if user is None else user.key.id,
                     max_live=None if user is None else user.user.quotas.max_sessions,
+                    is_durable=True,
                 )
             )
         except BaseException:

@@ -20,6 +20,8 @@ from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
 from areal_actors.actors.exporter import ExportConfig, Exporter
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
+from areal_actors.cache.journal import Journal, NoJournal, read_journal
+from areal_actors.cache.journal.recovery import Leftovers
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
 from areal_actors.engines import Engine
@@ -76,7 +78,10 @@ class InferenceConfig:
 
 @frozen(kw_only=True)
 class Inference:
-    """What is open: the actors' refs, and where the proxy listens."""
+    """What is open: the actors' refs, and where the proxy listens.
+
+    ``leftovers`` is what the journal's earlier processes left to be done beside the sessions, which live on.
+    """
 
     system: ActorSystem
     renderer: Renderer
@@ -88,6 +93,7 @@ class Inference:
     serving: Ref[Serving]
     accounts: Ref[Accounts] | None = None
     """Users and their keys, where a file for them was named."""
+    leftovers: Leftovers = field(factory=Leftovers)
 
     def rollouts(self, *, gconfig: GenerationConfig | None = None) -> AbstractAsyncContextManager[RolloutEngine]:
         """An engine that runs agents and rollout workflows by hand; what still runs ends with the block."""
@@ -169,15 +175,30 @@ async def open_actors(
     renderer: Renderer,
     version: int = 0,
     start: DataPosition | None = None,
+    journal: Journal | None = None,
 ) -> AsyncIterator[Inference]:
-    """The actors around an engine that is open already. ``version`` and ``start`` are where a resumed run stands."""
+    """The actors around an engine that is open already. ``version`` and ``start`` are where a resumed run stands.
+
+    What external agents do is written to ``journal``, and what it holds is restored first. Raises ``JournalError`` if
+    it cannot be read.
+    """
+    journal = journal or NoJournal()
+    recovered = await read_journal(journal)
+    leftovers = recovered.leftovers
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine), name="generation")
         state = CapacityState.at_version(config.limits, version)
         capacity = await system.spawn(CapacityGranter(state, config=config.capacity), name="capacity")
         manager = SessionManager(
-            renderer=renderer, generation=generation, capacity=capacity, config=config.sessions, seed=config.seed
+            renderer=renderer,
+            generation=generation,
+            capacity=capacity,
+            config=config.sessions,
+            seed=config.seed,
+            journal=journal,
+            recovered=recovered,
         )
+        del recovered  # the manager owns the sessions from here on
         sessions = await system.spawn(manager, name="sessions")
         exporter = Exporter(sessions=sessions, capacity=capacity, config=config.export, start=start)
         exports = await system.spawn(exporter, name="exports")
@@ -205,6 +226,7 @@ async def open_actors(
             generation=generation,
             serving=serving,
             accounts=accounts,
+            leftovers=leftovers,
         )
 
 

@@ -5,6 +5,18 @@ from __future__ import annotations
 from areal_actors.cache.journal.base import Journal
 from areal_actors.cache.journal.config import JournalConfig, JournalSync
 from areal_actors.cache.journal.memory import MemoryJournal, NoJournal
+from areal_actors.cache.journal.recovery import Recovered, RecoveredSession, read_journal, recover
 from areal_actors.cache.journal.sqlite import SqliteJournal
 
-__all__ = ["Journal", "JournalConfig", "JournalSync", "MemoryJournal", "NoJournal", "SqliteJournal"]
+__all__ = [
+    "Journal",
+    "JournalConfig",
+    "JournalSync",
+    "MemoryJournal",
+    "NoJournal",
+    "Recovered",
+    "RecoveredSession",
+    "SqliteJournal",
+    "read_journal",
+    "recover",
+]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from areal_actors.errors import ArealError
     from areal_actors.run import RunSummary, Trainer, train
     from areal_actors.run.inference import EmbeddedSession, Inference, InferenceConfig, open_inference
+    from areal_actors.run.remote_engine import GeneratedText, RemoteSGLangEngine
     from areal_actors.workflows.generation import GenerationConfig, ModelRequest
     from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
     from areal_actors.workflows.rewards import AsyncRewardWrapper
@@ -33,6 +34,7 @@ __all__ = [
     "AsyncRewardWrapper",
     "Context",
     "EmbeddedSession",
+    "GeneratedText",
     "GenerationConfig",
     "GroupedRolloutWorkflow",
     "Inference",
@@ -43,6 +45,7 @@ __all__ = [
     "ModelResponse",
     "OpenAIProxyClient",
     "Ref",
+    "RemoteSGLangEngine",
     "RewardTree",
     "RolloutWorkflow",
     "RunConfig",
@@ -71,6 +74,7 @@ _HOMES = {
     "areal_actors.workflows.rewards": ("AsyncRewardWrapper",),
     "areal_actors.workflows.rollout": ("GroupedRolloutWorkflow", "RolloutWorkflow"),
     "areal_actors.workflows.interactions": ("InteractionWithTokenLogpReward", "ModelResponse"),
+    "areal_actors.run.remote_engine": ("GeneratedText", "RemoteSGLangEngine"),
     "areal_actors.run.inference": ("EmbeddedSession", "Inference", "InferenceConfig", "open_inference"),
 }
 """Where each name lives; type checkers read the same above."""

@@ -1,4 +1,4 @@
-"""The command line: ``areal-actors train``, ``report``, ``settings``, ``keys``.
+"""The command line: ``areal-actors train``, ``export``, ``models``, ``report``, ``settings``, ``keys``.
 
 Everything heavy is imported by the command that needs it, so that ``--help`` is there at once. What training is, is
 told in ``run``; here errors become one clear message and an exit code:
@@ -152,6 +152,50 @@ def report(*, run_dir: Path) -> None:
     from areal_actors.dashboard import RunDirectory, write_report
 
     click.echo(str(write_report(RunDirectory(path=run_dir))))
+
+
+@cli.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@_verbose
+@_explains_errors
+def export(*, run_dir: Path) -> None:
+    """Write RUN_DIR/weights from the newest checkpoint of a run that has not finished.
+
+    A run that finishes writes its weights itself. The directory appears whole or not at all; transformers and inference
+    servers load it as it is.
+
+    \b
+    Example:
+      areal-actors export runs/tool_agent/trial
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.run.exporting import export_run
+
+    found = export_run(run_dir)
+    click.echo(json.dumps({"model": found.name, "step": found.step, "path": str(found.path)}))
+
+
+@cli.command()
+@click.option(
+    "--fileroot",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs"),
+    show_default=True,
+    help="Where runs are written.",
+)
+@_verbose
+@_explains_errors
+def models(*, fileroot: Path) -> None:
+    """List the models that runs have trained, with their steps, dates and rewards.
+
+    A name is what an agent sends as its model to a service that is running, and what RemoteSGLangEngine takes.
+
+    \b
+    Example:
+      areal-actors models --fileroot runs
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.models import Catalogue, format_models
+
+    click.echo(format_models(Catalogue(root=fileroot).list()))
 
 
 @cli.command()

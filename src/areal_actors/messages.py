@@ -5,6 +5,7 @@
     Accounts
       ▲ asks
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training
+      ├──borrows──▶ Models (each with Sessions and Generation of its own)
       │                ▲                                            │ ▲
       │                │ collects                             tells │ │ leases
       └──asks──▶ Exports ◀──delivers── Rollouts ──asks──▶ Capacity ◀┘ Exports
@@ -17,12 +18,12 @@ type of its reply; an actor class declares the addresses whose messages it handl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
 
-from areal_actors.core import Message, StreamMessage
+from areal_actors.core import Message, Ref, StreamMessage
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
@@ -48,6 +49,7 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
     Snapshot,
+    TrainedModel,
 )
 
 # ------------------------------------------------------------------------------------------------- capacity
@@ -204,6 +206,13 @@ class CountTokens(Message[Sessions, int]):
 
 
 @frozen(kw_only=True)
+class CheckCredential(Message[Sessions, SessionId]):
+    """Which session a credential opens for completions; raises what ``Complete`` would for one that opens none."""
+
+    credential: Credential
+
+
+@frozen(kw_only=True)
 class SetReward(Message[Sessions, InteractionId]):
     """Assign a reward to one interaction, or to the last completed one; replies with its id. Setting twice replaces."""
 
@@ -310,6 +319,38 @@ class EngineView:
 @frozen(kw_only=True)
 class DescribeEngine(Message[Generation, EngineView]):
     """What the engine is and how it does."""
+
+
+# --------------------------------------------------------------------------------------------------- models
+
+
+class Models:
+    """Address of the host of trained models: what answers a request for other weights than the policy's."""
+
+
+@frozen(kw_only=True)
+class ModelInUse:
+    """What answers in the place of the policy: sessions, the one that is open there, and the text of token ids."""
+
+    sessions: Ref[Sessions]
+    credential: Credential
+    decode: Callable[[Sequence[int]], str]
+
+
+@frozen(kw_only=True)
+class UseModel(StreamMessage[Models, ModelInUse]):
+    """Borrow the model called ``experiment/trial``: one item once it is loaded, none if there is no such model.
+
+    It stays open until the stream is left, which may be at any time. Raises ``Unprocessable`` for weights that cannot
+    be loaded, and ``Unavailable`` where no place became free in time.
+    """
+
+    name: str
+
+
+@frozen(kw_only=True)
+class ListModels(Message[Models, tuple[TrainedModel, ...]]):
+    """All models that can be borrowed, loaded or not, by name."""
 
 
 # -------------------------------------------------------------------------------------------------- exports

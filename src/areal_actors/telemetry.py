@@ -15,6 +15,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -216,9 +217,21 @@ def _is_terminal(stream: TextIO) -> bool:
     return stream.isatty()
 
 
+_transformers_lock = threading.RLock()
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Neither log lines, warnings nor progress bars of transformers, until the block ends."""
+    """Neither log lines, warnings nor progress bars of transformers, until the block ends. One thread at a time.
+
+    While it loads, transformers replaces functions of torch and of itself for the whole process. Two threads that do so
+    at once put each other's replacements back, and every model after them is loaded wrong.
+    """
+    with _transformers_lock:
+        yield from _quieted()
+
+
+def _quieted() -> Iterator[None]:
     from transformers import utils
 
     log: Any = utils.logging

@@ -67,6 +67,7 @@ def summary(config):
         seconds=12.5,
         run_dir=config.run_directory.path,
         version=3,
+        model="sums/trial",
     )
 
 
@@ -93,6 +94,7 @@ def test_the_last_line_is_one_json_object(config, run, tmp_path):
         "seconds": 12.5,
         "run_dir": f"{tmp_path}/out/sums/trial",
         "version": 3,
+        "model": "sums/trial",
     }
     ((loaded, resume, run_dir),) = calls
     assert (loaded.seed, resume, run_dir) == (7, False, None)

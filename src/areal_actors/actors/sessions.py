@@ -40,6 +40,7 @@ from areal_actors.domain import (
 from areal_actors.errors import NotFound, QuotaExceeded, Unavailable
 from areal_actors.messages import (
     Capacity,
+    CheckCredential,
     CollectSession,
     Complete,
     CountTokens,
@@ -230,6 +231,11 @@ class SessionManager(Actor[Sessions]):
             rewarded = session.tree.rewarded(message.interaction, message.reward)
             await extras.ledger.write_reward(rewarded)
             return session.tree.set_reward(rewarded.id, rewarded.reward).id
+
+    @CheckCredential.handler
+    async def check(self, message: CheckCredential) -> SessionId:
+        """Say whose it is."""
+        return self._open_for(message.credential).id
 
     @DescribeSessions.handler
     async def describe(self, message: DescribeSessions) -> SessionsView:  # noqa: ARG002 - the message says it all

@@ -19,6 +19,7 @@ from attrs.validators import ge, gt, in_, le, matches_re, optional
 from areal_actors.actors.accounts import UsersConfig
 from areal_actors.actors.capacity import CapacityConfig
 from areal_actors.actors.exporter import ExportConfig
+from areal_actors.actors.models import ModelsConfig
 from areal_actors.actors.outcomes import MemberOutcome
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.actors.rollouts import RolloutsConfig
@@ -173,6 +174,7 @@ class RunConfig:
     stop: StopConfig = field(factory=StopConfig)
     sessions: SessionsConfig = field(factory=SessionsConfig)
     capacity: CapacityConfig = field(factory=CapacityConfig)
+    models: ModelsConfig = field(factory=ModelsConfig)
     logging: LoggingConfig = field(factory=LoggingConfig)
 
     @property
@@ -197,6 +199,11 @@ class RunConfig:
             stop=self.stop,
             max_step_seconds=self.rollout.max_step_seconds,
         )
+
+    @property
+    def trained_models(self) -> ModelsConfig:
+        """What the host of trained models needs: they are looked for where this run writes its own."""
+        return evolve(self.models, fileroot=self.models.fileroot or self.fileroot)
 
     @property
     def limits(self) -> CapacityLimits:

@@ -10,44 +10,57 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import anyio
 
 from areal_actors.core.loops import is_trio
 
-if TYPE_CHECKING:
-    from areal_actors.core.system import ActorSystem
-
 __all__ = ["Host"]
+
+T = TypeVar("T")
 
 _owners: set[asyncio.Task[None]] = set()
 """asyncio itself keeps only weak references to tasks."""
 
 
-class Host:
-    """The owner of one system, from ready to ended."""
+class Host(Generic[T]):
+    """The owner of what one block holds open, such as a system, from ready to ended."""
 
-    def __init__(self, open_system: Callable[[], AbstractAsyncContextManager[ActorSystem]]) -> None:
-        self._open_system = open_system
-        self._system: ActorSystem | None = None
+    def __init__(self, open_hosted: Callable[[], AbstractAsyncContextManager[T]]) -> None:
+        self._open_hosted = open_hosted
+        self._hosted: T | None = None
         self._error: BaseException | None = None
         self._ready, self._closing, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
 
-    async def start(self) -> ActorSystem:
-        """Start the owner task; returns once the system is open."""
+    @property
+    def hosted(self) -> T:
+        """What is held open. Raises what kept it from opening."""
+        if self._hosted is None:
+            raise self._error or RuntimeError("the event loop is shutting down")
+        return self._hosted
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is held open still; an error inside may have ended it."""
+        return self._ready.is_set() and not self._closing.is_set() and not self._ended.is_set()
+
+    async def start(self) -> T:
+        """Start the owner task; returns what is held, once it is open."""
         self._start_owner()
         try:
             await self._ready.wait()
         except BaseException:
             self._closing.set()
             raise
-        if self._system is None:
-            raise self._error or RuntimeError("the event loop is shutting down")
-        return self._system
+        return self.hosted
+
+    def close_soon(self) -> None:
+        """Close it without waiting for that."""
+        self._closing.set()
 
     async def aclose(self) -> None:
-        """Close the system and wait until it is; raises what ended it, once, if that was an error."""
+        """Close it and wait until it is; raises what ended it, once, if that was an error."""
         self._closing.set()
         await self._ended.wait()
         error, self._error = self._error, None
@@ -66,7 +79,7 @@ class Host:
 
     async def _own(self) -> None:
         try:
-            async with self._open_system() as self._system:
+            async with self._open_hosted() as self._hosted:
                 self._ready.set()
                 await self._closing.wait()
         except Exception as error:  # noqa: BLE001 - raised by aclose, in the task of whoever is responsible

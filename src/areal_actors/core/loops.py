@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import anyio
 from attrs import frozen
 
-__all__ = ["Loop", "Scope", "Signal", "is_trio", "running_loop"]
+__all__ = ["Loop", "Scope", "Signal", "is_trio", "loop_identity", "running_loop"]
 
 
 Scope = anyio.CancelScope
@@ -47,6 +47,15 @@ class Loop:
     """The nearest deadline of the cancel scopes around the running task; infinite if there is none."""
     call_soon: Callable[[Callable[[], object]], object]
     """Run a function on the loop, soon. The one of them that any thread may call; it does not wait."""
+
+
+def loop_identity() -> object:
+    """What tells the event loop that runs this task from every other one; compared with ``is``."""
+    if is_trio():
+        import trio
+
+        return trio.lowlevel.current_trio_token()
+    return asyncio.get_running_loop()
 
 
 def running_loop() -> Loop:

@@ -50,7 +50,7 @@ class ActorSystem:
         self._tasks: TaskGroup | None = None
         self._portal: BlockingPortal | None = None
         self.loop = running_loop()
-        self.host: Host | None = None
+        self.host: Host[ActorSystem] | None = None
         self.is_closing = False
 
     @classmethod

@@ -23,6 +23,9 @@ from pathlib import Path
 
 from attrs import field, frozen
 
+from areal_actors.domain import is_model_identifier
+from areal_actors.models import WEIGHTS_DIRECTORY
+
 __all__ = ["RunDirectory"]
 
 
@@ -70,7 +73,13 @@ class RunDirectory:
     @property
     def weights(self) -> Path:
         """The trained model."""
-        return self.path / "weights"
+        return self.path / WEIGHTS_DIRECTORY
+
+    @property
+    def model(self) -> str | None:
+        """The name ``experiment/trial`` of the trained model; ``None`` while there are no weights."""
+        name = f"{self.path.parent.name}/{self.path.name}"
+        return name if is_model_identifier(name) and (self.weights / "config.json").is_file() else None
 
     @property
     def logs(self) -> Path:

@@ -139,7 +139,10 @@ class TensorboardWriter:
 
 @frozen(kw_only=True)
 class RunSummary:
-    """A run in one line. ``seconds`` is its wall-clock time, evaluations included; ``version`` that of its weights."""
+    """A run in one line. ``seconds`` is its wall-clock time, evaluations included; ``version`` that of its weights.
+
+    ``model`` is the name under which they can be asked, ``experiment/trial``; ``None`` for a run without weights.
+    """
 
     steps: int
     reward_first: float | None
@@ -149,6 +152,7 @@ class RunSummary:
     seconds: float
     run_dir: Path
     version: int
+    model: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict for ``json.dumps``."""
@@ -173,4 +177,5 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
         seconds=round(float(last.get("elapsed_seconds") or 0.0) if seconds is None else seconds, 3),
         run_dir=directory.path,
         version=int(last.get("version") or 0),
+        model=directory.model,
     )

@@ -47,6 +47,7 @@ from areal_actors.domain.grammar import (
     OneOf,
     Repeated,
 )
+from areal_actors.domain.models import TrainedModel, is_model_identifier
 from areal_actors.domain.rows import DataPosition, Episode, Group, Problem, Trajectory, Untrained, UntrainedReason
 from areal_actors.domain.sampling import (
     Chunk,
@@ -120,6 +121,7 @@ __all__ = [
     "ToolCallStarted",
     "ToolChoice",
     "TopLogprob",
+    "TrainedModel",
     "Trajectory",
     "TurnEnded",
     "Untrained",
@@ -131,4 +133,5 @@ __all__ = [
     "array_equality",
     "as_floats",
     "as_ints",
+    "is_model_identifier",
 ]

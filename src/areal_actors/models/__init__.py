@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from areal_actors.models.catalogue import TRAINED_DOCUMENT, WEIGHTS_DIRECTORY, Catalogue, format_models
 from areal_actors.models.files import (
     BUILT_IN,
     ModelFiles,
@@ -11,4 +12,15 @@ from areal_actors.models.files import (
     resolve_tokenizer,
 )
 
-__all__ = ["BUILT_IN", "ModelFiles", "cache_directory", "load_policy", "resolve_model", "resolve_tokenizer"]
+__all__ = [
+    "BUILT_IN",
+    "TRAINED_DOCUMENT",
+    "WEIGHTS_DIRECTORY",
+    "Catalogue",
+    "ModelFiles",
+    "cache_directory",
+    "format_models",
+    "load_policy",
+    "resolve_model",
+    "resolve_tokenizer",
+]

@@ -8,7 +8,7 @@ after a call, a stream has a second text block behind it; an answer in one piece
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from attrs import frozen
 
@@ -17,6 +17,7 @@ from areal_actors.proxy.anthropic_answer import format_blocks, format_end, forma
 from areal_actors.proxy.anthropic_request import ParsedAnthropic, parse_anthropic_request
 from areal_actors.proxy.anthropic_stream import AnthropicStream
 from areal_actors.proxy.failures import Failure, format_anthropic_failure
+from areal_actors.proxy.logprobs import Decode
 from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
 
 __all__ = ["AnthropicDialect", "format_anthropic_answer"]
@@ -41,6 +42,10 @@ class AnthropicDialect:
     def open_stream(self, parsed: ParsedAnthropic) -> AnthropicStream:
         """The events of one answer."""
         return AnthropicStream(model=parsed.model or self.model)
+
+    def decoding_with(self, decode: Decode) -> Self:  # noqa: ARG002
+        """Itself: no text of single tokens is told."""
+        return self
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
         """Anthropic's error body."""

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from areal_actors.core import Ref
-from areal_actors.messages import Accounts, Capacity, Exports, Generation, Sessions
+from areal_actors.messages import Accounts, Capacity, Exports, Generation, Models, Sessions
 from areal_actors.proxy.anthropic import AnthropicDialect
 from areal_actors.proxy.anthropic_stream import PING
 from areal_actors.proxy.auth import Gatekeeper, create_admin_key
@@ -35,6 +35,7 @@ from areal_actors.proxy.openapi import OpenAPIEndpoint, create_document, describ
 from areal_actors.proxy.raw import RawDialect
 from areal_actors.proxy.responses import ResponsesDialect
 from areal_actors.proxy.routing import Operation, Operations
+from areal_actors.proxy.selection import Selection
 from areal_actors.proxy.token_count import TokenCountEndpoint
 from areal_actors.proxy.traffic import Traffic
 from areal_actors.proxy.visitors import Visitors
@@ -52,6 +53,7 @@ def create_app(
     capacity: Ref[Capacity],
     generation: Ref[Generation] | None = None,
     accounts: Ref[Accounts] | None = None,
+    models: Ref[Models] | None = None,
     config: ProxyConfig | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
     model: str = "policy",
@@ -66,6 +68,7 @@ def create_app(
         capacity: admits sessions.
         generation: describes the engine for ``/v1/models``.
         accounts: knows users and their keys; without it there are none.
+        models: lends trained models to requests that name one.
         config: settings; without an ``admin_key``, a random one is made that nobody learns.
         decode: text of token ids, for ``logprobs``; a renderer's ``decode``.
         model: the name in answers to clients that name no model.
@@ -76,6 +79,7 @@ def create_app(
     traffic = Traffic() if traffic is None else traffic
     gatekeeper = Gatekeeper(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
     visitors = Visitors(sessions=sessions, accounts=accounts)
+    selection = Selection(sessions=sessions, gatekeeper=gatekeeper, models=models)
     chat = ChatDialect(
         model=model,
         decode=decode,
@@ -89,6 +93,7 @@ def create_app(
         capacity=capacity,
         generation=generation,
         gatekeeper=gatekeeper,
+        selection=selection,
         config=config,
         visitors=visitors,
         traffic=traffic,
@@ -102,6 +107,7 @@ def create_app(
         config=config,
         meter=meter,
         visitors=visitors,
+        selection=selection,
     )
     metrics = MetricsEndpoint(
         sessions=sessions, capacity=capacity, exports=exports, generation=generation, meter=meter, traffic=traffic
@@ -145,6 +151,7 @@ def _dialect_operations(chat: CompletionEndpoint, *, model: str, decode: Decode 
         gatekeeper=chat.gatekeeper,
         config=config,
         visitors=chat.visitors,
+        selection=chat.selection,
     )
     return {
         "completions": _completion(evolve(chat, dialect=cast("Dialect[Any]", raw))),

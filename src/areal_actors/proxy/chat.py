@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.domain import (
     Answer,
@@ -78,6 +78,10 @@ class ChatDialect:
     def open_stream(self, parsed: ParsedChat) -> ChatStream:
         """The chunks of one answer."""
         return ChatStream(parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode)
+
+    def decoding_with(self, decode: Decode) -> Self:
+        """The same wording for a model with another tokenizer."""
+        return evolve(self, decode=decode)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
         """OpenAI's error body."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from time import perf_counter
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from areal_actors.core import Ref
 from areal_actors.domain import AnswerStarted, Attempt, Credential
@@ -16,6 +17,7 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialect import Dialect, Parsed
 from areal_actors.proxy.exchange import Exchange, parse_object
 from areal_actors.proxy.meter import Meter
+from areal_actors.proxy.selection import Selection
 from areal_actors.proxy.sse import KEEP_ALIVE
 from areal_actors.proxy.visitors import Visit, Visitors
 
@@ -32,6 +34,7 @@ class CompletionEndpoint:
     dialect: Dialect[Parsed]
     sessions: Ref[Sessions]
     gatekeeper: Gatekeeper
+    selection: Selection
     config: ProxyConfig
     meter: Meter
     visitors: Visitors
@@ -47,11 +50,13 @@ class CompletionEndpoint:
             in_request=named if isinstance(named, str) else None,
         )
         parsed = self.dialect.parse(body, tag=exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None)
-        if self.visitors.is_nobodys(credential):
-            await self._respond(exchange, credential, attempt, parsed)
+        model = body.get("model")
+        chosen = model if self.selection.may_select(model) else None
+        if self.visitors.is_nobodys(credential) or self.gatekeeper.is_admin(credential.key):
+            await self._respond(exchange, credential, attempt, parsed, model=chosen)
         else:
             async with self.visitors.visit(credential) as visit:
-                await self._respond(exchange, visit.credential, attempt, parsed, visit)
+                await self._respond(exchange, visit.credential, attempt, parsed, visit, model=chosen)
 
     async def _respond(
         self,
@@ -60,7 +65,31 @@ class CompletionEndpoint:
         attempt: Attempt | None,
         parsed: Parsed,
         visit: Visit | None = None,
+        *,
+        model: str | None = None,
     ) -> None:
+        """Have the policy answer, or the trained model that is called ``model``."""
+        if model is None:
+            await self.serve(exchange, credential, attempt, parsed, visit)
+            return
+        async with AsyncExitStack() as stack:
+            selected = self.selection.select(model, credential)
+            chosen = await exchange.until_hang_up(lambda: stack.enter_async_context(selected))
+            if chosen is None:
+                await self.serve(exchange, credential, attempt, parsed, visit)
+                return
+            there = evolve(self, dialect=self.dialect.decoding_with(chosen.decode), sessions=chosen.sessions)
+            await there.serve(exchange, chosen.credential, None, parsed, visit)
+
+    async def serve(
+        self,
+        exchange: Exchange,
+        credential: Credential,
+        attempt: Attempt | None,
+        parsed: Parsed,
+        visit: Visit | None,
+    ) -> None:
+        """Have the sessions answer what was read."""
         if parsed.is_stream:
             message = StreamComplete(credential=credential, request=parsed.request, attempt=attempt)
             await self._stream(exchange, message, parsed, visit)

@@ -15,8 +15,8 @@ from attrs import frozen
 from areal_actors.accounts import is_user_key
 from areal_actors.client.documents import format_episode
 from areal_actors.core import ActorState, Ref
-from areal_actors.domain import Credential, GroupId, InteractionId, IssuedKey, SessionId
-from areal_actors.errors import InvalidRequest, Unauthorized
+from areal_actors.domain import Credential, GroupId, InteractionId, IssuedKey, SessionId, TrainedModel
+from areal_actors.errors import InvalidRequest, RequestError, Unauthorized
 from areal_actors.messages import (
     Capacity,
     ClaimPermit,
@@ -36,6 +36,7 @@ from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Exchange
 from areal_actors.proxy.fields import read_number, read_text, wrong
+from areal_actors.proxy.selection import Selection
 from areal_actors.proxy.traffic import Traffic
 from areal_actors.proxy.visitors import Visitors
 
@@ -53,6 +54,7 @@ class ControlEndpoints:
     capacity: Ref[Capacity]
     generation: Ref[Generation] | None
     gatekeeper: Gatekeeper
+    selection: Selection
     config: ProxyConfig
     visitors: Visitors
     traffic: Traffic
@@ -170,12 +172,26 @@ class ControlEndpoints:
     # ----------------------------------------------------------------------------------------------- questions
 
     async def list_models(self, exchange: Exchange) -> None:
-        """The one model that answers here."""
+        """The policy, and for whoever may use them, the trained models."""
         model = "policy"
         if self.generation is not None:
             model = PurePath((await self.generation.ask(DescribeEngine())).info.model).name
-        entry = {"id": model, "object": "model", "created": self.started_at, "owned_by": "areal_actors"}
-        await exchange.send_json(200, {"object": "list", "data": [entry]})
+        entries = [_describe_model(model, self.started_at)]
+        entries += [_describe_model(found.name, int(found.saved_at)) for found in await self._trained_models(exchange)]
+        await exchange.send_json(200, {"object": "list", "data": entries})
+
+    async def _trained_models(self, exchange: Exchange) -> tuple[TrainedModel, ...]:
+        try:
+            if await self.visitors.identify(read_key(exchange.headers)) is not None:
+                return await self.selection.list()
+            credential = self.gatekeeper.credential(
+                key=read_key(exchange.headers),
+                in_path=exchange.session,
+                in_request=read_text(exchange.query, "session_id"),
+            )
+            return await self.selection.list_for(credential)
+        except RequestError:
+            return ()
 
     async def report_health(self, exchange: Exchange) -> None:
         """200 while requests can be answered, 503 otherwise."""
@@ -202,6 +218,10 @@ def _describe_user(user: IssuedKey) -> dict[str, str]:
     """What a session's metadata say of whose it is."""
     named = {"experiment": user.user.experiment, "trial": user.user.trial}
     return {name: value for name, value in named.items() if value is not None}
+
+
+def _describe_model(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "areal_actors"}
 
 
 def _read_float(arguments: Mapping[str, Any], name: str) -> float | None:

@@ -7,10 +7,11 @@ JSON objects into the words of the house and back, and neither wait nor know HTT
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from areal_actors.domain import Answer, AnswerStarted, CompletionRequest, Delta
 from areal_actors.proxy.failures import Failure
+from areal_actors.proxy.logprobs import Decode
 
 __all__ = ["AnswerStream", "Dialect", "Parsed"]
 
@@ -61,6 +62,10 @@ class Dialect(Protocol[P]):
 
     def open_stream(self, parsed: P) -> AnswerStream:
         """The wording of a stream."""
+        ...
+
+    def decoding_with(self, decode: Decode) -> Self:
+        """The same wording for a model with another tokenizer."""
         ...
 
     def format_failure(self, failure: Failure) -> Any:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.domain import Answer, AnswerStarted, Completion, Delta, InteractionId, TextDelta
 from areal_actors.proxy.chat import format_finish, format_usage
@@ -43,6 +43,10 @@ class RawDialect:
     def open_stream(self, parsed: ParsedRaw) -> RawStream:
         """The chunks of one answer."""
         return RawStream(parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode)
+
+    def decoding_with(self, decode: Decode) -> Self:
+        """The same wording for a model with another tokenizer."""
+        return evolve(self, decode=decode)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
         """OpenAI's error body."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.domain import Answer
 from areal_actors.proxy.failures import Failure, format_openai_failure
@@ -60,6 +60,10 @@ class ResponsesDialect:
     def open_stream(self, parsed: ParsedResponse) -> ResponseStream:
         """The events of one answer."""
         return ResponseStream(self._envelope(parsed), clock=self.clock)
+
+    def decoding_with(self, decode: Decode) -> Self:
+        """The same wording for a model with another tokenizer."""
+        return evolve(self, decode=decode)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
         """OpenAI's error body."""

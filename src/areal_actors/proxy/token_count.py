@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from areal_actors.core import Ref
 from areal_actors.messages import CountTokens, Sessions
@@ -10,6 +10,7 @@ from areal_actors.proxy.anthropic import AnthropicDialect
 from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.selection import Selection
 from areal_actors.proxy.visitors import Visitors
 
 __all__ = ["TokenCountEndpoint"]
@@ -22,6 +23,7 @@ class TokenCountEndpoint:
     dialect: AnthropicDialect
     sessions: Ref[Sessions]
     gatekeeper: Gatekeeper
+    selection: Selection
     config: ProxyConfig
     visitors: Visitors
 
@@ -35,12 +37,21 @@ class TokenCountEndpoint:
             in_path=exchange.session,
             in_request=named if isinstance(named, str) else None,
         )
-        request = self.dialect.parse(body).request
-        if self.visitors.is_nobodys(credential):
-            await self._count(exchange, CountTokens(credential=credential, request=request))
+        request, model = self.dialect.parse(body).request, body.get("model")
+        if self.visitors.is_nobodys(credential) or self.gatekeeper.is_admin(credential.key):
+            await self._count(exchange, CountTokens(credential=credential, request=request), model)
         else:
             async with self.visitors.visit(credential, is_counted=False) as visit:
-                await self._count(exchange, CountTokens(credential=visit.credential, request=request))
+                await self._count(exchange, CountTokens(credential=visit.credential, request=request), model)
 
-    async def _count(self, exchange: Exchange, message: CountTokens) -> None:
-        await exchange.send_json(200, {"input_tokens": await self.sessions.ask(message)})
+    async def _count(self, exchange: Exchange, message: CountTokens, model: str | None) -> None:
+        num_tokens = await exchange.until_hang_up(lambda: self._ask(message, model))
+        await exchange.send_json(200, {"input_tokens": num_tokens})
+
+    async def _ask(self, message: CountTokens, model: str | None) -> int:
+        if model is None or not self.selection.may_select(model):
+            return await self.sessions.ask(message)
+        async with self.selection.select(model, message.credential) as chosen:
+            if chosen is None:
+                return await self.sessions.ask(message)
+            return await chosen.sessions.ask(evolve(message, credential=chosen.credential))

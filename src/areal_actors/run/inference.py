@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import anyio
 from anyio import to_thread
@@ -19,6 +18,7 @@ from areal_actors.actors.accounts import AccountKeeper, UsersConfig
 from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
 from areal_actors.actors.exporter import ExportConfig, Exporter
 from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.models import ModelHost, ModelsConfig
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
 from areal_actors.cache.journal import Journal, NoJournal, read_journal
 from areal_actors.cache.journal.recovery import Leftovers
@@ -37,16 +37,18 @@ from areal_actors.messages import (
     ExportSession,
     ForgetSession,
     Generation,
+    Models,
     OpenSession,
     Serving,
     SessionOpened,
     Sessions,
     SetReward,
 )
-from areal_actors.models import resolve_model
+from areal_actors.models import Catalogue, resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
-from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
+from areal_actors.rendering import Renderer, RendererConfig, load_renderer
 from areal_actors.run.by_hand import RolloutEngine, open_rollouts
+from areal_actors.run.models import ModelOpener, open_engine
 from areal_actors.staleness import CapacityLimits, CapacityState
 from areal_actors.workflows import GenerationConfig
 
@@ -60,7 +62,10 @@ UNLIMITED = 1_000_000
 
 @frozen(kw_only=True)
 class InferenceConfig:
-    """The settings of what answers agents. ``seed`` keys all samples."""
+    """The settings of what answers agents. ``seed`` keys all samples.
+
+    Trained models answer beside the policy where ``models`` names a ``fileroot``.
+    """
 
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
@@ -68,12 +73,18 @@ class InferenceConfig:
     sessions: SessionsConfig = field(factory=SessionsConfig)
     capacity: CapacityConfig = field(factory=CapacityConfig)
     export: ExportConfig = field(factory=ExportConfig)
+    models: ModelsConfig = field(factory=ModelsConfig)
     limits: CapacityLimits = field(
         factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
     )
     users: UsersConfig = field(factory=UsersConfig)
     """Without a path, there are no users."""
     seed: int = 0
+
+    @property
+    def opener(self) -> ModelOpener:
+        """What opens a trained model, with the settings of the policy."""
+        return ModelOpener(engine=self.engine, renderer=self.renderer, sessions=self.sessions, seed=self.seed)
 
 
 @frozen(kw_only=True)
@@ -154,20 +165,6 @@ class EmbeddedSession:
 
 
 @asynccontextmanager
-async def open_engine(
-    config: TorchEngineConfig, *, model: Any, renderer: Renderer, version: int = 0
-) -> AsyncIterator[Engine]:
-    """The embedded engine for ``model``: a transformers model (shared with nobody) or its directory."""
-    from areal_actors.engines.torch import TorchEngine
-
-    tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
-    async with TorchEngine.open(
-        config, model=model, decode=renderer.decode, tokenizer=tokenizer, version=version
-    ) as engine:
-        yield engine
-
-
-@asynccontextmanager
 async def open_actors(
     config: InferenceConfig,
     *,
@@ -206,12 +203,14 @@ async def open_actors(
         if config.users.path is not None:
             keeper = AccountKeeper(config.users.path, config=config.users)
             accounts = await system.spawn(keeper, name="accounts")
+        models = await _spawn_models(system, config)
         proxy = ProxyServer(
             sessions=sessions,
             exports=exports,
             capacity=capacity,
             generation=generation,
             accounts=accounts,
+            models=models,
             config=config.proxy,
             decode=renderer.decode,
         )
@@ -228,6 +227,13 @@ async def open_actors(
             accounts=accounts,
             leftovers=leftovers,
         )
+
+
+async def _spawn_models(system: ActorSystem, config: InferenceConfig) -> Ref[Models] | None:
+    if config.models.fileroot is None or not config.models.max_loaded:
+        return None
+    host = ModelHost(Catalogue(root=config.models.fileroot), config.opener, config=config.models)
+    return await system.spawn(host, name="models")
 
 
 @asynccontextmanager

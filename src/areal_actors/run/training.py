@@ -40,13 +40,15 @@ from areal_actors.dashboard.report import write_report
 from areal_actors.datasets import Problems, find_overlap, load_problems
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Training, TrainingSummary
-from areal_actors.models import ModelFiles, load_policy, resolve_model
+from areal_actors.models import ModelFiles, load_policy, resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer, load_renderer
 from areal_actors.run.agents import prepare_agent
+from areal_actors.run.exporting import save_weights
 from areal_actors.run.heap import settled_heap
-from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine
+from areal_actors.run.inference import Inference, InferenceConfig, open_actors
+from areal_actors.run.models import open_engine
 from areal_actors.run.signals import stop_on_signals
-from areal_actors.telemetry import get_logger, logging_to_file, quiet_transformers
+from areal_actors.telemetry import get_logger, logging_to_file
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow, import_reference
 
 if TYPE_CHECKING:
@@ -217,6 +219,7 @@ async def _open_inference(job: _Job) -> AsyncIterator[Inference]:
         sessions=config.sessions,
         capacity=config.capacity,
         export=config.rollout.export,
+        models=config.trained_models,
         limits=config.limits,
         users=config.user_accounts,
         seed=config.seed,
@@ -302,7 +305,6 @@ async def _save_results(job: _Job, progress: Ref[Progress], summary: TrainingSum
 
 
 def _export(job: _Job) -> None:
-    from areal_actors.training.weights import export_model
-
-    with quiet_transformers():
-        export_model(job.policy.model, job.directory.weights, tokenizer_directory=job.model.path)
+    tokenizer = resolve_tokenizer(job.config.tokenizer or job.config.model)
+    save_weights(job.policy.model, job.directory, tokenizer=tokenizer, step=job.policy.version)
+    _log.info("model_saved", model=job.directory.model, path=str(job.directory.weights))

@@ -38,6 +38,7 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import NotFound, QuotaExceeded
 from areal_actors.messages import (
+    CheckCredential,
     CollectSession,
     Complete,
     CountTokens,
@@ -164,6 +165,13 @@ class ScriptedSessions(Actor[Sessions]):
                 async for delta in deltas:
                     yield evolve(delta, choice=index)
             yield self._record(session, saying)
+
+    @CheckCredential.handler
+    async def check(self, message: CheckCredential) -> SessionId:
+        """Say whose it is."""
+        credential = message.credential
+        session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
+        return session.id
 
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:

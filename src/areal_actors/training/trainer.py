@@ -19,7 +19,7 @@ from attrs import evolve
 from torch import Tensor
 
 from areal_actors.domain import Floats, Group, Trajectory
-from areal_actors.errors import CaptureViolation, CheckpointError, ConfigError, TrainingDiverged
+from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.training.advantages import GroupAdvantages, compute_advantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
@@ -35,6 +35,7 @@ from areal_actors.training.statistics import StepStatistics, describe_data
 from areal_actors.training.support import require_plain_head, require_tree_support
 from areal_actors.training.terms import Terms
 from areal_actors.training.tree_attention import use_tree_attention
+from areal_actors.training.weights import distinct_tensors, load_weights
 
 __all__ = ["PolicyTrainer"]
 
@@ -125,7 +126,11 @@ class PolicyTrainer:
         Raises ``CheckpointError`` if it cannot be written; older ones are untouched then.
         """
         own = {"num_updates": self._optimizer.num_updates, "caller": dict(counters or {})}
-        parts = {"model": self._model_tensors(), "optimizer": self._optimizer.state_dict(), "rng": _rng_tensors()}
+        parts = {
+            "model": distinct_tensors(self.model),
+            "optimizer": self._optimizer.state_dict(),
+            "rng": _rng_tensors(),
+        }
         return save_checkpoint(directory, step=self.version, parts=parts, counters=own, num_kept=num_kept)
 
     def restore(self, directory: Path) -> Mapping[str, Any] | None:
@@ -136,7 +141,7 @@ class PolicyTrainer:
         checkpoint = find_latest(directory)
         if checkpoint is None:
             return None
-        self._load_model(checkpoint)
+        load_weights(self.model, checkpoint)
         self._optimizer.load_state_dict(checkpoint.load("optimizer"), num_updates=checkpoint.counters["num_updates"])
         _set_rng(checkpoint.load("rng"))
         self.version = checkpoint.step
@@ -284,7 +289,7 @@ class PolicyTrainer:
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=self._dtype)
 
-    # -------------------------------------------------------------------------------------------- model, checks
+    # ------------------------------------------------------------------------------------------------- checks
 
     def _check(self) -> None:
         if self.config.objective.kl.coefficient and self._reference is None:
@@ -296,23 +301,6 @@ class PolicyTrainer:
             if self.config.layout is Layout.TREE:
                 use_tree_attention(model)
                 require_tree_support(model)
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        """Each tensor of the model once: tied weights have one name."""
-        unique = {tensor.data_ptr(): name for name, tensor in reversed(self.model.state_dict().items())}
-        return {name: tensor for name, tensor in self.model.state_dict().items() if unique[tensor.data_ptr()] == name}
-
-    @torch.no_grad()
-    def _load_model(self, checkpoint: Checkpoint) -> None:
-        own, saved = self._model_tensors(), checkpoint.load("model")
-        misfits = [name for name in own.keys() | saved.keys() if name not in own or name not in saved]
-        misfits += [name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape]
-        if misfits:
-            raise CheckpointError(
-                f"{checkpoint.path} is of another model: {', '.join(sorted(misfits)[:5])} do not fit."
-            )
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
 
 
 def _rng_tensors() -> dict[str, Tensor]:

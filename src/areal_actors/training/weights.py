@@ -1,4 +1,4 @@
-"""The final export: a directory that ``AutoModelForCausalLM.from_pretrained`` and inference servers load as it is."""
+"""Weights in and out of a model: from a checkpoint, and as a directory that transformers and inference servers load."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_actors.errors import CheckpointError
+from areal_actors.training.checkpoints import Checkpoint
 from areal_actors.training.directories import atomic_directory
 
-__all__ = ["export_model"]
+__all__ = ["distinct_tensors", "export_model", "load_weights"]
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -29,11 +31,17 @@ _TOKENIZER_FILES = (
 
 
 def export_model(
-    model: Any, directory: Path, *, tokenizer_directory: Path | None = None, dtype: torch.dtype = torch.float32
+    model: Any,
+    directory: Path,
+    *,
+    tokenizer_directory: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    documents: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Write ``model`` (a transformers causal LM) in ``dtype`` with config, generation config and tokenizer files.
 
-    Tokenizer files are copied as they are from ``tokenizer_directory``. An existing ``directory`` is replaced when
+    Tokenizer files are copied as they are from ``tokenizer_directory``; ``documents`` are written beside them as JSON,
+    by their names. An existing ``directory`` is replaced when
     the new one is complete. Raises ``CheckpointError`` if it cannot be written.
     """
     state = _converted(model.state_dict(), dtype)
@@ -43,6 +51,26 @@ def export_model(
         _write_dtype(partial / "config.json", dtype)
         if tokenizer_directory is not None:
             _copy_tokenizer(tokenizer_directory, partial)
+        for name, document in (documents or {}).items():
+            (partial / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def distinct_tensors(model: Any) -> dict[str, Tensor]:
+    """Each tensor of the model once: tied weights have one name."""
+    unique = {tensor.data_ptr(): name for name, tensor in reversed(model.state_dict().items())}
+    return {name: tensor for name, tensor in model.state_dict().items() if unique[tensor.data_ptr()] == name}
+
+
+@torch.no_grad()
+def load_weights(model: Any, checkpoint: Checkpoint) -> None:
+    """Give ``model`` the weights of a checkpoint. Raises ``CheckpointError`` if they are another model's."""
+    own, saved = distinct_tensors(model), checkpoint.load("model")
+    misfits = [name for name in own.keys() | saved.keys() if name not in own or name not in saved]
+    misfits += [name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape]
+    if misfits:
+        raise CheckpointError(f"{checkpoint.path} is of another model: {', '.join(sorted(misfits)[:5])} do not fit.")
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
 
 
 def _converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ import anyio
 import anyio.lowlevel
 import torch
 from attrs import define, evolve, field
+from safetensors import SafetensorError
 
 from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.engines.torch.config import TorchEngineConfig
@@ -346,9 +347,14 @@ def _own(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=dtype)
-    except (OSError, ValueError) as error:
+            factory: Any = AutoModelForCausalLM
+            loaded, report = factory.from_pretrained(
+                model, local_files_only=True, dtype=dtype, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{model} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would make them up
+        raise ModelError(f"The files in {model} lack {len(missing)} weights, {missing[0]} among them; save it again.")
     return loaded.to(device).eval()
 
 

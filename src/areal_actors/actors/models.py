@@ -1,0 +1,220 @@
+"""The host of trained models: it opens them when they are asked for, keeps a few, and closes whom nobody uses.
+
+A model is a stack of its own (engine, generation, sessions) in a scope of its own, in a task of this actor. What
+happens to one model, a file that cannot be read or an engine that fails, happens to those who asked for it and to
+nobody else.
+
+::
+
+    UseModel ──▶ place ──▶ loading ──▶ open ◀──▶ in use          a request in flight holds its model open
+                              │          │ idle, and its place is wanted
+                              ▼          ▼
+                           failed      closed
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+from attrs import define, field, frozen
+from attrs.validators import ge, gt
+
+from areal_actors.core import Actor, BackgroundTasks, Context, Ref
+from areal_actors.domain import Credential, TrainedModel
+from areal_actors.errors import ActorStopped, ArealError, MailboxFull, ModelError, Unavailable, Unprocessable
+from areal_actors.messages import (
+    ForgetSession,
+    ListModels,
+    ModelInUse,
+    Models,
+    OpenSession,
+    SessionOpened,
+    Sessions,
+    UseModel,
+)
+from areal_actors.models import Catalogue
+from areal_actors.telemetry import get_logger
+
+__all__ = ["ModelHost", "ModelStack", "ModelsConfig", "OpenModel"]
+
+_log = get_logger(__name__)
+
+
+@frozen(kw_only=True)
+class ModelsConfig:
+    """Trained models that answer beside the policy, to requests whose model is an experiment/trial."""
+
+    fileroot: Path | None = None
+    """Where models are looked for, as <fileroot>/<experiment>/<trial>/weights; the fileroot of the run without it."""
+    max_loaded: int = field(default=1, validator=ge(0))
+    """Models that are open at once, besides the policy, each with weights and cache of its own. 0 switches them off."""
+    open_timeout_seconds: float = field(default=300.0, validator=gt(0))
+    """How long a request may wait for a place and for the loading of its model."""
+
+
+@frozen(kw_only=True)
+class ModelStack:
+    """An open model."""
+
+    sessions: Ref[Sessions]
+    decode: Callable[[Sequence[int]], str]
+
+
+OpenModel = Callable[[TrainedModel], AbstractAsyncContextManager[ModelStack]]
+"""What opens a stack. It may fail in any way, and it may end early if an actor inside crashes."""
+
+
+@define(kw_only=True, eq=False)
+class _Slot:
+    """The place of one model, from before it is loaded until it is closed."""
+
+    model: TrainedModel
+    num_users: int = 0
+    last_used: int = 0
+    """A count, because two uses may end at the same time."""
+    stack: ModelStack | None = None
+    failure: ArealError | None = None
+    settled: anyio.Event = field(factory=anyio.Event)
+    """Set when ``stack`` or ``failure`` is."""
+    closing: anyio.Event = field(factory=anyio.Event)
+
+    async def result(self) -> ModelStack:
+        """What was opened, once it is; raises why it was not."""
+        await self.settled.wait()
+        if self.stack is None:
+            raise self.failure or Unavailable(f"{self.model.name} is being closed; try again.")
+        return self.stack
+
+
+class ModelHost(Actor[Models]):
+    """Lends models out."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        open_model: OpenModel,
+        *,
+        config: ModelsConfig | None = None,
+    ) -> None:
+        self._catalogue = catalogue
+        self._open_model = open_model
+        self._config = config or ModelsConfig()
+        self._num_uses = 0
+        self._slots: dict[TrainedModel, _Slot] = {}
+        self._changed = anyio.Event()
+        self._tasks: BackgroundTasks
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Models are open in tasks that end with the actor."""
+        self._tasks = context.tasks
+        yield
+
+    @ListModels.handler
+    async def list(self, message: ListModels) -> tuple[TrainedModel, ...]:  # noqa: ARG002 - the message says it all
+        """Look at the disk, which runs that finish meanwhile change."""
+        return await to_thread.run_sync(self._catalogue.list) if self._config.max_loaded else ()
+
+    @UseModel.handler(concurrency=100_000)
+    async def use(self, message: UseModel) -> AsyncIterator[ModelInUse]:
+        """Lend a model out until the borrower leaves."""
+        model = await to_thread.run_sync(self._catalogue.get, message.name) if self._config.max_loaded else None
+        if model is None:
+            return
+        slot, stack = await self._borrow(model)
+        try:
+            opened = await _open_session(model, stack)
+            try:
+                yield ModelInUse(
+                    sessions=stack.sessions, credential=Credential(session=opened.session), decode=stack.decode
+                )
+                await anyio.sleep_forever()
+            finally:
+                with suppress(ActorStopped, MailboxFull):
+                    stack.sessions.tell_nowait(ForgetSession(session=opened.session))
+        finally:
+            self._give_back(slot)
+
+    # ------------------------------------------------------------------------------------------------- places
+
+    async def _borrow(self, model: TrainedModel) -> tuple[_Slot, ModelStack]:
+        """A slot of ``model`` that counts this user, once it is open. Raises as ``UseModel`` says."""
+        with anyio.move_on_after(self._config.open_timeout_seconds):
+            while True:
+                slot = self._slots.get(model) or self._start(model)
+                if slot is not None and not slot.closing.is_set():
+                    return slot, await self._join(slot)
+                await self._changed.wait()
+        raise Unavailable(
+            f"{model.name} was not open within {self._config.open_timeout_seconds:g} s; try again, or raise "
+            "models.max_loaded if other models are in use."
+        )
+
+    async def _join(self, slot: _Slot) -> ModelStack:
+        slot.num_users += 1
+        try:
+            return await slot.result()
+        except BaseException:
+            self._give_back(slot)
+            raise
+
+    def _give_back(self, slot: _Slot) -> None:
+        slot.num_users -= 1
+        self._num_uses += 1
+        slot.last_used = self._num_uses
+        self._notify()
+
+    def _start(self, model: TrainedModel) -> _Slot | None:
+        """A place for ``model``, which begins to load; or, where all are taken, an idle one begins to close."""
+        if len(self._slots) < self._config.max_loaded:
+            slot = self._slots[model] = _Slot(model=model)
+            self._tasks.start_soon(self._host, slot)
+            return slot
+        others = self._slots.values()
+        idle = [slot for slot in others if not slot.num_users and slot.settled.is_set()]
+        if idle and not any(slot.closing.is_set() for slot in others):
+            min(idle, key=lambda slot: slot.last_used).closing.set()
+        return None
+
+    def _notify(self) -> None:
+        """Wake up whoever waits for a place."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # ------------------------------------------------------------------------------------------------- models
+
+    async def _host(self, slot: _Slot) -> None:
+        """Keep one model open until its place is wanted. Nothing that fails in here leaves it."""
+        try:
+            async with self._open_model(slot.model) as slot.stack:
+                _log.info("model_opened", model=slot.model.name)
+                slot.settled.set()
+                self._notify()
+                await slot.closing.wait()
+            _log.info("model_closed", model=slot.model.name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this model's
+            slot.failure = _explain(slot.model, error)
+            _log.warning("model_failed", model=slot.model.name, error=str(error))
+        finally:
+            del self._slots[slot.model]
+            slot.closing.set()
+            slot.settled.set()
+            self._notify()
+
+
+async def _open_session(model: TrainedModel, stack: ModelStack) -> SessionOpened:
+    try:
+        return await stack.sessions.ask(OpenSession(task="inference"))
+    except ActorStopped as error:  # it has failed since it was opened, and is about to be closed
+        raise Unavailable(f"The model {model.name} has stopped: {error}; try again.") from error
+
+
+def _explain(model: TrainedModel, error: Exception) -> ArealError:
+    """What those who asked for it are told: weights that cannot be read will not be read by asking again."""
+    if isinstance(error, ModelError):
+        return Unprocessable(f"The model {model.name} cannot be loaded: {error}", param="model")
+    return Unavailable(f"The model {model.name} is not available: {error}")

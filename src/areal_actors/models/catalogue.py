@@ -1,0 +1,150 @@
+"""The models that runs have trained: from ``experiment/trial`` to a directory of weights, and to a list of them all.
+
+::
+
+    <root>/<experiment>/<trial>/weights/           as transformers loads it
+                                       /trained.json   step and reward, for people
+
+Look-ups only: nothing is loaded and nothing is written. Names come from anybody who may send a request, so a name that
+could lead out of the root is none, and neither is a link that does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from areal_actors.domain import TrainedModel, is_model_identifier
+from areal_actors.errors import ModelError
+
+__all__ = ["TRAINED_DOCUMENT", "WEIGHTS_DIRECTORY", "Catalogue", "format_models"]
+
+WEIGHTS_DIRECTORY = "weights"
+"""Name of the directory of a run's weights. It appears whole or not at all."""
+
+TRAINED_DOCUMENT = "trained.json"
+"""Beside the weights: how they came about."""
+
+_MAX_LISTED = 8
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+@frozen(kw_only=True)
+class Catalogue:
+    """The trained models below ``root``, as they are on disk at each question."""
+
+    root: Path = field(converter=_absolute)
+
+    def get(self, name: str) -> TrainedModel | None:
+        """The model with exactly the name ``experiment/trial``; ``None`` if there is none."""
+        return self._read(name) if is_model_identifier(name) else None
+
+    def find(self, name: str) -> TrainedModel:
+        """The model called ``experiment/trial``, or ``experiment`` where only one of its trials has weights.
+
+        Raises:
+            ModelError: there is none, or there are several; says which names there are.
+        """
+        if "/" not in name:
+            return self._only_trial(name)
+        found = self.get(name)
+        if found is None:
+            raise ModelError(self._explain(name))
+        return found
+
+    def list(self) -> tuple[TrainedModel, ...]:
+        """All models, by name."""
+        return tuple(sorted(self._scan(), key=lambda model: model.name))
+
+    def _scan(self, experiment: str = "*") -> Iterator[TrainedModel]:
+        for path in self.root.glob(f"{experiment}/*/{WEIGHTS_DIRECTORY}"):
+            found = self.get(f"{path.parent.parent.name}/{path.parent.name}")
+            if found is not None:
+                yield found
+
+    def _read(self, name: str) -> TrainedModel | None:
+        path = self.root / name / WEIGHTS_DIRECTORY
+        try:
+            saved_at = path.stat().st_mtime
+            is_inside = path.resolve(strict=True).is_relative_to(self.root.resolve())
+            if not is_inside or not (path / "config.json").is_file():
+                return None
+        except OSError:
+            return None
+        facts = _read_facts(path / TRAINED_DOCUMENT)
+        return TrainedModel(
+            name=name,
+            path=path,
+            saved_at=saved_at,
+            step=_number(facts, "step", int),
+            reward=_number(facts, "reward", float),
+        )
+
+    # ---------------------------------------------------------------------------------------- what to say instead
+
+    def _only_trial(self, experiment: str) -> TrainedModel:
+        if not is_model_identifier(f"{experiment}/trial"):
+            raise ModelError(self._explain(experiment))
+        found = sorted(self._scan(experiment), key=lambda model: model.name)
+        if len(found) > 1:
+            names = ", ".join(model.name for model in found[:_MAX_LISTED])
+            raise ModelError(f"{experiment} has {len(found)} trials with weights; name one of them: {names}.")
+        if not found:
+            raise ModelError(self._explain(experiment))
+        return found[0]
+
+    def _explain(self, name: str) -> str:
+        """Why there is no such model."""
+        shown = name if len(name) <= 100 else f"{name[:100]}…"  # noqa: PLR2004 - enough to recognise it
+        if not is_model_identifier(name if "/" in name else f"{name}/trial"):
+            return (
+                f"{shown!r} is no name of a trained model. They are called experiment/trial, each of letters, digits, "
+                "'.', '_' and '-'."
+            )
+        run = self.root / name
+        if "/" in name and run.is_dir():
+            return (
+                f"The run {name} has no weights yet, because it has not finished. "
+                f"'areal-actors export {run}' makes them of its newest checkpoint."
+            )
+        names = [model.name for model in self.list()]
+        near = get_close_matches(name, names, n=3, cutoff=0.5) or names[:_MAX_LISTED]
+        hint = f"did you mean {' or '.join(near)}?" if near else "no run there has finished yet."
+        return f"There is no trained model {shown!r} in {self.root}: {hint}"
+
+
+def format_models(models: Sequence[TrainedModel]) -> str:
+    """A table for people, one line a model: name, step, day and time of its weights (UTC), reward."""
+    if not models:
+        return "No run here has weights yet."
+    width = max(len("model"), *(len(model.name) for model in models))
+    lines = [f"{'model':{width}}  {'step':>6}  {'saved (UTC)':16}  reward"]
+    for model in models:
+        step = "" if model.step is None else str(model.step)
+        saved = datetime.fromtimestamp(model.saved_at, UTC).strftime("%Y-%m-%d %H:%M")
+        reward = "" if model.reward is None else f"{model.reward:.3f}"
+        lines.append(f"{model.name:{width}}  {step:>6}  {saved}  {reward}".rstrip())
+    return "\n".join(lines)
+
+
+def _read_facts(path: Path) -> Mapping[str, Any]:
+    """What is told beside the weights; nothing, for weights from elsewhere."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _number(facts: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
+    value = facts.get(key)
+    return kind(value) if isinstance(value, int | float) else None

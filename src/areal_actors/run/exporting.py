@@ -1,0 +1,65 @@
+"""Trained weights under their name: at the end of a run, and from the checkpoint of one that stopped early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from areal_actors.config import load_config
+from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard.records import read_records
+from areal_actors.domain import TrainedModel
+from areal_actors.errors import CheckpointError, RunDirectoryError
+from areal_actors.models import TRAINED_DOCUMENT, Catalogue, ModelFiles, load_policy, resolve_model, resolve_tokenizer
+from areal_actors.telemetry import quiet_transformers
+
+__all__ = ["export_run", "save_weights"]
+
+
+def save_weights(model: Any, directory: RunDirectory, *, tokenizer: ModelFiles, step: int) -> None:
+    """Write the weights of ``model``, trained for ``step`` steps, as a directory that transformers loads.
+
+    It appears whole or not at all, in the place of an earlier one. Raises ``CheckpointError`` if it cannot be written.
+    """
+    from areal_actors.training.weights import export_model
+
+    rewards = {record.get("step"): record.get("reward") for record in read_records(directory.metrics)}
+    facts = {"step": step, "reward": rewards.get(step)}
+    with quiet_transformers():
+        export_model(model, directory.weights, tokenizer_directory=tokenizer.path, documents={TRAINED_DOCUMENT: facts})
+
+
+def export_run(path: Path) -> TrainedModel:
+    """Make the weights of the run in ``path``, which may have stopped early, from its newest complete checkpoint.
+
+    Raises:
+        RunDirectoryError: there is no run.
+        CheckpointError: it has no checkpoint, or weights of a later step already.
+        ModelError: the model that the run began with is gone.
+    """
+    from areal_actors.training.checkpoints import find_latest
+    from areal_actors.training.weights import load_weights
+
+    directory = RunDirectory(path=path.absolute())
+    if not directory.config.exists():
+        raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
+    checkpoint = find_latest(directory.checkpoints)
+    if checkpoint is None:
+        raise CheckpointError(f"There is no complete checkpoint in {directory.checkpoints}, so nothing to export.")
+    _refuse_older(directory, checkpoint.step)
+    config = load_config(directory.config)
+    tokenizer = resolve_tokenizer(config.tokenizer or config.model)
+    model = load_policy(resolve_model(config.model).path)
+    load_weights(model, checkpoint)
+    save_weights(model, directory, tokenizer=tokenizer, step=checkpoint.step)
+    return Catalogue(root=directory.path.parents[1]).find(f"{directory.path.parent.name}/{directory.path.name}")
+
+
+def _refuse_older(directory: RunDirectory, step: int) -> None:
+    name = f"{directory.path.parent.name}/{directory.path.name}"
+    present = Catalogue(root=directory.path.parents[1]).get(name)
+    if present is not None and (present.step or 0) > step:
+        raise CheckpointError(
+            f"{directory.weights} has the weights of step {present.step}, and the newest checkpoint is of step {step}; "
+            "nothing was changed."
+        )

@@ -43,14 +43,17 @@ from areal_actors.messages import (
     EndSession,
     ForgetSession,
     Generation,
+    Intake,
     OpenSession,
     SessionClosed,
+    SessionFinished,
     SessionOpened,
     Sessions,
     SessionsView,
     SetReward,
     SettlePermit,
     StreamComplete,
+    WatchSessions,
 )
 from areal_actors.rendering import Renderer
 from areal_actors.telemetry import get_logger
@@ -105,6 +108,7 @@ class SessionManager(Actor[Sessions]):
         self._has_grammars = False
         self._num_retries = 0
         self._answering = Answering(generation)
+        self._intake: Ref[Intake] | None = None
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -150,6 +154,7 @@ class SessionManager(Actor[Sessions]):
             session.tree.set_reward(None, message.final_reward)
         self._store.end(session.id, now)
         await self._settle(session.id)
+        await self._announce(SessionFinished(session=session.id, is_final=message.final_reward is not None))
         return SessionClosed(session=session.id, num_interactions=len(session.tree))
 
     @SetReward.handler
@@ -212,6 +217,16 @@ class SessionManager(Actor[Sessions]):
             for session_id in self._store.expire(anyio.current_time()):
                 _log.warning("session_expired", session=session_id)
                 await self._settle(session_id)
+                await self._announce(SessionFinished(session=session_id, is_expired=True))
+
+    @WatchSessions.handler
+    async def watch(self, message: WatchSessions) -> None:
+        """Remember whom to tell."""
+        self._intake = message.watcher
+
+    async def _announce(self, news: SessionFinished) -> None:
+        if self._intake is not None:
+            await self._intake.tell(news)
 
     # ----------------------------------------------------------------------------------------- completions
 

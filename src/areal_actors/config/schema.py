@@ -18,6 +18,7 @@ from attrs.validators import ge, gt, in_, le, matches_re, optional
 
 from areal_actors.actors.capacity import CapacityConfig
 from areal_actors.actors.exporter import ExportConfig
+from areal_actors.actors.intake import IntakeConfig
 from areal_actors.actors.outcomes import MemberOutcome
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.actors.rollouts import RolloutsConfig
@@ -44,6 +45,7 @@ __all__ = [
     "ModelName",
     "RolloutConfig",
     "RunConfig",
+    "ServeConfig",
     "WorkflowReference",
     "create_config",
     "load_config",
@@ -95,8 +97,9 @@ class AgentConfig:
 class RolloutConfig:
     """Which agent runs on the problems, how often, and how far it may run ahead of training."""
 
-    workflow: WorkflowReference | CommandConfig
-    """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}."""
+    workflow: WorkflowReference | CommandConfig | None = None
+    """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}.
+    With serve, it is run on the problems of eval_dataset only."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
     group_size: int = field(default=8, validator=ge(1))
@@ -132,6 +135,14 @@ class RolloutConfig:
 
 
 @frozen(kw_only=True)
+class ServeConfig:
+    """How serve makes groups of the sessions of external agents."""
+
+    group_timeout_seconds: float = field(default=600.0, validator=gt(0))
+    """A group waits for so long for members that never start, and is trained with those that there are."""
+
+
+@frozen(kw_only=True)
 class LoggingConfig:
     """What a run shows and keeps."""
 
@@ -158,9 +169,11 @@ class RunConfig:
     """A name, or the path of a directory that transformers can load."""
     tokenizer: ModelName | None = None
     """Where the tokenizer and its chat template come from; the model without it."""
-    dataset: DatasetConfig
+    dataset: DatasetConfig | None = None
+    """The problems that train works on; serve trains on those of external agents."""
     eval_dataset: DatasetConfig | None = None
-    rollout: RolloutConfig
+    rollout: RolloutConfig = field(factory=RolloutConfig)
+    serve: ServeConfig = field(factory=ServeConfig)
     gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
@@ -189,6 +202,17 @@ class RunConfig:
             checkpoint=self.checkpoint,
             stop=self.stop,
             max_step_seconds=self.rollout.max_step_seconds,
+        )
+
+    @property
+    def intake(self) -> IntakeConfig:
+        """What the intake of external sessions needs of this."""
+        return IntakeConfig(
+            group_size=self.rollout.group_size,
+            group_timeout_seconds=self.serve.group_timeout_seconds,
+            grace_seconds=self.sessions.lifetimes.grace_seconds,
+            member_outcome=self.rollout.member_outcome,
+            seed=self.seed,
         )
 
     @property

@@ -10,7 +10,7 @@ from attrs import evolve
 from starlette.routing import BaseRoute
 
 from areal_actors.core import Actor, Context, Ref
-from areal_actors.messages import Capacity, DescribeEndpoint, Endpoint, Exports, Generation, Serving, Sessions
+from areal_actors.messages import Capacity, DescribeEndpoint, Endpoint, Exports, Generation, Intake, Serving, Sessions
 from areal_actors.proxy.app import create_app
 from areal_actors.proxy.auth import create_admin_key
 from areal_actors.proxy.config import ProxyConfig
@@ -34,6 +34,7 @@ class ProxyServer(Actor[Serving]):
         exports: Ref[Exports],
         capacity: Ref[Capacity],
         generation: Ref[Generation] | None = None,
+        intake: Ref[Intake] | None = None,
         config: ProxyConfig | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         model: str = "policy",
@@ -49,6 +50,7 @@ class ProxyServer(Actor[Serving]):
             exports=exports,
             capacity=capacity,
             generation=generation,
+            intake=intake,
             config=evolve(config, admin_key=self._admin_key),
             decode=decode,
             model=model,

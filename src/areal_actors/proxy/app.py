@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from areal_actors.core import Ref
-from areal_actors.messages import Capacity, Exports, Generation, Sessions
+from areal_actors.messages import Capacity, Exports, Generation, Intake, Sessions
 from areal_actors.proxy.anthropic import AnthropicDialect
 from areal_actors.proxy.anthropic_stream import PING
 from areal_actors.proxy.auth import Gatekeeper, create_admin_key
@@ -49,6 +49,7 @@ def create_app(
     exports: Ref[Exports],
     capacity: Ref[Capacity],
     generation: Ref[Generation] | None = None,
+    intake: Ref[Intake] | None = None,
     config: ProxyConfig | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
     model: str = "policy",
@@ -62,6 +63,7 @@ def create_app(
         exports: builds training rows.
         capacity: admits sessions.
         generation: describes the engine for ``/v1/models``.
+        intake: starts sessions that are trained; without it, sessions are only remembered.
         config: settings; without an ``admin_key``, a random one is made that nobody learns.
         decode: text of token ids, for ``logprobs``; a renderer's ``decode``.
         model: the name in answers to clients that name no model.
@@ -83,6 +85,7 @@ def create_app(
         exports=exports,
         capacity=capacity,
         generation=generation,
+        intake=intake,
         gatekeeper=gatekeeper,
         config=config,
         traffic=traffic,

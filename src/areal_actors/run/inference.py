@@ -13,12 +13,15 @@ from typing import Any
 
 import anyio
 from anyio import to_thread
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
 from areal_actors.actors.exporter import ExportConfig, Exporter
 from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
+from areal_actors.actors.progress import ProgressReporter
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
+from areal_actors.cache.journal import Journal, restore_groups
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
 from areal_actors.engines import Engine
@@ -33,7 +36,9 @@ from areal_actors.messages import (
     ExportSession,
     ForgetSession,
     Generation,
+    Intake,
     OpenSession,
+    Progress,
     Serving,
     SessionOpened,
     Sessions,
@@ -64,6 +69,8 @@ class InferenceConfig:
     sessions: SessionsConfig = field(factory=SessionsConfig)
     capacity: CapacityConfig = field(factory=CapacityConfig)
     export: ExportConfig = field(factory=ExportConfig)
+    intake: IntakeConfig | None = None
+    """How external sessions are taken in; without it, they are only remembered and exported."""
     limits: CapacityLimits = field(
         factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
     )
@@ -82,6 +89,8 @@ class Inference:
     capacity: Ref[Capacity]
     generation: Ref[Generation]
     serving: Ref[Serving]
+    progress: Ref[Progress] | None = None
+    intake: Ref[Intake] | None = None
 
     def rollouts(self, *, gconfig: GenerationConfig | None = None) -> AbstractAsyncContextManager[RolloutEngine]:
         """An engine that runs agents and rollout workflows by hand; what still runs ends with the block."""
@@ -163,8 +172,14 @@ async def open_actors(
     renderer: Renderer,
     version: int = 0,
     start: DataPosition | None = None,
+    progress: ProgressReporter | None = None,
+    journal: Journal | None = None,
 ) -> AsyncIterator[Inference]:
-    """The actors around an engine that is open already. ``version`` and ``start`` are where a resumed run stands."""
+    """The actors around an engine that is open already. ``version`` and ``start`` are where a resumed run stands.
+
+    ``progress`` hears of the sessions that an intake takes in. With a ``journal``, the intake goes on with what an
+    earlier process wrote there.
+    """
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine), name="generation")
         state = CapacityState.at_version(config.limits, version)
@@ -173,13 +188,27 @@ async def open_actors(
             renderer=renderer, generation=generation, capacity=capacity, config=config.sessions, seed=config.seed
         )
         sessions = await system.spawn(manager, name="sessions")
-        exporter = Exporter(sessions=sessions, capacity=capacity, config=config.export, start=start)
+        exporter = Exporter(
+            sessions=sessions,
+            capacity=capacity,
+            config=config.export,
+            start=start,
+            are_problems_external=config.intake is not None,
+            journal=journal,
+        )
         exports = await system.spawn(exporter, name="exports")
+        reporter = None if progress is None else await system.spawn(progress, name="progress")
+        intake = None
+        if config.intake is not None:
+            peers = IntakePeers(sessions=sessions, exports=exports, capacity=capacity, progress=reporter)
+            keeper = await _create_intake(config.intake, peers, journal=journal, version=version, start=start)
+            intake = await system.spawn(keeper, name="intake")
         proxy = ProxyServer(
             sessions=sessions,
             exports=exports,
             capacity=capacity,
             generation=generation,
+            intake=intake,
             config=config.proxy,
             decode=renderer.decode,
         )
@@ -193,7 +222,20 @@ async def open_actors(
             capacity=capacity,
             generation=generation,
             serving=serving,
+            intake=intake,
+            progress=reporter,
         )
+
+
+async def _create_intake(
+    config: IntakeConfig, peers: IntakePeers, *, journal: Journal | None, version: int, start: DataPosition | None
+) -> IntakeKeeper:
+    restored = None
+    if journal is not None:
+        restored = restore_groups([fact async for fact in journal.read()], version=version)
+    if start is not None:
+        config = evolve(config, next_position=max(config.next_position, start.next))
+    return IntakeKeeper(peers=peers, config=config, journal=journal, restored=restored, version=version)
 
 
 @asynccontextmanager

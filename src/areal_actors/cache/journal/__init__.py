@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from areal_actors.cache.journal.base import Journal
 from areal_actors.cache.journal.config import JournalConfig, JournalSync
+from areal_actors.cache.journal.groups import RestoredGroups, RestoredSession, restore_groups
 from areal_actors.cache.journal.memory import MemoryJournal, NoJournal
 from areal_actors.cache.journal.sqlite import SqliteJournal
 
-__all__ = ["Journal", "JournalConfig", "JournalSync", "MemoryJournal", "NoJournal", "SqliteJournal"]
+__all__ = [
+    "Journal",
+    "JournalConfig",
+    "JournalSync",
+    "MemoryJournal",
+    "NoJournal",
+    "RestoredGroups",
+    "RestoredSession",
+    "SqliteJournal",
+    "restore_groups",
+]

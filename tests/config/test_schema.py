@@ -141,7 +141,7 @@ def test_an_empty_file_is_told_what_is_missing(tmp_path):
         load_config(path)
 
     missing = {problem.split()[1] for problem in caught.value.problems}
-    assert missing == {"experiment_name", "total_steps", "model", "dataset", "rollout"}
+    assert missing == {"experiment_name", "total_steps", "model"}
 
 
 @pytest.mark.parametrize("text", ["- 1\n- 2\n", "just text", "3"])

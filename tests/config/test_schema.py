@@ -331,7 +331,7 @@ def test_an_agent_may_be_a_command(write, tmp_path):
     [
         ({"command": []}, "rollout.workflow.command"),
         ({"comand": ["sh"]}, "rollout.workflow.comand is no setting; did you mean command?"),
-        (3, "rollout.workflow must be text or a section \\(command\\), not 3"),
+        (3, "rollout.workflow must be text or a section \\(command\\) or null, not 3"),
     ],
     ids=["empty", "misspelt", "number"],
 )

@@ -196,7 +196,8 @@ class IntakeKeeper(Actor[Intake]):
             await group.over.wait()
         if not group.over.is_set():
             group.is_closed = True
-            _log.warning("group_incomplete", group=group.id, members=len(group.seats), size=group.size)
+            if len(group.seats) < group.size:
+                _log.warning("group_incomplete", group=group.id, members=len(group.seats), size=group.size)
             await self._deliver_if_over(group)
 
     # ---------------------------------------------------------------------------------------------- finishing

@@ -65,11 +65,11 @@ async def learn(job: Job, learning: Learning) -> None:
         assert inference.progress is not None
         rollouts = await _spawn_runner(job, learning, inference, stack)
         training = await _spawn_trainer(job, inference, rollouts)
-        if learning.announce is not None:
-            await learning.announce(inference)
         if learning.is_handling_signals:  # the process is ours
             stack.enter_context(settled_heap())
         async with stop_on_signals(training) if learning.is_handling_signals else nullcontext():
+            if learning.announce is not None:
+                await learning.announce(inference)
             summary = await training.ask(AwaitTraining())
         await _save_results(job, inference.progress, summary)
 

@@ -20,8 +20,10 @@ def share_of_digits(text: str) -> float:
 
 async def start_session(client: httpx.AsyncClient, number: int) -> dict[str, str]:
     """A session of one's own; while there is no room for one, wait as long as the service says."""
-    while (response := await client.post("/rl/v1/start_session", json={"task_id": f"say-{number}"})).status_code == 429:
+    response = await client.post("/rl/v1/start_session", json={"task_id": f"say-{number}"})
+    if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
         await asyncio.sleep(float(response.headers["retry-after"]))
+        return await start_session(client, number)
     return dict(response.raise_for_status().json())
 
 

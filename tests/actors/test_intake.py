@@ -92,9 +92,7 @@ class Service:
 
 
 @asynccontextmanager
-async def open_service(
-    *, max_concurrent: int = 8, batch_size: int = 8, **options: Any
-) -> AsyncIterator[Service]:
+async def open_service(*, max_concurrent: int = 8, batch_size: int = 8, **options: Any) -> AsyncIterator[Service]:
     lifetimes = SessionSettings(grace_seconds=GRACE, idle_seconds=IDLE)
     limits = CapacityLimits(max_concurrent=max_concurrent, batch_size=batch_size)
     config = IntakeConfig(grace_seconds=GRACE, **options)
@@ -104,9 +102,7 @@ async def open_service(
     async with opening as house:
         notebook = Notebook()
         progress = await house.system.spawn(notebook, name="progress")
-        peers = IntakePeers(
-            sessions=house.sessions, exports=house.exports, capacity=house.capacity, progress=progress
-        )
+        peers = IntakePeers(sessions=house.sessions, exports=house.exports, capacity=house.capacity, progress=progress)
         intake = await house.system.spawn(IntakeKeeper(peers=peers, config=config), name="intake")
         yield Service(house, intake, notebook)
 

@@ -6,8 +6,7 @@ begin anew, from the facts that were written and from the weights of the last ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -24,7 +23,7 @@ from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
 from areal_actors.cache import SessionSettings
 from areal_actors.cache.journal import MemoryJournal, restore_groups
-from areal_actors.core import ActorSystem
+from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import (
     CompletionRequest,
     Credential,
@@ -40,18 +39,23 @@ from areal_actors.domain import (
     SessionStarted,
     VersionSaved,
 )
-from areal_actors.errors import CapacityExhausted
+from areal_actors.errors import CapacityExhausted, NotFound
+from areal_actors.errors import SessionEnded as CameTooLate
 from areal_actors.messages import (
     AcknowledgeLease,
+    Capacity,
     Complete,
     DescribeCapacity,
     EndSession,
+    Exports,
     ForgetSession,
+    Intake,
     LeaseGroups,
     OpenSession,
     SaveVersion,
     SessionClosed,
     SessionFinished,
+    Sessions,
     StartSession,
     VersionAdvanced,
 )
@@ -149,78 +153,95 @@ class World:
     live: list[SessionId] = field(factory=list)
     saved: tuple[tuple[SessionId, ...], ...] = ()
     """For each version of the saved weights, the sessions that it was trained with."""
-    steps: list[tuple[SessionId, ...]] = field(factory=list)
 
     async def live_on(self, moves: list[str], power: Power) -> None:
         """A process, from its start to its end."""
-        self.steps = list(self.saved)
-        version = len(self.steps)
-        journal = FailingJournal(self.facts, power)
         async with ActorSystem.open(grace=0.0) as system:
-            generation = await system.spawn(GenerationActor(EchoEngine(lambda _: encode("42"))))
-            state = CapacityState.at_version(LIMITS, version)
-            capacity = await system.spawn(CapacityGranter(state))
-            manager = LastingSessions(
-                journal,
-                self.sessions,
-                renderer=renderer(),
-                generation=generation,
-                capacity=capacity,
-                config=SessionsConfig(lifetimes=SessionSettings(idle_seconds=300.0, grace_seconds=60.0)),
-            )
-            self.sessions = manager
-            sessions = await system.spawn(manager, name="sessions")
-            exporter = Exporter(sessions=sessions, capacity=capacity, are_problems_external=True, journal=journal)
-            exports = await system.spawn(exporter)
-            restored = restore_groups(tuple(self.facts), version=version)
-            keeper = IntakeKeeper(
-                peers=IntakePeers(sessions=sessions, exports=exports, capacity=capacity),
-                config=IntakeConfig(group_size=2, group_timeout_seconds=50.0),
-                journal=journal,
-                restored=restored,
-                version=version,
-            )
-            intake = await system.spawn(keeper)
-            view = await capacity.ask(DescribeCapacity())
-            assert view.running + view.accepted == version * LIMITS.batch_size + len(restored.waiting) + len(
-                restored.open
-            )
+            process = await self._start(system, FailingJournal(self.facts, power))
             for move in moves:
-                if move in ("single", "member"):
-                    with anyio.move_on_after(1000), _without_room():
-                        start = StartSession(task="t", group="g" if move == "member" else None)
-                        self.live.append((await intake.ask(start)).session)
-                elif move == "finish" and self.live:
-                    session = self.live.pop(0)
-                    credential = Credential(session=session)
-                    sampling = Sampling(max_new_tokens=4)
-                    request = CompletionRequest(messages=say("what?"), sampling=sampling)
-                    await sessions.ask(Complete(credential=credential, request=request))
-                    await sessions.ask(EndSession(credential=credential, final_reward=1.0))
-                    self.acknowledged.add(session)
-                elif move == "step":
-                    with anyio.move_on_after(1):
-                        wanted = LeaseGroups(num_groups=LIMITS.batch_size, version=len(self.steps), max_staleness=99)
-                        lease = await exports.ask(wanted)
-                        trained = [e.session for g in lease.groups for e in g.episodes if e.trajectories]
-                        self.steps.append(tuple(trained))
-                        await exports.ask(AcknowledgeLease(lease=lease.id))
-                        await capacity.tell(VersionAdvanced(version=len(self.steps)))
-                elif move == "save":
-                    self.saved = tuple(self.steps)
-                    await exports.ask(SaveVersion(version=len(self.saved)))
-                elif move == "wait":
-                    await anyio.sleep(200)
+                await getattr(process, move)()
             await anyio.wait_all_tasks_blocked()
-            system._tasks.cancel_scope.cancel() if system._tasks else None
+
+    async def _start(self, system: ActorSystem, journal: FailingJournal) -> Process:
+        version = len(self.saved)
+        generation = await system.spawn(GenerationActor(EchoEngine(lambda _: encode("42"))))
+        capacity = await system.spawn(CapacityGranter(CapacityState.at_version(LIMITS, version)))
+        self.sessions = LastingSessions(
+            journal,
+            self.sessions,
+            renderer=renderer(),
+            generation=generation,
+            config=SessionsConfig(lifetimes=SessionSettings(idle_seconds=300.0, grace_seconds=60.0)),
+        )
+        sessions = await system.spawn(self.sessions)
+        exporter = Exporter(sessions=sessions, capacity=capacity, are_problems_external=True, journal=journal)
+        exports = await system.spawn(exporter)
+        restored = restore_groups(tuple(self.facts), version=version)
+        keeper = IntakeKeeper(
+            peers=IntakePeers(sessions=sessions, exports=exports, capacity=capacity),
+            config=IntakeConfig(group_size=2, group_timeout_seconds=50.0),
+            journal=journal,
+            restored=restored,
+            version=version,
+        )
+        intake = await system.spawn(keeper)
+        view = await capacity.ask(DescribeCapacity())
+        num_restored = len(restored.waiting) + len(restored.open)
+
+        assert version * LIMITS.batch_size + num_restored == view.running + view.accepted
+        return Process(self, sessions, exports, capacity, intake, list(self.saved))
 
 
-@contextmanager
-def _without_room() -> Iterator[None]:
-    try:
-        yield
-    except CapacityExhausted:
-        pass
+@define
+class Process:
+    """One life of the service; its methods are the moves of agents and of the trainer."""
+
+    world: World
+    sessions: Ref[Sessions]
+    exports: Ref[Exports]
+    capacity: Ref[Capacity]
+    intake: Ref[Intake]
+    steps: list[tuple[SessionId, ...]]
+
+    async def single(self) -> None:
+        await self._begin(None)
+
+    async def member(self) -> None:
+        await self._begin("g")
+
+    async def _begin(self, group: str | None) -> None:
+        with suppress(CapacityExhausted):
+            opened = await self.intake.ask(StartSession(task="t", group=group))
+            self.world.live.append(opened.session)
+
+    async def finish(self) -> None:
+        """One turn of the oldest session, and its reward; from its acknowledgement on, it may not be lost."""
+        if not self.world.live:
+            return
+        session = self.world.live.pop(0)
+        credential = Credential(session=session)
+        request = CompletionRequest(messages=say("what?"), sampling=Sampling(max_new_tokens=4))
+        with suppress(CameTooLate, NotFound):  # it had expired
+            await self.sessions.ask(Complete(credential=credential, request=request))
+            await self.sessions.ask(EndSession(credential=credential, final_reward=1.0))
+            self.world.acknowledged.add(session)
+
+    async def step(self) -> None:
+        """Train, if there is a batch."""
+        with anyio.move_on_after(1):
+            wanted = LeaseGroups(num_groups=LIMITS.batch_size, version=len(self.steps), max_staleness=99)
+            lease = await self.exports.ask(wanted)
+            self.steps.append(tuple(e.session for g in lease.groups for e in g.episodes if e.trajectories))
+            await self.exports.ask(AcknowledgeLease(lease=lease.id))
+            await self.capacity.tell(VersionAdvanced(version=len(self.steps)))
+
+    async def save(self) -> None:
+        """Write a checkpoint, and tell of it."""
+        self.world.saved = tuple(self.steps)
+        await self.exports.ask(SaveVersion(version=len(self.steps)))
+
+    async def wait(self) -> None:
+        await anyio.sleep(200)
 
 
 async def run_killed(world: World, moves: list[str], *, after: int | None) -> None:
@@ -288,7 +309,7 @@ def consumed(version: int) -> GroupConsumed:
     ],
     ids=["waiting", "trained", "weights lost", "lost, then another lineage", "trained at last", "forgotten"],
 )
-def test_what_lost_weights_were_trained_with_comes_back(facts: tuple[Fact, ...], version: int, is_back: bool):
+def test_what_lost_weights_were_trained_with_comes_back(*, facts: tuple[Fact, ...], version: int, is_back: bool):
     """A version that is reached for the second time does not count for the first."""
     restored = restore_groups(facts, version=version)
 

@@ -39,7 +39,7 @@ from areal_actors.actors.outcomes import MemberOutcome, fail_together
 from areal_actors.cache.journal import Journal, NoJournal, RestoredGroups, RestoredSession
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import Episode, GroupId, GroupQueued, SessionId, SessionRecord
-from areal_actors.errors import ActorError, ArealError, Conflict, NotFound
+from areal_actors.errors import ActorError, ActorStopped, ArealError, Conflict, NotFound
 from areal_actors.messages import (
     Capacity,
     ClaimPermit,
@@ -149,7 +149,7 @@ class IntakeKeeper(Actor[Intake]):
             try:
                 opened = await self._open_session(message, group, seat)
             except BaseException:
-                with anyio.move_on_after(_SETTLE_SECONDS, shield=True):
+                with anyio.move_on_after(_SETTLE_SECONDS, shield=True), suppress(ActorStopped):
                     await self._leave(group, seat)
                 raise
             self._groups.seat_session(group, seat, opened.session)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 from uuid import uuid4
 
 import anyio
 
 from areal_actors.core import Ref
-from areal_actors.errors import ConfigError, EpisodeError
+from areal_actors.errors import ActorStopped, ConfigError, EpisodeError
 from areal_actors.messages import Intake, SettleTaken, TakeSession
 from areal_actors.workflows.engine import EpisodeEngine
 from areal_actors.workflows.interactions import InteractionWithTokenLogpReward
@@ -67,6 +68,6 @@ class ProxyWorkflow(RolloutWorkflow):
             interactions = InteractionViews(taken.record).rows(taken.episode.trajectories)
             is_kept = True
         finally:
-            with anyio.move_on_after(_SETTLE_SECONDS, shield=True):
+            with anyio.move_on_after(_SETTLE_SECONDS, shield=True), suppress(ActorStopped):
                 await self._intake.tell(SettleTaken(taker=taker, is_kept=is_kept))
         return interactions

@@ -6,10 +6,11 @@
       │                ▲                                            │ ▲
       │                │ collects                             tells │ │ leases
       ├──asks──▶ Exports ◀──delivers── Rollouts ──asks──▶ Capacity ◀┘ Exports
-      │             ▲                     ▲                  ▲
-      │             │  Training ──asks────┘ (evaluation)     │   everybody ──tells──▶ Progress
-      │             └──delivers──────────┐                   │
-      └──asks──▶ Intake ◀──tells── Sessions   Intake ──asks──┘
+      │            ▲                      ▲                   ▲
+      │            └──delivers── Intake ──│──asks─────────────┘
+      │                            ▲      │
+      └──asks──────────────────────┤   Training asks (evaluation)
+              Sessions tell ───────┘                       everybody ──tells──▶ Progress
 
 What is asked is an imperative (``EndSession``); what is told is news (``VersionAdvanced``). Each message names the
 type of its reply; an actor class declares the addresses whose messages it handles.

@@ -108,6 +108,10 @@ class LastingSessions(SessionManager):
         self.journal = journal
         if former is not None:
             self._store, self._extras = former._store, former._extras
+        ended = {fact.session for fact in journal.facts if isinstance(fact, SessionEnded)}
+        for session in self._store:
+            if session.id not in ended:  # it ended in memory only
+                session.ended_at = None
 
     @OpenSession.handler
     async def open(self, message: OpenSession):

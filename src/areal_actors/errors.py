@@ -26,6 +26,7 @@
     │   ├── Unprocessable           422
     │   │   └── IdempotencyMismatch     422: code ``idempotency_mismatch``
     │   ├── CapacityExhausted       429: carries ``retry_after_seconds``
+    │   ├── QuotaExceeded           429: a user has used up what was granted; code ``quota_exceeded``
     │   └── Unavailable             503: starting, stopping, or the engine is gone
     ├── RewardError                 a reward that is no finite number, or names nothing         (session)
     ├── ExportError                 rows that cannot be built from this session                 (session)
@@ -77,6 +78,7 @@ __all__ = [
     "PayloadTooLarge",
     "PreviousNotFound",
     "ProtocolError",
+    "QuotaExceeded",
     "RemoteError",
     "RenderError",
     "RequestError",
@@ -273,6 +275,18 @@ class CapacityExhausted(RequestError):
     status = 429
     type = "rate_limit_error"
     code = "capacity_exhausted"
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class QuotaExceeded(RequestError):
+    """A user has used up what was granted; there is room again after ``retry_after_seconds``."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "quota_exceeded"
 
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)

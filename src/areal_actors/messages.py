@@ -2,6 +2,8 @@
 
 ::
 
+    Accounts
+      ▲ asks
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training
       │                ▲                                            │ ▲
       │                │ collects                             tells │ │ leases
@@ -40,8 +42,11 @@ from areal_actors.domain import (
     Group,
     GroupId,
     InteractionId,
+    IssuedKey,
+    KeyId,
     PauseMode,
     Problem,
+    Quotas,
     SampleKey,
     SessionId,
     SessionRecord,
@@ -155,8 +160,12 @@ class SessionClosed:
 class OpenSession(Message[Sessions, SessionOpened]):
     """Start a session. ``task`` becomes the readable prefix of its id; ``key`` seeds its samples.
 
-    ``permit`` is given back when the session ends or expires, where it was claimed for this session alone. Raises
-    ``Conflict`` when ``api_key`` is in use by a live session.
+    ``permit`` is given back when the session ends or expires, where it was claimed for this session alone. ``user_key``
+    is the key of the ``user`` that opens it. ``is_durable`` has the session outlive the process, where there is a
+    journal: for agents that nobody here can run again.
+
+    Raises ``Conflict`` when ``api_key`` is in use by a live session, ``QuotaExceeded`` when ``user`` has ``max_live``
+    live sessions already, ``Unavailable`` when a durable session cannot be written down.
     """
 
     task: str
@@ -165,6 +174,10 @@ class OpenSession(Message[Sessions, SessionOpened]):
     key: SampleKey | None = None
     permit: int | None = None
     metadata: Mapping[str, Any] = field(factory=dict)
+    user: str | None = None
+    user_key: KeyId | None = None
+    max_live: int | None = None
+    is_durable: bool = False
 
 
 @frozen(kw_only=True)
@@ -233,6 +246,22 @@ class DescribeSessions(Message[Sessions, SessionsView]):
 
 
 @frozen(kw_only=True)
+class SessionOwner:
+    """Who started a session: a user with a key, or nobody by name."""
+
+    session: SessionId
+    user: str | None = None
+    user_key: KeyId | None = None
+
+
+@frozen(kw_only=True)
+class DescribeOwner(Message[Sessions, SessionOwner]):
+    """Whose session a credential opens. Raises ``NotFound`` or ``Unauthorized`` if it opens none."""
+
+    credential: Credential
+
+
+@frozen(kw_only=True)
 class CollectSession(Message[Sessions, SessionRecord]):
     """A copy of a session as it stands. It is not forgotten by being read."""
 
@@ -267,6 +296,7 @@ class StartSession(Message[Intake, SessionOpened]):
     Sessions of the same ``group`` share a permit and are compared with one another. ``position``, ``member`` and
     ``seed`` key its samples as the members of a dataset's group are keyed; without them they are counted. Raises
     ``CapacityExhausted`` at once without room for another group, and ``Conflict`` for what does not fit its group.
+    The last four are as in ``OpenSession``; groups are those of one ``user``.
     """
 
     task: str
@@ -276,6 +306,10 @@ class StartSession(Message[Intake, SessionOpened]):
     position: int | None = None
     member: int | None = None
     seed: int | None = None
+    metadata: Mapping[str, Any] = field(factory=dict)
+    user: str | None = None
+    user_key: KeyId | None = None
+    max_live: int | None = None
 
 
 @frozen(kw_only=True)
@@ -520,6 +554,71 @@ class EvaluationFinished(Message[Progress, None]):
     num_episodes: int
     num_failed: int
     seconds: float
+
+
+# ------------------------------------------------------------------------------------------------- accounts
+
+
+class Accounts:
+    """Address of the keeper of accounts: users, their keys, what they may use and have used."""
+
+
+@frozen(kw_only=True)
+class CreateKey(Message[Accounts, IssuedKey]):
+    """Issue a key; it is on disk when the reply comes, which alone carries its secret.
+
+    A new ``user`` is made; of a known one, what is given here replaces what was.
+    """
+
+    user: str
+    experiment: str | None = None
+    trial: str | None = None
+    quotas: Quotas = field(factory=Quotas)
+    expires_at: float | None = None
+
+
+@frozen(kw_only=True)
+class ListKeys(Message[Accounts, tuple[IssuedKey, ...]]):
+    """Every key that was issued, revoked ones too."""
+
+
+@frozen(kw_only=True)
+class RevokeKey(Message[Accounts, IssuedKey]):
+    """Let a key open nothing any more; on disk when the reply comes. Twice is harmless; raises ``NotFound``."""
+
+    key: KeyId
+
+
+@frozen(kw_only=True)
+class IdentifyUser(Message[Accounts, IssuedKey]):
+    """Whose key this is. Raises ``Unauthorized`` unless it is valid."""
+
+    secret: str = field(repr=False)
+
+
+@frozen(kw_only=True)
+class AdmitUser(Message[Accounts, IssuedKey]):
+    """Let the owner of a key ask for a completion, and count it.
+
+    Raises ``Unauthorized`` unless the key is valid, ``QuotaExceeded`` if the user has used up what was granted. Without
+    ``is_counted``, validity alone is looked at.
+    """
+
+    key: KeyId
+    is_counted: bool = True
+
+
+@frozen(kw_only=True)
+class TokensSampled(Message[Accounts, None]):
+    """News: so many tokens were sampled for a user."""
+
+    user: str
+    num_tokens: int
+
+
+@frozen(kw_only=True)
+class HasKeys(Message[Accounts, bool]):
+    """Whether any key was ever issued."""
 
 
 # ---------------------------------------------------------------------------------------------------- proxy

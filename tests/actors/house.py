@@ -15,6 +15,7 @@ from areal_actors.actors.capacity import CapacityGranter
 from areal_actors.actors.exporter import ExportConfig, Exporter
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
+from areal_actors.cache.journal import Journal, read_journal
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import (
     Answer,
@@ -115,6 +116,7 @@ async def open_house(
     export: ExportConfig | None = None,
     start: DataPosition | None = None,
     exporter: Mapping[str, Any] = MappingProxyType({}),
+    journal: Journal | None = None,
     max_seconds: float = MAX_SECONDS,
 ) -> AsyncIterator[House]:
     """Open the actors, the engine's answers scripted by ``script``. What hangs for too long fails.
@@ -127,7 +129,15 @@ async def open_house(
         async with ActorSystem.open() as system:
             generation = await system.spawn(GenerationActor(engine), name="generation")
             capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)), name="capacity")
-            manager = SessionManager(renderer=renderer(), generation=generation, capacity=capacity, config=sessions)
+            manager = SessionManager(
+                renderer=renderer(),
+                generation=generation,
+                capacity=capacity,
+                config=sessions,
+                journal=journal,
+                recovered=None if journal is None else await read_journal(journal),
+                wall_clock=anyio.current_time,
+            )
             sessions_ref = await system.spawn(manager, name="sessions")
             exporter = Exporter(sessions=sessions_ref, capacity=capacity, config=export, start=start, **exporter)
             exports = await system.spawn(exporter, name="exports")

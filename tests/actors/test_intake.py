@@ -249,6 +249,15 @@ async def test_a_full_group_is_followed_by_another_of_its_name():
         assert [[0, 1], [0, 1]] == [[episode.member for episode in group.episodes] for group in groups]
 
 
+async def test_users_do_not_share_groups_by_sharing_a_name():
+    """Nobody can slip a session into somebody else's group."""
+    async with open_service(group_size=2) as service:
+        await service.start("g", user="ada")
+        await service.start("g", user="ben")
+
+        assert (2, 0) == await service.counts()
+
+
 async def test_members_that_never_start_are_not_waited_for():
     """After the time-out the group is what there is; who is still playing may finish."""
     async with open_service(group_size=4, group_timeout_seconds=100.0) as service:

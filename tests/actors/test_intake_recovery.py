@@ -1,13 +1,11 @@
 """Killed at any moment, and started again: no session whose reward was acknowledged is lost, none is trained twice.
 
-The sessions survive here as they do in a service that restores them from its journal; capacity, exporter and intake
-begin anew, from the facts that were written and from the weights of the last checkpoint.
+Each life begins from the facts that were written and from the weights of the last checkpoint, and ends at any fact.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import anyio
 import pytest
@@ -22,7 +20,7 @@ from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
 from areal_actors.cache import SessionSettings
-from areal_actors.cache.journal import MemoryJournal, restore_groups
+from areal_actors.cache.journal import MemoryJournal, recover, restore_groups
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import (
     CompletionRequest,
@@ -33,13 +31,12 @@ from areal_actors.domain import (
     GroupQueued,
     SampleKey,
     Sampling,
-    SessionEnded,
     SessionForgotten,
     SessionId,
     SessionStarted,
     VersionSaved,
 )
-from areal_actors.errors import CapacityExhausted, NotFound
+from areal_actors.errors import CapacityExhausted, NotFound, Unavailable
 from areal_actors.errors import SessionEnded as CameTooLate
 from areal_actors.messages import (
     AcknowledgeLease,
@@ -48,13 +45,9 @@ from areal_actors.messages import (
     DescribeCapacity,
     EndSession,
     Exports,
-    ForgetSession,
     Intake,
     LeaseGroups,
-    OpenSession,
     SaveVersion,
-    SessionClosed,
-    SessionFinished,
     Sessions,
     StartSession,
     VersionAdvanced,
@@ -100,59 +93,11 @@ class FailingJournal(MemoryJournal):
             self.facts.extend(facts)
 
 
-class LastingSessions(SessionManager):
-    """Writes its facts, and begins with the sessions of the one before it."""
-
-    def __init__(self, journal: FailingJournal, former: LastingSessions | None, **options: Any) -> None:
-        super().__init__(**options)
-        self.journal = journal
-        if former is not None:
-            self._store, self._extras = former._store, former._extras
-        ended = {fact.session for fact in journal.facts if isinstance(fact, SessionEnded)}
-        for session in self._store:
-            if session.id not in ended:  # it ended in memory only
-                session.ended_at = None
-
-    @OpenSession.handler
-    async def open(self, message: OpenSession):
-        opened = self.open_session(message)
-        await self.journal.write(
-            SessionStarted(
-                session=opened.session,
-                key_digest=b"",
-                sample_key=message.key or SampleKey(seed=0),
-                started_at=0.0,
-                group=message.group,
-                metadata=message.metadata,
-            )
-        )
-        return opened
-
-    @EndSession.handler
-    async def end(self, message: EndSession) -> SessionClosed:
-        assert message.credential.session is not None
-        is_final = message.final_reward is not None
-        await self.journal.write(SessionEnded(session=message.credential.session, ended_at=0.0, is_final=is_final))
-        return await super().end(message)
-
-    async def _announce(self, news: SessionFinished) -> None:
-        if news.is_expired:
-            await self.journal.write(SessionEnded(session=news.session, ended_at=0.0))
-        await super()._announce(news)
-
-    @ForgetSession.handler
-    async def forget(self, message: ForgetSession) -> None:
-        self.journal.note(SessionForgotten(session=message.session))
-        if not self.journal.power.has_failed:
-            await super().forget(message)
-
-
 @define
 class World:
     """What outlives a process: the facts, the weights, and what they were trained with."""
 
     facts: list[Fact] = field(factory=list)
-    sessions: LastingSessions | None = None
     acknowledged: set[SessionId] = field(factory=set)
     live: list[SessionId] = field(factory=list)
     saved: tuple[tuple[SessionId, ...], ...] = ()
@@ -170,14 +115,15 @@ class World:
         version = len(self.saved)
         generation = await system.spawn(GenerationActor(EchoEngine(lambda _: encode("42"))))
         capacity = await system.spawn(CapacityGranter(CapacityState.at_version(LIMITS, version)))
-        self.sessions = LastingSessions(
-            journal,
-            self.sessions,
+        manager = SessionManager(
             renderer=renderer(),
             generation=generation,
             config=SessionsConfig(lifetimes=SessionSettings(idle_seconds=300.0, grace_seconds=60.0)),
+            journal=journal,
+            recovered=recover(self.facts),
+            wall_clock=anyio.current_time,
         )
-        sessions = await system.spawn(self.sessions)
+        sessions = await system.spawn(manager)
         exporter = Exporter(sessions=sessions, capacity=capacity, are_problems_external=True, journal=journal)
         exports = await system.spawn(exporter)
         restored = restore_groups(tuple(self.facts), version=version)
@@ -252,7 +198,10 @@ async def run_killed(world: World, moves: list[str], *, after: int | None) -> No
     power = Power()
     power.remaining = after
     with power.scope:
-        await world.live_on(moves, power)
+        try:
+            await world.live_on(moves, power)
+        except* Unavailable:  # what an agent may be told as its service dies
+            assert power.has_failed
 
 
 MOVES = st.lists(st.sampled_from(["single", "member", "finish", "finish", "step", "save", "wait"]), max_size=14)

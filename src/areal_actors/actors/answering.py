@@ -20,19 +20,23 @@ import anyio
 from attrs import define, field
 
 from areal_actors.actors.attempts import Sending
-from areal_actors.actors.turns import Choice
+from areal_actors.actors.durable import Ledger
+from areal_actors.actors.turns import Choice, asked_of
 from areal_actors.cache import PromptPlan, Session
 from areal_actors.core import BackgroundTasks, Ref
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
+    Attempt,
     Chunk,
     Delta,
     EngineRequest,
+    Interaction,
     ReasoningDelta,
     TextDelta,
     ToolArgumentsDelta,
     ToolCallStarted,
+    TurnEnded,
 )
 from areal_actors.errors import ActorStopped, SessionEnded, Unavailable
 from areal_actors.messages import Generate, Generation
@@ -47,7 +51,10 @@ Streams = list[AsyncIterator[Chunk]]
 
 @define(eq=False, kw_only=True)
 class Turn:
-    """A request that has begun: one choice and one engine request per answer. ``sending`` is there if it may return."""
+    """A request that has begun: one choice and one engine request per answer.
+
+    ``sending`` is there if it may return, ``ledger`` if its session is durable.
+    """
 
     session: Session
     plan: PromptPlan
@@ -55,6 +62,7 @@ class Turn:
     requests: tuple[EngineRequest, ...]
     is_streaming: bool = False
     sending: Sending[Turn] | None = None
+    ledger: Ledger | None = None
     _num_joined: int = field(default=0, init=False)
     _ended: anyio.Event | None = field(default=None, init=False)
     _adopted: anyio.CancelScope | None = field(default=None, init=False)
@@ -86,10 +94,52 @@ class Turn:
         self._adopted = anyio.CancelScope()
         return self._adopted
 
+    async def complete(self, *choices: Choice) -> tuple[Answer, ...]:
+        """Record these answers, which are complete; those of a durable session are written first, all or none.
+
+        Raises:
+            Unavailable: they could not be written, and are not recorded.
+            SessionEnded: the session was ended while they waited to be written.
+        """
+        ledger = self.ledger
+        if ledger is None or not choices:
+            return tuple(choice.complete() for choice in choices)
+        async with ledger.lock:
+            for choice in choices:
+                check_complete(self, choice)
+            now = ledger.clock()
+            await ledger.write(*[self._fact(*choice.prepare(), now) for choice in choices])
+            return tuple(choice.complete() for choice in choices)
+
+    def _fact(self, interaction: Interaction, answer: Answer | None, now: float) -> TurnEnded:
+        history, sending = self.plan.match.history, self.sending
+        attempt = None
+        if sending is not None:
+            attempt = Attempt(fingerprint=sending.fingerprint, number=sending.number, idempotency_key=sending.key)
+        return TurnEnded(
+            session=self.session.id,
+            interaction=interaction,
+            frame=(history.frame.system, history.frame.tools, history.frame.options),
+            prompt_digest=history.digest(len(history.messages)),
+            ended_at=now,
+            attempt=attempt,
+            siblings=() if attempt is None else tuple(choice.interaction for choice in self.choices),
+            asked=asked_of(self.plan.request, self.requests[0].key),
+            num_cached_tokens=0 if answer is None else answer.usage.cached_tokens,
+            stop_sequence=None if answer is None else answer.stop_sequence,
+        )
+
+    def _note_unanswered(self, ledger: Ledger) -> None:
+        now, tree = ledger.clock(), self.session.tree
+        unanswered = [choice.interaction for choice in self.choices if choice.answer is None]
+        ledger.note(*[self._fact(tree.get(interaction), None, now) for interaction in unanswered])
+
     def end(self) -> None:
         """Cancel the choices that have not ended, and wake whoever joined."""
         for choice in self.choices:
             choice.cancel()
+        if self.ledger is not None:
+            self._note_unanswered(self.ledger)
         now = self.session.last_used_at = anyio.current_time()  # a long answer is no idleness
         if self.sending is not None:
             answers = tuple(choice.answer for choice in self.choices if choice.answer is not None)
@@ -118,7 +168,7 @@ class Answering:
         """Answer in one piece: all choices are recorded, or none is."""
         async with self.sampling(turn) as streams:
             await _read(turn, streams)
-            return tuple(choice.complete() for choice in turn.choices)
+            return await turn.complete(*turn.choices)
 
     @asynccontextmanager
     async def sampling(self, turn: Turn) -> AsyncIterator[Streams]:
@@ -148,9 +198,7 @@ async def _go_on(turn: Turn, streams: Streams, scope: anyio.CancelScope, stack: 
         try:
             async with stack:
                 await _read(turn, streams)
-                for choice in turn.choices:
-                    if not choice.is_ended:
-                        choice.complete()
+                await turn.complete(*[choice for choice in turn.choices if not choice.is_ended])
         except Exception as error:  # noqa: BLE001 - whatever it is, the interactions have it as their reason
             _log.info("adopted_turn_failed", error=repr(error))
 

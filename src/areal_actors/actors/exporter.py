@@ -20,7 +20,7 @@ from attrs.validators import ge, in_, le
 
 from areal_actors.actors.positions import ConsumedPositions, HighestPosition
 from areal_actors.cache import STYLES, export_trajectories, total_reward
-from areal_actors.cache.journal import Journal
+from areal_actors.cache.journal import Journal, NoJournal
 from areal_actors.cache.rewards import RULES
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, SessionId, VersionSaved
@@ -78,7 +78,7 @@ class Exporter(Actor[Exports]):
         self._capacity = capacity
         self._config = config or ExportConfig()
         self._consumed = HighestPosition(start) if are_problems_external else ConsumedPositions(start)
-        self._journal = journal
+        self._journal = None if isinstance(journal, NoJournal) else journal
         self._unsaved: list[tuple[int, Group]] = []
         self._ready: dict[GroupId, Group] = {}
         self._held: set[GroupId] = set()  # ready or lent

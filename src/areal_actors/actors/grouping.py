@@ -42,13 +42,17 @@ class Seat:
 
 @define(eq=False, kw_only=True)
 class OpenGroup:
-    """Sessions that share a permit. ``name`` is what the agents call it, ``None`` for a session by itself."""
+    """Sessions that share a permit. ``name`` is what the agents call it, ``None`` for a session by itself.
+
+    It belongs to the user who began it (``owner``): others may use the same name for theirs.
+    """
 
     id: GroupId
     name: str | None
     size: int
     position: int
     permit: Permit
+    owner: str | None = None
     version: int = field(default=Factory(lambda self: self.permit.version, takes_self=True))
     """That of the newest weights when it began."""
     seats: dict[int, Seat] = field(factory=dict)
@@ -114,19 +118,19 @@ class OpenGroups:
     def __init__(self, *, next_position: int = 0) -> None:
         self._next_position = next_position
         self._by_id: dict[GroupId, OpenGroup] = {}
-        self._by_name: dict[str, OpenGroup] = {}
+        self._by_name: dict[tuple[str | None, str], OpenGroup] = {}
         self._by_session: dict[SessionId, tuple[OpenGroup, Seat]] = {}
 
-    def to_join(self, name: str | None) -> OpenGroup | None:
-        """The group of that name that waits for members."""
-        group = None if name is None else self._by_name.get(name)
+    def to_join(self, name: str | None, owner: str | None = None) -> OpenGroup | None:
+        """The group of that name, of the same user, that waits for members."""
+        group = None if name is None else self._by_name.get((owner, name))
         return group if group is not None and group.has_room else None
 
     def add(self, group: OpenGroup) -> None:
         """A group that begins."""
         self._by_id[group.id] = group
         if group.name is not None and not group.is_closed:
-            self._by_name[group.name] = group
+            self._by_name[group.owner, group.name] = group
         self.take_position(group.position)
 
     def take_position(self, position: int | None) -> int:
@@ -146,8 +150,9 @@ class OpenGroups:
 
     def remove(self, group: OpenGroup) -> bool:
         """The group is over; returns whether it was there."""
-        if self._by_name.get(group.name or "") is group:
-            del self._by_name[group.name or ""]
+        name = (group.owner, group.name or "")
+        if self._by_name.get(name) is group:
+            del self._by_name[name]
         for seat in group.seats.values():
             if seat.session is not None:
                 self._by_session.pop(seat.session, None)
@@ -159,6 +164,7 @@ def describe_session(group: OpenGroup, seat: Seat) -> Mapping[str, Any]:
     return {
         "task_id": seat.task,
         "group_id": group.name,
+        "group_owner": group.owner,
         "group_size": group.size,
         "position": group.position,
         "member": seat.member,
@@ -171,6 +177,7 @@ class _Remembered:
     """``describe_session``, read back."""
 
     group_id: str | None
+    group_owner: str | None
     group_size: int
     position: int
     version: int
@@ -179,10 +186,12 @@ class _Remembered:
 def restore_group(sessions: tuple[RestoredSession, ...], permit: Permit, *, is_queued: bool, now: float) -> OpenGroup:
     """A group as its sessions remember it; nobody joins one that was complete."""
     first = sessions[0]
-    remembered = _Remembered(*(first.metadata[name] for name in ("group_id", "group_size", "position", "version")))
+    names = ("group_id", "group_owner", "group_size", "position", "version")
+    remembered = _Remembered(*(first.metadata[name] for name in names))
     group = OpenGroup(
         id=first.group,
         name=remembered.group_id,
+        owner=remembered.group_owner,
         size=remembered.group_size,
         position=remembered.position,
         permit=permit,

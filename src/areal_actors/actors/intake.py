@@ -138,7 +138,7 @@ class IntakeKeeper(Actor[Intake]):
     async def start(self, message: StartSession) -> SessionOpened:
         """Open a session, under the permit of its group; the first of a group claims it."""
         async with self._starting:
-            group = self._groups.to_join(message.group)
+            group = self._groups.to_join(message.group, message.user)
             if group is None:
                 group = await self._open_group(message)
             try:
@@ -161,7 +161,7 @@ class IntakeKeeper(Actor[Intake]):
         size = 1 if name is None else wanted.group_size or self._config.group_size
         position = self._groups.take_position(wanted.position)
         group_id = GroupId(f"{name or wanted.task}-{self._token()}")
-        group = OpenGroup(id=group_id, name=name, size=size, position=position, permit=permit)
+        group = OpenGroup(id=group_id, name=name, owner=wanted.user, size=size, position=position, permit=permit)
         self._add(group)
         return group
 
@@ -177,7 +177,11 @@ class IntakeKeeper(Actor[Intake]):
                 api_key=wanted.api_key,
                 group=group.id,
                 key=sample_key(wanted, group, seat, seed=self._config.seed),
-                metadata=describe_session(group, seat),
+                metadata={**wanted.metadata, **describe_session(group, seat)},
+                user=wanted.user,
+                user_key=wanted.user_key,
+                max_live=wanted.max_live,
+                is_durable=True,
             )
         )
 

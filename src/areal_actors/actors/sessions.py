@@ -3,13 +3,16 @@
 It composes the pure parts: ``cache`` finds the parent of a request and plans its exact prompt, ``rendering`` turns
 messages into ids and back, and the generation actor samples. Handlers interleave only where they wait, so a tree is
 never seen half-changed.
+
+Durable sessions are written down before anybody is told (``durable``), and restored when the manager starts.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 
 import anyio
 from attrs import define, field, frozen
@@ -17,9 +20,11 @@ from attrs.validators import matches_re, optional
 
 from areal_actors.actors.answering import Answering, Turn, check_complete, replay
 from areal_actors.actors.attempts import Attempts
+from areal_actors.actors.durable import Ledger, restore_attempts, restore_keys, restore_session
 from areal_actors.actors.turns import Choice, SampleKeys, engine_request, find_grammar
 from areal_actors.cache import ConversationTree, PromptPlan, Session, SessionSettings, SessionStore, plan_prompt
 from areal_actors.cache.homes import HOME_NAME, tokens_of
+from areal_actors.cache.journal import Journal, NoJournal, Recovered, RecoveredSession
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import (
     Answer,
@@ -32,13 +37,14 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
 )
-from areal_actors.errors import NotFound
+from areal_actors.errors import NotFound, QuotaExceeded, Unavailable
 from areal_actors.messages import (
     Capacity,
     CollectSession,
     Complete,
     CountTokens,
     DescribeEngine,
+    DescribeOwner,
     DescribeSessions,
     EndSession,
     ForgetSession,
@@ -48,6 +54,7 @@ from areal_actors.messages import (
     SessionClosed,
     SessionFinished,
     SessionOpened,
+    SessionOwner,
     Sessions,
     SessionsView,
     SetReward,
@@ -61,6 +68,9 @@ from areal_actors.telemetry import get_logger
 __all__ = ["SessionManager", "SessionsConfig"]
 
 _log = get_logger(__name__)
+
+_MANY = 100_000
+"""Handlers that may wait for the journal wait together: it writes what has come in at once."""
 
 
 @frozen(kw_only=True)
@@ -76,15 +86,25 @@ class SessionsConfig:
 
 @define(kw_only=True)
 class _Extras:
-    """What the actor keeps beside a session of the store."""
+    """What the actor keeps beside a session of the store; ``ledger`` if it is durable."""
 
     keys: SampleKeys
-    permit: int | None
+    permit: int | None = None
     attempts: Attempts[Turn] = field(factory=Attempts)
+    ledger: Ledger | None = None
+
+    @property
+    def changing(self) -> AbstractAsyncContextManager[None]:
+        """Keeps the changes of a durable session in one order, within and without the journal."""
+        return nullcontext() if self.ledger is None else self.ledger.lock
 
 
 class SessionManager(Actor[Sessions]):
-    """Answers for sessions. ``seed`` keys the samples of sessions that bring no key of their own."""
+    """Answers for sessions. ``seed`` keys the samples of sessions that bring no key of their own.
+
+    Sessions that were opened as durable ones are written to ``journal``; ``recovered`` are those that it had when this
+    process started. ``wall_clock`` gives seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -95,6 +115,9 @@ class SessionManager(Actor[Sessions]):
         config: SessionsConfig | None = None,
         seed: int = 0,
         token_factory: Callable[[], str] | None = None,
+        journal: Journal | None = None,
+        recovered: Recovered | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._renderer = renderer
         self._generation = generation
@@ -109,10 +132,16 @@ class SessionManager(Actor[Sessions]):
         self._num_retries = 0
         self._answering = Answering(generation)
         self._intake: Ref[Intake] | None = None
+        self._journal = None if isinstance(journal, NoJournal) else journal
+        self._recovered = recovered
+        self._wall_clock = wall_clock
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Learn the engine's bounds, and end idle sessions while the actor lives."""
+        """Restore sessions, learn the engine's bounds, and end idle sessions while the actor lives."""
+        recovered, self._recovered = self._recovered, None
+        for session in () if recovered is None else recovered.sessions.values():
+            self._restore(session)
         await self.learn_engine()
         self._answering.tasks = context.tasks
         context.tasks.start_soon(self._expire_idle)
@@ -124,48 +153,88 @@ class SessionManager(Actor[Sessions]):
         self._context_length = view.info.context_length
         self._has_grammars = view.info.has_grammars
 
+    def _restore(self, recovered: RecoveredSession) -> None:
+        now, wall_now = anyio.current_time(), self._wall_clock()
+        self._store.restore(restore_session(recovered, now=now, wall_now=wall_now))
+        self._extras[recovered.id] = _Extras(
+            keys=restore_keys(recovered),
+            attempts=restore_attempts(recovered, now=now, wall_now=wall_now),
+            ledger=self._ledger(recovered.id),
+        )
+
+    def _ledger(self, session: SessionId) -> Ledger | None:
+        if self._journal is None:
+            return None
+        return Ledger(session=session, journal=self._journal, clock=self._wall_clock)
+
     # ------------------------------------------------------------------------------------------- lifecycle
 
-    @OpenSession.handler
+    @OpenSession.handler(concurrency=_MANY)
     async def open(self, message: OpenSession) -> SessionOpened:
         """Issue an id and a key."""
-        return self.open_session(message)
+        opened = self.open_session(message)
+        ledger = self._ledger(opened.session) if message.is_durable else None
+        if ledger is not None:
+            self._extras[opened.session].ledger = ledger
+            await self._write_start(ledger)
+        return opened
+
+    async def _write_start(self, ledger: Ledger) -> None:
+        try:
+            await ledger.write_start(self._store.get(ledger.session), self._extras[ledger.session].keys.base)
+        except Unavailable:
+            del self._extras[ledger.session]
+            self._store.discard(ledger.session)
+            raise
 
     def open_session(self, message: OpenSession) -> SessionOpened:
-        """Open a session at once, for an owner that is no actor."""
+        """Open a session at once, for an owner that is no actor; it is not written down."""
+        if message.max_live is not None and self._store.num_live_of(message.user) >= message.max_live:
+            raise QuotaExceeded(f"There may be {message.max_live} live sessions of yours; end one before the next.")
         issued = self._store.create(
             message.task,
             now=anyio.current_time(),
             key=message.api_key,
             group=message.group,
             metadata=message.metadata,
+            user=message.user,
+            user_key=message.user_key,
         )
         base = message.key or SampleKey(seed=self._seed, path=(issued.id,))
         self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit)
         return SessionOpened(session=issued.id, api_key=issued.key)
 
-    @EndSession.handler
+    @EndSession.handler(concurrency=_MANY)
     async def end(self, message: EndSession) -> SessionClosed:
         """Set the final reward, if there is one, and refuse completions from now on. Ending twice is harmless."""
-        now = anyio.current_time()
         session = self._resolve(message.credential)
+        extras = self._extras[session.id]
         if message.final_reward is not None:
-            self._store.for_reward(message.credential, now, is_capability=message.credential.is_capability)
-            session.tree.set_reward(None, message.final_reward)
-        self._store.end(session.id, now)
+            self._for_reward(message.credential)
+        async with extras.changing:
+            final = None if message.final_reward is None else session.tree.rewarded(None, message.final_reward)
+            if extras.ledger is not None and (final is not None or not session.is_ended):
+                await extras.ledger.write_end(final)
+            if final is not None:
+                session.tree.set_reward(final.id, final.reward)
+            self._store.end(session.id, anyio.current_time())
         await self._settle(session.id)
         await self._announce(SessionFinished(session=session.id, is_final=message.final_reward is not None))
         return SessionClosed(session=session.id, num_interactions=len(session.tree))
 
-    @SetReward.handler
+    @SetReward.handler(concurrency=_MANY)
     async def set_reward(self, message: SetReward) -> InteractionId:
         """Assign or replace a reward."""
-        session = self._store.for_reward(
-            message.credential, anyio.current_time(), is_capability=message.credential.is_capability
-        )
+        session = self._for_reward(message.credential)
+        extras = self._extras[session.id]
         if message.interaction is not None:
-            self._extras[session.id].attempts.note_read(message.interaction)
-        return session.tree.set_reward(message.interaction, message.reward).id
+            extras.attempts.note_read(message.interaction)
+        if extras.ledger is None:
+            return session.tree.set_reward(message.interaction, message.reward).id
+        async with extras.ledger.lock:
+            rewarded = session.tree.rewarded(message.interaction, message.reward)
+            await extras.ledger.write_reward(rewarded)
+            return session.tree.set_reward(rewarded.id, rewarded.reward).id
 
     @DescribeSessions.handler
     async def describe(self, message: DescribeSessions) -> SessionsView:  # noqa: ARG002 - the message says it all
@@ -178,6 +247,12 @@ class SessionManager(Actor[Sessions]):
             num_retries=self._num_retries,
         )
 
+    @DescribeOwner.handler
+    async def describe_owner(self, message: DescribeOwner) -> SessionOwner:
+        """Say who started a session."""
+        session = self._resolve(message.credential)
+        return SessionOwner(session=session.id, user=session.user, user_key=session.user_key)
+
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:
         """Copy a session as it stands."""
@@ -187,7 +262,9 @@ class SessionManager(Actor[Sessions]):
     async def forget(self, message: ForgetSession) -> None:
         """Free a session whose rows have arrived; one that is still live ends by that."""
         await self._settle(message.session)
-        self._extras.pop(message.session, None)
+        extras = self._extras.pop(message.session, None)
+        if extras is not None and extras.ledger is not None:
+            extras.ledger.note_forgotten()
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
@@ -195,6 +272,9 @@ class SessionManager(Actor[Sessions]):
     def tree(self, session: SessionId) -> ConversationTree:
         """The conversations of a session, for an owner that is no actor."""
         return self._store.get(session).tree
+
+    def _for_reward(self, credential: Credential) -> Session:
+        return self._store.for_reward(credential, anyio.current_time(), is_capability=credential.is_capability)
 
     def _resolve(self, credential: Credential) -> Session:
         return self._store.resolve(credential, is_capability=credential.is_capability)
@@ -216,6 +296,9 @@ class SessionManager(Actor[Sessions]):
             await anyio.sleep(self._config.sweep_seconds)
             for session_id in self._store.expire(anyio.current_time()):
                 _log.warning("session_expired", session=session_id)
+                extras = self._extras.get(session_id)
+                if extras is not None and extras.ledger is not None:
+                    extras.ledger.note_end()
                 await self._settle(session_id)
                 await self._announce(SessionFinished(session=session_id, is_expired=True))
 
@@ -256,7 +339,8 @@ class SessionManager(Actor[Sessions]):
                 for delta in choice.flush():
                     yield delta
                 check_complete(turn, choice)
-                yield choice.complete()
+                for answer in await turn.complete(choice):
+                    yield answer
 
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:
@@ -303,7 +387,14 @@ class SessionManager(Actor[Sessions]):
         )
         is_streaming = isinstance(message, StreamComplete)
         choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
-        turn = Turn(session=session, plan=plan, choices=choices, requests=requests, is_streaming=is_streaming)
+        turn = Turn(
+            session=session,
+            plan=plan,
+            choices=choices,
+            requests=requests,
+            is_streaming=is_streaming,
+            ledger=self._extras[session.id].ledger,
+        )
         self._remember(turn, message.attempt)
         return turn
 

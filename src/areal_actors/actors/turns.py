@@ -22,6 +22,7 @@ from areal_actors.domain import (
     EngineRequest,
     FinishReason,
     Grammar,
+    Interaction,
     InteractionId,
     Ints,
     SampleKey,
@@ -34,7 +35,7 @@ from areal_actors.domain import (
 from areal_actors.errors import ContextLengthExceeded, UnsupportedParameter
 from areal_actors.rendering import Renderer, StreamParser
 
-__all__ = ["Choice", "SampleKeys", "engine_request", "find_grammar"]
+__all__ = ["Choice", "SampleKeys", "asked_of", "engine_request", "find_grammar"]
 
 
 class SampleKeys:
@@ -45,8 +46,12 @@ class SampleKeys:
     """
 
     def __init__(self, base: SampleKey) -> None:
-        self._base = base
+        self.base = base
         self._asked: dict[str, int] = {}
+
+    def note_asked(self, digest: str, occurrence: int) -> None:
+        """The prompt of this digest was asked for the ``occurrence``-th time (from 0) by an earlier process."""
+        self._asked[digest] = max(self._asked.get(digest, 0), occurrence + 1)
 
     def keys(self, request: CompletionRequest, prompt: Ints) -> list[SampleKey]:
         """One key per choice."""
@@ -56,8 +61,16 @@ class SampleKeys:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]
         occurrence = self._asked.get(digest, 0)
         self._asked[digest] = occurrence + 1
-        seed, path = self._base.seed, self._base.path
+        seed, path = self.base.seed, self.base.path
         return [SampleKey(seed=seed, path=(*path, digest, occurrence, choice)) for choice in choices]
+
+
+def asked_of(request: CompletionRequest, key: SampleKey) -> tuple[str, int] | None:
+    """What ``SampleKeys`` counted for a request with ``key``; ``None`` for one with a seed of its own."""
+    if request.seed is not None:
+        return None
+    digest, occurrence, _ = key.path[-3:]
+    return str(digest), int(occurrence)
 
 
 def find_grammar(renderer: Renderer, request: CompletionRequest, *, has_grammars: bool) -> Grammar | None:
@@ -144,6 +157,7 @@ class Choice:
         self._deltas: list[Delta] = []
         self._chunks: list[Chunk] = []
         self._is_flushed = False
+        self._prepared: tuple[Interaction, Answer] | None = None
         self.is_ended = False
         self.answer: Answer | None = None
         """What it came to, once complete."""
@@ -187,10 +201,18 @@ class Choice:
 
     def complete(self) -> Answer:
         """Record the answer in the tree."""
+        interaction, answer = self._prepared or self.prepare()
+        self.is_ended = True
+        self._tree.record(interaction)
+        self.answer = answer
+        return answer
+
+    def prepare(self) -> tuple[Interaction, Answer]:
+        """What ``complete`` will record and return; until then the interaction is pending."""
         sampled = self._sampled()
         message = self._message(sampled.completion)
-        self.is_ended = True
-        completion = self._tree.complete(self.interaction, sampled.completion, message).completion
+        interaction = self._tree.prepare(self.interaction, sampled.completion, message)
+        completion = interaction.completion
         assert completion is not None
         usage = Usage(
             prompt_tokens=len(self._plan.token_ids),
@@ -198,14 +220,15 @@ class Choice:
             cached_tokens=sampled.num_cached_tokens,
         )
         # With the tree's own arrays, so that an answer that is kept for its retry costs next to nothing.
-        self.answer = Answer(
+        answer = Answer(
             interaction=self.interaction,
             message=message,
             completion=completion,
             usage=usage,
             stop_sequence=self._stop_sequence(completion),
         )
-        return self.answer
+        self._prepared = interaction, answer
+        return self._prepared
 
     def cancel(self) -> None:
         """Record that nobody waits any more; what was sampled is kept. Does nothing once ended."""

@@ -152,6 +152,20 @@ class ParentIndex:
         self._prompts.add(digest)
         self._remember(history, interaction_id)
 
+    def restore(self, interaction: Interaction, frame: Frame, digest: bytes | None) -> None:
+        """Know an interaction that began and ended earlier; ``digest`` is that of its messages as they were sent.
+
+        Without it, it is that of the stored messages, which differs where a client renamed the ids of calls.
+        """
+        messages = full_history(interaction, self._lookup, with_answer=False)
+        digest = digest or prefix_digests(messages)[-DIGEST_SIZE:] or ROOT_DIGEST
+        self._asked[interaction.id] = (
+            _Entry(interaction.id, self._frames.setdefault(frame, frame), len(messages)),
+            digest,
+        )
+        self._prompts.add(digest)
+        self.end(interaction.id, interaction.output)
+
     def end(self, interaction_id: InteractionId, output: ChatMessage | None) -> None:
         """Make the interaction findable by its answer, or by the part of an answer that its client has seen."""
         entry, prompt_digest = self._asked.pop(interaction_id)

@@ -23,13 +23,15 @@ from attrs import define, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.cache.tree import ConversationTree
-from areal_actors.domain import Credential, GroupId, SessionId, SessionRecord
+from areal_actors.domain import Credential, GroupId, KeyId, SessionId, SessionRecord
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, SessionEnded, Unauthorized
 
 __all__ = ["IssuedSession", "Session", "SessionSettings", "SessionStore"]
 
 _MAX_PREFIX = 48
 _MIN_KEY = 8
+_USER = "areal.user"
+_USER_KEY = "areal.user_key"
 
 
 @frozen(kw_only=True)
@@ -54,13 +56,26 @@ class IssuedSession:
 
 @define(eq=False, kw_only=True)
 class Session:
-    """One session. ``last_used_at`` and ``ended_at`` are seconds of the store's clock."""
+    """One session. ``last_used_at`` and ``ended_at`` are seconds of the store's clock.
+
+    Who started it, where that was somebody by name, is in the metadata, so that it is kept wherever those are.
+    """
 
     id: SessionId
     tree: ConversationTree
     key_digest: bytes = field(repr=False)
     last_used_at: float
     ended_at: float | None = None
+
+    @property
+    def user(self) -> str | None:
+        """The user who started it."""
+        return self.tree.metadata.get(_USER)
+
+    @property
+    def user_key(self) -> KeyId | None:
+        """The user's key that it was started with."""
+        return self.tree.metadata.get(_USER_KEY)
 
     @property
     def is_ended(self) -> bool:
@@ -95,6 +110,10 @@ class SessionStore:
         """The number of sessions that have not ended."""
         return sum(not session.is_ended for session in self)
 
+    def num_live_of(self, user: str | None) -> int:
+        """The number of sessions of one user that have not ended."""
+        return sum(session.user == user and not session.is_ended for session in self)
+
     # ----------------------------------------------------------------------------------- opening and closing
 
     def create(
@@ -105,6 +124,8 @@ class SessionStore:
         key: str | None = None,
         group: GroupId | None = None,
         metadata: Mapping[str, Any] | None = None,
+        user: str | None = None,
+        user_key: KeyId | None = None,
     ) -> IssuedSession:
         """Open a session whose id begins with what can be read of ``task``.
 
@@ -119,10 +140,21 @@ class SessionStore:
         if owner is not None and not owner.is_ended:
             raise Conflict(f"This key belongs to session {owner.id}, which is live; end it or use another key.")
         session_id = self._new_id(task)
-        tree = ConversationTree(session_id, group=group, metadata=metadata)
+        owner_names = {} if user is None else {_USER: user, _USER_KEY: user_key}
+        tree = ConversationTree(session_id, group=group, metadata={**(metadata or {}), **owner_names})
         self._sessions[session_id] = Session(id=session_id, tree=tree, key_digest=digest, last_used_at=now)
         self._by_key[digest] = session_id
         return IssuedSession(id=session_id, key=key)
+
+    def restore(self, session: Session) -> None:
+        """Take in a session of an earlier process. Of several with one key, the last one restored has it."""
+        self._sessions[session.id] = session
+        self._by_key[session.key_digest] = session.id
+
+    def discard(self, session_id: SessionId) -> None:
+        """Undo the creation of a session that nobody was told of."""
+        self.end(session_id, 0.0)
+        self.acknowledge(session_id)
 
     def _new_id(self, task: str) -> SessionId:
         prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.")[:_MAX_PREFIX] or "session"

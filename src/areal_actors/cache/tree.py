@@ -10,14 +10,15 @@ The tree never waits and keeps no clock; the actor that owns it serialises acces
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
 
+from areal_actors.cache.compact import Compactor, own
 from areal_actors.cache.history import full_history, go_on
-from areal_actors.cache.links import Match, ParentIndex
+from areal_actors.cache.links import Frame, Match, ParentIndex
 from areal_actors.cache.prefixes import PrefixIndex
 from areal_actors.cache.rewards import parse_reward
 from areal_actors.cache.tokens import full_ids, prompt_ids
@@ -33,6 +34,7 @@ from areal_actors.domain import (
     Ints,
     SessionId,
     SessionRecord,
+    TurnEnded,
     as_ints,
 )
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotFound, RewardError
@@ -101,12 +103,47 @@ class ConversationTree:
         self._index = ParentIndex(self._known)
         self._texts = PrefixIndex()
         self._ids = PrefixIndex()
-        self._versions = _ConstantArrays()
+        self._compact = Compactor()
+        self._next_order = 0
+        self._next_completed = 0
         self._num_pending = 0
         self._num_completed = 0
         self._last_completed: InteractionId | None = None
         self._last_stored: InteractionId | None = None
         self._latest: _Latest | None = None
+
+    @classmethod
+    def restore(
+        cls,
+        session: SessionId,
+        turns: Iterable[TurnEnded],
+        *,
+        group: GroupId | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> ConversationTree:
+        """The tree in which ``turns`` have ended, in this order; whatever was pending beside them was never asked.
+
+        Requests are counted on from the latest of them, so that the order of one that was lost is skipped or given to
+        the next.
+        """
+        tree, ended = cls(session, group=group, metadata=metadata), tuple(turns)
+        for turn in sorted(ended, key=lambda turn: turn.interaction.order):
+            tree._put(tree._compacted(turn.interaction))
+            tree._next_order = turn.interaction.order + 1
+        for turn in ended:
+            tree._restore(tree._known(turn.interaction.id), turn)
+        return tree
+
+    def _restore(self, interaction: Interaction, turn: TurnEnded) -> None:
+        if turn.frame is not None:
+            self._index.restore(interaction, Frame(*turn.frame), turn.prompt_digest)
+        if interaction.completed_order is not None:
+            self._next_completed = max(self._next_completed, interaction.completed_order + 1)
+            self._note_completed(interaction)
+
+    def _compacted(self, interaction: Interaction) -> Interaction:
+        completion = None if interaction.completion is None else self._compact(interaction.completion)
+        return evolve(interaction, prompt_suffix=own(interaction.prompt_suffix), completion=completion)
 
     def __len__(self) -> int:
         """The number of interactions, finished or not."""
@@ -213,14 +250,14 @@ class ConversationTree:
         is_asked_again = plan.fork is ForkReason.ROOT and self._index.is_asked(plan.match.history)
         interaction = Interaction(
             id=interaction_id,
-            order=len(self._interactions),
+            order=self._next_order,
             parent=plan.parent,
             token_parent=plan.token_parent,
             fork=ForkReason.SIBLING if is_asked_again else plan.fork,
             messages=plan.messages,
             num_instructions=plan.match.num_instructions,
             has_instructions=plan.request.has_instructions,
-            prompt_suffix=_owned(plan.suffix),
+            prompt_suffix=own(plan.suffix),
             num_prompt_tokens=len(plan.token_ids),
             is_stored=plan.request.store,
             tag=plan.request.tag,
@@ -228,6 +265,7 @@ class ConversationTree:
         self._latest = self._follow(interaction, plan)
         self._index.begin(interaction_id, plan.match.history)
         self._num_pending += 1
+        self._next_order += 1
         return self._put(interaction)
 
     def _follow(self, interaction: Interaction, plan: PromptPlan) -> _Latest:
@@ -235,7 +273,7 @@ class ConversationTree:
         messages = [] if plan.match.parent is None else list(self.history(plan.match.parent))
         go_on(messages, interaction.messages, interaction.num_instructions)
         is_whole = len(interaction.prompt_suffix) == len(plan.token_ids)
-        ids = interaction.prompt_suffix if is_whole else _owned(plan.token_ids)
+        ids = interaction.prompt_suffix if is_whole else own(plan.token_ids)
         return _Latest(id=interaction.id, token_ids=ids, messages=tuple(messages))
 
     def complete(self, interaction_id: InteractionId, completion: Completion, output: ChatMessage) -> Interaction:
@@ -243,21 +281,33 @@ class ConversationTree:
 
         Raises ``NotFound`` for an unknown id and ``Conflict`` if the interaction has ended already.
         """
-        interaction = evolve(
+        return self.record(self.prepare(interaction_id, completion, output))
+
+    def prepare(self, interaction_id: InteractionId, completion: Completion, output: ChatMessage) -> Interaction:
+        """The completed interaction, which is still pending here until it is recorded. Raises as ``complete`` does."""
+        order, self._next_completed = self._next_completed, self._next_completed + 1
+        return evolve(
             self._pending(interaction_id),
             completion=self._compact(completion),
             output=output,
             status=InteractionStatus.COMPLETED,
-            completed_order=self._num_completed,
+            completed_order=order,
         )
-        self._num_completed += 1
-        self._last_completed = interaction_id
-        if interaction.is_stored:
-            self._last_stored = interaction_id
+
+    def record(self, interaction: Interaction) -> Interaction:
+        """Put a prepared interaction in the place of the pending one. Raises as ``complete`` does."""
+        self._pending(interaction.id)
         self._end(interaction)
+        self._note_completed(interaction)
+        return interaction
+
+    def _note_completed(self, interaction: Interaction) -> None:
+        self._num_completed += 1
+        self._last_completed = interaction.id
+        if interaction.is_stored:
+            self._last_stored = interaction.id
         if interaction.messages and interaction.messages[-1].role == RAW_ROLE:
             self._remember_raw(interaction)
-        return interaction
 
     def _remember_raw(self, interaction: Interaction) -> None:
         """Make a raw prompt findable by what goes on from it; an answer without a text is nothing to go on from."""
@@ -282,19 +332,6 @@ class ConversationTree:
         completion = None if partial is None else self._compact(partial)
         pending = self._pending(interaction_id)
         return self._end(evolve(pending, completion=completion, failure=reason, status=InteractionStatus.FAILED))
-
-    def _compact(self, completion: Completion) -> Completion:
-        """The same completion in as little memory as it takes, in arrays of our own."""
-        logprobs, versions = _owned(completion.logprobs), completion.versions
-        has_one_version = len(versions) > 0 and bool((versions == versions[0]).all())
-        is_same = np.array_equal(logprobs, completion.raw_logprobs)  # so it is without truncation and penalties
-        return evolve(
-            completion,
-            token_ids=_owned(completion.token_ids),
-            logprobs=logprobs,
-            raw_logprobs=logprobs if is_same else _owned(completion.raw_logprobs),
-            versions=self._versions.repeat(int(versions[0]), len(versions)) if has_one_version else _owned(versions),
-        )
 
     def _pending(self, interaction_id: InteractionId) -> Interaction:
         interaction = self.get(interaction_id)
@@ -323,6 +360,10 @@ class ConversationTree:
         Raises ``NotFound`` for an unknown id; ``RewardError`` if ``reward`` is no such number, if nothing has completed
         yet, or if the interaction was cancelled or has failed.
         """
+        return self._put(self.rewarded(interaction_id, reward))
+
+    def rewarded(self, interaction_id: InteractionId | None, reward: Any) -> Interaction:
+        """The interaction that ``set_reward`` would reward, with that reward; nothing is changed. Raises as it does."""
         value = parse_reward(reward)
         interaction = self._last() if interaction_id is None else self.get(interaction_id)
         if interaction.status in _UNREWARDABLE:
@@ -330,7 +371,7 @@ class ConversationTree:
                 f"Interaction {interaction.id} was not completed ({interaction.status}) and is not trained; "
                 "reward a completed one."
             )
-        return self._put(evolve(interaction, reward=value))
+        return evolve(interaction, reward=value)
 
     def _last(self) -> Interaction:
         last = self._last_stored or self._last_completed
@@ -343,24 +384,3 @@ class ConversationTree:
 
 def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-def _owned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A read-only copy that keeps no larger buffer alive."""
-    copy = array.copy()
-    copy.flags.writeable = False
-    return copy
-
-
-class _ConstantArrays:
-    """Read-only arrays of one repeated value. Most completions are sampled under one version; they share theirs."""
-
-    def __init__(self) -> None:
-        self._longest: dict[int, Ints] = {}
-
-    def repeat(self, value: int, length: int) -> Ints:
-        """``value``, ``length`` times, as a contiguous slice of a shared array."""
-        array = self._longest.get(value)
-        if array is None or len(array) < length:
-            array = self._longest[value] = _owned(np.full(max(length, 64), value, np.int32))
-        return array[:length]

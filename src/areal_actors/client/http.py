@@ -17,6 +17,7 @@ from areal_actors.errors import (
     InvalidRequest,
     NotFound,
     PayloadTooLarge,
+    QuotaExceeded,
     RequestError,
     RequestTimeout,
     SessionEnded,
@@ -100,7 +101,8 @@ def error_of(response: httpx.Response) -> RequestError:
     text = message if isinstance(message, str) else f"HTTP {response.status_code}: {response.text[:200]}"
     kind = _BY_STATUS.get(response.status_code, RequestError)
     if kind is CapacityExhausted:
-        return CapacityExhausted(text, retry_after_seconds=retry_after(response) or 1.0)
+        limited = QuotaExceeded if body.get("code") == QuotaExceeded.code else CapacityExhausted
+        return limited(text, retry_after_seconds=retry_after(response) or 1.0)
     param = body.get("param")
     return kind(text, param=param if isinstance(param, str) else None)
 

@@ -67,8 +67,12 @@ async def send_with_retries(
                 asked = max(retry_after(response) or 0.0, policy.first_wait_seconds)
                 await anyio.sleep(asked * random.uniform(1.0, 1.1))
                 continue
-            if is_last or response.status_code not in _WORTH_RETRYING:
+            if is_last or not _is_worth_retrying(response):
                 raise error_of(response)
             asked = retry_after(response)
         await anyio.sleep(policy.wait_seconds(attempt, asked, random))
         attempt += 1
+
+
+def _is_worth_retrying(response: httpx.Response) -> bool:
+    return response.status_code in _WORTH_RETRYING and response.headers.get("x-should-retry") != "false"

@@ -13,9 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NewType
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import ge, gt, in_, le, matches_re, optional
 
+from areal_actors.actors.accounts import UsersConfig
 from areal_actors.actors.capacity import CapacityConfig
 from areal_actors.actors.exporter import ExportConfig
 from areal_actors.actors.intake import IntakeConfig
@@ -178,6 +179,7 @@ class RunConfig:
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)
+    users: UsersConfig = field(factory=UsersConfig)
     trainer: TrainerConfig = field(factory=TrainerConfig)
     evaluation: EvaluationConfig = field(factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
@@ -190,6 +192,11 @@ class RunConfig:
     def run_directory(self) -> RunDirectory:
         """Where the run is written, unless somebody says otherwise."""
         return RunDirectory(path=self.fileroot / self.experiment_name / self.trial_name)
+
+    @property
+    def user_accounts(self) -> UsersConfig:
+        """Where the users of this run are kept: with those of its neighbours, unless somebody says otherwise."""
+        return evolve(self.users, path=self.users.path or self.fileroot / "keys.sqlite")
 
     @property
     def plan(self) -> TrainingPlan:

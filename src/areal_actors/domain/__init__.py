@@ -5,6 +5,7 @@ Messages between actors live in ``messages.py``; settings live beside the compon
 
 from __future__ import annotations
 
+from areal_actors.domain.accounts import IssuedKey, KeyId, Quotas, User, UserKey
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
 from areal_actors.domain.chat import (
     Answer,
@@ -93,11 +94,14 @@ __all__ = [
     "InteractionId",
     "InteractionStatus",
     "Ints",
+    "IssuedKey",
     "JsonText",
+    "KeyId",
     "MatchingRegex",
     "OneOf",
     "PauseMode",
     "Problem",
+    "Quotas",
     "ReasoningDelta",
     "Repeated",
     "RewardSet",
@@ -121,6 +125,8 @@ __all__ = [
     "Untrained",
     "UntrainedReason",
     "Usage",
+    "User",
+    "UserKey",
     "VersionSaved",
     "array_equality",
     "as_floats",

@@ -48,17 +48,22 @@ class SessionStarted:
 class TurnEnded:
     """An interaction completed, was cancelled or failed; what its tree needs to go on from there.
 
-    ``frame`` is the digest of what surrounded its messages, as the tree's index keeps it. ``attempt`` and
-    ``num_cached_tokens`` are there so that a retry is answered as the first sending would have been.
+    ``frame`` is the digest of what surrounded its messages, and ``prompt_digest`` that of its messages as its client
+    sent them; both as the tree's index keeps them. ``attempt`` and ``num_cached_tokens`` are there so that a retry is
+    answered as the first sending would have been. Said again of the same interaction, the later fact holds.
     """
 
     session: SessionId
     interaction: Interaction
     frame: tuple[bytes, bytes, bytes] | None
+    prompt_digest: bytes | None = None
     ended_at: float
     attempt: Attempt | None = None
     siblings: tuple[InteractionId, ...] = ()
     """All choices of its request, itself among them, where there is an ``attempt``."""
+    asked: tuple[str, int] | None = None
+    """The digest of its prompt and how often its session had asked that before, which named its random numbers;
+    ``None`` for a request with a seed of its own."""
     num_cached_tokens: int = 0
     stop_sequence: str | None = None
 

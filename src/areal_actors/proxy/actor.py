@@ -10,7 +10,17 @@ from attrs import evolve
 from starlette.routing import BaseRoute
 
 from areal_actors.core import Actor, Context, Ref
-from areal_actors.messages import Capacity, DescribeEndpoint, Endpoint, Exports, Generation, Intake, Serving, Sessions
+from areal_actors.messages import (
+    Accounts,
+    Capacity,
+    DescribeEndpoint,
+    Endpoint,
+    Exports,
+    Generation,
+    Intake,
+    Serving,
+    Sessions,
+)
 from areal_actors.proxy.app import create_app
 from areal_actors.proxy.auth import create_admin_key
 from areal_actors.proxy.config import ProxyConfig
@@ -35,6 +45,7 @@ class ProxyServer(Actor[Serving]):
         capacity: Ref[Capacity],
         generation: Ref[Generation] | None = None,
         intake: Ref[Intake] | None = None,
+        accounts: Ref[Accounts] | None = None,
         config: ProxyConfig | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         model: str = "policy",
@@ -51,6 +62,7 @@ class ProxyServer(Actor[Serving]):
             capacity=capacity,
             generation=generation,
             intake=intake,
+            accounts=accounts,
             config=evolve(config, admin_key=self._admin_key),
             decode=decode,
             model=model,

@@ -133,6 +133,22 @@ _RESPONSES_USAGE = one_object(
     }
 )
 
+_MAYBE_COUNT: Schema = {"type": ["integer", "null"], "minimum": 0}
+_KEY: dict[str, Schema] = {
+    "id": _TEXT,
+    "object": {"const": "key"},
+    "user": _TEXT,
+    "experiment": _MAYBE_TEXT,
+    "trial": _MAYBE_TEXT,
+    "max_sessions": _MAYBE_COUNT,
+    "max_requests_per_minute": _MAYBE_COUNT,
+    "max_tokens_per_day": _MAYBE_COUNT,
+    "tokens_today": _COUNT,
+    "created_at": _COUNT,
+    "expires_at": _MAYBE_COUNT,
+    "revoked_at": _MAYBE_COUNT,
+}
+
 ANSWERS: Mapping[str, Schema] = {
     "TextCompletion": one_object(
         {
@@ -236,6 +252,12 @@ ANSWERS: Mapping[str, Schema] = {
             "trajectories": list_of(_TRAJECTORY),
             "untrained": list_of(one_object({"interaction_id": _TEXT, "num_tokens": _COUNT, "reason": _TEXT})),
         },
+        additionalProperties=False,
+    ),
+    "Key": one_object(_KEY, additionalProperties=False),
+    "IssuedKey": one_object({**_KEY, "key": _TEXT}, additionalProperties=False),
+    "Keys": one_object(
+        {"object": {"const": "list"}, "data": list_of({"$ref": "#/components/schemas/Key"})},
         additionalProperties=False,
     ),
     "Models": one_object(

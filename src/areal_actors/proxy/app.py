@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from areal_actors.core import Ref
-from areal_actors.messages import Capacity, Exports, Generation, Intake, Sessions
+from areal_actors.messages import Accounts, Capacity, Exports, Generation, Intake, Sessions
 from areal_actors.proxy.anthropic import AnthropicDialect
 from areal_actors.proxy.anthropic_stream import PING
 from areal_actors.proxy.auth import Gatekeeper, create_admin_key
@@ -27,6 +27,7 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialect import Dialect
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
+from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.logprobs import Decode
 from areal_actors.proxy.meter import Meter
 from areal_actors.proxy.metrics import MetricsEndpoint
@@ -36,6 +37,7 @@ from areal_actors.proxy.responses import ResponsesDialect
 from areal_actors.proxy.routing import Operation, Operations
 from areal_actors.proxy.token_count import TokenCountEndpoint
 from areal_actors.proxy.traffic import Traffic
+from areal_actors.proxy.visitors import Visitors
 
 __all__ = ["create_app"]
 
@@ -50,6 +52,7 @@ def create_app(
     capacity: Ref[Capacity],
     generation: Ref[Generation] | None = None,
     intake: Ref[Intake] | None = None,
+    accounts: Ref[Accounts] | None = None,
     config: ProxyConfig | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
     model: str = "policy",
@@ -64,6 +67,7 @@ def create_app(
         capacity: admits sessions.
         generation: describes the engine for ``/v1/models``.
         intake: starts sessions that are trained; without it, sessions are only remembered.
+        accounts: knows users and their keys; without it there are none.
         config: settings; without an ``admin_key``, a random one is made that nobody learns.
         decode: text of token ids, for ``logprobs``; a renderer's ``decode``.
         model: the name in answers to clients that name no model.
@@ -73,6 +77,7 @@ def create_app(
     config = config or ProxyConfig()
     traffic = Traffic() if traffic is None else traffic
     gatekeeper = Gatekeeper(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
+    visitors = Visitors(sessions=sessions, accounts=accounts)
     chat = ChatDialect(
         model=model,
         decode=decode,
@@ -88,12 +93,18 @@ def create_app(
         intake=intake,
         gatekeeper=gatekeeper,
         config=config,
+        visitors=visitors,
         traffic=traffic,
         started_at=int(time.time()),
     )
     meter = Meter()
     completion = CompletionEndpoint(
-        dialect=cast("Dialect[Any]", chat), sessions=sessions, gatekeeper=gatekeeper, config=config, meter=meter
+        dialect=cast("Dialect[Any]", chat),
+        sessions=sessions,
+        gatekeeper=gatekeeper,
+        config=config,
+        meter=meter,
+        visitors=visitors,
     )
     metrics = MetricsEndpoint(
         sessions=sessions, capacity=capacity, exports=exports, generation=generation, meter=meter, traffic=traffic
@@ -103,6 +114,7 @@ def create_app(
         "chat/completions": _completion(completion),
         **_dialect_operations(completion, model=model, decode=decode),
         **_control_operations(control),
+        **_key_operations(KeysEndpoint(accounts=accounts, gatekeeper=gatekeeper, config=config)),
         "metrics": Operation(handle=metrics, methods=("GET",), is_always_open=True),
         "openapi.json": Operation(handle=document, methods=("GET",), is_always_open=True),
     }
@@ -130,7 +142,13 @@ def _dialect_operations(chat: CompletionEndpoint, *, model: str, decode: Decode 
         inert=config.inert_parameters,
         honours_store=config.honour_store.responses,
     )
-    count = TokenCountEndpoint(dialect=messages, sessions=chat.sessions, gatekeeper=chat.gatekeeper, config=config)
+    count = TokenCountEndpoint(
+        dialect=messages,
+        sessions=chat.sessions,
+        gatekeeper=chat.gatekeeper,
+        config=config,
+        visitors=chat.visitors,
+    )
     return {
         "completions": _completion(evolve(chat, dialect=cast("Dialect[Any]", raw))),
         "responses": _completion(evolve(chat, dialect=cast("Dialect[Any]", responses))),
@@ -149,6 +167,13 @@ def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
         "rl/finalize": Operation(handle=control.finalize, has_session=True),
         "models": Operation(handle=control.list_models, methods=("GET",), has_session=True),
         "health": Operation(handle=control.report_health, methods=("GET",), is_always_open=True),
+    }
+
+
+def _key_operations(keys: KeysEndpoint) -> dict[str, Operation]:
+    return {
+        "keys": Operation(handle=keys.create_or_list, methods=("POST", "GET")),
+        "keys/{id}": Operation(handle=keys.revoke, methods=("DELETE",)),
     }
 
 

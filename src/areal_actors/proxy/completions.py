@@ -8,7 +8,7 @@ from typing import Any
 from attrs import frozen
 
 from areal_actors.core import Ref
-from areal_actors.domain import AnswerStarted, Attempt
+from areal_actors.domain import AnswerStarted, Attempt, Credential
 from areal_actors.messages import Complete, Sessions, StreamComplete
 from areal_actors.proxy.attempts import read_attempt
 from areal_actors.proxy.auth import Gatekeeper, read_key
@@ -17,6 +17,7 @@ from areal_actors.proxy.dialect import Dialect, Parsed
 from areal_actors.proxy.exchange import Exchange, parse_object
 from areal_actors.proxy.meter import Meter
 from areal_actors.proxy.sse import KEEP_ALIVE
+from areal_actors.proxy.visitors import Visit, Visitors
 
 __all__ = ["AGENT_HEADER", "CompletionEndpoint"]
 
@@ -33,6 +34,7 @@ class CompletionEndpoint:
     gatekeeper: Gatekeeper
     config: ProxyConfig
     meter: Meter
+    visitors: Visitors
     keep_alive: bytes = KEEP_ALIVE
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -45,24 +47,39 @@ class CompletionEndpoint:
             in_request=named if isinstance(named, str) else None,
         )
         parsed = self.dialect.parse(body, tag=exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None)
+        if self.visitors.is_nobodys(credential):
+            await self._respond(exchange, credential, attempt, parsed)
+        else:
+            async with self.visitors.visit(credential) as visit:
+                await self._respond(exchange, visit.credential, attempt, parsed, visit)
+
+    async def _respond(
+        self,
+        exchange: Exchange,
+        credential: Credential,
+        attempt: Attempt | None,
+        parsed: Parsed,
+        visit: Visit | None = None,
+    ) -> None:
         if parsed.is_stream:
             message = StreamComplete(credential=credential, request=parsed.request, attempt=attempt)
-            await self._stream(exchange, message, parsed)
+            await self._stream(exchange, message, parsed, visit)
         else:
-            await self._answer(
-                exchange, Complete(credential=credential, request=parsed.request, attempt=attempt), parsed
-            )
+            asked = Complete(credential=credential, request=parsed.request, attempt=attempt)
+            await self._answer(exchange, asked, parsed, visit)
 
     async def _read(self, exchange: Exchange) -> tuple[dict[str, Any], Attempt | None]:
         limits = self.config
         raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
         return parse_object(raw), read_attempt(exchange.headers, exchange.operation, raw)
 
-    async def _answer(self, exchange: Exchange, message: Complete, parsed: Parsed) -> None:
+    async def _answer(self, exchange: Exchange, message: Complete, parsed: Parsed, visit: Visit | None) -> None:
         answers = await exchange.until_hang_up(lambda: self.sessions.ask(message))
+        if visit is not None:
+            visit.note_all(answers)
         await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
 
-    async def _stream(self, exchange: Exchange, message: StreamComplete, parsed: Parsed) -> None:
+    async def _stream(self, exchange: Exchange, message: StreamComplete, parsed: Parsed, visit: Visit | None) -> None:
         """Send events as items arrive. The status waits for the first one, so that early failures have theirs."""
         wording = self.dialect.open_stream(parsed)
         exchange.fail_stream = wording.fail
@@ -72,6 +89,8 @@ class CompletionEndpoint:
             is_waiting = True
             async with self.sessions.stream(message) as items:
                 async for item in items:
+                    if visit is not None:
+                        visit.note(item)
                     if is_waiting and not isinstance(item, AnswerStarted):
                         is_waiting = False
                         seconds = perf_counter() - exchange.started_at

@@ -45,6 +45,8 @@ class ProxyConfig:
     """Opens the routes that start and export sessions. A random one is made without it."""
     session_urls: bool = True
     """Whether the URL of a session opens it. If not, its key is needed beside it."""
+    open_sessions: bool = False
+    """Whether sessions start without a key, for whoever reaches this machine's loopback; refused on other hosts."""
     max_body_bytes: int = field(default=16 * 2**20, validator=gt(0))
     body_timeout_seconds: float = field(default=60.0, validator=gt(0))
     keep_alive_seconds: float = field(default=15.0, validator=gt(0))

@@ -13,10 +13,11 @@ from typing import Any
 import anyio
 from attrs import frozen
 
+from areal_actors.accounts import is_user_key
 from areal_actors.client.documents import format_episode
 from areal_actors.core import ActorState, Ref
-from areal_actors.domain import Credential, GroupId, InteractionId, SessionId
-from areal_actors.errors import InvalidRequest
+from areal_actors.domain import Credential, GroupId, InteractionId, IssuedKey, SessionId
+from areal_actors.errors import InvalidRequest, Unauthorized
 from areal_actors.messages import (
     Capacity,
     ClaimPermit,
@@ -40,6 +41,7 @@ from areal_actors.proxy.exchange import Exchange
 from areal_actors.proxy.fields import read_integer, read_number, read_text, wrong
 from areal_actors.proxy.schemas import MAX_GROUP, MAX_POSITION, MAX_SEED
 from areal_actors.proxy.traffic import Traffic
+from areal_actors.proxy.visitors import Visitors
 
 __all__ = ["ControlEndpoints"]
 
@@ -57,6 +59,7 @@ class ControlEndpoints:
     intake: Ref[Intake] | None
     gatekeeper: Gatekeeper
     config: ProxyConfig
+    visitors: Visitors
     traffic: Traffic
     started_at: int
     """When the proxy started, in seconds since 1970."""
@@ -71,20 +74,42 @@ class ControlEndpoints:
 
     async def start_session(self, exchange: Exchange) -> None:
         """Open a session: to be trained, with those of its group, or else under a permit of its own."""
-        self.gatekeeper.require_admin(read_key(exchange.headers))
-        wanted = _read_start(await self._arguments(exchange))
+        user = await self._starter(read_key(exchange.headers))
+        wanted = _read_start(await self._arguments(exchange), user)
         if self.intake is not None:
             opened = await self.intake.ask(wanted)
         else:
             permit = await self.capacity.ask(ClaimPermit(holder=wanted.task))
             opened = await self._open(wanted, permit.id)
+        self.visitors.note_opened(opened, user)
         await exchange.send_json(200, {"session_id": opened.session, "api_key": opened.api_key})
+
+    async def _starter(self, key: str | None) -> IssuedKey | None:
+        """The user who may start a session with ``key``; ``None`` for the administrator, and where anybody may."""
+        if self.gatekeeper.is_admin(key):
+            return None
+        user = await self.visitors.identify(key)
+        if user is None and not self.config.open_sessions:
+            raise Unauthorized(
+                "Starting a session needs a user's key or the admin key, as 'Authorization: Bearer <key>'."
+            )
+        return user
 
     async def _open(self, wanted: StartSession, permit: int) -> SessionOpened:
         group = None if wanted.group is None else GroupId(wanted.group)
         try:
             return await self.sessions.ask(
-                OpenSession(task=wanted.task, api_key=wanted.api_key, group=group, permit=permit)
+                OpenSession(
+                    task=wanted.task,
+                    api_key=wanted.api_key,
+                    group=group,
+                    permit=permit,
+                    metadata=wanted.metadata,
+                    user=wanted.user,
+                    user_key=wanted.user_key,
+                    max_live=wanted.max_live,
+                    is_durable=True,
+                )
             )
         except BaseException:
             with anyio.move_on_after(_SETTLE_SECONDS, shield=True):
@@ -92,12 +117,16 @@ class ControlEndpoints:
             raise
 
     async def export_trajectories(self, exchange: Exchange) -> None:
-        """The training rows of a session, as a JSON document."""
-        self.gatekeeper.require_admin(read_key(exchange.headers))
+        """The training rows of a session, as a JSON document; a user's key exports the user's own."""
+        user = await self.visitors.identify(key := read_key(exchange.headers))
+        if user is None:
+            self.gatekeeper.require_admin(key)
         arguments = await self._arguments(exchange)
         session = exchange.session or read_text(arguments, "session_id")
         if session is None:
             raise InvalidRequest("session_id is missing; say which session to export.", param="session_id")
+        if user is not None:
+            await self.visitors.check_owner(SessionId(session), user)
         discount = _read_float(arguments, "discount")
         if discount is not None:
             discount = read_number({"discount": discount}, "discount", 1.0, low=0, high=1)
@@ -112,7 +141,7 @@ class ControlEndpoints:
         interaction = read_text(arguments, "interaction_id") or read_text(arguments, "completion_id")
         rewarded = await self.sessions.ask(
             SetReward(
-                credential=self._credential(exchange, arguments),
+                credential=await self._credential(exchange, arguments),
                 reward=_required_float(arguments, "reward"),
                 interaction=None if interaction is None else InteractionId(interaction),
             )
@@ -130,7 +159,7 @@ class ControlEndpoints:
         await self._end(exchange, arguments, _required_float(arguments, "final_reward"))
 
     async def _end(self, exchange: Exchange, arguments: Mapping[str, Any], final_reward: float | None) -> None:
-        credential = self._credential(exchange, arguments)
+        credential = await self._credential(exchange, arguments)
         closed = await self.sessions.ask(EndSession(credential=credential, final_reward=final_reward))
         await exchange.send_json(
             200,
@@ -164,15 +193,23 @@ class ControlEndpoints:
         body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
         return {**exchange.query, **body}
 
-    def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
-        return self.gatekeeper.credential(
-            key=read_key(exchange.headers),
-            in_path=exchange.session,
-            in_request=read_text(arguments, "session_id"),
+    async def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
+        key = read_key(exchange.headers)
+        credential = self.gatekeeper.credential(
+            key=key, in_path=exchange.session, in_request=read_text(arguments, "session_id")
         )
+        return credential if self.gatekeeper.is_admin(key) else await self.visitors.authorise(credential)
 
 
-def _read_start(arguments: Mapping[str, Any]) -> StartSession:
+def _describe_user(user: IssuedKey) -> dict[str, str]:
+    """What a session's metadata say of whose it is."""
+    named = {"experiment": user.user.experiment, "trial": user.user.trial}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSession:
+    if is_user_key(read_text(arguments, "api_key")):
+        raise InvalidRequest("api_key has the form of a user's key; choose another.", param="api_key")
     group, size = read_text(arguments, "group_id"), _read_count(arguments, "group_size", low=1, high=MAX_GROUP)
     if group is None and size is not None:
         raise InvalidRequest("group_size needs a group_id, which its sessions have in common.", param="group_size")
@@ -184,6 +221,10 @@ def _read_start(arguments: Mapping[str, Any]) -> StartSession:
         position=_read_count(arguments, "position", high=MAX_POSITION),
         member=_read_count(arguments, "member", high=MAX_GROUP - 1),
         seed=_read_count(arguments, "seed", low=-MAX_SEED - 1, high=MAX_SEED),
+        metadata={} if user is None else _describe_user(user),
+        user=None if user is None else user.user.name,
+        user_key=None if user is None else user.key.id,
+        max_live=None if user is None else user.user.quotas.max_sessions,
     )
 
 

@@ -79,6 +79,11 @@ class Exchange:
         return str(self.scope.get("areal.operation", ""))
 
     @property
+    def item(self) -> str:
+        """The last segment of the path: what an operation on one of many things is about."""
+        return str(self.scope["path"]).rstrip("/").rpartition("/")[2]
+
+    @property
     def query(self) -> dict[str, str]:
         """The query's parameters; of repeated ones, the last."""
         raw: bytes = self.scope["query_string"]

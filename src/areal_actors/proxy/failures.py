@@ -55,6 +55,8 @@ _ANTHROPIC_TYPES = {
 }
 _RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
 _WORTH_RETRYING = frozenset({408, 429, 503})
+_PATIENCE_SECONDS = 60.0
+"""Clients wait as they are told for so long at most, and would knock in vain before a longer wait is over."""
 
 
 @frozen(kw_only=True)
@@ -78,7 +80,10 @@ class Failure:
         """
         if self.status in _WORTH_RETRYING:
             seconds = self.retry_after_seconds
-            return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
+            if seconds is None:
+                return {}
+            headers = {"retry-after": str(max(1, math.ceil(seconds)))}
+            return headers if seconds <= _PATIENCE_SECONDS else headers | {"x-should-retry": "false"}
         is_retried = self.status in _RETRIED_BY_CLIENTS or self.status >= 500  # noqa: PLR2004 - the server's errors
         return {"x-should-retry": "false"} if is_retried else {}
 

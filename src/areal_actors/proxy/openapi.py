@@ -7,6 +7,7 @@ spellings than the document lists: ``/v1`` may be missing, doubled or elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -24,8 +25,10 @@ from areal_actors.proxy.schemas import ARGUMENTS, CHAT_MESSAGES, Schema, describ
 __all__ = ["OpenAPIEndpoint", "Route", "create_document", "describe_completions", "describe_routes"]
 
 _SESSION_FAILURES = (400, 401, 404, 408, 410, 413, 500, 503)
+_COMPLETION_FAILURES = tuple(sorted({*_SESSION_FAILURES, 422, 429}))
 _SESSION_KEYS: tuple[Mapping[str, Any], ...] = ({"sessionKey": []}, {"anthropicKey": []})
 _ADMIN_KEY: tuple[Mapping[str, Any], ...] = ({"adminKey": []},)
+_USER_KEYS: tuple[Mapping[str, Any], ...] = ({"userKey": []}, *_ADMIN_KEY)
 _DESCRIPTION = (
     "Answers as the vendors' endpoints do and remembers the exact tokens of every session. A session is named by its "
     "key or by its URL. `/v1` may be missing, doubled or elsewhere in a path."
@@ -46,6 +49,8 @@ class Route:
     summary: str
     methods: tuple[str, ...] = ("post",)
     has_session: bool = False
+    item: str | None = None
+    """The name of the path's last segment, where that says which of many things is meant."""
     security: tuple[Mapping[str, Any], ...] = ()
     request: Schema | None = None
     answers: Mapping[int, Mapping[str, Schema]] = field(factory=dict)
@@ -76,7 +81,7 @@ def describe_completions(
         security=_SESSION_KEYS,
         request=describe_request(table, required=required, own=own),
         answers={200: content},
-        failures=tuple(sorted({*_SESSION_FAILURES, 422})),
+        failures=_COMPLETION_FAILURES,
         error=error,
     )
 
@@ -170,7 +175,7 @@ _ADMIN_ROUTES = (
         path="/rl/start_session",
         summary="Open a session",
         methods=("post", "get"),
-        security=_ADMIN_KEY,
+        security=_USER_KEYS,
         request=_arguments("rl/start_session"),
         answers={200: _json("SessionStarted")},
         failures=(400, 401, 408, 409, 413, 429, 500, 503),
@@ -179,7 +184,7 @@ _ADMIN_ROUTES = (
         operation="export_trajectories",
         path="/export_trajectories",
         summary="The training rows of a session",
-        security=_ADMIN_KEY,
+        security=_USER_KEYS,
         request=_arguments("export_trajectories", "session_id"),
         answers={200: _json("Trajectories")},
         failures=(400, 401, 404, 408, 413, 422, 500, 503),
@@ -191,6 +196,34 @@ _ADMIN_ROUTES = (
         security=_ADMIN_KEY,
         answers={200: _json("Capacity")},
         failures=(401, 429, 500, 503),
+    ),
+    Route(
+        operation="keys",
+        path="/keys",
+        summary="Issue a key to a user; its secret is in this answer alone",
+        security=_ADMIN_KEY,
+        request=_arguments("keys", "user"),
+        answers={200: _json("IssuedKey")},
+        failures=(400, 401, 404, 408, 413, 500, 503),
+    ),
+    Route(
+        operation="keys",
+        path="/keys",
+        summary="The keys of all users, without their secrets",
+        methods=("get",),
+        security=_ADMIN_KEY,
+        answers={200: _json("Keys")},
+        failures=(401, 404, 500, 503),
+    ),
+    Route(
+        operation="keys/{id}",
+        path="/keys/{id}",
+        summary="Revoke a key",
+        methods=("delete",),
+        item="id",
+        security=_ADMIN_KEY,
+        answers={200: _json("Key")},
+        failures=(401, 404, 500, 503),
     ),
 )
 _OPEN_ROUTES = (
@@ -231,15 +264,23 @@ _OPEN_ROUTES = (
 def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
     """The OpenAPI document of ``routes``."""
     bearer = {"type": "http", "scheme": "bearer"}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        for path, item in _paths(route):
+            paths.setdefault(path, {}).update(item)
     return {
         "openapi": "3.1.0",
         "info": {"title": "areal_actors", "version": "1", "description": _DESCRIPTION},
-        "paths": {path: item for route in routes for path, item in _paths(route)},
+        "paths": paths,
         "components": {
             "schemas": ANSWERS,
             "securitySchemes": {
                 "sessionKey": {**bearer, "description": "The key of a session"},
                 "anthropicKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "userKey": {
+                    **bearer,
+                    "description": "The key of a user; beside a session's name, it opens the user's own",
+                },
                 "adminKey": {**bearer, "description": "The administrator's key"},
             },
         },
@@ -247,15 +288,19 @@ def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
 
 
 def _paths(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield route.path, {method: _operation(route, method, "") for method in route.methods}
+    own = {method: _operation(route, method, "") for method in route.methods}
+    yield route.path, own if route.item is None else {"parameters": [_in_path(route.item)], **own}
     if route.has_session:
-        session = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         item = {method: _operation(route, method, "_of_session") for method in route.methods}
-        yield f"/{{session_id}}{route.path}", {"parameters": [session], **item}
+        yield f"/{{session_id}}{route.path}", {"parameters": [_in_path("session_id")], **item}
+
+
+def _in_path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def _operation(route: Route, method: str, form: str) -> dict[str, Any]:
-    name = route.operation.replace("/", "_").replace(".", "_")
+    name = re.sub(r"\W+", "_", route.operation).strip("_")
     security = [*route.security, {}] if form else list(route.security)
     described: dict[str, Any] = {
         "operationId": f"{method}_{name}{form}",

@@ -54,11 +54,16 @@ class Operations(BaseRoute):
         self._meter = meter
 
     def find(self, path: str) -> tuple[str, str | None] | None:
-        """The name of the operation at ``path`` and the session before it; ``None`` if there is no such path."""
+        """The name of the operation at ``path`` and the session before it; ``None`` if there is no such path.
+
+        A name that ends in ``{id}`` takes any last segment.
+        """
         segments = [segment for segment in path.split("/") if segment and segment != "v1"]
         name = "/".join(segments)
         if name in self._table:
             return name, None
+        if (item := "/".join((*segments[:-1], "{id}"))) in self._table:
+            return item, None
         name = "/".join(segments[1:])
         operation = self._table.get(name)
         return (name, segments[0]) if operation is not None and operation.has_session else None

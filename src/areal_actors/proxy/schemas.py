@@ -180,6 +180,15 @@ ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
     },
     "rl/end_session": {"final_reward": {"type": ["number", "string", "boolean", "null"]}, "session_id": _NAME},
     "rl/finalize": {"final_reward": {"type": ["number", "string", "boolean"]}, "session_id": _NAME},
+    "keys": {
+        "user": {"type": "string", "minLength": 1, "maxLength": 200},
+        "experiment": _NAME,
+        "trial": _NAME,
+        "max_sessions": _integer(0, 2**53),
+        "max_requests_per_minute": _integer(0, 2**53),
+        "max_tokens_per_day": _integer(0, 2**53),
+        "expires_at": {"type": ["string", "number", "null"]},
+    },
     "export_trajectories": {"session_id": _NAME, "discount": _number(0, 1), "style": _NAME},
 }
 """What the routes beside completions take, in the body or in the query."""

@@ -36,11 +36,16 @@ def bind(config: ProxyConfig) -> socket.socket:
 
     Raises:
         ConfigError: the address is taken, not allowed or not of this machine, or it can be reached from other machines
-            and no admin key was chosen.
+            and no admin key was chosen, or sessions are open to all.
     """
     if not is_loopback(config.host) and not config.admin_key:
         raise ConfigError(
             f"proxy.host: {config.host} can be reached from other machines; set proxy.admin_key, or listen on 127.0.0.1"
+        )
+    if config.open_sessions and not is_loopback(config.host):
+        raise ConfigError(
+            f"proxy.open_sessions: {config.host} can be reached from other machines, where a session takes a key; "
+            "listen on 127.0.0.1, or create keys with 'areal-actors keys create'"
         )
     return listen(config.host, config.port, section="proxy")
 

@@ -10,6 +10,7 @@ from areal_actors.proxy.anthropic import AnthropicDialect
 from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.visitors import Visitors
 
 __all__ = ["TokenCountEndpoint"]
 
@@ -22,6 +23,7 @@ class TokenCountEndpoint:
     sessions: Ref[Sessions]
     gatekeeper: Gatekeeper
     config: ProxyConfig
+    visitors: Visitors
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request; nothing is remembered of it."""
@@ -33,5 +35,12 @@ class TokenCountEndpoint:
             in_path=exchange.session,
             in_request=named if isinstance(named, str) else None,
         )
-        message = CountTokens(credential=credential, request=self.dialect.parse(body).request)
+        request = self.dialect.parse(body).request
+        if self.visitors.is_nobodys(credential):
+            await self._count(exchange, CountTokens(credential=credential, request=request))
+        else:
+            async with self.visitors.visit(credential, is_counted=False) as visit:
+                await self._count(exchange, CountTokens(credential=visit.credential, request=request))
+
+    async def _count(self, exchange: Exchange, message: CountTokens) -> None:
         await exchange.send_json(200, {"input_tokens": await self.sessions.ask(message)})

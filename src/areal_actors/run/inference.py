@@ -15,19 +15,22 @@ import anyio
 from anyio import to_thread
 from attrs import evolve, field, frozen
 
+from areal_actors.actors.accounts import AccountKeeper, UsersConfig
 from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
 from areal_actors.actors.exporter import ExportConfig, Exporter
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.actors.progress import ProgressReporter
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
-from areal_actors.cache.journal import Journal, restore_groups
+from areal_actors.cache.journal import Journal, NoJournal, recover, restore_groups
+from areal_actors.cache.journal.recovery import Leftovers
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
 from areal_actors.engines import Engine
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.errors import ActorStopped
 from areal_actors.messages import (
+    Accounts,
     Capacity,
     DescribeEndpoint,
     Endpoint,
@@ -74,12 +77,17 @@ class InferenceConfig:
     limits: CapacityLimits = field(
         factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
     )
+    users: UsersConfig = field(factory=UsersConfig)
+    """Without a path, there are no users."""
     seed: int = 0
 
 
 @frozen(kw_only=True)
 class Inference:
-    """What is open: the actors' refs, and where the proxy listens."""
+    """What is open: the actors' refs, and where the proxy listens.
+
+    ``leftovers`` is what the journal's earlier processes left to be done beside the sessions, which live on.
+    """
 
     system: ActorSystem
     renderer: Renderer
@@ -91,6 +99,9 @@ class Inference:
     serving: Ref[Serving]
     progress: Ref[Progress] | None = None
     intake: Ref[Intake] | None = None
+    accounts: Ref[Accounts] | None = None
+    """Users and their keys, where a file for them was named."""
+    leftovers: Leftovers = field(factory=Leftovers)
 
     def rollouts(self, *, gconfig: GenerationConfig | None = None) -> AbstractAsyncContextManager[RolloutEngine]:
         """An engine that runs agents and rollout workflows by hand; what still runs ends with the block."""
@@ -177,16 +188,28 @@ async def open_actors(
 ) -> AsyncIterator[Inference]:
     """The actors around an engine that is open already. ``version`` and ``start`` are where a resumed run stands.
 
-    ``progress`` hears of the sessions that an intake takes in. With a ``journal``, the intake goes on with what an
-    earlier process wrote there.
+    ``progress`` hears of the sessions that an intake takes in. What external agents do is written to ``journal``, and
+    what it holds is restored first. Raises ``JournalError`` if it cannot be read.
     """
+    journal = journal or NoJournal()
+    facts = [fact async for fact in journal.read()]
+    recovered, restored = recover(facts), restore_groups(facts, version=version)
+    leftovers = recovered.leftovers
+    del facts
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine), name="generation")
         state = CapacityState.at_version(config.limits, version)
         capacity = await system.spawn(CapacityGranter(state, config=config.capacity), name="capacity")
         manager = SessionManager(
-            renderer=renderer, generation=generation, capacity=capacity, config=config.sessions, seed=config.seed
+            renderer=renderer,
+            generation=generation,
+            capacity=capacity,
+            config=config.sessions,
+            seed=config.seed,
+            journal=journal,
+            recovered=recovered,
         )
+        del recovered  # the manager owns the sessions from here on
         sessions = await system.spawn(manager, name="sessions")
         exporter = Exporter(
             sessions=sessions,
@@ -201,14 +224,19 @@ async def open_actors(
         intake = None
         if config.intake is not None:
             peers = IntakePeers(sessions=sessions, exports=exports, capacity=capacity, progress=reporter)
-            keeper = await _create_intake(config.intake, peers, journal=journal, version=version, start=start)
+            settings = config.intake if start is None else evolve(config.intake, next_position=start.next)
+            keeper = IntakeKeeper(peers=peers, config=settings, journal=journal, restored=restored, version=version)
             intake = await system.spawn(keeper, name="intake")
+        accounts = None
+        if config.users.path is not None:
+            accounts = await system.spawn(AccountKeeper(config.users.path, config=config.users), name="accounts")
         proxy = ProxyServer(
             sessions=sessions,
             exports=exports,
             capacity=capacity,
             generation=generation,
             intake=intake,
+            accounts=accounts,
             config=config.proxy,
             decode=renderer.decode,
         )
@@ -224,18 +252,9 @@ async def open_actors(
             serving=serving,
             intake=intake,
             progress=reporter,
+            accounts=accounts,
+            leftovers=leftovers,
         )
-
-
-async def _create_intake(
-    config: IntakeConfig, peers: IntakePeers, *, journal: Journal | None, version: int, start: DataPosition | None
-) -> IntakeKeeper:
-    restored = None
-    if journal is not None:
-        restored = restore_groups([fact async for fact in journal.read()], version=version)
-    if start is not None:
-        config = evolve(config, next_position=max(config.next_position, start.next))
-    return IntakeKeeper(peers=peers, config=config, journal=journal, restored=restored, version=version)
 
 
 @asynccontextmanager

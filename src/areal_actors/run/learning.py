@@ -87,6 +87,7 @@ async def _open_inference(job: Job, learning: Learning) -> AsyncIterator[Inferen
         export=config.rollout.export,
         intake=learning.intake,
         limits=config.limits,
+        users=config.user_accounts,
         seed=config.seed,
     )
     version = job.policy.version

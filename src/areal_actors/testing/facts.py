@@ -154,6 +154,8 @@ def turns_ended() -> st.SearchStrategy[TurnEnded]:
         siblings=st.lists(any_texts().map(InteractionId), max_size=3).map(tuple),
         num_cached_tokens=st.integers(0, 2**40),
         stop_sequence=_optional_texts(),
+        prompt_digest=st.none() | digests,
+        asked=st.none() | st.tuples(any_texts(), st.integers(0, 2**40)),
     )
 
 

@@ -14,12 +14,13 @@ from contextlib import asynccontextmanager
 
 from attrs import frozen
 
+from areal_actors.actors.accounts import AccountKeeper, UsersConfig
 from areal_actors.actors.capacity import CapacityGranter
 from areal_actors.actors.exporter import Exporter
 from areal_actors.cache import SessionSettings
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.core import ActorSystem, Ref
-from areal_actors.messages import DescribeEndpoint, Endpoint, Serving
+from areal_actors.messages import Accounts, DescribeEndpoint, Endpoint, Serving
 from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.staleness import CapacityLimits, CapacityState
 from areal_actors.testing.sessions import Script, ScriptedSessions, echo_script
@@ -35,6 +36,7 @@ class ScriptedProxy:
     sessions: ScriptedSessions
     server: Ref[Serving]
     system: ActorSystem
+    accounts: Ref[Accounts] | None = None
 
     @property
     def url(self) -> str:
@@ -58,6 +60,7 @@ async def open_scripted_proxy(
     config: ProxyConfig | None = None,
     settings: SessionSettings | None = None,
     max_sessions: int = 1024,
+    users: UsersConfig | None = None,
 ) -> AsyncIterator[ScriptedProxy]:
     """Serve until the block is left.
 
@@ -66,6 +69,7 @@ async def open_scripted_proxy(
         config: the proxy's settings; any free port of this machine without them.
         settings: how long sessions are kept.
         max_sessions: how many may be live at once.
+        users: where users and their keys are kept; there are none without it.
     """
     limits = CapacityLimits(max_concurrent=max_sessions, batch_size=max_sessions)
     sessions = ScriptedSessions(script, settings=settings)
@@ -73,8 +77,11 @@ async def open_scripted_proxy(
         sessions_ref = await system.spawn(sessions)
         capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
         exports = await system.spawn(Exporter(sessions=sessions_ref, capacity=capacity))
+        accounts = None
+        if users is not None and users.path is not None:
+            accounts = await system.spawn(AccountKeeper(users.path, config=users))
         server = await system.spawn(
-            ProxyServer(sessions=sessions_ref, exports=exports, capacity=capacity, config=config)
+            ProxyServer(sessions=sessions_ref, exports=exports, capacity=capacity, accounts=accounts, config=config)
         )
         endpoint = await server.ask(DescribeEndpoint())
-        yield ScriptedProxy(endpoint=endpoint, sessions=sessions, server=server, system=system)
+        yield ScriptedProxy(endpoint=endpoint, sessions=sessions, server=server, system=system, accounts=accounts)

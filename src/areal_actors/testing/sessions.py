@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import anyio
 from attrs import define, evolve, field
@@ -36,11 +36,12 @@ from areal_actors.domain import (
     ToolCallStarted,
     Usage,
 )
-from areal_actors.errors import NotFound
+from areal_actors.errors import NotFound, QuotaExceeded
 from areal_actors.messages import (
     CollectSession,
     Complete,
     CountTokens,
+    DescribeOwner,
     DescribeSessions,
     EndSession,
     ForgetSession,
@@ -49,6 +50,7 @@ from areal_actors.messages import (
     SessionClosed,
     SessionFinished,
     SessionOpened,
+    SessionOwner,
     Sessions,
     SessionsView,
     SetReward,
@@ -133,7 +135,16 @@ class ScriptedSessions(Actor[Sessions]):
     @OpenSession.handler
     async def open(self, message: OpenSession) -> SessionOpened:
         """Issue an id and a key."""
-        issued = self._store.create(message.task, now=anyio.current_time(), key=message.api_key, group=message.group)
+        if message.max_live is not None and self._store.num_live_of(message.user) >= message.max_live:
+            raise QuotaExceeded(f"There may be {message.max_live} live sessions of yours; end one before the next.")
+        issued = self._store.create(
+            message.task,
+            now=anyio.current_time(),
+            key=message.api_key,
+            group=message.group,
+            user=message.user,
+            user_key=message.user_key,
+        )
         self._interactions[issued.id] = {}
         return SessionOpened(session=issued.id, api_key=issued.key)
 
@@ -195,6 +206,13 @@ class ScriptedSessions(Actor[Sessions]):
         num_live = self._store.num_live
         return SessionsView(num_live=num_live, num_ended=len(self._store) - num_live, num_pending=0)
 
+    @DescribeOwner.handler
+    async def describe_owner(self, message: DescribeOwner) -> SessionOwner:
+        """Say who started a session."""
+        credential = message.credential
+        session = self._store.resolve(credential, is_capability=credential.is_capability)
+        return SessionOwner(session=session.id, user=session.user, user_key=session.user_key)
+
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:
         """The session as it stands."""
@@ -204,7 +222,9 @@ class ScriptedSessions(Actor[Sessions]):
 
     @ForgetSession.handler
     async def forget(self, message: ForgetSession) -> None:
-        """Forget a session that has ended."""
+        """Forget a session; one that is still live ends by that."""
+        with suppress(NotFound):
+            self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
 
     def _admit(self, message: Complete | StreamComplete) -> Session:

@@ -6,6 +6,7 @@ from areal_actors.cache.journal.base import Journal
 from areal_actors.cache.journal.config import JournalConfig, JournalSync
 from areal_actors.cache.journal.groups import RestoredGroups, RestoredSession, restore_groups
 from areal_actors.cache.journal.memory import MemoryJournal, NoJournal
+from areal_actors.cache.journal.recovery import Recovered, RecoveredSession, read_journal, recover
 from areal_actors.cache.journal.sqlite import SqliteJournal
 
 __all__ = [
@@ -14,8 +15,12 @@ __all__ = [
     "JournalSync",
     "MemoryJournal",
     "NoJournal",
+    "Recovered",
+    "RecoveredSession",
     "RestoredGroups",
     "RestoredSession",
     "SqliteJournal",
+    "read_journal",
+    "recover",
     "restore_groups",
 ]

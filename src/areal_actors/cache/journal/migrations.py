@@ -73,7 +73,12 @@ CREATE VIEW gone_sessions AS
     );
 """
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST,)
+_SECOND = """
+ALTER TABLE turns ADD COLUMN prompt_digest BLOB;
+ALTER TABLE turns ADD COLUMN asked TEXT;
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND)
 """All steps; their number is the version that this program writes."""
 
 

@@ -46,6 +46,7 @@ TURN_COLUMNS = (
     *("session", "interaction", "request_order", "completed_order", "parent", "token_parent", "fork", "status"),
     *("ended_at", "tag", "reward", "stop_sequence", "failure", "num_prompt_tokens", "num_cached_tokens", "is_stored"),
     *("has_instructions", "num_instructions", "messages", "output", "attempt", "siblings", "frame", "prompt_suffix"),
+    *("prompt_digest", "asked"),
     *_COMPLETION_COLUMNS,
 )
 """All but the number of the row."""
@@ -79,6 +80,8 @@ def turn_values(fact: TurnEnded) -> tuple[Sql, ...]:
         "siblings": dump_json(fact.siblings) if fact.siblings else None,
         "frame": pack_bytes(fact.frame),
         "prompt_suffix": pack_ints(turn.prompt_suffix),
+        "prompt_digest": fact.prompt_digest,
+        "asked": None if fact.asked is None else dump_json(fact.asked),
         **_completion_values(turn.completion),
     }
     return tuple(map(row.__getitem__, TURN_COLUMNS))
@@ -151,6 +154,8 @@ def to_turn(row: Mapping[str, Any]) -> TurnEnded:
         siblings=() if row["siblings"] is None else tuple(load_json(row["siblings"])),
         num_cached_tokens=row["num_cached_tokens"],
         stop_sequence=to_text(row["stop_sequence"]),
+        prompt_digest=row["prompt_digest"],
+        asked=None if row["asked"] is None else tuple(load_json(row["asked"])),
     )
 
 

@@ -1,0 +1,22 @@
+"""Users, their keys and their quotas: the windows, the book of who may do what now, and the file that it is kept in."""
+
+from __future__ import annotations
+
+from areal_actors.accounts.book import AccountBook, Claim
+from areal_actors.accounts.keys import KEY_PREFIX, create_key, digest_of, is_user_key
+from areal_actors.accounts.store import AccountStore, Contents
+from areal_actors.accounts.windows import RateWindow, day_of, seconds_to_midnight
+
+__all__ = [
+    "KEY_PREFIX",
+    "AccountBook",
+    "AccountStore",
+    "Claim",
+    "Contents",
+    "RateWindow",
+    "create_key",
+    "day_of",
+    "digest_of",
+    "is_user_key",
+    "seconds_to_midnight",
+]

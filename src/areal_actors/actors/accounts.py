@@ -1,0 +1,185 @@
+"""The keeper of accounts: the book of users and keys, and its file.
+
+A key and a revocation are on disk before they are acknowledged. What users have sampled is written every
+``save_seconds``: a killed process forgets at most what was sampled since, which is granted a second time.
+Rates are in memory alone. What another process writes to the file (the command line, another service) is noticed within
+``save_seconds``, too; a key that nobody has heard of is looked for in the file at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+from attrs import evolve, field, frozen
+from attrs.validators import gt
+
+from areal_actors.accounts import AccountBook, AccountStore, Claim
+from areal_actors.core import Actor, Context, OwnThread
+from areal_actors.domain import IssuedKey
+from areal_actors.errors import ConfigError, Unavailable
+from areal_actors.messages import (
+    Accounts,
+    AdmitUser,
+    CreateKey,
+    HasKeys,
+    IdentifyUser,
+    ListKeys,
+    RevokeKey,
+    TokensSampled,
+)
+from areal_actors.telemetry import get_logger
+
+__all__ = ["AccountKeeper", "UsersConfig"]
+
+_log = get_logger(__name__)
+
+
+@frozen(kw_only=True)
+class UsersConfig:
+    """Where users and their keys are kept."""
+
+    path: Path | None = None
+    """The file; keys.sqlite in fileroot without it. It is made with the first key, on a local disk."""
+    save_seconds: float = field(default=1.0, validator=gt(0))
+    """How often token use is written, and the file is looked at for what the command line has changed."""
+
+
+class AccountKeeper(Actor[Accounts]):
+    """Answers for accounts. ``clock`` gives seconds since 1970.
+
+    Raises:
+        ConfigError: when it is spawned, if the file holds something else.
+    """
+
+    def __init__(
+        self, path: Path, *, config: UsersConfig | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = AccountStore(path)
+        self._config = config or UsersConfig()
+        self._clock = clock
+        self._book = AccountBook()
+        self._thread: OwnThread
+        self._using: anyio.Lock
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Read the file, keep up with it while the actor lives, and save at its end."""
+        self._using = anyio.Lock()
+        async with OwnThread.open() as self._thread:
+            try:
+                self._book.load(await self._thread.run(self._store.read))
+                context.tasks.start_soon(self._keep_up)
+                yield
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._save()
+                    await self._thread.run(self._store.close)
+
+    # ---------------------------------------------------------------------------------------------------- keys
+
+    @CreateKey.handler
+    async def create(self, message: CreateKey) -> IssuedKey:
+        """Issue a key."""
+        await self._look()
+        claim = Claim(
+            user=message.user,
+            experiment=message.experiment,
+            trial=message.trial,
+            quotas=message.quotas,
+            expires_at=message.expires_at,
+        )
+        issued = self._book.issue(claim, self._clock())
+        async with self._at_file():
+            await self._thread.run(partial(self._store.put_key, issued.user, issued.key))
+            self._book.put(issued.key, issued.user)
+        _log.info("key_created", key=issued.key.id, user=issued.user.name)
+        return issued
+
+    @ListKeys.handler
+    async def list(self, message: ListKeys) -> tuple[IssuedKey, ...]:  # noqa: ARG002 - the message says it all
+        """Every key."""
+        await self._look()
+        return self._book.describe_all(self._clock())
+
+    @RevokeKey.handler
+    async def revoke(self, message: RevokeKey) -> IssuedKey:
+        """Revoke a key."""
+        await self._look()
+        now = self._clock()
+        issued = self._book.describe(message.key, now)
+        if issued.key.revoked_at is None:
+            async with self._at_file():
+                await self._thread.run(partial(self._store.revoke, message.key, now))
+                self._book.put(evolve(issued.key, revoked_at=now))
+            _log.info("key_revoked", key=issued.key.id, user=issued.user.name)
+        return self._book.describe(message.key, now)
+
+    # --------------------------------------------------------------------------------------------------- using
+
+    @HasKeys.handler
+    async def has_keys(self, message: HasKeys) -> bool:  # noqa: ARG002 - the message says it all
+        """Whether there are any."""
+        return self._book.has_keys
+
+    @IdentifyUser.handler
+    async def identify(self, message: IdentifyUser) -> IssuedKey:
+        """Find the owner of a secret."""
+        if not self._book.knows(message.secret):
+            await self._look()
+        return self._book.authenticate(message.secret, self._clock())
+
+    @AdmitUser.handler
+    async def admit(self, message: AdmitUser) -> IssuedKey:
+        """Count a request."""
+        now = self._clock()
+        issued = self._book.check(message.key, now)
+        if message.is_counted:
+            self._book.admit(issued.user, now=now, monotonic=anyio.current_time())
+        return issued
+
+    @TokensSampled.handler
+    async def note_sampled(self, message: TokensSampled) -> None:
+        """Count tokens."""
+        self._book.note_sampled(message.user, message.num_tokens, self._clock())
+
+    # ------------------------------------------------------------------------------------------------ the file
+
+    @asynccontextmanager
+    async def _at_file(self) -> AsyncIterator[None]:
+        """One at a time, and never cut off between the file and the book, which would say different things then."""
+        async with self._using:
+            with anyio.CancelScope(shield=True):
+                yield
+
+    async def _keep_up(self) -> None:
+        while True:
+            await anyio.sleep(self._config.save_seconds)
+            await self._save()
+            try:
+                await self._look()
+            except (ConfigError, Unavailable) as error:
+                _log.warning("keys_unreadable", error=str(error))
+
+    async def _look(self) -> None:
+        """Read the file again if another process has written it."""
+        async with self._at_file():
+            if await self._thread.run(self._store.has_changed):
+                self._book.load(await self._thread.run(self._store.read))
+
+    async def _save(self) -> None:
+        """Write what was sampled; what cannot be written now is written later."""
+        async with self._at_file():
+            tokens = self._book.unsaved
+            if not tokens:
+                return
+            try:
+                await self._thread.run(partial(self._store.add_usage, tokens))
+            except (ConfigError, Unavailable) as error:
+                _log.warning("token_use_unsaved", error=str(error))
+            else:
+                self._book.note_saved(tokens)

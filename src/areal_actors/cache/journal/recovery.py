@@ -1,0 +1,227 @@
+"""From facts to what they restore: sessions with their trees, and the groups that wait to be trained.
+
+Pure: facts in, one value out. Who reads the journal, and hands the parts to the actors that own them from then on, is
+in ``run``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from attrs import define, evolve, field, frozen
+
+from areal_actors.cache.journal.base import Journal
+from areal_actors.cache.tree import ConversationTree
+from areal_actors.domain import (
+    Fact,
+    GroupConsumed,
+    GroupId,
+    GroupQueued,
+    InteractionId,
+    RewardSet,
+    SessionEnded,
+    SessionForgotten,
+    SessionId,
+    SessionStarted,
+    TurnEnded,
+    VersionSaved,
+)
+
+__all__ = ["EndedSession", "Leftovers", "Recovered", "RecoveredSession", "read_journal", "recover"]
+
+
+@frozen(kw_only=True)
+class EndedSession:
+    """A session that has ended and is needed: its export has not arrived, or its group is not safely trained.
+
+    ``is_forgotten``: it was let go when its group was trained, and the weights that were made of it are not on disk.
+    """
+
+    started: SessionStarted
+    ended_at: float
+    is_final: bool
+    is_forgotten: bool
+
+
+@frozen(kw_only=True)
+class RecoveredSession:
+    """One session as it stood. ``turns`` have ended, in this order, with the rewards that they have in ``tree``.
+
+    ``ended_at`` is in seconds since 1970, ``None`` for a session that is live.
+    """
+
+    started: SessionStarted
+    tree: ConversationTree = field(eq=False, repr=False)
+    turns: tuple[TurnEnded, ...] = field(repr=False)
+    ended_at: float | None = None
+    is_final: bool = False
+    is_forgotten: bool = False
+
+    @property
+    def id(self) -> SessionId:
+        """Its id."""
+        return self.started.session
+
+
+@frozen(kw_only=True)
+class Leftovers:
+    """What an earlier process left to be done: everything but the trees, which the session manager owns."""
+
+    ended: tuple[EndedSession, ...] = ()
+    groups: tuple[GroupQueued, ...] = ()
+    unsaved: tuple[GroupQueued, ...] = ()
+    consumed: Mapping[GroupId, int] = field(factory=dict)
+    saved_version: int | None = None
+
+
+@frozen(kw_only=True)
+class Recovered:
+    """What the facts come to.
+
+    ``sessions`` are those that were not forgotten, and those of groups that wait or are unsaved, oldest first.
+    ``groups`` wait to be trained, in the order in which they were queued. ``consumed`` says at which version a group
+    was trained or dropped; ``unsaved`` are those that were trained in steps after ``saved_version``, so that no weights
+    on disk have seen them.
+    """
+
+    sessions: Mapping[SessionId, RecoveredSession] = field(factory=dict)
+    groups: tuple[GroupQueued, ...] = ()
+    unsaved: tuple[GroupQueued, ...] = ()
+    consumed: Mapping[GroupId, int] = field(factory=dict)
+    saved_version: int | None = None
+
+    @property
+    def leftovers(self) -> Leftovers:
+        """What there is to be done, without the trees."""
+        ended = tuple(
+            EndedSession(
+                started=session.started,
+                ended_at=session.ended_at,
+                is_final=session.is_final,
+                is_forgotten=session.is_forgotten,
+            )
+            for session in self.sessions.values()
+            if session.ended_at is not None
+        )
+        return Leftovers(
+            ended=ended,
+            groups=self.groups,
+            unsaved=self.unsaved,
+            consumed=self.consumed,
+            saved_version=self.saved_version,
+        )
+
+
+def recover(facts: Iterable[Fact]) -> Recovered:
+    """What ``facts`` restore. Those of unknown sessions are passed over."""
+    folding = _Folding()
+    for fact in facts:
+        folding.add(fact)
+    return folding.result()
+
+
+async def read_journal(journal: Journal) -> Recovered:
+    """What the facts of ``journal`` restore. Raises ``JournalError`` if it cannot be read."""
+    folding = _Folding()
+    async for fact in journal.read():
+        folding.add(fact)
+    return folding.result()
+
+
+@define
+class _Session:
+    """What is known of a session so far; its tree is made at the end, when the last word on each turn is known."""
+
+    started: SessionStarted
+    turns: dict[InteractionId, TurnEnded] = field(factory=dict)
+    ended_at: float | None = None
+    is_final: bool = False
+    is_forgotten: bool = False
+
+    def add_turn(self, turn: TurnEnded) -> None:
+        self.turns.pop(turn.interaction.id, None)
+        self.turns[turn.interaction.id] = turn
+
+    def set_reward(self, interaction_id: InteractionId, reward: float) -> None:
+        """A reward of an interaction that is pending comes again with the end of that, if it has one."""
+        turn = self.turns.get(interaction_id)
+        if turn is not None:
+            self.turns[interaction_id] = evolve(turn, interaction=evolve(turn.interaction, reward=reward))
+
+    def end(self, fact: SessionEnded) -> None:
+        """The first end counts; that it is final may be said later."""
+        self.ended_at = fact.ended_at if self.ended_at is None else self.ended_at
+        self.is_final = self.is_final or fact.is_final
+
+    def forget(self) -> None:
+        """One that is still live ends by that."""
+        self.is_forgotten = True
+        if self.ended_at is None:
+            self.ended_at = max([self.started.started_at, *(turn.ended_at for turn in self.turns.values())])
+
+    def result(self) -> RecoveredSession:
+        turns, started = tuple(self.turns.values()), self.started
+        tree = ConversationTree.restore(started.session, turns, group=started.group, metadata=started.metadata)
+        return RecoveredSession(
+            started=started,
+            tree=tree,
+            turns=turns,
+            ended_at=self.ended_at,
+            is_final=self.is_final,
+            is_forgotten=self.is_forgotten,
+        )
+
+
+@define
+class _Folding:
+    """The state between two facts."""
+
+    sessions: dict[SessionId, _Session] = field(factory=dict)
+    queued: dict[GroupId, GroupQueued] = field(factory=dict)
+    consumed: dict[GroupId, GroupConsumed] = field(factory=dict)
+    saved_version: int | None = None
+
+    def add(self, fact: Fact) -> None:
+        match fact:
+            case SessionStarted():
+                self.sessions[fact.session] = _Session(fact)
+            case GroupQueued():
+                self.queued[fact.group] = fact
+                self.consumed.pop(fact.group, None)
+            case GroupConsumed():
+                self.consumed[fact.group] = fact
+            case VersionSaved():
+                self.saved_version = max(fact.version, self.saved_version or 0)
+            case TurnEnded() | RewardSet() | SessionEnded() | SessionForgotten():
+                session = self.sessions.get(fact.session)
+                if session is not None:
+                    _tell(session, fact)
+
+    def result(self) -> Recovered:
+        groups = tuple(queued for queued in self.queued.values() if queued.group not in self.consumed)
+        unsaved = tuple(queued for queued in self.queued.values() if self._is_unsaved(queued.group))
+        needed = {name for queued in (*groups, *unsaved) for name in queued.sessions}
+        sessions = [(name, s) for name, s in self.sessions.items() if not s.is_forgotten or name in needed]
+        return Recovered(
+            sessions={name: session.result() for name, session in sessions},
+            groups=groups,
+            unsaved=unsaved,
+            consumed={name: fact.version for name, fact in self.consumed.items()},
+            saved_version=self.saved_version,
+        )
+
+    def _is_unsaved(self, group: GroupId) -> bool:
+        fact = self.consumed.get(group)
+        return fact is not None and fact.is_trained and fact.version > (self.saved_version or 0)
+
+
+def _tell(session: _Session, fact: TurnEnded | RewardSet | SessionEnded | SessionForgotten) -> None:
+    match fact:
+        case TurnEnded():
+            session.add_turn(fact)
+        case RewardSet():
+            session.set_reward(fact.interaction, fact.reward)
+        case SessionEnded():
+            session.end(fact)
+        case SessionForgotten():
+            session.forget()

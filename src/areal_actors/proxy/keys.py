@@ -1,0 +1,115 @@
+"""Routes of keys: the administrator issues, lists and revokes them. What they open is judged in ``visitors``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from attrs import frozen
+
+from areal_actors.core import Ref
+from areal_actors.domain import IssuedKey, KeyId, Quotas
+from areal_actors.errors import InvalidRequest, NotFound
+from areal_actors.messages import Accounts, CreateKey, ListKeys, RevokeKey
+from areal_actors.proxy.auth import Gatekeeper, read_key
+from areal_actors.proxy.config import ProxyConfig
+from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.fields import read_text, wrong
+
+__all__ = ["KeysEndpoint", "format_key", "parse_key_request"]
+
+_LIMITS = ("max_sessions", "max_requests_per_minute", "max_tokens_per_day")
+_MAX_LIMIT = 2**53
+
+
+@frozen(kw_only=True)
+class KeysEndpoint:
+    """The handlers, one method per route. Without ``accounts`` there is nothing at these routes."""
+
+    accounts: Ref[Accounts] | None
+    gatekeeper: Gatekeeper
+    config: ProxyConfig
+
+    async def create_or_list(self, exchange: Exchange) -> None:
+        """``POST``: a new key, shown this once. ``GET``: all keys, without their secrets."""
+        accounts = self._admitted(exchange)
+        if exchange.method == "GET":
+            listed = await accounts.ask(ListKeys())
+            await exchange.send_json(200, {"object": "list", "data": [format_key(issued) for issued in listed]})
+            return
+        limits = self.config
+        body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        issued = await accounts.ask(parse_key_request(body))
+        await exchange.send_json(200, {**format_key(issued), "key": issued.secret})
+
+    async def revoke(self, exchange: Exchange) -> None:
+        """``DELETE``: the key opens nothing any more; it stays in the list."""
+        accounts = self._admitted(exchange)
+        await exchange.send_json(200, format_key(await accounts.ask(RevokeKey(key=KeyId(exchange.item)))))
+
+    def _admitted(self, exchange: Exchange) -> Ref[Accounts]:
+        self.gatekeeper.require_admin(read_key(exchange.headers))
+        if self.accounts is None:
+            raise NotFound("This service keeps no users; open it with a file for their keys (users.path).")
+        return self.accounts
+
+
+def parse_key_request(body: Mapping[str, Any]) -> CreateKey:
+    """The body of ``POST /keys``. Raises ``InvalidRequest`` naming the field at fault, unknown ones too."""
+    unknown = sorted(set(body) - {"user", "experiment", "trial", "expires_at", *_LIMITS})
+    if unknown:
+        raise InvalidRequest(f"{unknown[0]} is no field of a key; see docs/users.md.", param=unknown[0])
+    user = read_text(body, "user")
+    if user is None:
+        raise InvalidRequest("user is missing; name whose key this is.", param="user")
+    return CreateKey(
+        user=user,
+        experiment=read_text(body, "experiment"),
+        trial=read_text(body, "trial"),
+        quotas=Quotas(**{name: _read_limit(body, name) for name in _LIMITS}),
+        expires_at=_read_time(body, "expires_at"),
+    )
+
+
+def _read_limit(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_LIMIT:
+        raise wrong(name, "a whole number, 0 or more", value)
+    return value
+
+
+def _read_time(body: Mapping[str, Any], name: str) -> float | None:
+    """Seconds since 1970, or a time as ISO 8601 has it, of UTC where it names no zone."""
+    value = body.get(name)
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str):
+            read = datetime.fromisoformat(value)
+            return (read if read.tzinfo is not None else read.replace(tzinfo=UTC)).timestamp()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except (ValueError, OverflowError):
+        pass
+    raise wrong(name, "a time, as ISO 8601 or in seconds since 1970", value)
+
+
+def format_key(issued: IssuedKey) -> dict[str, Any]:
+    """What is shown of a key."""
+    key, user = issued.key, issued.user
+    return {
+        "id": key.id,
+        "object": "key",
+        "user": user.name,
+        "experiment": user.experiment,
+        "trial": user.trial,
+        **{name: getattr(user.quotas, name) for name in _LIMITS},
+        "tokens_today": issued.num_tokens_today,
+        "created_at": int(key.created_at),
+        "expires_at": None if key.expires_at is None else int(key.expires_at),
+        "revoked_at": None if key.revoked_at is None else int(key.revoked_at),
+    }

@@ -1,0 +1,222 @@
+"""On behalf of which user a request comes, whether it may be served now, and what it has used.
+
+Where nobody has a key, nothing of this costs a request anything. Where somebody has, a request costs one look-up, which
+tells that its session is nobody's; only the requests of users are asked about. Who started a session is known to the
+session manager, and never changes: it is asked once. What a user may do is known to the keeper of accounts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from attrs import define, field
+
+from areal_actors.accounts import digest_of, is_user_key
+from areal_actors.core import Ref
+from areal_actors.domain import Answer, Credential, Delta, IssuedKey, SessionId
+from areal_actors.errors import NotFound, Unauthorized
+from areal_actors.messages import (
+    Accounts,
+    AdmitUser,
+    DescribeOwner,
+    ForgetSession,
+    HasKeys,
+    IdentifyUser,
+    OpenSession,
+    SessionOpened,
+    SessionOwner,
+    Sessions,
+    TokensSampled,
+)
+
+__all__ = ["Visit", "Visitors"]
+
+_FORGET_SECONDS = 5.0
+_MAX_KNOWN = 100_000
+"""Owners that are remembered; beyond, all are asked for again."""
+_NEEDS_SESSION = (
+    "This is the key of a user. It answers completions, which are not trained; for a reward, start a session "
+    "(POST /rl/start_session, or AgentSession) and use the key that it returns."
+)
+
+
+@define(kw_only=True)
+class Visit:
+    """One request of a user. ``credential`` opens what it is about."""
+
+    credential: Credential
+    num_deltas: int = 0
+    num_tokens: int = 0
+
+    def note(self, item: Any) -> None:
+        """Count what a stream has sampled. A stream that is cut counts a token for each of its deltas."""
+        if isinstance(item, Answer):
+            self.num_tokens += len(item.completion.token_ids)
+            self.num_deltas = 0
+        elif isinstance(item, Delta):
+            self.num_deltas += 1
+
+    def note_all(self, answers: Sequence[Answer]) -> None:
+        """Count what was sampled for finished answers."""
+        for answer in answers:
+            self.note(answer)
+
+    @property
+    def num_used(self) -> int:
+        """Tokens that count."""
+        return self.num_tokens + self.num_deltas
+
+
+@define(kw_only=True)
+class Visitors:
+    """Stands between the routes and the sessions. Without ``accounts`` there are no users."""
+
+    sessions: Ref[Sessions]
+    accounts: Ref[Accounts] | None = None
+    has_users: bool | None = None
+    """Whether anybody has a key; ``None`` until it was asked."""
+    _owners: dict[SessionId | bytes, SessionOwner] = field(factory=dict, init=False)
+
+    def is_nobodys(self, credential: Credential) -> bool:
+        """Whether the request is known to be no user's, at the price of one look-up at most."""
+        if self.accounts is None:
+            return True
+        if self.has_users is None or is_user_key(credential.key):
+            return False
+        if not self.has_users:
+            return True
+        owner = self._owners.get(_name(credential))
+        return owner is not None and owner.user is None
+
+    # ---------------------------------------------------------------------------------------------- who it is
+
+    async def identify(self, secret: str | None) -> IssuedKey | None:
+        """The user with this key; ``None`` for a key of another form. Raises ``Unauthorized`` unless it is valid."""
+        if self.accounts is None or secret is None or not is_user_key(secret):
+            return None
+        return await self._identify(self.accounts, secret)
+
+    async def _identify(self, accounts: Ref[Accounts], secret: str) -> IssuedKey:
+        issued = await accounts.ask(IdentifyUser(secret=secret))
+        self.has_users = True
+        return issued
+
+    def note_opened(self, opened: SessionOpened, user: IssuedKey | None) -> None:
+        """Remember who has started a session; a key that was brought along may have been another one's before."""
+        if user is not None:
+            self.has_users = True
+        owner = SessionOwner(
+            session=opened.session,
+            user=None if user is None else user.user.name,
+            user_key=None if user is None else user.key.id,
+        )
+        if self.has_users:
+            self._remember(opened.session, owner)
+            self._remember(digest_of(opened.api_key), owner)
+
+    async def authorise(self, credential: Credential) -> Credential:
+        """What a request for anything but a completion may open. Raises ``Unauthorized`` or ``NotFound``."""
+        if self.is_nobodys(credential):
+            return credential
+        _, found = await self._resolve(credential, is_counted=False)
+        if found is None:
+            raise Unauthorized(_NEEDS_SESSION)
+        return found
+
+    @asynccontextmanager
+    async def visit(self, credential: Credential, *, is_counted: bool = True) -> AsyncIterator[Visit]:
+        """Serve a request within the block, and account for what it sampled.
+
+        The key of a user without a session gets one for this request alone, which is forgotten and never trained.
+
+        Raises:
+            Unauthorized: the key is not valid, or opens something else.
+            QuotaExceeded: the user has used up what was granted.
+        """
+        user, found = await self._resolve(credential, is_counted=is_counted)
+        if found is None:
+            async with self._passing_session() as passing:
+                visit = Visit(credential=passing)
+                async with self._accounted(visit, user):
+                    yield visit
+        else:
+            visit = Visit(credential=found)
+            async with self._accounted(visit, user):
+                yield visit
+
+    async def _resolve(self, credential: Credential, *, is_counted: bool) -> tuple[str | None, Credential | None]:
+        """The user's name, and what opens the session that is meant; ``None`` for a user's key without a session."""
+        if is_user_key(credential.key) and self.accounts is not None:
+            return await self._resolve_user(self.accounts, credential, is_counted=is_counted)
+        if self.has_users is None and self.accounts is not None:
+            self.has_users = await self.accounts.ask(HasKeys())
+        if not self.has_users:
+            return None, credential
+        owner = await self._owner(credential)
+        if owner.user_key is not None and self.accounts is not None:
+            await self.accounts.ask(AdmitUser(key=owner.user_key, is_counted=is_counted))
+        return owner.user, credential
+
+    async def _resolve_user(
+        self, accounts: Ref[Accounts], credential: Credential, *, is_counted: bool
+    ) -> tuple[str, Credential | None]:
+        issued = await self._identify(accounts, credential.key or "")
+        found = None
+        if credential.session is not None:
+            await self.check_owner(credential.session, issued)
+            found = Credential(session=credential.session, is_capability=True)
+        if is_counted:
+            await accounts.ask(AdmitUser(key=issued.key.id))
+        return issued.user.name, found
+
+    async def check_owner(self, session: SessionId, user: IssuedKey) -> None:
+        """Raise ``NotFound``, in the same words, for a session that is another's and for one that does not exist."""
+        try:
+            owner = await self._owner(Credential(session=session, is_capability=True))
+        except NotFound:
+            owner = None
+        if owner is None or owner.user != user.user.name:
+            raise NotFound(f"You have no session {session}; start one, or check its name.")
+
+    async def _owner(self, credential: Credential) -> SessionOwner:
+        name = _name(credential)
+        owner = self._owners.get(name)
+        if owner is None:
+            owner = await self.sessions.ask(DescribeOwner(credential=credential))
+            self._remember(name, owner)
+        return owner
+
+    def _remember(self, name: SessionId | bytes, owner: SessionOwner) -> None:
+        if len(self._owners) >= _MAX_KNOWN:
+            self._owners.clear()
+        self._owners[name] = owner
+
+    # ------------------------------------------------------------------------------------------ what it used
+
+    @asynccontextmanager
+    async def _passing_session(self) -> AsyncIterator[Credential]:
+        opened = await self.sessions.ask(OpenSession(task="inference"))
+        try:
+            yield Credential(session=opened.session, is_capability=True)
+        finally:
+            with anyio.move_on_after(_FORGET_SECONDS, shield=True):
+                await self.sessions.tell(ForgetSession(session=opened.session))
+
+    @asynccontextmanager
+    async def _accounted(self, visit: Visit, user: str | None) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            if user is not None and self.accounts is not None and visit.num_used:
+                with anyio.move_on_after(_FORGET_SECONDS, shield=True):
+                    await self.accounts.tell(TokensSampled(user=user, num_tokens=visit.num_used))
+
+
+def _name(credential: Credential) -> SessionId | bytes:
+    """By what the owner of a credential's session is remembered. A session from a query is nothing without its key."""
+    if credential.session is not None and credential.is_capability:
+        return credential.session
+    return digest_of(credential.key or "")

@@ -1,0 +1,99 @@
+"""Users in front of the real session manager, and of proxies that have not started what they are asked about."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from tests.proxy.stack import renderer, sampled
+
+from areal_actors.actors.accounts import AccountKeeper
+from areal_actors.actors.capacity import CapacityGranter
+from areal_actors.actors.exporter import Exporter
+from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.sessions import SessionManager
+from areal_actors.core import ActorSystem
+from areal_actors.domain import Credential
+from areal_actors.messages import CreateKey, DescribeEndpoint, DescribeOwner, OpenSession, RevokeKey
+from areal_actors.proxy import ProxyServer
+from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.testing.engines import EchoEngine, script_answers
+
+pytestmark = pytest.mark.anyio
+
+BODY = {"messages": [{"role": "user", "content": "why?"}]}
+
+
+@asynccontextmanager
+async def opened(path):
+    """Two proxies before one session manager: the second has seen nothing of what the first one started."""
+    engine = EchoEngine(script_answers(*[sampled("because")] * 9), vocab_size=renderer().vocab_size)
+    async with ActorSystem.open() as system:
+        generation = await system.spawn(GenerationActor(engine))
+        limits = CapacityLimits(max_concurrent=4, batch_size=4)
+        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
+        manager = SessionManager(renderer=renderer(), generation=generation, capacity=capacity)
+        sessions = await system.spawn(manager)
+        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
+        accounts = await system.spawn(AccountKeeper(path))
+        urls = []
+        for _ in range(2):
+            server = await system.spawn(
+                ProxyServer(sessions=sessions, exports=exports, capacity=capacity, accounts=accounts)
+            )
+            urls.append((await server.ask(DescribeEndpoint())).url)
+        async with httpx.AsyncClient(base_url=urls[0]) as first, httpx.AsyncClient(base_url=urls[1]) as second:
+            yield accounts, sessions, first, second
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+async def test_a_proxy_learns_whose_a_session_is(tmp_path):
+    """By its key and by its URL, started elsewhere: quotas hold, and a revoked key closes it."""
+    async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, second):
+        issued = await accounts.ask(CreateKey(user="ada", experiment="sums"))
+        session = (await first.post("/rl/start_session", headers=bearer(issued.secret))).json()
+        nobodys = await sessions.ask(OpenSession(task="t"))
+        owner = await sessions.ask(DescribeOwner(credential=Credential(key=session["api_key"])))
+        places = [
+            ("/v1/chat/completions", bearer(session["api_key"])),
+            (f"/{session['session_id']}/v1/chat/completions", {}),
+            ("/v1/chat/completions", bearer(nobodys.api_key)),
+        ]
+        before = [(await second.post(path, json=BODY, headers=headers)).status_code for path, headers in places * 2]
+        await accounts.ask(RevokeKey(key=issued.key.id))
+        after = [(await second.post(path, json=BODY, headers=headers)).status_code for path, headers in places]
+
+    assert ("ada", issued.key.id) == (owner.user, owner.user_key)
+    assert [200] * 6 == before
+    assert [401, 401, 200] == after
+
+
+async def test_plain_inference_takes_no_place_and_leaves_nothing(tmp_path):
+    """Of capacity and of sessions; places for sessions are given back when they are refused for a quota."""
+    async with opened(tmp_path / "keys.sqlite") as (accounts, _sessions, first, _):
+        issued = await accounts.ask(CreateKey(user="ada"))
+        answers = [await first.post("/v1/chat/completions", json=BODY, headers=bearer(issued.secret)) for _ in range(6)]
+        view = (await first.get("/metrics")).text
+
+    assert ["because"] * 6 == [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+    assert 'areal_sessions{state="live"} 0' in view or "areal_sessions_live 0" in view, view
+
+
+async def test_quotas_are_kept_by_the_real_manager(tmp_path):
+    """Two places, of four that there are: the third start is refused and takes no place; an end makes room."""
+    async with opened(tmp_path / "keys.sqlite") as (accounts, _sessions, first, second):
+        from areal_actors.domain import Quotas
+
+        issued = await accounts.ask(CreateKey(user="ada", quotas=Quotas(max_sessions=2)))
+        started = [await proxy.post("/rl/start_session", headers=bearer(issued.secret)) for proxy in (first, second)]
+        refused = [await first.post("/rl/start_session", headers=bearer(issued.secret)) for _ in range(9)]
+        await first.post("/rl/end_session", headers=bearer(started[0].json()["api_key"]))
+        again = await second.post("/rl/start_session", headers=bearer(issued.secret))
+
+    assert [200, 200] == [answer.status_code for answer in started]
+    assert {"quota_exceeded"} == {answer.json()["error"]["code"] for answer in refused}
+    assert again.status_code == 200

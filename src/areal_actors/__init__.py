@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from areal_actors.core import Actor, ActorSystem, Context, Message, Ref, StreamMessage
     from areal_actors.direct import ArealAnthropic, ArealOpenAI
     from areal_actors.errors import ArealError
-    from areal_actors.run import RunSummary, Trainer, train
+    from areal_actors.run import RunSummary, Server, Trainer, serve, train
     from areal_actors.run.inference import EmbeddedSession, Inference, InferenceConfig, open_inference
     from areal_actors.run.remote_engine import GeneratedText, RemoteSGLangEngine
     from areal_actors.workflows.generation import GenerationConfig, ModelRequest
     from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
+    from areal_actors.workflows.proxy import ProxyWorkflow
     from areal_actors.workflows.rewards import AsyncRewardWrapper
     from areal_actors.workflows.rollout import GroupedRolloutWorkflow, RolloutWorkflow
 
@@ -44,12 +45,14 @@ __all__ = [
     "ModelRequest",
     "ModelResponse",
     "OpenAIProxyClient",
+    "ProxyWorkflow",
     "Ref",
     "RemoteSGLangEngine",
     "RewardTree",
     "RolloutWorkflow",
     "RunConfig",
     "RunSummary",
+    "Server",
     "StreamMessage",
     "Trainer",
     "__version__",
@@ -57,6 +60,7 @@ __all__ = [
     "create_config",
     "load_config",
     "open_inference",
+    "serve",
     "train",
 ]
 
@@ -69,8 +73,9 @@ _HOMES = {
     "areal_actors.core": ("Actor", "ActorSystem", "Context", "Message", "Ref", "StreamMessage"),
     "areal_actors.direct": ("ArealAnthropic", "ArealOpenAI"),
     "areal_actors.errors": ("ArealError",),
-    "areal_actors.run": ("RunSummary", "Trainer", "train"),
+    "areal_actors.run": ("RunSummary", "Server", "Trainer", "serve", "train"),
     "areal_actors.workflows.generation": ("GenerationConfig", "ModelRequest"),
+    "areal_actors.workflows.proxy": ("ProxyWorkflow",),
     "areal_actors.workflows.rewards": ("AsyncRewardWrapper",),
     "areal_actors.workflows.rollout": ("GroupedRolloutWorkflow", "RolloutWorkflow"),
     "areal_actors.workflows.interactions": ("InteractionWithTokenLogpReward", "ModelResponse"),

@@ -1,4 +1,4 @@
-"""The command line: ``areal-actors train``, ``export``, ``models``, ``report``, ``settings``, ``keys``.
+"""The command line: ``areal-actors train``, ``serve``, ``export``, ``models``, ``report``, ``settings``, ``keys``.
 
 Everything heavy is imported by the command that needs it, so that ``--help`` is there at once. What training is, is
 told in ``run``; here errors become one clear message and an exit code:
@@ -23,6 +23,8 @@ from areal_actors import __version__
 from areal_actors.errors import ArealError, ConfigError, DatasetError, ModelError, WorkflowError
 
 if TYPE_CHECKING:
+    from areal_actors.dashboard import RunDirectory
+    from areal_actors.messages import Endpoint
     from areal_actors.run.keys import KeyDoor
 
 __all__ = ["cli", "main"]
@@ -98,6 +100,8 @@ def cli() -> None:
     Then look at:
       runs/<experiment>/<trial>/report.html     the run on one page
       runs/<experiment>/<trial>/metrics.jsonl   the numbers of each step
+    For agents that run elsewhere:
+      areal-actors serve examples/serve.yaml
     And to write a configuration of your own:
       areal-actors settings                     every setting, its default, what it is for
     """  # noqa: D301 - a real backspace tells click to keep the lines
@@ -135,6 +139,45 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
     from areal_actors.run import train as run_training
 
     summary = run_training(loaded, resume=resume, run_dir=run_dir)
+    click.echo(json.dumps(summary.to_json()))
+
+
+@cli.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of this run.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the run is written, instead of <fileroot>/<experiment_name>/<trial_name>.",
+)
+@_verbose
+@_explains_errors
+def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Path | None) -> None:
+    """Train on what agents elsewhere do, as the YAML file CONFIG says.
+
+    Standard output says where to send agents, with a line to copy; its last line is one JSON object that sums the run
+    up. The dataset of CONFIG is not used: agents bring their own problems, and say over HTTP what an answer was worth.
+
+    \b
+    Examples:
+      areal-actors serve examples/serve.yaml
+      areal-actors serve examples/serve.yaml proxy.port=8080 total_steps=100
+      areal-actors serve examples/serve.yaml --resume
+
+    Ctrl-C finishes the step, writes a checkpoint and stops; a second one stops at once. In both cases --resume goes on
+    from the last checkpoint.
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.config import load_config
+
+    loaded = load_config(config, overrides)
+    from areal_actors.run import serve as run_service
+    from areal_actors.run.serving import describe_service
+
+    def announce(endpoint: Endpoint, directory: RunDirectory) -> None:
+        click.echo(describe_service(endpoint, directory))
+
+    summary = run_service(loaded, resume=resume, run_dir=run_dir, announce=announce)
     click.echo(json.dumps(summary.to_json()))
 
 

@@ -8,9 +8,12 @@
       ├──borrows──▶ Models (each with Sessions and Generation of its own)
       │                ▲                                            │ ▲
       │                │ collects                             tells │ │ leases
-      └──asks──▶ Exports ◀──delivers── Rollouts ──asks──▶ Capacity ◀┘ Exports
-                                          ▲
-                       Training ──asks────┘ (evaluation)      everybody ──tells──▶ Progress
+      ├──asks──▶ Exports ◀──delivers── Rollouts ──asks──▶ Capacity ◀┘ Exports
+      │            ▲                      ▲                   ▲
+      │            └──delivers── Intake ──│──asks─────────────┘
+      │                            ▲      │
+      └──asks──────────────────────┤   Training asks (evaluation)
+              Sessions tell ───────┘                       everybody ──tells──▶ Progress
 
 What is asked is an imperative (``EndSession``); what is told is news (``VersionAdvanced``). Each message names the
 type of its reply; an actor class declares the addresses whose messages it handles.
@@ -96,6 +99,13 @@ class ReservePermit(Message[Capacity, CapacityView]):
 @frozen(kw_only=True)
 class ClaimPermit(Message[Capacity, Permit]):
     """Take a reserved permit, or else a free one; raises ``CapacityExhausted`` at once when there is neither."""
+
+    holder: str
+
+
+@frozen(kw_only=True)
+class RestorePermit(Message[Capacity, Permit]):
+    """A permit for a group that an earlier process had admitted: there is no question of room."""
 
     holder: str
 
@@ -274,6 +284,75 @@ class ForgetSession(Message[Sessions, None]):
     session: SessionId
 
 
+class Intake:
+    """Address of the intake: it makes training data of the sessions that external agents finish."""
+
+
+@frozen(kw_only=True)
+class WatchSessions(Message[Sessions, None]):
+    """Tell ``watcher`` of every session that ends or expires from now on."""
+
+    watcher: Ref[Intake]
+
+
+# --------------------------------------------------------------------------------------------------- intake
+
+
+@frozen(kw_only=True)
+class StartSession(Message[Intake, SessionOpened]):
+    """Start a session whose trajectory is to be trained.
+
+    Sessions of the same ``group`` share a permit and are compared with one another. ``position``, ``member`` and
+    ``seed`` key its samples as the members of a dataset's group are keyed; without them they are counted. Raises
+    ``CapacityExhausted`` at once without room for another group, and ``Conflict`` for what does not fit its group.
+    The last four are as in ``OpenSession``; groups are those of one ``user``.
+    """
+
+    task: str
+    api_key: str | None = field(default=None, repr=False)
+    group: str | None = None
+    group_size: int | None = None
+    position: int | None = None
+    member: int | None = None
+    seed: int | None = None
+    metadata: Mapping[str, Any] = field(factory=dict)
+    user: str | None = None
+    user_key: KeyId | None = None
+    max_live: int | None = None
+
+
+@frozen(kw_only=True)
+class SessionFinished(Message[Intake, None]):
+    """News: a session ended, or was idle for too long. ``is_final``: no more rewards are awaited."""
+
+    session: SessionId
+    is_final: bool = False
+    is_expired: bool = False
+
+
+@frozen(kw_only=True)
+class TakenSession:
+    """A finished session on loan, and its rows."""
+
+    record: SessionRecord
+    episode: Episode
+
+
+@frozen(kw_only=True)
+class TakeSession(Message[Intake, TakenSession]):
+    """Wait for the next finished session, where nobody trains on them; it is lent to ``taker``, a name of its own."""
+
+    taker: str
+
+
+@frozen(kw_only=True)
+class SettleTaken(Message[Intake, None]):
+    """What was lent to ``taker`` is kept and may be forgotten, or goes to the next who asks. Twice is harmless."""
+
+    taker: str
+    is_kept: bool
+
+
 # ----------------------------------------------------------------------------------------------- generation
 
 
@@ -403,6 +482,13 @@ class AcknowledgeLease(Message[Exports, DataPosition]):
     """The groups of a lease were trained: forget them. Replies with how far the problems have been consumed."""
 
     lease: int
+
+
+@frozen(kw_only=True)
+class SaveVersion(Message[Exports, None]):
+    """The weights of ``version`` are safe on disk: what they were trained with need not be kept any longer."""
+
+    version: int
 
 
 # ------------------------------------------------------------------------------------------------- rollouts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -114,10 +115,14 @@ async def open_house(
     sessions: SessionsConfig | None = None,
     export: ExportConfig | None = None,
     start: DataPosition | None = None,
+    exporter: Mapping[str, Any] = MappingProxyType({}),
     journal: Journal | None = None,
     max_seconds: float = MAX_SECONDS,
 ) -> AsyncIterator[House]:
-    """Open the actors, the engine's answers scripted by ``script``. What hangs for too long fails."""
+    """Open the actors, the engine's answers scripted by ``script``. What hangs for too long fails.
+
+    ``exporter`` are more options of the exporter.
+    """
     engine = engine or EchoEngine(script)
     limits = limits or CapacityLimits(max_concurrent=64, batch_size=64)
     with anyio.fail_after(max_seconds):
@@ -134,7 +139,7 @@ async def open_house(
                 wall_clock=anyio.current_time,
             )
             sessions_ref = await system.spawn(manager, name="sessions")
-            exporter = Exporter(sessions=sessions_ref, capacity=capacity, config=export, start=start)
+            exporter = Exporter(sessions=sessions_ref, capacity=capacity, config=export, start=start, **exporter)
             exports = await system.spawn(exporter, name="exports")
             yield House(
                 system=system,

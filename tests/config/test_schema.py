@@ -141,7 +141,7 @@ def test_an_empty_file_is_told_what_is_missing(tmp_path):
         load_config(path)
 
     missing = {problem.split()[1] for problem in caught.value.problems}
-    assert missing == {"experiment_name", "total_steps", "model", "dataset", "rollout"}
+    assert missing == {"experiment_name", "total_steps", "model"}
 
 
 @pytest.mark.parametrize("text", ["- 1\n- 2\n", "just text", "3"])
@@ -331,7 +331,7 @@ def test_an_agent_may_be_a_command(write, tmp_path):
     [
         ({"command": []}, "rollout.workflow.command"),
         ({"comand": ["sh"]}, "rollout.workflow.comand is no setting; did you mean command?"),
-        (3, "rollout.workflow must be text or a section \\(command\\), not 3"),
+        (3, "rollout.workflow must be text or a section \\(command\\) or null, not 3"),
     ],
     ids=["empty", "misspelt", "number"],
 )

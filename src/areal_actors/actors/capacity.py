@@ -26,6 +26,7 @@ from areal_actors.messages import (
     Permit,
     RefundGroup,
     ReservePermit,
+    RestorePermit,
     SettlePermit,
     VersionAdvanced,
 )
@@ -101,6 +102,11 @@ class CapacityGranter(Actor[Capacity]):
         if self._state.reserved > 0:
             return self._grant(message.holder, self._state.claim_reserved())
         self._require_room()
+        return self._grant(message.holder, self._state.start())
+
+    @RestorePermit.handler
+    async def restore(self, message: RestorePermit) -> Permit:
+        """Count what an earlier process had admitted; there may be less room than none after that."""
         return self._grant(message.holder, self._state.start())
 
     @SettlePermit.handler

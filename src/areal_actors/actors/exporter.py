@@ -18,11 +18,12 @@ import anyio
 from attrs import field, frozen
 from attrs.validators import ge, in_, le
 
-from areal_actors.actors.positions import ConsumedPositions
+from areal_actors.actors.positions import ConsumedPositions, HighestPosition
 from areal_actors.cache import STYLES, export_trajectories, total_reward
+from areal_actors.cache.journal import Journal, NoJournal
 from areal_actors.cache.rewards import RULES
 from areal_actors.core import Actor, Context, Ref
-from areal_actors.domain import DataPosition, Episode, Group, GroupId
+from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, SessionId, VersionSaved
 from areal_actors.errors import Conflict
 from areal_actors.messages import (
     AcknowledgeLease,
@@ -35,6 +36,7 @@ from areal_actors.messages import (
     Lease,
     LeaseGroups,
     RefundGroup,
+    SaveVersion,
     Sessions,
 )
 from areal_actors.staleness import is_too_stale
@@ -55,7 +57,12 @@ class ExportConfig:
 
 
 class Exporter(Actor[Exports]):
-    """Builds rows from what the session manager remembers, and lends finished groups to the trainer."""
+    """Builds rows from what the session manager remembers, and lends finished groups to the trainer.
+
+    ``are_problems_external`` says that positions are labels of others, which may come twice. With a ``journal``, what
+    was trained is written down before it is acknowledged, and its sessions are kept until the weights are safe: whoever
+    goes on from older ones trains it again.
+    """
 
     def __init__(
         self,
@@ -64,14 +71,19 @@ class Exporter(Actor[Exports]):
         capacity: Ref[Capacity],
         config: ExportConfig | None = None,
         start: DataPosition | None = None,
+        are_problems_external: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         self._sessions = sessions
         self._capacity = capacity
         self._config = config or ExportConfig()
-        self._consumed = ConsumedPositions(start)
+        self._consumed = HighestPosition(start) if are_problems_external else ConsumedPositions(start)
+        self._journal = None if isinstance(journal, NoJournal) else journal
+        self._unsaved: list[tuple[int, Group]] = []
         self._ready: dict[GroupId, Group] = {}
         self._held: set[GroupId] = set()  # ready or lent
         self._lease: Lease | None = None
+        self._leased_version = 0
         self._next_lease = 0
         self._num_dropped = 0
         self._changed = anyio.Event()
@@ -128,13 +140,15 @@ class Exporter(Actor[Exports]):
         while self._lease is None:
             self._drop_stale(message)
             if len(self._ready) >= message.num_groups:
-                self._lend(message.num_groups)
+                self._lend(message)
             else:
                 await self._changed.wait()
         return self._lease
 
-    def _lend(self, num_groups: int) -> None:
-        chosen = sorted(self._ready.values(), key=lambda group: group.problem.position)[:num_groups]
+    def _lend(self, wanted: LeaseGroups) -> None:
+        ready = sorted(self._ready.values(), key=lambda group: group.problem.position)
+        chosen = ready[: wanted.num_groups]
+        self._leased_version = wanted.version
         for group in chosen:
             del self._ready[group.id]
         self._lease = Lease(id=self._next_lease, groups=tuple(chosen), dropped=self._num_dropped)
@@ -148,7 +162,9 @@ class Exporter(Actor[Exports]):
                 _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
                 del self._ready[group.id]
                 self._num_dropped += 1
-                self._consume(group, is_refunded=True)
+                if self._journal is not None:
+                    self._journal.note(GroupConsumed(group=group.id, version=wanted.version, is_trained=False))
+                self._consume(group, version=wanted.version, is_refunded=True)
 
     @AcknowledgeLease.handler
     async def acknowledge(self, message: AcknowledgeLease) -> DataPosition:
@@ -156,23 +172,49 @@ class Exporter(Actor[Exports]):
         if message.lease >= self._next_lease:
             raise Conflict(f"Lease {message.lease} was never given; acknowledge the lease that LeaseGroups returned.")
         if self._lease is not None and self._lease.id == message.lease:
+            await self._write_trained(self._lease)
             lease, self._lease = self._lease, None
             for group in lease.groups:
-                self._consume(group)
+                self._consume(group, version=self._leased_version + 1)
         return self._consumed.summary()
 
-    def _consume(self, group: Group, *, is_refunded: bool = False) -> None:
+    async def _write_trained(self, lease: Lease) -> None:
+        if self._journal is not None:
+            version = self._leased_version + 1
+            facts = (GroupConsumed(group=group.id, version=version, is_trained=True) for group in lease.groups)
+            await self._journal.write(*facts)
+
+    @SaveVersion.handler
+    async def save(self, message: SaveVersion) -> None:
+        """Let go of what the safe weights were trained with."""
+        if self._journal is None:
+            return
+        await self._journal.write(VersionSaved(version=message.version))
+        safe = [group for version, group in self._unsaved if version <= message.version]
+        self._unsaved = [(version, group) for version, group in self._unsaved if version > message.version]
+        for group in safe:
+            self._context.tasks.start_soon(self._forget, _sessions_of(group))
+
+    def _consume(self, group: Group, *, version: int | None = None, is_refunded: bool = False) -> None:
+        """``version``: that of the step, for a group that had been accepted."""
         self._consumed.add(group.problem.position)
         self._held.discard(group.id)
-        self._context.tasks.start_soon(self._let_go, group, is_refunded)
-
-    async def _let_go(self, group: Group, is_refunded: bool) -> None:  # noqa: FBT001 - tasks take no keywords
-        """Free what others keep of a consumed group."""
         if is_refunded:
-            await self._capacity.tell(RefundGroup())
-        for episode in group.episodes:
-            await self._sessions.tell(ForgetSession(session=episode.session))
+            self._context.tasks.start_soon(self._capacity.tell, RefundGroup())
+        if version is not None and self._journal is not None:
+            self._unsaved.append((version, group))
+        else:
+            self._context.tasks.start_soon(self._forget, _sessions_of(group))
+
+    async def _forget(self, sessions: tuple[SessionId, ...]) -> None:
+        """Free what others keep of a consumed group."""
+        for session in sessions:
+            await self._sessions.tell(ForgetSession(session=session))
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _sessions_of(group: Group) -> tuple[SessionId, ...]:
+    return tuple(episode.session for episode in group.episodes)

@@ -7,7 +7,7 @@ from itertools import count
 
 from areal_actors.domain import DataPosition
 
-__all__ = ["ConsumedPositions", "positions_from"]
+__all__ = ["ConsumedPositions", "HighestPosition", "positions_from"]
 
 
 class ConsumedPositions:
@@ -34,6 +34,28 @@ class ConsumedPositions:
         """What a checkpoint keeps."""
         end = max(self._above, default=self._floor - 1) + 1
         return DataPosition(next=end, pending=tuple(p for p in range(self._floor, end) if p not in self._above))
+
+
+class HighestPosition:
+    """The same for problems that come from outside, and are never run again: only where they end is kept.
+
+    Positions are labels there; several groups may have the same one.
+    """
+
+    def __init__(self, start: DataPosition | None = None) -> None:
+        self._next = (start or DataPosition()).next
+
+    def add(self, position: int) -> None:
+        """``position`` is consumed."""
+        self._next = max(self._next, position + 1)
+
+    def __contains__(self, position: int) -> bool:
+        """Nothing is too late for being known."""
+        return False
+
+    def summary(self) -> DataPosition:
+        """What a checkpoint keeps."""
+        return DataPosition(next=self._next)
 
 
 def positions_from(start: DataPosition) -> Iterator[int]:

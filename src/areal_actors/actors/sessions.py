@@ -50,8 +50,10 @@ from areal_actors.messages import (
     EndSession,
     ForgetSession,
     Generation,
+    Intake,
     OpenSession,
     SessionClosed,
+    SessionFinished,
     SessionOpened,
     SessionOwner,
     Sessions,
@@ -59,6 +61,7 @@ from areal_actors.messages import (
     SetReward,
     SettlePermit,
     StreamComplete,
+    WatchSessions,
 )
 from areal_actors.rendering import Renderer
 from areal_actors.telemetry import get_logger
@@ -129,6 +132,7 @@ class SessionManager(Actor[Sessions]):
         self._has_grammars = False
         self._num_retries = 0
         self._answering = Answering(generation)
+        self._intake: Ref[Intake] | None = None
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._recovered = recovered
         self._wall_clock = wall_clock
@@ -216,6 +220,7 @@ class SessionManager(Actor[Sessions]):
                 session.tree.set_reward(final.id, final.reward)
             self._store.end(session.id, anyio.current_time())
         await self._settle(session.id)
+        await self._announce(SessionFinished(session=session.id, is_final=message.final_reward is not None))
         return SessionClosed(session=session.id, num_interactions=len(session.tree))
 
     @SetReward.handler(concurrency=_MANY)
@@ -301,6 +306,16 @@ class SessionManager(Actor[Sessions]):
                 if extras is not None and extras.ledger is not None:
                     extras.ledger.note_end()
                 await self._settle(session_id)
+                await self._announce(SessionFinished(session=session_id, is_expired=True))
+
+    @WatchSessions.handler
+    async def watch(self, message: WatchSessions) -> None:
+        """Remember whom to tell."""
+        self._intake = message.watcher
+
+    async def _announce(self, news: SessionFinished) -> None:
+        if self._intake is not None:
+            await self._intake.tell(news)
 
     # ----------------------------------------------------------------------------------------- completions
 

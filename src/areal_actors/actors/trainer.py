@@ -42,6 +42,7 @@ from areal_actors.messages import (
     PublishWeights,
     RequestStop,
     Rollouts,
+    SaveVersion,
     StepFinished,
     Training,
     TrainingSummary,
@@ -228,6 +229,7 @@ class TrainerActor(Actor[Training]):
             lambda: self._policy.save(self._checkpoints, counters=counters, num_kept=self._plan.checkpoint.keep)
         )
         self._saved_version = self._policy.version
+        await self._peers.exports.ask(SaveVersion(version=self._policy.version))
 
     async def _speed(self) -> dict[str, float | int | None]:
         """Tokens that the engine sampled since this was asked before, evaluations included, and how fast."""

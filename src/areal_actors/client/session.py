@@ -42,6 +42,10 @@ class OpenAIProxyClient:
         task_id: str = "session",
         api_key: str | None = None,
         group_id: str | None = None,
+        group_size: int | None = None,
+        position: int | None = None,
+        member: int | None = None,
+        seed: int | None = None,
         http_client: httpx.AsyncClient | None = None,
         retries: RetryPolicy | None = None,
         random: Random | None = None,
@@ -53,14 +57,26 @@ class OpenAIProxyClient:
             admin_key: opens the routes that start and export sessions.
             task_id: becomes the readable prefix of the session's id.
             api_key: a key of the caller's own for the session; a random one is issued without it.
-            group_id: the group that the session belongs to.
+            group_id: the group that the session belongs to; sessions of a group are compared with one another.
+            group_size: how many sessions the group waits for; what the service has set without it.
+            position: which problem it is, in a service that trains; they are counted without it.
+            member: which member of its group the session is; they are counted without it.
+            seed: keys the session's samples together with ``position`` and ``member``.
             http_client: used for all requests and left open; one of our own is made without it.
             retries: how often to try again.
             random: source of jitter.
         """
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._admin_key = admin_key
-        self._arguments = {"task_id": task_id, "api_key": api_key, "group_id": group_id}
+        self._arguments = {
+            "task_id": task_id,
+            "api_key": api_key,
+            "group_id": group_id,
+            "group_size": group_size,
+            "position": position,
+            "member": member,
+            "seed": seed,
+        }
         self._calls = ControlCalls(self._root, http_client=http_client, retries=retries, random=random)
         self._session_id: SessionId | None = None
         self._api_key = ""

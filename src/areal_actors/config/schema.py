@@ -19,6 +19,7 @@ from attrs.validators import ge, gt, in_, le, matches_re, optional
 from areal_actors.actors.accounts import UsersConfig
 from areal_actors.actors.capacity import CapacityConfig
 from areal_actors.actors.exporter import ExportConfig
+from areal_actors.actors.intake import IntakeConfig
 from areal_actors.actors.models import ModelsConfig
 from areal_actors.actors.outcomes import MemberOutcome
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
@@ -46,6 +47,7 @@ __all__ = [
     "ModelName",
     "RolloutConfig",
     "RunConfig",
+    "ServeConfig",
     "WorkflowReference",
     "create_config",
     "load_config",
@@ -97,8 +99,9 @@ class AgentConfig:
 class RolloutConfig:
     """Which agent runs on the problems, how often, and how far it may run ahead of training."""
 
-    workflow: WorkflowReference | CommandConfig
-    """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}."""
+    workflow: WorkflowReference | CommandConfig | None = None
+    """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}.
+    With serve, it is run on the problems of eval_dataset only."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
     group_size: int = field(default=8, validator=ge(1))
@@ -134,6 +137,14 @@ class RolloutConfig:
 
 
 @frozen(kw_only=True)
+class ServeConfig:
+    """How serve makes groups of the sessions of external agents."""
+
+    group_timeout_seconds: float = field(default=600.0, validator=gt(0))
+    """A group waits for so long for members that never start, and is trained with those that there are."""
+
+
+@frozen(kw_only=True)
 class LoggingConfig:
     """What a run shows and keeps."""
 
@@ -160,9 +171,11 @@ class RunConfig:
     """A name, or the path of a directory that transformers can load."""
     tokenizer: ModelName | None = None
     """Where the tokenizer and its chat template come from; the model without it."""
-    dataset: DatasetConfig
+    dataset: DatasetConfig | None = None
+    """The problems that train works on; serve trains on those of external agents."""
     eval_dataset: DatasetConfig | None = None
-    rollout: RolloutConfig
+    rollout: RolloutConfig = field(factory=RolloutConfig)
+    serve: ServeConfig = field(factory=ServeConfig)
     gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
@@ -204,6 +217,17 @@ class RunConfig:
     def trained_models(self) -> ModelsConfig:
         """What the host of trained models needs: they are looked for where this run writes its own."""
         return evolve(self.models, fileroot=self.models.fileroot or self.fileroot)
+
+    @property
+    def intake(self) -> IntakeConfig:
+        """What the intake of external sessions needs of this."""
+        return IntakeConfig(
+            group_size=self.rollout.group_size,
+            group_timeout_seconds=self.serve.group_timeout_seconds,
+            grace_seconds=self.sessions.lifetimes.grace_seconds,
+            member_outcome=self.rollout.member_outcome,
+            seed=self.seed,
+        )
 
     @property
     def limits(self) -> CapacityLimits:

@@ -4,6 +4,7 @@
 
     runs/<experiment>/<trial>/
       config.yaml        every setting, spelt out
+      admin.key          of a service: what opens it, for its owner only
       metrics.jsonl      one JSON object a step (docs/metrics.md)
       failures.jsonl     one JSON object for each episode that failed
       sessions.jsonl     a sample of conversations, for the report
@@ -39,6 +40,11 @@ class RunDirectory:
     def config(self) -> Path:
         """Every setting, spelt out."""
         return self.path / "config.yaml"
+
+    @property
+    def admin_key(self) -> Path:
+        """What opens the service of this run."""
+        return self.path / "admin.key"
 
     @property
     def metrics(self) -> Path:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
-
-from attrs import evolve
 
 from areal_actors.actors.capacity import CapacityGranter
 from areal_actors.actors.exporter import Exporter
@@ -17,16 +15,17 @@ from areal_actors.cache import ConversationTree, backpropagate, export_trajector
 from areal_actors.core import Ref
 from areal_actors.direct.inline import InlineRef
 from areal_actors.direct.transport import App
-from areal_actors.domain import ChatMessage, Completion, Interaction, InteractionId, SampleKey, Trajectory
+from areal_actors.domain import InteractionId, SampleKey
 from areal_actors.engines import Engine
-from areal_actors.errors import ConfigError, NotFound
+from areal_actors.errors import ConfigError
 from areal_actors.messages import Generation, OpenSession, Sessions
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.app import create_app
 from areal_actors.rendering import Renderer, create_renderer, load_renderer
 from areal_actors.staleness import CapacityLimits, CapacityState
 from areal_actors.workflows.engine import EpisodeEngine
-from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
+from areal_actors.workflows.interactions import InteractionWithTokenLogpReward
+from areal_actors.workflows.views import InteractionViews
 
 __all__ = ["DirectSession", "EngineLike", "TokenizerLike"]
 
@@ -133,74 +132,17 @@ class DirectSession:
         discount = self.discount if discount is None else discount
         views = self._views(discount)
         exported = export_trajectories(views.record, discount=discount or 0.0, style=style)
-        return {row.interactions[-1]: views.view(row.interactions[-1], row=row) for row in exported.trajectories}
+        return views.rows(exported.trajectories)
 
-    def _views(self, discount: float | None) -> _Views:
-        return _Views(self.tree, discount, self.completions)
-
-
-class _Views:
-    """Interactions in the names of workflow authors."""
-
-    def __init__(self, tree: ConversationTree, discount: float | None, completions: Mapping[str, Any]) -> None:
-        self.record = tree.snapshot()
-        self._tree = tree
-        self._interactions = {turn.id: turn for turn in self.record.interactions if turn.output is not None}
-        self._completions = completions
-        self._returns = None if discount is None else backpropagate(self.record, discount)
-        self._made: dict[InteractionId, InteractionWithTokenLogpReward] = {}
-
-    def view(self, name: InteractionId, *, row: Trajectory | None = None) -> InteractionWithTokenLogpReward:
-        if name not in self._interactions:
-            raise NotFound(f"There is no completed interaction {name}; look at the ids of the answers.")
-        if name not in self._made:
-            self._make(name)
-        made = self._made[name]
-        return made if row is None else evolve(made, row=row, reward=row.reward)
-
-    def _make(self, name: InteractionId) -> None:
-        """Make the views of ``name`` and of its parents, the oldest first: conversations may be long."""
-        line = [self._interactions[name]]
-        while (parent := line[-1].parent) is not None and parent not in self._made and parent in self._interactions:
-            line.append(self._interactions[parent])
-        for turn in reversed(line):
-            self._made[turn.id] = self._create(turn)
-
-    def _create(self, turn: Interaction) -> InteractionWithTokenLogpReward:
-        history = self._tree.history(turn)
-        returns = self._returns
-        return InteractionWithTokenLogpReward(
-            interaction_id=turn.id,
-            model_response=_response_of(self._tree, turn, cast("Completion", turn.completion)),
-            assigned_reward=turn.reward,
-            reward=turn.reward if returns is None else returns.get(turn.id),
-            parent=None if turn.parent is None else self._made.get(turn.parent),
-            messages=[_plain(message) for message in history[:-1]],
-            output_message_list=[_plain(history[-1])],
-            completion=self._completions.get(turn.id),
+    def _views(self, discount: float | None) -> InteractionViews:
+        tree = self.tree
+        return InteractionViews(
+            tree.snapshot(),
+            discount=discount,
+            completions=self.completions,
+            history=tree.history,
+            prompt_tokens=tree.prompt_tokens,
         )
-
-
-def _response_of(tree: ConversationTree, turn: Interaction, completion: Completion) -> ModelResponse:
-    return ModelResponse(
-        input_tokens=tree.prompt_tokens(turn).tolist(),
-        output_tokens=completion.token_ids.tolist(),
-        output_logprobs=completion.logprobs.tolist(),
-        output_versions=completion.versions.tolist(),
-        stop_reason=completion.finish,
-    )
-
-
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message in the shape of OpenAI's API."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    extras = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": message.reasoning}
-    return plain | {name: value for name, value in extras.items() if value is not None}
 
 
 _ONE = CapacityLimits(max_concurrent=1, batch_size=1)

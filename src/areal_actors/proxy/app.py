@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from areal_actors.core import Ref
-from areal_actors.messages import Accounts, Capacity, Exports, Generation, Models, Sessions
+from areal_actors.messages import Accounts, Capacity, Exports, Generation, Intake, Models, Sessions
 from areal_actors.proxy.anthropic import AnthropicDialect
 from areal_actors.proxy.anthropic_stream import PING
 from areal_actors.proxy.auth import Gatekeeper, create_admin_key
@@ -52,6 +52,7 @@ def create_app(
     exports: Ref[Exports],
     capacity: Ref[Capacity],
     generation: Ref[Generation] | None = None,
+    intake: Ref[Intake] | None = None,
     accounts: Ref[Accounts] | None = None,
     models: Ref[Models] | None = None,
     config: ProxyConfig | None = None,
@@ -67,6 +68,7 @@ def create_app(
         exports: builds training rows.
         capacity: admits sessions.
         generation: describes the engine for ``/v1/models``.
+        intake: starts sessions that are trained; without it, sessions are only remembered.
         accounts: knows users and their keys; without it there are none.
         models: lends trained models to requests that name one.
         config: settings; without an ``admin_key``, a random one is made that nobody learns.
@@ -92,6 +94,7 @@ def create_app(
         exports=exports,
         capacity=capacity,
         generation=generation,
+        intake=intake,
         gatekeeper=gatekeeper,
         selection=selection,
         config=config,

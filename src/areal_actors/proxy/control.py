@@ -6,6 +6,7 @@ Arguments come as a JSON body, as a query, or both; the body wins.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -25,17 +26,20 @@ from areal_actors.messages import (
     Exports,
     ExportSession,
     Generation,
+    Intake,
     OpenSession,
     ReservePermit,
     SessionOpened,
     Sessions,
     SetReward,
     SettlePermit,
+    StartSession,
 )
 from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Exchange
-from areal_actors.proxy.fields import read_number, read_text, wrong
+from areal_actors.proxy.fields import read_integer, read_number, read_text, wrong
+from areal_actors.proxy.schemas import MAX_GROUP, MAX_POSITION, MAX_SEED
 from areal_actors.proxy.selection import Selection
 from areal_actors.proxy.traffic import Traffic
 from areal_actors.proxy.visitors import Visitors
@@ -53,6 +57,7 @@ class ControlEndpoints:
     exports: Ref[Exports]
     capacity: Ref[Capacity]
     generation: Ref[Generation] | None
+    intake: Ref[Intake] | None
     gatekeeper: Gatekeeper
     selection: Selection
     config: ProxyConfig
@@ -70,14 +75,14 @@ class ControlEndpoints:
         await exchange.send_json(200, {"capacity": view.available, "reserved": view.reserved})
 
     async def start_session(self, exchange: Exchange) -> None:
-        """Open a session under a permit of its own."""
+        """Open a session: to be trained, with those of its group, or else under a permit of its own."""
         user = await self._starter(read_key(exchange.headers))
-        arguments = await self._arguments(exchange)
-        if is_user_key(read_text(arguments, "api_key")):
-            raise InvalidRequest("api_key has the form of a user's key; choose another.", param="api_key")
-        task = read_text(arguments, "task_id") or "session"
-        permit = await self.capacity.ask(ClaimPermit(holder=task))
-        opened = await self._open(task, permit.id, arguments, user)
+        wanted = _read_start(await self._arguments(exchange), user)
+        if self.intake is not None:
+            opened = await self.intake.ask(wanted)
+        else:
+            permit = await self.capacity.ask(ClaimPermit(holder=wanted.task))
+            opened = await self._open(wanted, permit.id)
         self.visitors.note_opened(opened, user)
         await exchange.send_json(200, {"session_id": opened.session, "api_key": opened.api_key})
 
@@ -92,21 +97,19 @@ class ControlEndpoints:
             )
         return user
 
-    async def _open(
-        self, task: str, permit: int, arguments: Mapping[str, Any], user: IssuedKey | None
-    ) -> SessionOpened:
+    async def _open(self, wanted: StartSession, permit: int) -> SessionOpened:
+        group = None if wanted.group is None else GroupId(wanted.group)
         try:
-            group = read_text(arguments, "group_id")
             return await self.sessions.ask(
                 OpenSession(
-                    task=task,
-                    api_key=read_text(arguments, "api_key"),
-                    group=None if group is None else GroupId(group),
+                    task=wanted.task,
+                    api_key=wanted.api_key,
+                    group=group,
                     permit=permit,
-                    metadata={} if user is None else _describe_user(user),
-                    user=None if user is None else user.user.name,
-                    user_key=None if user is None else user.key.id,
-                    max_live=None if user is None else user.user.quotas.max_sessions,
+                    metadata=wanted.metadata,
+                    user=wanted.user,
+                    user_key=wanted.user_key,
+                    max_live=wanted.max_live,
                     is_durable=True,
                 )
             )
@@ -222,6 +225,35 @@ def _describe_user(user: IssuedKey) -> dict[str, str]:
 
 def _describe_model(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "areal_actors"}
+
+
+def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSession:
+    if is_user_key(read_text(arguments, "api_key")):
+        raise InvalidRequest("api_key has the form of a user's key; choose another.", param="api_key")
+    group, size = read_text(arguments, "group_id"), _read_count(arguments, "group_size", low=1, high=MAX_GROUP)
+    if group is None and size is not None:
+        raise InvalidRequest("group_size needs a group_id, which its sessions have in common.", param="group_size")
+    return StartSession(
+        task=read_text(arguments, "task_id") or "session",
+        api_key=read_text(arguments, "api_key"),
+        group=group,
+        group_size=size,
+        position=_read_count(arguments, "position", high=MAX_POSITION),
+        member=_read_count(arguments, "member", high=MAX_GROUP - 1),
+        seed=_read_count(arguments, "seed", low=-MAX_SEED - 1, high=MAX_SEED),
+        metadata={} if user is None else _describe_user(user),
+        user=None if user is None else user.user.name,
+        user_key=None if user is None else user.key.id,
+        max_live=None if user is None else user.user.quotas.max_sessions,
+    )
+
+
+def _read_count(arguments: Mapping[str, Any], name: str, *, low: int = 0, high: int) -> int | None:
+    """A whole number, or the text of one, as queries have it."""
+    value = arguments.get(name)
+    with suppress(ValueError):
+        value = int(value) if isinstance(value, str) else value
+    return read_integer({name: value}, name, None, low=low, high=high)
 
 
 def _read_float(arguments: Mapping[str, Any], name: str) -> float | None:

@@ -12,9 +12,25 @@ from typing import Any
 
 from areal_actors.proxy.parameters import Parameter, ParameterTable, Support
 
-__all__ = ["ARGUMENTS", "CHAT_MESSAGES", "VALUES", "Schema", "describe_request", "list_of", "one_object"]
+__all__ = [
+    "ARGUMENTS",
+    "CHAT_MESSAGES",
+    "MAX_GROUP",
+    "MAX_POSITION",
+    "MAX_SEED",
+    "VALUES",
+    "Schema",
+    "describe_request",
+    "list_of",
+    "one_object",
+]
 
 Schema = Mapping[str, Any]
+
+MAX_GROUP = 4096
+"""Sessions of a group."""
+MAX_POSITION = 2**31 - 1
+MAX_SEED = 2**63 - 1
 
 _MAX_INT = 2**31 - 1
 _ASKS_FOR_NOTHING = ({"type": "null"}, {"type": "array", "maxItems": 0}, {"type": "object", "maxProperties": 0})
@@ -147,7 +163,15 @@ def _describe(parameter: Parameter, values: Mapping[str, Schema]) -> Schema:
 
 
 ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
-    "rl/start_session": {"task_id": _NAME, "api_key": {**_NAME, "minLength": 8}, "group_id": _NAME},
+    "rl/start_session": {
+        "task_id": _NAME,
+        "api_key": {**_NAME, "minLength": 8},
+        "group_id": _NAME,
+        "group_size": _integer(1, MAX_GROUP),
+        "position": _integer(0, MAX_POSITION),
+        "member": _integer(0, MAX_GROUP - 1),
+        "seed": _integer(-MAX_SEED - 1, MAX_SEED),
+    },
     "rl/set_reward": {
         "reward": {"type": ["number", "string", "boolean"]},
         "interaction_id": _NAME,

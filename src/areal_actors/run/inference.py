@@ -12,15 +12,17 @@ from pathlib import Path
 
 import anyio
 from anyio import to_thread
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.actors.accounts import AccountKeeper, UsersConfig
 from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
 from areal_actors.actors.exporter import ExportConfig, Exporter
 from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.actors.models import ModelHost, ModelsConfig
+from areal_actors.actors.progress import ProgressReporter
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
-from areal_actors.cache.journal import Journal, NoJournal, read_journal
+from areal_actors.cache.journal import Journal, NoJournal, recover, restore_groups
 from areal_actors.cache.journal.recovery import Leftovers
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
@@ -37,8 +39,10 @@ from areal_actors.messages import (
     ExportSession,
     ForgetSession,
     Generation,
+    Intake,
     Models,
     OpenSession,
+    Progress,
     Serving,
     SessionOpened,
     Sessions,
@@ -74,6 +78,8 @@ class InferenceConfig:
     capacity: CapacityConfig = field(factory=CapacityConfig)
     export: ExportConfig = field(factory=ExportConfig)
     models: ModelsConfig = field(factory=ModelsConfig)
+    intake: IntakeConfig | None = None
+    """How external sessions are taken in; without it, they are only remembered and exported."""
     limits: CapacityLimits = field(
         factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
     )
@@ -102,6 +108,8 @@ class Inference:
     capacity: Ref[Capacity]
     generation: Ref[Generation]
     serving: Ref[Serving]
+    progress: Ref[Progress] | None = None
+    intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
     """Users and their keys, where a file for them was named."""
     leftovers: Leftovers = field(factory=Leftovers)
@@ -172,16 +180,19 @@ async def open_actors(
     renderer: Renderer,
     version: int = 0,
     start: DataPosition | None = None,
+    progress: ProgressReporter | None = None,
     journal: Journal | None = None,
 ) -> AsyncIterator[Inference]:
     """The actors around an engine that is open already. ``version`` and ``start`` are where a resumed run stands.
 
-    What external agents do is written to ``journal``, and what it holds is restored first. Raises ``JournalError`` if
-    it cannot be read.
+    ``progress`` hears of the sessions that an intake takes in. What external agents do is written to ``journal``, and
+    what it holds is restored first. Raises ``JournalError`` if it cannot be read.
     """
     journal = journal or NoJournal()
-    recovered = await read_journal(journal)
+    facts = [fact async for fact in journal.read()]
+    recovered, restored = recover(facts), restore_groups(facts, version=version)
     leftovers = recovered.leftovers
+    del facts
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine), name="generation")
         state = CapacityState.at_version(config.limits, version)
@@ -197,18 +208,32 @@ async def open_actors(
         )
         del recovered  # the manager owns the sessions from here on
         sessions = await system.spawn(manager, name="sessions")
-        exporter = Exporter(sessions=sessions, capacity=capacity, config=config.export, start=start)
+        exporter = Exporter(
+            sessions=sessions,
+            capacity=capacity,
+            config=config.export,
+            start=start,
+            are_problems_external=config.intake is not None,
+            journal=journal,
+        )
         exports = await system.spawn(exporter, name="exports")
+        reporter = None if progress is None else await system.spawn(progress, name="progress")
+        intake = None
+        if config.intake is not None:
+            peers = IntakePeers(sessions=sessions, exports=exports, capacity=capacity, progress=reporter)
+            settings = config.intake if start is None else evolve(config.intake, next_position=start.next)
+            keeper = IntakeKeeper(peers=peers, config=settings, journal=journal, restored=restored, version=version)
+            intake = await system.spawn(keeper, name="intake")
         accounts = None
         if config.users.path is not None:
-            keeper = AccountKeeper(config.users.path, config=config.users)
-            accounts = await system.spawn(keeper, name="accounts")
+            accounts = await system.spawn(AccountKeeper(config.users.path, config=config.users), name="accounts")
         models = await _spawn_models(system, config)
         proxy = ProxyServer(
             sessions=sessions,
             exports=exports,
             capacity=capacity,
             generation=generation,
+            intake=intake,
             accounts=accounts,
             models=models,
             config=config.proxy,
@@ -224,6 +249,8 @@ async def open_actors(
             capacity=capacity,
             generation=generation,
             serving=serving,
+            intake=intake,
+            progress=reporter,
             accounts=accounts,
             leftovers=leftovers,
         )

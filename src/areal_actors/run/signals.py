@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+from anyio.abc import TaskStatus
 
 from areal_actors.core import Ref
 from areal_actors.messages import RequestStop, Training
@@ -31,13 +32,14 @@ async def stop_on_signals(training: Ref[Training]) -> AsyncIterator[None]:
         yield
         return
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_listen, training)
+        await tasks.start(_listen, training)
         yield
         tasks.cancel_scope.cancel()
 
 
-async def _listen(training: Ref[Training]) -> None:
+async def _listen(training: Ref[Training], *, task_status: TaskStatus[None]) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
         is_first = True
         async for number in signals:
             if not is_first:

@@ -1,62 +1,27 @@
-"""A training run from its configuration: what ``areal-actors train`` and ``Trainer(config).train(...)`` do.
+"""A training run over a dataset: what ``areal-actors train`` and ``Trainer(config).train(...)`` do.
 
-The run opens everything inside one event loop: the engine and the actors around it (``inference``), then the reporter,
-the rollout runner and the trainer. It ends when training does, or when a person asks (``signals``), and writes what a
-person wants to find: weights, the report, one line of summary.
+What a run loads is ``job``, what it opens inside one event loop ``learning``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 from anyio import to_thread
-from attrs import field, frozen
 
-from areal_actors.actors.progress import Listener, ProgressReporter
-from areal_actors.actors.rollouts import Peers, RolloutRunner
-from areal_actors.actors.trainer import TrainerActor, TrainingPeers, parse_position
-from areal_actors.client import create_agent_http_client
-from areal_actors.config import RunConfig, save_config
-from areal_actors.core import Ref
-from areal_actors.dashboard import (
-    FailureWriter,
-    MetricsWriter,
-    RolloutDumper,
-    RunDirectory,
-    RunState,
-    RunSummary,
-    SessionSampler,
-    TensorboardWriter,
-    create_display,
-    summarize_run,
-    write_curve,
-)
-from areal_actors.dashboard.report import write_report
-from areal_actors.datasets import Problems, find_overlap, load_problems
-from areal_actors.errors import CheckpointError, ConfigError
-from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Training, TrainingSummary
-from areal_actors.models import ModelFiles, load_policy, resolve_model, resolve_tokenizer
-from areal_actors.rendering import Renderer, load_renderer
+from areal_actors.config import RunConfig
+from areal_actors.dashboard import RunSummary, summarize_run
+from areal_actors.errors import ConfigError
 from areal_actors.run.agents import prepare_agent
-from areal_actors.run.exporting import save_weights
-from areal_actors.run.heap import settled_heap
-from areal_actors.run.inference import Inference, InferenceConfig, open_actors
-from areal_actors.run.models import open_engine
-from areal_actors.run.signals import stop_on_signals
-from areal_actors.telemetry import get_logger, logging_to_file
-from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow, import_reference
-
-if TYPE_CHECKING:
-    from areal_actors.training.trainer import PolicyTrainer
+from areal_actors.run.job import directory_of, load_job, prepare_directory
+from areal_actors.run.learning import Learning, learn
+from areal_actors.telemetry import logging_to_file
 
 __all__ = ["RunSummary", "Trainer", "train"]
-
-_log = get_logger(__name__)
 
 
 def train(config: RunConfig, *, resume: bool = False, run_dir: Path | None = None) -> RunSummary:
@@ -100,211 +65,27 @@ class Trainer:
         is_handling_signals: bool = False,
     ) -> RunSummary:
         """Train inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
-        directory = self.config.run_directory if run_dir is None else RunDirectory(path=_absolute(run_dir))
+        config = self.config
+        _check_complete(config, has_workflow=workflow is not None)
+        directory = directory_of(config, run_dir)
         opening = prepare_agent(
-            self.config.rollout, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs
+            config.rollout, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs
         )
         started = time.monotonic()
-        _prepare(self.config, directory, resume=resume)
+        prepare_directory(config, directory, resume=resume)
         with logging_to_file(directory.log):
             async with opening as agent:
-                await self._run(agent, directory, resume=resume, is_handling_signals=is_handling_signals)
+                job = await to_thread.run_sync(lambda: load_job(config, directory, resume=resume))
+                await learn(job, Learning(agent=agent, proxy=config.proxy, is_handling_signals=is_handling_signals))
         return summarize_run(directory, seconds=time.monotonic() - started)
 
-    async def _run(
-        self, agent: Agent | RolloutWorkflow, directory: RunDirectory, *, resume: bool, is_handling_signals: bool
-    ) -> None:
-        job = await to_thread.run_sync(lambda: _load(self.config, agent, directory, resume=resume))
-        async with AsyncExitStack() as stack:
-            inference = await stack.enter_async_context(_open_inference(job))
-            progress = await inference.system.spawn(_create_reporter(job), name="progress")
-            training = await _spawn_learners(job, inference, progress, stack)
-            if is_handling_signals:  # the process is ours
-                stack.enter_context(settled_heap())
-            async with stop_on_signals(training) if is_handling_signals else nullcontext():
-                summary = await training.ask(AwaitTraining())
-            await _save_results(job, progress, summary)
 
-
-@frozen(kw_only=True)
-class _Job:
-    """What a run needs, loaded."""
-
-    config: RunConfig
-    directory: RunDirectory
-    agent: Agent | RolloutWorkflow
-    model: ModelFiles
-    renderer: Renderer
-    problems: Problems
-    held_out: Problems | None
-    policy: PolicyTrainer
-    counters: Mapping[str, Any] | None = field(default=None)
-    """Those of the checkpoint that the run goes on from."""
-
-
-# ------------------------------------------------------------------------------------------------- before the loop
-
-
-def _absolute(path: Path) -> Path:
-    """What reports and exports name wherever they are read."""
-    return path.absolute()
-
-
-def _prepare(config: RunConfig, directory: RunDirectory, *, resume: bool) -> None:
-    """Make the run directory; an earlier run of the same name is set aside, unless it is to go on."""
-    if resume and not directory.has_run:
-        raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
-    if not resume:
-        former = directory.set_aside()
-        if former is not None:
-            _log.info("earlier_run_kept", path=str(former))
-    directory.path.mkdir(parents=True, exist_ok=True)
-    save_config(config, directory.config)
-
-
-def _load(config: RunConfig, agent: Agent | RolloutWorkflow, directory: RunDirectory, *, resume: bool) -> _Job:
-    """Everything that blocks: problems, model, tokenizer, checkpoint."""
-    problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
-    held_out = None
-    if config.eval_dataset is not None:
-        held_out = load_problems(config.eval_dataset, import_reference=import_reference)
-        _warn_of_overlap(problems, held_out)
-    model = resolve_model(config.model)
-    tokenizer = model if config.tokenizer is None else resolve_model(config.tokenizer)
-    renderer = load_renderer(tokenizer.path, config=config.renderer)
-    policy = _create_policy(config, model)
-    counters = policy.restore(directory.checkpoints) if resume else None
-    if resume and counters is None:
-        raise CheckpointError(
-            f"There is no complete checkpoint in {directory.checkpoints} to go on from; leave --resume out."
-        )
-    return _Job(
-        config=config,
-        directory=directory,
-        agent=agent,
-        model=model,
-        renderer=renderer,
-        problems=problems,
-        held_out=held_out,
-        policy=policy,
-        counters=counters,
-    )
-
-
-def _create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
-    from areal_actors.training.trainer import PolicyTrainer
-
-    needs_reference = config.trainer.objective.kl.coefficient > 0
-    reference = load_policy(model.path) if needs_reference else None
-    return PolicyTrainer(load_policy(model.path), config.trainer, reference=reference)
-
-
-def _warn_of_overlap(problems: Problems, held_out: Problems) -> None:
-    num_shared = find_overlap(problems, held_out)
-    if num_shared:
-        _log.warning("held_out_problems_are_trained_on", shared=num_shared, held_out=len(held_out))
-
-
-# ------------------------------------------------------------------------------------------------- inside the loop
-
-
-@asynccontextmanager
-async def _open_inference(job: _Job) -> AsyncIterator[Inference]:
-    """The engine, with a copy of the policy's weights, and the actors around it."""
-    config = job.config
-    settings = InferenceConfig(
-        engine=config.engine,
-        renderer=config.renderer,
-        proxy=config.proxy,
-        sessions=config.sessions,
-        capacity=config.capacity,
-        export=config.rollout.export,
-        models=config.trained_models,
-        limits=config.limits,
-        users=config.user_accounts,
-        seed=config.seed,
-    )
-    version = job.policy.version
-    async with (
-        open_engine(config.engine, model=job.policy.model, renderer=job.renderer, version=version) as engine,
-        open_actors(
-            settings, engine=engine, renderer=job.renderer, version=version, start=parse_position(job.counters)
-        ) as inference,
-    ):
-        yield inference
-
-
-def _create_reporter(job: _Job) -> ProgressReporter:
-    config, directory = job.config, job.directory
-    resumed = job.policy.version if job.counters is not None else None
-    decode = job.renderer.decode
-    listeners: list[Listener] = [
-        MetricsWriter(directory.metrics, resumed_step=resumed),
-        FailureWriter(directory.failures, resumed_step=resumed),
-        SessionSampler(
-            directory.sessions, decode=decode, max_sessions=config.logging.max_sessions, resumed_step=resumed
-        ),
-    ]
-    display = create_display(
-        config.logging.display,
-        RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed or 0),
-    )
-    if display is not None:
-        listeners.append(display)
-    if config.logging.tensorboard:
-        listeners.append(TensorboardWriter(directory.tensorboard, resumed_step=resumed))
-    if config.rollout.dump_to_file:
-        listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed))
-    return ProgressReporter(listeners)
-
-
-async def _spawn_learners(
-    job: _Job, inference: Inference, progress: Ref[Progress], stack: AsyncExitStack
-) -> Ref[Training]:
-    """The rollout runner and the trainer."""
-    http_client = await stack.enter_async_context(create_agent_http_client())
-    runner = RolloutRunner(
-        agent=job.agent,
-        peers=Peers(
-            sessions=inference.sessions, exports=inference.exports, capacity=inference.capacity, progress=progress
-        ),
-        endpoint=inference.endpoint,
-        http_client=http_client,
-        engine=EpisodeEngine(inference.generation, inference.renderer, gconfig=job.config.gconfig),
-        config=job.config.rollout.runner,
-        problem_at=job.problems.at,
-        held_out=() if job.held_out is None else job.held_out.all(),
-        start=parse_position(job.counters),
-        seed=job.config.seed,
-    )
-    rollouts = await inference.system.spawn(runner, name="rollouts")
-    trainer = TrainerActor(
-        policy=job.policy,
-        peers=TrainingPeers(
-            exports=inference.exports,
-            generation=inference.generation,
-            capacity=inference.capacity,
-            rollouts=rollouts,
-            progress=progress,
-        ),
-        plan=job.config.plan,
-        checkpoints=job.directory.checkpoints,
-        counters=job.counters,
-    )
-    return await inference.system.spawn(trainer, name="trainer")
-
-
-async def _save_results(job: _Job, progress: Ref[Progress], summary: TrainingSummary) -> None:
-    """Weights, curve and report. A run that was interrupted has its checkpoint, and no use for the weights yet."""
-    if summary.is_finished:
-        await progress.ask(PhaseChanged(phase="saving the weights", detail=str(job.directory.weights)))
-        await to_thread.run_sync(_export, job)
-    await progress.ask(PhaseChanged(phase="done", detail=summary.stop_reason or ""))
-    await to_thread.run_sync(write_curve, job.directory)
-    await to_thread.run_sync(write_report, job.directory)
-
-
-def _export(job: _Job) -> None:
-    tokenizer = resolve_tokenizer(job.config.tokenizer or job.config.model)
-    save_weights(job.policy.model, job.directory, tokenizer=tokenizer, step=job.policy.version)
-    _log.info("model_saved", model=job.directory.model, path=str(job.directory.weights))
+def _check_complete(config: RunConfig, *, has_workflow: bool) -> None:
+    """Raise ``ConfigError`` for what only a service can do without."""
+    missing = []
+    if config.dataset is None:
+        missing.append("dataset is missing: the problems to train on; to train on what external agents do, use serve")
+    if config.rollout.workflow is None and not has_workflow:
+        missing.append("rollout.workflow is missing: the agent to train; to train agents that run elsewhere, use serve")
+    if missing:
+        raise ConfigError(tuple(missing))

@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 
 from areal_actors.cache import Session, SessionSettings, SessionStore
 from areal_actors.cache.rewards import parse_reward
-from areal_actors.core import Actor
+from areal_actors.core import Actor, Ref
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
@@ -46,14 +46,17 @@ from areal_actors.messages import (
     DescribeSessions,
     EndSession,
     ForgetSession,
+    Intake,
     OpenSession,
     SessionClosed,
+    SessionFinished,
     SessionOpened,
     SessionOwner,
     Sessions,
     SessionsView,
     SetReward,
     StreamComplete,
+    WatchSessions,
 )
 
 __all__ = ["Script", "ScriptedSessions", "echo_script"]
@@ -123,6 +126,12 @@ class ScriptedSessions(Actor[Sessions]):
         self._store = SessionStore(token_factory=lambda: secrets.token_urlsafe(16), settings=settings)
         self._interactions: dict[SessionId, dict[InteractionId, Interaction]] = {}
         self._num_answers = 0
+        self._intake: Ref[Intake] | None = None
+
+    @WatchSessions.handler
+    async def watch(self, message: WatchSessions) -> None:
+        """Remember whom to tell of sessions that end."""
+        self._intake = message.watcher
 
     @OpenSession.handler
     async def open(self, message: OpenSession) -> SessionOpened:
@@ -194,6 +203,9 @@ class ScriptedSessions(Actor[Sessions]):
         if message.final_reward is not None:
             self._reward(session, None, message.final_reward)
         self._store.end(session.id, anyio.current_time())
+        if self._intake is not None:
+            is_final = message.final_reward is not None
+            await self._intake.tell(SessionFinished(session=session.id, is_final=is_final))
         return SessionClosed(session=session.id, num_interactions=len(self._interactions[session.id]))
 
     @DescribeSessions.handler

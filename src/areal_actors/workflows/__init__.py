@@ -11,6 +11,7 @@ from areal_actors.workflows.generation import GenerationConfig, GenerationHyperp
 from areal_actors.workflows.handover import create_handover
 from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
 from areal_actors.workflows.pool import AgentPool, PoolConfig
+from areal_actors.workflows.proxy import ProxyWorkflow
 from areal_actors.workflows.resolve import import_reference, resolve_agent, resolve_workflow
 from areal_actors.workflows.results import Sample, parse_rollout
 from areal_actors.workflows.rewards import AsyncRewardWrapper
@@ -33,6 +34,7 @@ __all__ = [
     "ModelRequest",
     "ModelResponse",
     "PoolConfig",
+    "ProxyWorkflow",
     "Reward",
     "RolloutResult",
     "RolloutWorkflow",

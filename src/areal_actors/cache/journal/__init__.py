@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from areal_actors.cache.journal.base import Journal
 from areal_actors.cache.journal.config import JournalConfig, JournalSync
+from areal_actors.cache.journal.groups import RestoredGroups, RestoredSession, restore_groups
 from areal_actors.cache.journal.memory import MemoryJournal, NoJournal
 from areal_actors.cache.journal.recovery import Recovered, RecoveredSession, read_journal, recover
 from areal_actors.cache.journal.sqlite import SqliteJournal
@@ -16,7 +17,10 @@ __all__ = [
     "NoJournal",
     "Recovered",
     "RecoveredSession",
+    "RestoredGroups",
+    "RestoredSession",
     "SqliteJournal",
     "read_journal",
     "recover",
+    "restore_groups",
 ]

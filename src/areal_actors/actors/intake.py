@@ -1,0 +1,352 @@
+"""The intake: what external agents finish becomes training data, as what the runner's own agents do becomes it.
+
+::
+
+    agent ─▶ Proxy ──StartSession──▶ Intake ──ClaimPermit──▶ Capacity
+                                       │ ▲
+                            OpenSession│ │SessionFinished
+                                       ▼ │
+                                     Sessions
+    Intake ──ExportSession──▶ Exports ◀──DeliverGroup── Intake ──SettlePermit──▶ Capacity
+
+A finalized session is taken at once, and so is one that was rewarded before it ended; of others, a reward is awaited
+for the grace period. Nothing is polled: sessions tell when they end. What cannot be trained is rejected with a reason
+and forgotten. How groups are formed is ``grouping``; ``handout`` lends sessions where nobody trains on them.
+
+With a journal, a group is written down before it is delivered, and what an earlier process had taken is taken again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+from attrs import evolve, field, frozen
+from attrs.validators import ge, gt
+
+from areal_actors.actors.grouping import (
+    OpenGroup,
+    OpenGroups,
+    Seat,
+    describe_session,
+    restore_group,
+    sample_key,
+)
+from areal_actors.actors.handout import Handout
+from areal_actors.actors.outcomes import MemberOutcome, fail_together
+from areal_actors.cache.journal import Journal, NoJournal, RestoredGroups, RestoredSession
+from areal_actors.core import Actor, Context, Ref
+from areal_actors.domain import Episode, GroupId, GroupQueued, SessionId, SessionRecord
+from areal_actors.errors import ActorError, ActorStopped, ArealError, Conflict, NotFound
+from areal_actors.messages import (
+    Capacity,
+    ClaimPermit,
+    CollectSession,
+    DeliverGroup,
+    EpisodeFinished,
+    Exports,
+    ExportSession,
+    ForgetSession,
+    Intake,
+    OpenSession,
+    Progress,
+    RestorePermit,
+    SessionArchived,
+    SessionFinished,
+    SessionOpened,
+    Sessions,
+    SettlePermit,
+    SettleTaken,
+    StartSession,
+    TakenSession,
+    TakeSession,
+    WatchSessions,
+)
+from areal_actors.telemetry import get_logger
+
+__all__ = ["IntakeConfig", "IntakeKeeper", "IntakePeers"]
+
+_log = get_logger(__name__)
+
+_SETTLE_SECONDS = 5.0
+
+
+@frozen(kw_only=True)
+class IntakeConfig:
+    """How external sessions become groups. ``seed`` keys the samples of those that bring none."""
+
+    group_size: int = field(default=1, validator=ge(1))
+    """Sessions of a group whose agents do not say how many there will be."""
+    group_timeout_seconds: float = field(default=600.0, validator=gt(0))
+    grace_seconds: float = field(default=60.0, validator=ge(0))
+    member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
+    is_delivering: bool = True
+    """Whether groups go to the trainer; if not, sessions are lent to whoever asks for the next one."""
+    seed: int = 0
+    next_position: int = 0
+
+
+@frozen(kw_only=True)
+class IntakePeers:
+    """Whom the intake talks to."""
+
+    sessions: Ref[Sessions]
+    exports: Ref[Exports]
+    capacity: Ref[Capacity]
+    progress: Ref[Progress] | None = None
+
+
+class IntakeKeeper(Actor[Intake]):
+    """Takes external sessions in. ``restored`` is what an earlier process had, when it goes on from ``version``."""
+
+    def __init__(
+        self,
+        *,
+        peers: IntakePeers,
+        config: IntakeConfig | None = None,
+        journal: Journal | None = None,
+        restored: RestoredGroups | None = None,
+        version: int = 0,
+        token_factory: Callable[[], str] = lambda: secrets.token_hex(6),
+    ) -> None:
+        self._peers = peers
+        self._config = config or IntakeConfig()
+        self._journal = journal or NoJournal()
+        self._restored = restored
+        self._resumed_version = version
+        self._token = token_factory
+        above = 0 if restored is None else restored.next_position
+        self._groups = OpenGroups(next_position=max(self._config.next_position, above))
+        self._handout = Handout()
+        self._starting = anyio.Lock()
+        self._context: Context
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Hear of sessions that end, and go on with what an earlier process had."""
+        self._context = context
+        await self._peers.sessions.ask(WatchSessions(watcher=context.self_ref))
+        if self._restored is not None:
+            await self._restore(self._restored)
+        yield
+
+    # ---------------------------------------------------------------------------------------------- starting
+
+    @StartSession.handler(concurrency=100_000)
+    async def start(self, message: StartSession) -> SessionOpened:
+        """Open a session, under the permit of its group; the first of a group claims it."""
+        async with self._starting:
+            group = self._groups.to_join(message.group, message.user)
+            if group is None:
+                group = await self._open_group(message)
+            try:
+                seat = group.sit(message, now=anyio.current_time())
+            except Conflict:
+                await self._leave(group, None)
+                raise
+            try:
+                opened = await self._open_session(message, group, seat)
+            except BaseException:
+                with anyio.move_on_after(_SETTLE_SECONDS, shield=True), suppress(ActorStopped):
+                    await self._leave(group, seat)
+                raise
+            self._groups.seat_session(group, seat, opened.session)
+            return opened
+
+    async def _open_group(self, wanted: StartSession) -> OpenGroup:
+        name = wanted.group
+        permit = await self._peers.capacity.ask(ClaimPermit(holder=name or wanted.task))
+        size = 1 if name is None else wanted.group_size or self._config.group_size
+        position = self._groups.take_position(wanted.position)
+        group_id = GroupId(f"{name or wanted.task}-{self._token()}")
+        group = OpenGroup(id=group_id, name=name, owner=wanted.user, size=size, position=position, permit=permit)
+        self._add(group)
+        return group
+
+    def _add(self, group: OpenGroup) -> None:
+        self._groups.add(group)
+        if group.size > 1 and not group.is_closed:
+            self._context.tasks.start_soon(self._close_in_time, group)
+
+    async def _open_session(self, wanted: StartSession, group: OpenGroup, seat: Seat) -> SessionOpened:
+        return await self._peers.sessions.ask(
+            OpenSession(
+                task=wanted.task,
+                api_key=wanted.api_key,
+                group=group.id,
+                key=sample_key(wanted, group, seat, seed=self._config.seed),
+                metadata={**wanted.metadata, **describe_session(group, seat)},
+                user=wanted.user,
+                user_key=wanted.user_key,
+                max_live=wanted.max_live,
+                is_durable=True,
+            )
+        )
+
+    async def _leave(self, group: OpenGroup, seat: Seat | None) -> None:
+        """Nobody came to sit on ``seat``; a group of nobody is none."""
+        if seat is not None and group.seats.get(seat.member) is seat:
+            del group.seats[seat.member]
+        if not group.seats:
+            await self._end_group(group, is_accepted=False)
+        else:
+            await self._deliver_if_over(group)
+
+    async def _close_in_time(self, group: OpenGroup) -> None:
+        """Wait for members that never start for so long, and no longer. Those that have started are waited for."""
+        with anyio.move_on_after(self._config.group_timeout_seconds):
+            await group.over.wait()
+        if not group.over.is_set():
+            group.is_closed = True
+            if len(group.seats) < group.size:
+                _log.warning("group_incomplete", group=group.id, members=len(group.seats), size=group.size)
+            await self._deliver_if_over(group)
+
+    # ---------------------------------------------------------------------------------------------- finishing
+
+    @SessionFinished.handler
+    async def finish(self, message: SessionFinished) -> None:
+        """Note it; whatever has to be waited for is waited for by a task."""
+        place = self._groups.of_session(message.session)
+        if place is None:  # one of the runner's own
+            return
+        group, seat = place
+        seat.is_expired = seat.is_expired or message.is_expired
+        if message.is_final or message.is_expired:
+            seat.last_word.set()
+        if not seat.is_ending:
+            seat.is_ending = True
+            self._context.tasks.start_soon(self._take_in, group, seat, message.session)
+
+    async def _take_in(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
+        """From a session to an episode of its group."""
+        record = await self._read(session)
+        if record is not None and not has_reward(record) and not seat.last_word.is_set():
+            with anyio.move_on_after(self._config.grace_seconds):
+                await seat.last_word.wait()
+            record = await self._read(session)
+        episode = await self._episode(seat, session, record)
+        episode = evolve(episode, seconds=anyio.current_time() - seat.started_at)
+        await self._report(group, episode, record)
+        if episode.failure is not None:
+            _log.warning("session_rejected", session=session, reason=episode.failure)
+            await self._peers.sessions.tell(ForgetSession(session=session))
+        elif not self._config.is_delivering and record is not None:
+            self._handout.offer(TakenSession(record=record, episode=episode))
+        seat.episode = episode
+        await self._deliver_if_over(group)
+
+    async def _read(self, session: SessionId) -> SessionRecord | None:
+        with suppress(NotFound):
+            return await self._peers.sessions.ask(CollectSession(session=session))
+        return None
+
+    async def _episode(self, seat: Seat, session: SessionId, record: SessionRecord | None) -> Episode:
+        nothing = Episode(session=session, member=seat.member)
+        if record is None:
+            return evolve(nothing, failure="forgotten: somebody else made the service forget the session.")
+        nothing = evolve(nothing, num_turns=len(record.interactions))
+        if not has_reward(record):
+            return evolve(nothing, failure=_reason(seat), is_rejected=not seat.is_expired)
+        if seat.is_expired and self._config.member_outcome is not MemberOutcome.KEEP_PARTIAL:
+            return evolve(nothing, failure=_EXPIRED)
+        try:
+            episode = await self._peers.exports.ask(ExportSession(session=session, member=seat.member))
+        except ActorError:
+            raise
+        except ArealError as error:
+            return evolve(nothing, failure=f"Its rows cannot be built: {error}")
+        return evolve(episode, cut_short=_EXPIRED) if seat.is_expired else episode
+
+    async def _report(self, group: OpenGroup, episode: Episode, record: SessionRecord | None) -> None:
+        progress, version = self._peers.progress, group.version
+        if progress is None or version < self._resumed_version:  # an earlier process has told of it
+            return
+        await progress.tell(EpisodeFinished(episode=episode, problem=group.problem, version=version))
+        if record is not None:
+            await progress.tell(SessionArchived(record=record, episode=episode, problem=group.problem))
+
+    # ------------------------------------------------------------------------------------------------- groups
+
+    async def _deliver_if_over(self, group: OpenGroup) -> None:
+        if group.is_over and not group.over.is_set():
+            group.over.set()
+            await self._end_group(group, is_accepted=self._config.is_delivering and await self._deliver(group))
+
+    async def _deliver(self, group: OpenGroup) -> bool:
+        """Queue it for the trainer, if there is something to train."""
+        finished = group.finished()
+        if self._config.member_outcome is MemberOutcome.FAIL_GROUP:
+            finished = evolve(finished, episodes=fail_together(finished.episodes))
+        trained = tuple(episode.session for episode in finished.episodes if episode.failure is None)
+        if trained:
+            await self._journal.write(_queued(group, trained))
+        return await self._peers.exports.ask(DeliverGroup(group=finished))
+
+    async def _end_group(self, group: OpenGroup, *, is_accepted: bool) -> None:
+        group.over.set()
+        if self._groups.remove(group):
+            await self._peers.capacity.tell(SettlePermit(permit=group.permit.id, is_accepted=is_accepted))
+
+    # ------------------------------------------------------------------------------------------------ by hand
+
+    @TakeSession.handler(concurrency=100_000)
+    async def take(self, message: TakeSession) -> TakenSession:
+        """Lend the next finished session. Raises ``Conflict`` where the trainer gets them."""
+        if self._config.is_delivering:
+            raise Conflict("The sessions of this service go to its trainer; take them where nobody trains on them.")
+        return await self._handout.lend(message.taker)
+
+    @SettleTaken.handler
+    async def settle_taken(self, message: SettleTaken) -> None:
+        """Forget what was kept."""
+        kept = self._handout.settle(message.taker, is_kept=message.is_kept)
+        if kept is not None:
+            self._context.tasks.start_soon(self._peers.sessions.tell, ForgetSession(session=kept.episode.session))
+
+    # ------------------------------------------------------------------------------------------------ restart
+
+    async def _restore(self, restored: RestoredGroups) -> None:
+        """Count what was admitted, write down what comes back, and go on where the earlier process was."""
+        waiting = [await self._restore_group(sessions, is_queued=True) for sessions in restored.waiting.values()]
+        opened = [await self._restore_group(sessions, is_queued=False) for sessions in restored.open.values()]
+        facts = (_queued(group, tuple(session.id for session in sessions)) for group, sessions in waiting)
+        await self._journal.write(*facts)
+        for done in restored.consumed:
+            await self._peers.sessions.tell(ForgetSession(session=done))
+        for group, sessions in (*waiting, *opened):
+            for session in sessions:
+                if session.is_ended:
+                    await self.finish(SessionFinished(session=session.id, is_final=session.is_final or group.is_closed))
+
+    async def _restore_group(
+        self, sessions: tuple[RestoredSession, ...], *, is_queued: bool
+    ) -> tuple[OpenGroup, tuple[RestoredSession, ...]]:
+        permit = await self._peers.capacity.ask(RestorePermit(holder=sessions[0].group))
+        group = restore_group(sessions, permit, is_queued=is_queued, now=anyio.current_time())
+        self._add(group)
+        for session in sessions:
+            self._groups.seat_session(group, group.seats[int(session.metadata["member"])], session.id)
+        return group, sessions
+
+
+_EXPIRED = "expired: nobody used the session for too long, and nobody ended it."
+
+
+def has_reward(record: SessionRecord) -> bool:
+    """Whether somebody rewarded the session."""
+    return any(turn.reward is not None for turn in record.interactions)
+
+
+def _reason(seat: Seat) -> str:
+    """Why a session without a reward is not trained."""
+    if seat.is_expired:
+        return _EXPIRED
+    return "no_reward: nobody rewarded the session before its grace period was over; use set_reward or finalize."
+
+
+def _queued(group: OpenGroup, sessions: tuple[SessionId, ...]) -> GroupQueued:
+    data: Mapping[str, object] = group.problem.data
+    return GroupQueued(group=group.id, position=group.position, sessions=sessions, data=data)

@@ -1,0 +1,110 @@
+"""What a run needs before its event loop is busy: its directory, its problems, its model, its checkpoint.
+
+What is opened around that is ``learning``; a run over a dataset is ``training``, one on external sessions ``serving``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from areal_actors.config import RunConfig, save_config
+from areal_actors.dashboard import RunDirectory
+from areal_actors.datasets import Problems, find_overlap, load_problems
+from areal_actors.errors import CheckpointError, ConfigError
+from areal_actors.models import ModelFiles, load_policy, resolve_model
+from areal_actors.rendering import Renderer, load_renderer
+from areal_actors.telemetry import get_logger
+from areal_actors.workflows import import_reference
+
+if TYPE_CHECKING:
+    from areal_actors.training.trainer import PolicyTrainer
+
+__all__ = ["Job", "directory_of", "load_job", "prepare_directory"]
+
+_log = get_logger(__name__)
+
+
+@frozen(kw_only=True)
+class Job:
+    """What a run needs, loaded. Without ``problems``, external agents bring theirs."""
+
+    config: RunConfig
+    directory: RunDirectory
+    model: ModelFiles
+    renderer: Renderer
+    problems: Problems | None
+    held_out: Problems | None
+    policy: PolicyTrainer
+    counters: Mapping[str, Any] | None = field(default=None)
+    """Those of the checkpoint that the run goes on from."""
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step of that checkpoint."""
+        return self.policy.version if self.counters is not None else None
+
+
+def directory_of(config: RunConfig, run_dir: Path | None) -> RunDirectory:
+    """Where the run is written, by an absolute path: what reports and exports name wherever they are read."""
+    return config.run_directory if run_dir is None else RunDirectory(path=run_dir.absolute())
+
+
+def prepare_directory(config: RunConfig, directory: RunDirectory, *, resume: bool) -> None:
+    """Make the run directory; an earlier run of the same name is set aside, unless it is to go on."""
+    if resume and not directory.has_run:
+        raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
+    if not resume:
+        former = directory.set_aside()
+        if former is not None:
+            _log.info("earlier_run_kept", path=str(former))
+    directory.path.mkdir(parents=True, exist_ok=True)
+    save_config(config, directory.config)
+
+
+def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_external: bool = False) -> Job:
+    """Everything that blocks: problems (unless they are external), model, tokenizer, checkpoint."""
+    problems = None
+    if config.dataset is not None and not is_external:
+        problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
+    held_out = None
+    if config.eval_dataset is not None:
+        held_out = load_problems(config.eval_dataset, import_reference=import_reference)
+    if problems is not None and held_out is not None:
+        _warn_of_overlap(problems, held_out)
+    model = resolve_model(config.model)
+    tokenizer = model if config.tokenizer is None else resolve_model(config.tokenizer)
+    renderer = load_renderer(tokenizer.path, config=config.renderer)
+    policy = _create_policy(config, model)
+    counters = policy.restore(directory.checkpoints) if resume else None
+    if resume and counters is None:
+        raise CheckpointError(
+            f"There is no complete checkpoint in {directory.checkpoints} to go on from; leave --resume out."
+        )
+    return Job(
+        config=config,
+        directory=directory,
+        model=model,
+        renderer=renderer,
+        problems=problems,
+        held_out=held_out,
+        policy=policy,
+        counters=counters,
+    )
+
+
+def _create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
+    from areal_actors.training.trainer import PolicyTrainer
+
+    needs_reference = config.trainer.objective.kl.coefficient > 0
+    reference = load_policy(model.path) if needs_reference else None
+    return PolicyTrainer(load_policy(model.path), config.trainer, reference=reference)
+
+
+def _warn_of_overlap(problems: Problems, held_out: Problems) -> None:
+    num_shared = find_overlap(problems, held_out)
+    if num_shared:
+        _log.warning("held_out_problems_are_trained_on", shared=num_shared, held_out=len(held_out))

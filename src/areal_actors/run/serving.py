@@ -1,0 +1,140 @@
+"""The online service: training on what external agents do over HTTP (``areal-actors serve``, ``Server``).
+
+It opens the same as ``training``, with an intake of sessions in the place of a runner of agents. An agent of ours is
+run on held-out problems only, where the configuration names both.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+from attrs import evolve
+
+from areal_actors.config import RunConfig
+from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
+from areal_actors.messages import Endpoint
+from areal_actors.proxy import ProxyConfig
+from areal_actors.run.agents import prepare_agent
+from areal_actors.run.inference import Inference
+from areal_actors.run.job import directory_of, load_job, prepare_directory
+from areal_actors.run.learning import Learning, learn
+from areal_actors.telemetry import get_logger, logging_to_file
+from areal_actors.training.config import Normalisation
+
+__all__ = ["Server", "describe_service", "serve"]
+
+_log = get_logger(__name__)
+
+_GROUP_RELATIVE = (
+    Normalisation.GRPO,
+    Normalisation.DR_GRPO,
+    Normalisation.RLOO,
+    Normalisation.GROUP_MEAN_BATCH_STD,
+)
+"""Those that compare a session with the others of its group: alone, it is worth nothing."""
+
+Announce = Callable[[Endpoint, RunDirectory], None]
+
+
+def serve(
+    config: RunConfig, *, resume: bool = False, run_dir: Path | None = None, announce: Announce | None = None
+) -> RunSummary:
+    """Serve a configuration until it is trained, in an event loop of its own. Raises ``ArealError``."""
+    return Server(config).serve(resume=resume, run_dir=run_dir, announce=announce)
+
+
+class Server:
+    """The Python door to the service. ``announce`` is called with the endpoint when agents may come."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    def serve(
+        self,
+        *,
+        resume: bool = False,
+        run_dir: Path | None = None,
+        announce: Announce | None = None,
+        backend: str = "asyncio",
+    ) -> RunSummary:
+        """Serve, blocking, on an event loop of its own (``backend``: ``asyncio`` or ``trio``)."""
+
+        async def main() -> RunSummary:
+            return await self.run(resume=resume, run_dir=run_dir, announce=announce, is_handling_signals=True)
+
+        return anyio.run(main, backend=backend)
+
+    async def run(
+        self,
+        *,
+        resume: bool = False,
+        run_dir: Path | None = None,
+        announce: Announce | None = None,
+        is_handling_signals: bool = False,
+    ) -> RunSummary:
+        """Serve inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
+        config, directory = self.config, directory_of(self.config, run_dir)
+        has_evaluation = config.eval_dataset is not None and config.rollout.workflow is not None
+        opening = prepare_agent(config.rollout, logs=directory.agent_logs) if has_evaluation else nullcontext()
+        started = time.monotonic()
+        prepare_directory(config, directory, resume=resume)
+
+        async def tell(inference: Inference) -> None:
+            await to_thread.run_sync(_keep_key, directory.admin_key, inference.endpoint.admin_key)
+            if announce is not None:
+                announce(inference.endpoint, directory)
+
+        with logging_to_file(directory.log):
+            _warn_of_singletons(config)
+            async with opening as agent:
+                job = await to_thread.run_sync(lambda: load_job(config, directory, resume=resume, is_external=True))
+                learning = Learning(
+                    agent=agent,
+                    proxy=_with_key(config.proxy, directory.admin_key),
+                    intake=config.intake,
+                    announce=tell,
+                    is_handling_signals=is_handling_signals,
+                )
+                await learn(job, learning)
+        return summarize_run(directory, seconds=time.monotonic() - started)
+
+
+def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:
+    """What a person has to know of a service that listens. Keys are shown to nobody: the shell reads them."""
+    key = directory.admin_key
+    return (
+        f"Listening at {endpoint.url}; the admin key is in {key}.\n"
+        "For an agent:\n"
+        f'  export OPENAI_BASE_URL={endpoint.base_url} OPENAI_API_KEY="$(cat {key})"'
+    )
+
+
+def _with_key(proxy: ProxyConfig, path: Path) -> ProxyConfig:
+    """The key of the configuration, or the one that agents know from before a restart."""
+    if proxy.admin_key is None and path.exists():
+        return evolve(proxy, admin_key=path.read_text(encoding="utf-8").strip())
+    return proxy
+
+
+def _keep_key(path: Path, key: str) -> None:
+    """For its owner alone, whole or not at all."""
+    new = path.with_suffix(".new")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(key + "\n")
+    new.replace(path)
+
+
+def _warn_of_singletons(config: RunConfig) -> None:
+    normalisation = config.trainer.advantages.normalisation
+    if config.rollout.group_size == 1 and normalisation in _GROUP_RELATIVE:
+        _log.warning(
+            "advantages_will_be_zero",
+            reason=f"rollout.group_size is 1, and {normalisation} compares sessions within their group",
+            hint="set trainer.advantages.normalisation to reinforce_plus_plus, or rollout.group_size to 2 or more",
+        )

@@ -1,0 +1,73 @@
+"""A rollout workflow whose episodes are played elsewhere: it waits for what external agents finish over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+from uuid import uuid4
+
+import anyio
+
+from areal_actors.core import Ref
+from areal_actors.errors import ActorStopped, ConfigError, EpisodeError
+from areal_actors.messages import Intake, SettleTaken, TakeSession
+from areal_actors.workflows.engine import EpisodeEngine
+from areal_actors.workflows.interactions import InteractionWithTokenLogpReward
+from areal_actors.workflows.rollout import RolloutWorkflow
+from areal_actors.workflows.views import InteractionViews
+
+__all__ = ["ProxyWorkflow"]
+
+_SETTLE_SECONDS = 5.0
+
+
+class _HasIntake(Protocol):
+    """Something that takes external sessions in, such as what ``open_inference`` gives."""
+
+    @property
+    def intake(self) -> Ref[Intake] | None: ...
+
+
+class ProxyWorkflow(RolloutWorkflow):
+    """Each episode is the next session that an external agent finished and rewarded, in the order of their ends.
+
+    ::
+
+        config = InferenceConfig(intake=IntakeConfig(is_delivering=False))
+        async with open_inference("tiny", config) as inference:
+            interactions = await ProxyWorkflow(inference).arun_episode(inference, None)
+
+    Nothing is polled, and no session is given to two. One that was on its way to an episode that is cancelled goes to
+    the next. Raises ``ConfigError`` where no external sessions are taken in.
+    """
+
+    def __init__(self, inference: _HasIntake) -> None:
+        if inference.intake is None:
+            raise ConfigError(
+                "No external sessions are taken in here; open the inference with "
+                "InferenceConfig(intake=IntakeConfig(is_delivering=False))."
+            )
+        self._intake = inference.intake
+
+    async def arun_episode(
+        self,
+        engine: EpisodeEngine | Any,  # noqa: ARG002 - the session has been sampled already
+        data: Mapping[str, Any] | None = None,
+    ) -> dict[str, InteractionWithTokenLogpReward]:
+        """Wait for a session and return its interactions, by the id of their completions, as training rows.
+
+        Raises ``EpisodeError`` for ``data``: what an external agent works on is its own affair.
+        """
+        if data is not None:
+            raise EpisodeError("ProxyWorkflow takes no data: external agents bring their own problems. Pass None.")
+        taker = uuid4().hex
+        is_kept = False
+        try:
+            taken = await self._intake.ask(TakeSession(taker=taker))
+            interactions = InteractionViews(taken.record).rows(taken.episode.trajectories)
+            is_kept = True
+        finally:
+            with anyio.move_on_after(_SETTLE_SECONDS, shield=True), suppress(ActorStopped):
+                await self._intake.tell(SettleTaken(taker=taker, is_kept=is_kept))
+        return interactions

@@ -1,0 +1,276 @@
+"""The online service: it trains on what agents elsewhere do, as a run over a dataset would, and ends as asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from areal_actors.__main__ import cli
+from areal_actors.client import OpenAIProxyClient, create_agent_http_client
+from areal_actors.config import RunConfig, create_config, load_config
+from areal_actors.dashboard import RunDirectory
+from areal_actors.datasets import Problems, load_problems
+from areal_actors.messages import Endpoint
+from areal_actors.run import Server, Trainer
+from areal_actors.run.serving import describe_service
+from areal_actors.telemetry import logging_to_stream
+from areal_actors.training.checkpoints import find_checkpoints
+from areal_actors.workflows import import_reference
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MAX_SECONDS = 120.0
+QUICK = ("logging.tensorboard=false", "logging.display=plain", "engine.num_threads=1")
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = RunDirectory(path=run_dir).metrics
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+# ------------------------------------------------------------------------------------------ equal rows, equal losses
+
+
+def essence(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run learnt, without the time that it took, and what was sampled meanwhile."""
+    took = ("seconds", "per_second", "sampled_tokens")
+    return [{k: v for k, v in row.items() if not k.endswith(took)} for row in read_metrics(run_dir)]
+
+
+def rollouts(run_dir: Path) -> dict[str, list[str]]:
+    """The dumped rows of both steps, by version and task; episodes of a group end in any order."""
+    root = RunDirectory(path=run_dir).rollouts
+    files = [path for path in root.rglob("*.jsonl") if path.parent.name in ("0", "1")]
+    return {str(path.relative_to(root)): sorted(path.read_text().splitlines()) for path in files}
+
+
+class Driver:
+    """Runs the agent of a configuration on its problems, by way of a service elsewhere."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.agent = import_reference("tiny_agent.py:TinyAgent", directory=EXAMPLES)()
+
+    async def drive(self, endpoint: Endpoint, problems: Problems) -> None:
+        """The batches one after another; a service that is synchronous has room for no more than one."""
+        size, members = self.config.batch_size, range(self.config.rollout.group_size)
+        async with create_agent_http_client() as http:
+            for step in range(self.config.total_steps):
+                async with anyio.create_task_group() as tasks:
+                    for position in range(step * size, (step + 1) * size):
+                        for member in members:
+                            tasks.start_soon(self._play, endpoint, http, problems, position, member)
+
+    async def _play(
+        self, endpoint: Endpoint, http: httpx.AsyncClient, problems: Problems, position: int, member: int
+    ) -> None:
+        client = OpenAIProxyClient(
+            endpoint.url,
+            admin_key=endpoint.admin_key,
+            group_id=f"problem-{position}",
+            group_size=self.config.rollout.group_size,
+            position=position,
+            member=member,
+            seed=self.config.seed,
+        )
+        async with client as session:
+            data = dict(problems.at(position).data)
+            injected = {"base_url": session.base_url, "api_key": session.api_key, "http_client": http}
+            await session.end_session(await self.agent.run(data, **injected))
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_service_learns_what_a_run_over_the_dataset_learns(tmp_path: Path, backend: str):
+    """The same problems, seed and agent, synchronously: every dumped row and every figure of every step is equal."""
+    settings = ("total_steps=2", "batch_size=3", "rollout.group_size=4", "engine.deterministic=true")
+    more = ("trainer.dtype=float32", "eval_dataset=null", "engine.max_concurrent=12", *QUICK)
+    config = load_config(EXAMPLES / "tiny.yaml", (*settings, *more))
+    problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
+    inline, served = tmp_path / "inline", tmp_path / "served"
+    Trainer(config).train(run_dir=inline, backend=backend)
+    driver = Driver(config)
+
+    async def serve() -> None:
+        async with anyio.create_task_group() as tasks:
+
+            def announce(endpoint: Endpoint, _directory: RunDirectory) -> None:
+                tasks.start_soon(driver.drive, endpoint, problems)
+
+            await Server(config).run(run_dir=served, announce=announce)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(serve, backend=backend)
+
+    assert 6 == len(rollouts(inline))
+    assert rollouts(inline) == rollouts(served)
+    assert essence(inline)[-2:] == essence(served)[-2:]
+    assert all(row["loss"] and row["grad_norm"] for row in essence(served)[-2:])
+
+
+# ---------------------------------------------------------------------------------------------- as a real process
+
+
+def settings(run_dir: Path, *more: str) -> list[str]:
+    return ["serve", str(EXAMPLES / "serve.yaml"), "batch_size=4", *QUICK, *more, "--run-dir", str(run_dir)]
+
+
+@contextmanager
+def process(arguments: list[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python that is killed when the block is left."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"} | variables
+    with log.open("a") as errors:
+        running = subprocess.Popen(
+            [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            yield running
+        finally:
+            running.kill()
+            running.communicate()
+
+
+@contextmanager
+def service(run_dir: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """The command line, and the environment that it prints for agents, as a shell would read it."""
+    log = run_dir.parent / f"{run_dir.name}.log"
+    with process(["-m", "areal_actors", *settings(run_dir, *more)], log) as running:
+        assert running.stdout is not None
+        printed = "".join(line for _, line in zip(range(3), running.stdout, strict=False))
+        assert "Listening at" in printed, log.read_text()
+        shown = subprocess.run(
+            ["sh", "-c", f'{printed.splitlines()[-1]}\necho "$OPENAI_BASE_URL $OPENAI_API_KEY"'],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        url, key = shown.stdout.split()
+        yield running, {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + MAX_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def agents(tmp_path: Path, num: int, variables: dict[str, str]) -> Any:
+    return process([str(EXAMPLES / "serve_agent.py"), str(num)], tmp_path / "agent.log", **variables)
+
+
+def test_an_agent_elsewhere_is_trained(tmp_path: Path):
+    """The example, both sides as processes of their own: two steps, a summary as the last line, and the weights."""
+    run_dir = tmp_path / "run"
+    with service(run_dir, "total_steps=2", "batch_size=12") as (running, variables), agents(tmp_path, 60, variables):
+        output, _ = running.communicate(timeout=MAX_SECONDS)
+    summary = json.loads(output.splitlines()[-1])
+    directory = RunDirectory(path=run_dir)
+
+    assert (0, 2, 2) == (running.returncode, summary["steps"], summary["version"])
+    assert any(row["loss"] and row["grad_norm"] for row in read_metrics(run_dir))
+    assert directory.weights.is_dir()
+    assert directory.report.is_file()
+    assert 0o600 == directory.admin_key.stat().st_mode & 0o777
+
+
+def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):
+    """Ctrl-C: a checkpoint, a summary, exit code 0, no process left; resumed, it knows its agents' key."""
+    run_dir = tmp_path / "run"
+    with service(run_dir) as (running, variables), agents(tmp_path, 400, variables):
+        wait_until(lambda: running.poll() is not None or read_metrics(run_dir))
+        children = psutil.Process(running.pid).children(recursive=True)
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=MAX_SECONDS)
+    summary = json.loads(output.splitlines()[-1])
+    saved = [checkpoint.step for checkpoint in find_checkpoints(RunDirectory(path=run_dir).checkpoints)]
+
+    assert 0 == running.returncode
+    assert summary["steps"] == saved[-1] >= 1
+    assert [] == [child for child in children if child.is_running()]
+    more = f"total_steps={saved[-1] + 1}"
+    with service(run_dir, more, "--resume") as (running, later), agents(tmp_path, 40, later):
+        output, _ = running.communicate(timeout=MAX_SECONDS)
+
+    assert saved[-1] + 1 == json.loads(output.splitlines()[-1])["steps"]
+    assert variables["OPENAI_API_KEY"] == later["OPENAI_API_KEY"]
+
+
+def test_a_service_that_nobody_uses_can_be_left(tmp_path: Path):
+    """Ctrl-C before any agent came ends it all the same; whoever asks twice does not wait at all."""
+    run_dir = tmp_path / "run"
+    with service(run_dir) as (running, _):
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=MAX_SECONDS)
+
+    assert (0, 0) == (running.returncode, json.loads(output.splitlines()[-1])["steps"])
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path: Path):
+    """While a step is being finished, say: nothing is printed, and the exit code says so."""
+    run_dir = tmp_path / "run"
+    log = tmp_path / "run.log"
+    with service(run_dir) as (running, variables), agents(tmp_path, 400, variables):
+        wait_until(lambda: running.poll() is not None or read_metrics(run_dir))
+        running.send_signal(signal.SIGINT)
+        wait_until(lambda: running.poll() is not None or "stopping" in log.read_text())
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=MAX_SECONDS)
+
+    assert (130, "") == (running.returncode, output)
+
+
+# --------------------------------------------------------------------------------------------------- what is wrong
+
+BARE = {"experiment_name": "bare", "total_steps": 1, "model": "tiny"}
+
+
+def test_what_a_service_needs_not_a_run_over_a_dataset_needs(tmp_path: Path):
+    """``train`` without problems and an agent says both at once, and what to use instead; nothing is left behind."""
+    path = tmp_path / "bare.yaml"
+    path.write_text(json.dumps(BARE))
+    result = CliRunner().invoke(cli, ["train", str(path), "--run-dir", str(tmp_path / "run")])
+
+    assert 2 == result.exit_code
+    assert all(word in result.stderr for word in ("dataset is missing", "rollout.workflow is missing", "use serve"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("normalisation", "is_warned"), [("grpo", True), ("reinforce_plus_plus", False)])
+def test_groups_of_one_that_are_compared_with_nobody_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, normalisation: str, is_warned: bool
+):
+    """Their advantages would all be 0; the warning names the settings to change, once."""
+    config = create_config(
+        BARE | {"rollout": {"group_size": 1}, "trainer": {"advantages": {"normalisation": normalisation}}}
+    )
+
+    async def serve_for_a_moment() -> None:
+        async with anyio.create_task_group() as tasks:
+
+            def announce(endpoint: Endpoint, directory: RunDirectory) -> None:
+                assert "OPENAI_BASE_URL" in describe_service(endpoint, directory)
+                tasks.cancel_scope.cancel()
+
+            await Server(config).run(run_dir=tmp_path / "run", announce=announce)
+
+    with logging_to_stream():
+        anyio.run(serve_for_a_moment)
+    warned = capsys.readouterr().err
+
+    assert is_warned == ("trainer.advantages.normalisation" in warned)
+    assert warned.count("advantages_will_be_zero") == is_warned

@@ -26,6 +26,7 @@ from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopCon
 from areal_actors.actors.rollouts import RolloutsConfig
 from areal_actors.actors.sessions import SessionsConfig
 from areal_actors.cache import STYLES
+from areal_actors.cache.journal import JournalConfig
 from areal_actors.cache.rewards import RULES
 from areal_actors.config.documents import Document
 from areal_actors.config.loading import Schema
@@ -175,6 +176,7 @@ class RunConfig:
     """The problems that train works on; serve trains on those of external agents."""
     eval_dataset: DatasetConfig | None = None
     rollout: RolloutConfig = field(factory=RolloutConfig)
+    journal: JournalConfig = field(factory=JournalConfig)
     serve: ServeConfig = field(factory=ServeConfig)
     gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)

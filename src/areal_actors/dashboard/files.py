@@ -47,6 +47,11 @@ class RunDirectory:
         return self.path / "admin.key"
 
     @property
+    def journal(self) -> Path:
+        """What a service remembers beyond its own life."""
+        return self.path / "journal.sqlite"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a step."""
         return self.path / "metrics.jsonl"

@@ -66,7 +66,11 @@ def prepare_directory(config: RunConfig, directory: RunDirectory, *, resume: boo
 
 
 def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_external: bool = False) -> Job:
-    """Everything that blocks: problems (unless they are external), model, tokenizer, checkpoint."""
+    """Everything that blocks: problems (unless they are external), model, tokenizer, checkpoint.
+
+    A service that was killed before its first checkpoint is resumed with the weights that it began with: what its
+    agents did is in its journal. Raises ``CheckpointError`` for any other run without a checkpoint.
+    """
     problems = None
     if config.dataset is not None and not is_external:
         problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
@@ -80,7 +84,7 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
     renderer = load_renderer(tokenizer.path, config=config.renderer)
     policy = _create_policy(config, model)
     counters = policy.restore(directory.checkpoints) if resume else None
-    if resume and counters is None:
+    if resume and counters is None and not is_external:
         raise CheckpointError(
             f"There is no complete checkpoint in {directory.checkpoints} to go on from; leave --resume out."
         )

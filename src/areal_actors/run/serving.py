@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -23,6 +24,7 @@ from areal_actors.proxy import ProxyConfig
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.inference import Inference
 from areal_actors.run.job import directory_of, load_job, prepare_directory
+from areal_actors.run.journals import open_journal
 from areal_actors.run.learning import Learning, learn
 from areal_actors.telemetry import get_logger, logging_to_file
 from areal_actors.training.config import Normalisation
@@ -92,12 +94,14 @@ class Server:
 
         with logging_to_file(directory.log):
             _warn_of_singletons(config)
-            async with opening as agent:
-                job = await to_thread.run_sync(lambda: load_job(config, directory, resume=resume, is_external=True))
+            async with opening as agent, open_journal(config.journal, directory) as journal:
+                load = partial(load_job, config, directory, resume=resume, is_external=True)
+                job = await to_thread.run_sync(load)
                 learning = Learning(
                     agent=agent,
                     proxy=_with_key(config.proxy, directory.admin_key),
                     intake=config.intake,
+                    journal=journal,
                     announce=tell,
                     is_handling_signals=is_handling_signals,
                 )

@@ -32,7 +32,7 @@ from areal_actors.core.supervision import RestartHistory
 from areal_actors.errors import ActorError, ActorStopped, ConfigError
 from areal_actors.testing import virtual_backend
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -16,6 +16,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from areal_actors.core import Ref
 from areal_actors.core.remote import Limits, Listener, Peer, connect_stream, listen
+from areal_actors.core.remote.transport import unwrapped
 
 __all__ = ["MemoryStream", "memory_pair", "pretend_remote"]
 
@@ -88,10 +89,14 @@ async def pretend_remote(
 ) -> AsyncIterator[tuple[Peer, Listener]]:
     """A peer that is connected, through memory, to actors of this very process; and its listener, to expose more."""
     near, far = memory_pair()
-    async with (
-        listen(None, secret=_SECRET, expose=expose, node="far", limits=limits) as listener,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(listener.serve, far)
-        async with connect_stream(near, secret=_SECRET, node="near", limits=limits) as peer:
-            yield peer, listener
+    body: list[BaseException] = []
+    async with listen(None, secret=_SECRET, expose=expose, node="far", limits=limits) as listener:
+        with unwrapped(body):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(listener.serve, far)
+                async with connect_stream(near, secret=_SECRET, node="near", limits=limits) as peer:
+                    try:
+                        yield peer, listener
+                    except BaseException as error:
+                        body.append(error)
+                        raise

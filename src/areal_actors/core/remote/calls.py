@@ -103,7 +103,7 @@ class Channel:
             raise self._unhandled(cls)
         codec = self.peer.codec
         data = codec.to_data(message, cls, cls.__name__)
-        return Call(self, kind, cls, codec.encode([self.name, known[0], known[1], data, extra]))
+        return Call(self, kind, cls, codec.encode([self.name, known[0], known[1], data, extra], cls.__name__))
 
     def create_stop(self) -> Call:
         """A call that ends when the actor has."""

@@ -82,7 +82,7 @@ class Codec:
         self._parts: Sequence[Buffer] = ()
         self._converter = _create_converter()
 
-    def encode(self, words: list[Any]) -> list[Buffer]:
+    def encode(self, words: list[Any], what: str = "an answer") -> list[Buffer]:
         """``words`` (plain data, arrays, tensors) as one part of msgpack, followed by the buffers.
 
         Raises:
@@ -91,8 +91,8 @@ class Codec:
         self._buffers = []
         try:
             return [self._encoder.encode(words), *self._buffers]
-        except _UNSENDABLE as error:
-            raise ProtocolError(f"it cannot be sent: {error}") from None
+        except (ProtocolError, *_UNSENDABLE) as error:
+            raise ProtocolError(f"{what} cannot be sent: {error}") from None
         finally:
             self._buffers = []
 
@@ -250,6 +250,7 @@ def _create_converter() -> cattrs.Converter:
     converter.register_structure_hook(bytes, lambda data, _: _instance(data, bytes))
     converter.register_unstructure_hook_func(_is_array, lambda value: value)
     converter.register_structure_hook_func(_is_array, lambda data, _: _instance(data, np.ndarray))
+    converter.register_structure_hook_func(lambda kind: kind in (None, NoneType), lambda data, _: _instance(data, NoneType))
     converter.register_unstructure_hook_func(_is_any, _any_to_data)
     converter.register_structure_hook_func(_is_any, lambda data, _: data)
     converter.register_unstructure_hook_factory(_is_choice, lambda kind: _Choice(converter, kind).to_data)

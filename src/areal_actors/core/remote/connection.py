@@ -7,7 +7,7 @@ once, with a cause in words, and its owner is told in that moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import anyio
@@ -51,6 +51,7 @@ class Connection:
         self._scope = anyio.CancelScope()
         self._heard_at = self.loop.now()
         self._on_empty: Callable[[], object] | None = None
+        self._tasks: TaskGroup | None = None
 
     def start(self, owner: Owner, tasks: TaskGroup) -> None:
         """Run in ``tasks`` until the connection is cut."""
@@ -60,6 +61,11 @@ class Connection:
     def send(self, kind: Kind, call: int = 0, payload: bytes = b"", *, seconds: float = 0.0) -> None:
         """Queue a small frame that overtakes data."""
         self.outbox.put_ahead(Outgoing(kind, call, [payload] if payload else [], seconds))
+
+    def start_soon(self, function: Callable[[], Awaitable[object]]) -> None:
+        """Run ``function`` for as long as the connection stands; it must not raise."""
+        assert self._tasks is not None, "only what arrives on a connection starts something there"
+        self._tasks.start_soon(function)
 
     def cut(self, cause: str) -> None:
         """End the connection, unless it has ended."""
@@ -89,7 +95,8 @@ class Connection:
     async def _run(self) -> None:
         try:
             with self._scope:
-                async with anyio.create_task_group() as tasks:
+                async with anyio.create_task_group() as self._tasks:
+                    tasks = self._tasks
                     tasks.start_soon(self._write, name="connection.write")
                     if self.limits.heartbeat_seconds < math.inf:
                         tasks.start_soon(self._beat, name="connection.heartbeat")

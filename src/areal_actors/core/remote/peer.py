@@ -134,8 +134,8 @@ class Peer:
         Raises:
             ProtocolError: it cannot travel.
         """
-        data = self.codec.to_data(reply, self._reply_kind(message), f"the reply to {message.__name__}")
-        return self.codec.encode([data])
+        what = f"the reply to {message.__name__}"
+        return self.codec.encode([self.codec.to_data(reply, self._reply_kind(message), what)], what)
 
     def expose(self, exposed: Exposed) -> None:
         """An actor is exposed from now on."""

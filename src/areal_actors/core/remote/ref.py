@@ -168,7 +168,7 @@ class _RemoteStream(AbstractAsyncContextManager["_RemoteStream[Item]"], AsyncIte
             call.arrival = None
         item: Item = call.buffer.popleft()
         self._num_taken += 1
-        if self._num_taken * 2 >= self._limit and not call.is_done and call.outgoing is not None:
+        if self._num_taken * 4 >= self._limit and not call.is_done and call.outgoing is not None:
             self._channel.peer.connection.send(Kind.TAKEN, call.outgoing.id, seconds=float(self._num_taken))
             self._num_taken = 0
         return item

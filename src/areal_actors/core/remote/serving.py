@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio
 from attrs import frozen
 
 from areal_actors.core.contract import Handler
@@ -87,6 +90,8 @@ class Server:
         self._running: dict[int, Ask] = {}
         self._withheld: dict[str, list[int]] = {}
         self._watches: list[tuple[Exposed, Callable[[Down], object]]] = []
+        self._num_unadmitted: Counter[str] = Counter()
+        self._admission: anyio.Event | None = None
         self._withdrawn_id = 0
         self._last_id = 0
         for one in exposed.values():
@@ -125,9 +130,12 @@ class Server:
         if exposed is None:
             self._refuse(frame, str(name), _unknown(name, self._exposed))
             return
-        cell = exposed.ref.cell
-        cell.request_stop(None if math.isinf(frame.seconds) else frame.seconds)
-        cell.watch(_Farewell(self._peer, frame.id))
+        exposed.ref.cell.watch(_Farewell(self._peer, frame.id))
+        grace = exposed.ref.cell.system.grace if math.isinf(frame.seconds) else frame.seconds
+        if self._num_unadmitted[name]:
+            self._peer.connection.start_soon(partial(self._stop_after_admission, exposed, grace))
+        else:
+            exposed.ref.cell.request_stop(grace)
 
     def on_cancel(self, call: int) -> None:
         """The asker has left."""
@@ -169,7 +177,12 @@ class Server:
         num_bytes, name, ref = frame.num_bytes, exposed.name, exposed.ref
         credit = _Once(lambda: self.give_credit(name, num_bytes))
         if frame.kind is Kind.TELL:
-            ref.accept(value, lambda admitted: self._note_told(credit, value, name, admitted=admitted))
+            self._num_unadmitted[name] += 1
+            try:
+                ref.accept(value, lambda admitted: self._note_told(credit, value, name, admitted=admitted))
+            except ArealError:
+                self._num_unadmitted[name] -= 1
+                raise
             return
         deadline = ref.cell.loop.now() + frame.seconds
         if frame.kind is Kind.STREAM:
@@ -184,8 +197,21 @@ class Server:
             del self._running[frame.id]
             raise
 
+    async def _stop_after_admission(self, exposed: Exposed, grace: float) -> None:
+        """Messages that came before the stop are admitted first, within its grace."""
+        loop = exposed.ref.cell.loop
+        deadline = loop.now() + grace
+        with loop.new_scope(deadline=deadline):
+            while self._num_unadmitted[exposed.name]:
+                self._admission = anyio.Event()
+                await self._admission.wait()
+        exposed.ref.cell.request_stop(max(deadline - loop.now(), 0.0))
+
     def _note_told(self, credit: _Once, message: AnyMessage[Any], name: str, *, admitted: bool) -> None:
         credit()
+        self._num_unadmitted[name] -= 1
+        if not self._num_unadmitted[name] and self._admission is not None:
+            self._admission.set()
         if not admitted:
             kind = type(message).__name__
             logger.warning("%s, told to actor %r by node %r, is lost: the actor has ended", kind, name, self._peer.node)

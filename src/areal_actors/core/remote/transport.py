@@ -31,7 +31,7 @@ from areal_actors.core.remote.peer import Peer
 from areal_actors.core.remote.serving import Exposed, expose
 from areal_actors.errors import ActorError, ConfigError, ProtocolError, Unreachable
 
-__all__ = ["Listener", "connect", "connect_stream", "listen"]
+__all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ async def listen(
     exposed = {name: _expose(name, ref) for name, ref in (expose or {}).items()}
     listener = Listener(node or _unique_name(), incarnation, secret, exposed, limits)
     body: list[BaseException] = []
-    with _unwrapped(body):
+    with unwrapped(body):
         async with anyio.create_task_group() as tasks:
             try:
                 async with _bound(address, listener, tasks):
@@ -251,7 +251,7 @@ async def _peer(
     connection: Connection, other: Hello, limits: Limits, exposed: dict[str, Exposed], welcome: Any
 ) -> AsyncIterator[Peer]:
     body: list[BaseException] = []
-    with _unwrapped(body):
+    with unwrapped(body):
         async with anyio.create_task_group() as tasks:
             peer = Peer(connection, other, limits, exposed, welcome)
             connection.start(peer, tasks)
@@ -398,7 +398,7 @@ def _unique_name() -> str:
 
 
 @contextmanager
-def _unwrapped(body: list[BaseException]) -> Iterator[None]:
+def unwrapped(body: list[BaseException]) -> Iterator[None]:
     """Raise the block's own exception as it is, not in the group of the tasks around it, which raise nothing."""
     try:
         yield

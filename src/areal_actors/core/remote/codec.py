@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NoReturn, Union, cast, get_args, get_origin
 from types import NoneType, UnionType
@@ -159,7 +159,7 @@ class Codec:
         if isinstance(value, _Long):
             return self._extension(_Code.BYTES, [], value.value)
         if isinstance(value, _Tuple):
-            return msgspec.msgpack.Ext(_Code.TUPLE, self._encoder.encode(value.items))
+            return msgspec.msgpack.Ext(int(_Code.TUPLE), self._encoder.encode(value.items))
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             return self._extension(_Code.TENSOR, [_tensor_dtype(value), tuple(value.shape)], _bytes_of_tensor(value, torch))
@@ -171,7 +171,7 @@ class Codec:
         else:
             self._buffers.append(raw)
             words.append(len(self._buffers))
-        return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(words))
+        return msgspec.msgpack.Ext(int(code), msgspec.msgpack.encode(words))
 
     def _restore(self, code: int, data: memoryview) -> Any:
         if code == _Code.TUPLE:
@@ -334,7 +334,8 @@ def _is_array(kind: Any) -> bool:
 
 
 def _is_any(kind: Any) -> bool:
-    return kind is Any
+    """Also mappings to ``Any``, which cattrs would pass on as they are."""
+    return kind is Any or (get_origin(kind) in (Mapping, dict) and get_args(kind)[1] is Any)
 
 
 def _is_choice(kind: Any) -> bool:

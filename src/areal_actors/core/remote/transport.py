@@ -91,6 +91,9 @@ class Listener:
             logger.warning("a connection was refused: %s", str(error) or type(error).__name__)
             await anyio.aclose_forcefully(stream)
             return
+        except BaseException:
+            await anyio.aclose_forcefully(stream)
+            raise
         finally:
             self._num_strangers -= 1
         await self._stay(peer)

@@ -15,10 +15,9 @@ from areal_actors.core.remote.calls import Channel
 from areal_actors.core.remote.ref import RemoteRef
 from areal_actors.testing.remote import pretend_remote
 
-
 LOCAL_ONLY = {
-    "test_a_full_mailbox_makes_senders_wait_in_order": "it counts the senders at the mailbox; here they wait for credit",
-    "test_a_sender_that_stops_waiting_for_room_sends_nothing": "within the credit, a message is sent before there is room",
+    "test_a_full_mailbox_makes_senders_wait_in_order": "it counts the senders at the mailbox",
+    "test_a_sender_that_stops_waiting_for_room_sends_nothing": "within the credit, telling does not wait",
     "test_a_queued_ask_whose_time_is_up_is_never_handled": "an asker elsewhere does not know that its ask was queued",
     "test_a_concurrent_handler_may_be_asked_back": "refs do not travel inside messages",
     "test_whoever_waits_for_an_actor_learns_of_its_end": "within the credit, telling does not wait for the mailbox",

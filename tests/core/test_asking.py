@@ -235,7 +235,10 @@ async def test_a_timeout_ends_the_ask_and_its_handler():
     clerk = Clerk()
     async with ActorSystem.open() as system:
         ref = await system.spawn(clerk, name="desk")
-        with pytest.raises(DeadlineExceeded, match="Work to actor 'desk'.* was not answered before its deadline; (its handler|the actor)"):
+        with pytest.raises(
+            DeadlineExceeded,
+            match=r"Work to actor 'desk'.* was not answered before its deadline; (its handler|the actor)",
+        ):
             await ref.ask(Work(seconds=10), timeout=2)
 
         assert await ref.ask(Echo(n=5)) == 5

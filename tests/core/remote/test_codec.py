@@ -45,7 +45,7 @@ SCALARS = {
 }
 
 
-def values_of(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:
+def values_of(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:  # noqa: PLR0911 - a case each
     """Values of a declared type, as deep as they are useful."""
     kind = getattr(kind, "__supertype__", kind)
     origin, arguments = get_origin(kind), get_args(kind)
@@ -78,7 +78,7 @@ def built(kind: type, data: dict[str, Any]) -> Any:
     return kind(**data)
 
 
-def same(left: Any, right: Any) -> bool:
+def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case each
     """Equality that looks into arrays, into what attrs leaves out, and takes not-a-numbers for equal."""
     if isinstance(left, (np.ndarray, torch.Tensor)):
         left, right = np.asarray(left), np.asarray(right)
@@ -155,8 +155,9 @@ def test_arrays_that_are_not_contiguous_survive():
 def test_tensors_survive(dtype, shape):
     """As raw memory, dtypes that numpy does not know included."""
     tensor = torch.ones(shape, dtype=torch.float32).to(dtype)
-    received = through(messages.PublishWeights(snapshot=messages.Snapshot(version=1, state={"w": tensor})),
-                       messages.PublishWeights).snapshot.state["w"]
+    received = through(
+        messages.PublishWeights(snapshot=messages.Snapshot(version=1, state={"w": tensor})), messages.PublishWeights
+    ).snapshot.state["w"]
 
     assert (dtype, tensor.shape) == (received.dtype, received.shape)
     assert torch.equal(tensor.float(), received.float())

@@ -31,8 +31,20 @@ class Call:
     """One message on its way to a remote actor, or its stream."""
 
     __slots__ = (
-        "arrival", "buffer", "channel", "deadline", "error", "is_done", "kind", "limit", "message", "outgoing", "parts",
-        "reply", "signal", "size",
+        "arrival",
+        "buffer",
+        "channel",
+        "deadline",
+        "error",
+        "is_done",
+        "kind",
+        "limit",
+        "message",
+        "outgoing",
+        "parts",
+        "reply",
+        "signal",
+        "size",
     )
 
     def __init__(self, channel: Channel, kind: Kind, message: type[Any] | None, parts: list[Buffer]) -> None:
@@ -183,9 +195,7 @@ class Channel:
         if self._last_words is not None or incarnation < self.incarnation:
             return  # late news of a life that is over
         assert self.ref is not None, "a channel is made with its ref"
-        down = Down(
-            ref=self.ref, incarnation=incarnation, reason=reason, error=error, is_restarting=is_restarting
-        )
+        down = Down(ref=self.ref, incarnation=incarnation, reason=reason, error=error, is_restarting=is_restarting)
         if is_restarting:
             self.incarnation = incarnation + 1
         else:

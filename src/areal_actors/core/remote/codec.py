@@ -1,11 +1,11 @@
 """Messages as words and buffers: msgpack for what has structure, raw memory for arrays, tensors and long bytes.
 
-The shape of everything is known on both sides from the classes of this program: a message by the table of the actor that
-it is sent to, a reply by the message. Nothing is imported, and no object built, by a name that a peer sends. There is no
-pickle; what cannot be written down is refused, by name, before anything is sent.
+The shape of everything is known on both sides from the classes of this program: a message by the table of the actor
+that it is sent to, a reply by the message. Nothing is imported, and no object built, by a name that a peer sends. There
+is no pickle; what cannot be written down is refused, by name, before anything is sent.
 
-Arrays above a few KiB leave the words and travel as buffers of their own, which are neither copied when they are sent
-nor when they have arrived. Tensors do so where torch is loaded already; this module never loads it.
+Arrays above a few KiB leave the words and travel as buffers of their own, which are not copied into the words
+nor once they have arrived. Tensors do so where torch is loaded already; this module never loads it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NoReturn, Union, cast, get_args, get_origin
 from types import NoneType, UnionType
+from typing import Any, NoReturn, Union, cast, get_args, get_origin
 
 import cattrs
 import msgspec
@@ -33,15 +33,42 @@ __all__ = ["Codec"]
 _INLINE_BYTES = 8 * 1024
 """Below this an array stays among the words: a buffer of its own costs more than the copy."""
 
-_MAX_INTEGER = 1 << 64
 _PLAIN = (bool, int, float, str)
 _DTYPE = re.compile(r"[<>|=]?[biufc][1-9]\d?")
-_TENSOR_DTYPES = frozenset(
-    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
-    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
+_TENSOR_DTYPES = frozenset(  # what ``str(tensor.dtype)`` may say after "torch."
+    {
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    }
 )
-_UNSENDABLE = (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError, cattrs.BaseValidationError,
-               cattrs.StructureHandlerNotFoundError)
+_UNSENDABLE = (
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+    cattrs.BaseValidationError,
+    cattrs.StructureHandlerNotFoundError,
+)
 
 
 class _Code(IntEnum):
@@ -162,7 +189,9 @@ class Codec:
             return msgspec.msgpack.Ext(int(_Code.TUPLE), self._encoder.encode(value.items))
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
-            return self._extension(_Code.TENSOR, [_tensor_dtype(value), tuple(value.shape)], _bytes_of_tensor(value, torch))
+            return self._extension(
+                _Code.TENSOR, [_tensor_dtype(value), tuple(value.shape)], _bytes_of_tensor(value, torch)
+            )
         raise ProtocolError(f"a {type(value).__qualname__} has no form on a wire")
 
     def _extension(self, code: _Code, words: list[Any], raw: Buffer) -> msgspec.msgpack.Ext:
@@ -203,7 +232,7 @@ def _bytes_of_array(array: npt.NDArray[Any]) -> Buffer:
         raise ProtocolError(f"an array of dtype {array.dtype} has no form on a wire; send numbers")
     if not array.size:
         return b""
-    return cast("memoryview", np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _array(dtype: Any, shape: Any, raw: Buffer) -> npt.NDArray[Any]:
@@ -250,7 +279,9 @@ def _create_converter() -> cattrs.Converter:
     converter.register_structure_hook(bytes, lambda data, _: _instance(data, bytes))
     converter.register_unstructure_hook_func(_is_array, lambda value: value)
     converter.register_structure_hook_func(_is_array, lambda data, _: _instance(data, np.ndarray))
-    converter.register_structure_hook_func(lambda kind: kind in (None, NoneType), lambda data, _: _instance(data, NoneType))
+    converter.register_structure_hook_func(
+        lambda kind: kind in (None, NoneType), lambda data, _: _instance(data, NoneType)
+    )
     converter.register_unstructure_hook_func(_is_any, _any_to_data)
     converter.register_structure_hook_func(_is_any, lambda data, _: data)
     converter.register_unstructure_hook_factory(_is_choice, lambda kind: _Choice(converter, kind).to_data)
@@ -305,7 +336,9 @@ def _any_to_data(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return value
-    raise ProtocolError(f"a {kind.__qualname__} in a field of type Any has no form on a wire; send data of JSON, or arrays")
+    raise ProtocolError(
+        f"a {kind.__qualname__} in a field of type Any has no form on a wire; send data of JSON, or arrays"
+    )
 
 
 def _key(key: Any) -> Any:

@@ -1,14 +1,14 @@
-"""One connection: a reader and a writer own the socket, and a heart beats. What frames mean is decided in ``peer``.
+"""One connection: a reader and a writer own the socket, and a heart beats. What frames mean is told in ``peer``.
 
-Nobody else touches the socket, so that no cancelled asker can cut a frame in half. Whatever ends the connection, it ends
-once, with a cause in words, and its owner is told in that moment.
+Nobody else touches the socket, so that no cancelled asker can cut a frame in half. Whatever ends the connection, it
+ends once, with a cause in words, and its owner is told in that moment.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import anyio
 from anyio.abc import ByteStream, TaskGroup
@@ -62,7 +62,7 @@ class Connection:
         """Queue a small frame that overtakes data."""
         self.outbox.put_ahead(Outgoing(kind, call, [payload] if payload else [], seconds))
 
-    def start_soon(self, function: Callable[[], Awaitable[object]]) -> None:
+    def start_soon(self, function: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Run ``function`` for as long as the connection stands; it must not raise."""
         assert self._tasks is not None, "only what arrives on a connection starts something there"
         self._tasks.start_soon(function)
@@ -127,8 +127,9 @@ class Connection:
         outbox, send = self.outbox, self._stream.send
         try:
             while True:
-                for piece in outbox.take():
-                    await send(piece)  # type: ignore[arg-type]  # sockets take any buffer, and chunks are not copied
+                data = outbox.take()
+                if data:
+                    await send(data)
                 if outbox:
                     self._owner.on_written()
                     continue

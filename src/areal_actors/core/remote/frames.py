@@ -99,7 +99,7 @@ class Outgoing:
         return _HEAD.pack(self.kind, _LARGE, 0, len(lengths), self.id, self.seconds) + lengths
 
     def chunks(self) -> Iterator[tuple[bytes, memoryview]]:
-        """The frames that follow: a head and a piece of a part, which is not copied."""
+        """The frames that follow: a head, and a piece of a part."""
         for part in self.parts:
             view = memoryview(part)
             for start in range(0, len(view), CHUNK_BYTES):
@@ -137,8 +137,11 @@ class Outbox:
             self.num_bytes -= outgoing.num_bytes
         return outgoing.is_withdrawn
 
-    def take(self) -> list[Buffer]:
-        """What to write next: small frames joined, and at most one chunk behind them; empty if there is nothing."""
+    def take(self) -> bytes:
+        """What to write next: small frames joined, and at most one chunk behind them; empty if there is nothing.
+
+        A chunk is copied into the same write: a write of its own for its head would cost the reader a wake-up.
+        """
         small: list[Buffer] = []
         while self._control:
             self._begin(self._control.popleft(), small)
@@ -150,14 +153,14 @@ class Outbox:
                 size += len(small[-1])
         return self._with_chunk(small)
 
-    def _with_chunk(self, small: list[Buffer]) -> list[Buffer]:
+    def _with_chunk(self, small: list[Buffer]) -> bytes:
         chunk = None if self._chunks is None else next(self._chunks, None)
         if chunk is None:
             self._chunks = None
-            return [b"".join(small)] if small else self.take() if self._data else []
+            return b"".join(small) if small else self.take() if self._data else b""
         head, piece = chunk
         self.num_bytes -= len(piece)
-        return [b"".join((*small, head)), piece]
+        return b"".join((*small, head, piece))
 
     def _begin(self, outgoing: Outgoing, small: list[Buffer]) -> None:
         outgoing.is_sent = True
@@ -202,42 +205,44 @@ class Assembler:
         """The messages that are complete with ``data``."""
         frames: list[Frame] = []
         rest = memoryview(data)
-        while rest or len(self._bytes) >= _HEAD.size:
+        while rest:
             if self._chunk_left:
                 rest = self._fill(rest, frames)
-            else:
+                continue
+            if self._bytes:
+                rest, self._bytes = memoryview(self._bytes + rest), bytearray()
+            rest = self._parse(rest, frames)
+            if not self._chunk_left:
                 self._bytes += rest
-                rest = self._parse(frames)
-                if not rest:
-                    break
+                break
         return frames
 
-    def _parse(self, frames: list[Frame]) -> memoryview:
-        """Read whole frames off the collected bytes; what remains behind the head of a chunk is the chunk's."""
-        collected, position = bytes(self._bytes), 0
-        while len(collected) - position >= _HEAD.size:
-            code, flags, zero, length, call, seconds = _HEAD.unpack_from(collected, position)
+    def _parse(self, data: memoryview, frames: list[Frame]) -> memoryview:
+        """Read whole frames off ``data``, up to the head of a chunk; returns what remains."""
+        position = 0
+        while len(data) - position >= _HEAD.size:
+            code, flags, zero, length, call, seconds = _HEAD.unpack_from(data, position)
             kind = self._checked(code, flags, zero, length)
             body = position + _HEAD.size
             if kind is Kind.CHUNK:
                 self._begin_chunk(call, length)
-                self._bytes.clear()
-                return memoryview(collected)[body:]
-            if len(collected) - body < length:
+                return data[body:]
+            if len(data) - body < length:
                 break
             position = body + length
-            payload = collected[body:position]
+            payload = bytes(data[body:position])
             if flags == _LARGE:
                 self._begin_large(kind, call, seconds, payload)
             else:
                 frames.append(Frame(kind, call, seconds, [payload]))
-        self._bytes[:] = collected[position:]
-        return memoryview(b"")
+        return data[position:]
 
     def _checked(self, code: int, flags: int, zero: int, length: int) -> Kind:
         kind = _KINDS.get(code)
         if kind is None or zero or flags > _LARGE or length > CHUNK_BYTES:
-            raise ProtocolError(f"no frame begins with kind {code}, flags {flags}, {length} bytes; this is another protocol")
+            raise ProtocolError(
+                f"no frame begins with kind {code}, flags {flags}, {length} bytes; this is another protocol"
+            )
         return kind
 
     def _begin_large(self, kind: Kind, call: int, seconds: float, payload: bytes) -> None:

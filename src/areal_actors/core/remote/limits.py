@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import field, frozen, validators
 
 __all__ = ["CHUNK_BYTES", "Limits"]
@@ -9,7 +11,7 @@ __all__ = ["CHUNK_BYTES", "Limits"]
 CHUNK_BYTES = 256 * 1024
 """Largest payload of one frame. Larger messages travel in chunks of this size, and control frames pass between them."""
 
-_POSITIVE = validators.gt(0)
+_POSITIVE: Any = validators.gt(0)
 
 
 @frozen(kw_only=True)

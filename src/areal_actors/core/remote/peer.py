@@ -22,7 +22,7 @@ from areal_actors.core.remote.limits import Limits
 from areal_actors.core.remote.ref import RemoteRef
 from areal_actors.core.remote.serving import KERNEL_ERRORS, Exposed, Server
 from areal_actors.core.supervision import DownReason
-from areal_actors.errors import ActorStopped, ArealError, ProtocolError, RemoteError, Unreachable
+from areal_actors.errors import ActorStopped, ArealError, ProtocolError, RemoteError
 
 __all__ = ["Peer"]
 
@@ -80,7 +80,9 @@ class Peer:
             raise ActorStopped(f"node {self.node!r} exposes no actor {name!r}; it exposes {known}")
         if all(spoken != protocol.__name__ for spoken, _, _ in channel.messages):
             spoken = ", ".join(sorted({spoken for spoken, _, _ in channel.messages})) or "nothing"
-            raise ProtocolError(f"actor {name!r} on {self.node!r} does not speak {protocol.__name__}; it speaks {spoken}")
+            raise ProtocolError(
+                f"actor {name!r} on {self.node!r} does not speak {protocol.__name__}; it speaks {spoken}"
+            )
         return cast("Ref[P]", channel.ref)
 
     async def wait_closed(self) -> str:

@@ -20,7 +20,7 @@ from attrs import frozen
 from areal_actors.core.contract import Handler
 from areal_actors.core.envelope import Ask, StreamCall
 from areal_actors.core.local import LocalRef
-from areal_actors.core.message import AnyMessage, protocol_of, reply_of
+from areal_actors.core.message import AnyMessage, protocol_of
 from areal_actors.core.ref import Ref
 from areal_actors.core.remote.frames import Frame, Kind, Outgoing
 from areal_actors.core.supervision import Down
@@ -118,7 +118,7 @@ class Server:
         if len(words) != 5 or not isinstance(words[0], str) or not isinstance(words[4], int):  # noqa: PLR2004 - see create
             raise ProtocolError("a request has five words: actor, protocol, message, body and buffer")
         try:
-            self._accept(frame, *words)
+            self._accept(frame, words)
         except ArealError as error:
             self.give_credit(words[0], frame.num_bytes)
             self._refuse(frame, words[0], error)
@@ -159,7 +159,8 @@ class Server:
         for exposed, note in self._watches:
             exposed.ref.cell.unwatch(note)
 
-    def _accept(self, frame: Frame, name: str, protocol: Any, message: Any, body: Any, limit: int) -> None:
+    def _accept(self, frame: Frame, words: list[Any]) -> None:
+        name, protocol, message, body, limit = words
         exposed = self._exposed.get(name)
         if exposed is None:
             raise _unknown(name, self._exposed)
@@ -310,7 +311,7 @@ class _RemoteStreamCall(StreamCall):
 
     __slots__ = ("_call", "_credit", "_peer", "_reply")
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - all of an envelope, and where its items go
         self, message: Any, handler: Handler, cell: Any, deadline: float, peer: Peer, call: int, limit: int
     ) -> None:
         super().__init__(message, handler, cell, None, deadline, limit=max(limit, 1))

@@ -1,8 +1,8 @@
 """Where connections come from: unix sockets and TCP, listening and connecting.
 
-An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. A unix socket lies in a directory that only its
-owner can enter; TCP listens on the interface that is named, never on all of them. What happens on a connection is in
-``peer``; how it begins, in ``hello``.
+An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. A unix socket lies in a directory that only
+its owner can enter; TCP listens on the interface that is named, never on all of them. What happens on a connection
+is in ``peer``; how it begins, in ``hello``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import anyio
-import cattrs
 from anyio.abc import ByteStream, SocketAttribute, TaskGroup, TaskStatus
 from anyio.abc import Listener as SocketListener
 
@@ -153,7 +152,7 @@ async def listen(
     address: str | None,
     *,
     secret: bytes,
-    expose: Mapping[str, Ref[Any]] | None = None,  # noqa: A002
+    expose: Mapping[str, Ref[Any]] | None = None,
     node: str = "",
     incarnation: int = 1,
     limits: Limits | None = None,
@@ -286,7 +285,7 @@ async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> A
             listener.address = f"unix:{path}"
         else:
             shown = f"[{host}]" if ":" in host else host
-            listener.address = f"tcp://{shown}:{socket.extra(SocketAttribute.local_port)}"
+            listener.address = f"tcp://{shown}:{socket.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
         await tasks.start(_accept, socket, listener, tasks, accepting, name=f"listen at {listener.address}")
         yield
     finally:

@@ -1,8 +1,8 @@
 """A ref to an actor at the other side of a connection, with the promises of ``Ref``.
 
 What differs is stated here. A message is encoded when it is sent, so that what cannot travel is refused at once.
-``tell`` returns when the message is within the credit that the other side gave; what becomes of it afterwards, it cannot
-say. An ask that would wait for itself across processes is not seen; deadlines are the remedy there.
+``tell`` returns when the message is within the credit that the other side gave; what becomes of it afterwards, it
+cannot say. An ask that would wait for itself across processes is not seen; deadlines are the remedy there.
 """
 
 from __future__ import annotations

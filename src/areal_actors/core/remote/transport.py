@@ -1,21 +1,15 @@
 """Where connections come from: unix sockets and TCP, listening and connecting.
 
-An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. A unix socket lies in a directory that only
-its owner can enter; TCP listens on the interface that is named, never on all of them. What happens on a connection
-is in ``peer``; how it begins, in ``hello``.
+What an address may be is told in ``addresses``; how a connection begins, in ``hello``; what happens on it, in ``peer``.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import os
-import stat
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import anyio
@@ -23,11 +17,13 @@ from anyio.abc import ByteStream, SocketAttribute, TaskGroup, TaskStatus
 from anyio.abc import Listener as SocketListener
 
 from areal_actors.core.ref import Ref
+from areal_actors.core.remote.addresses import check_directory, parse_address
 from areal_actors.core.remote.connection import Connection
 from areal_actors.core.remote.hello import Hello, check_secret, greet, receive_hello, send_hello, send_packet
 from areal_actors.core.remote.limits import Limits
 from areal_actors.core.remote.peer import Peer
-from areal_actors.core.remote.serving import Exposed, expose
+from areal_actors.core.remote.serving import Exposed
+from areal_actors.core.remote.serving import expose as expose_actor
 from areal_actors.errors import ActorError, ConfigError, ProtocolError, Unreachable
 
 __all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
@@ -74,7 +70,7 @@ class Listener:
         old = self._exposed.get(name)
         if old is not None and not old.ref.cell.gone.is_set():
             raise ConfigError(f"an actor is exposed as {name!r} already; choose another name")
-        exposed = self._exposed[name] = expose(name, ref)
+        exposed = self._exposed[name] = expose_actor(name, ref)
         for peer in self._peers.values():
             peer.expose(exposed)
 
@@ -173,7 +169,7 @@ async def listen(
         ActorError: somebody listens there already.
     """
     limits = limits or Limits()
-    exposed = {name: _expose(name, ref) for name, ref in (expose or {}).items()}
+    exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
     listener = Listener(node or _unique_name(), incarnation, secret, exposed, limits)
     body: list[BaseException] = []
     with unwrapped(body):
@@ -230,7 +226,7 @@ async def connect_stream(
 ) -> AsyncIterator[Peer]:
     """As ``connect``, over a stream of bytes that exists."""
     limits = limits or Limits()
-    exposed = {name: _expose(name, ref) for name, ref in (expose or {}).items()}
+    exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
     own = _greet(node or _unique_name(), incarnation, limits)
     try:
         with anyio.fail_after(limits.hello_seconds):
@@ -277,7 +273,7 @@ async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> A
     if address is None:
         yield
         return
-    path, host, port = _parse(address)
+    path, host, port = parse_address(address)
     socket = await (_listen_unix(path) if path is not None else _listen_tcp(host, port))
     accepting = anyio.CancelScope()
     try:
@@ -312,7 +308,7 @@ async def _accept(
 
 
 async def _listen_unix(path: Path) -> SocketListener[Any]:
-    _check_directory(path.parent)
+    check_directory(path.parent)
     try:
         stream = await anyio.connect_unix(path)
     except OSError:
@@ -331,59 +327,10 @@ async def _listen_tcp(host: str, port: int) -> SocketListener[Any]:
 
 
 async def _dial(address: str) -> ByteStream:
-    path, host, port = _parse(address)
+    path, host, port = parse_address(address)
     if path is not None:
         return await anyio.connect_unix(path)
     return await anyio.connect_tcp(host, port)
-
-
-def _parse(address: str) -> tuple[Path | None, str, int]:
-    """Path of a unix socket, or host and port.
-
-    Raises:
-        ConfigError: it is neither, or names every interface.
-    """
-    if address.startswith("unix:"):
-        path = Path(address.removeprefix("unix:"))
-        if not path.is_absolute():
-            raise ConfigError(f"address {address!r} needs an absolute path, as unix:/run/user/1000/areal/sessions.sock")
-        return path, "", 0
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname or "", parts.port
-    except ValueError as error:
-        raise ConfigError(f"address {address!r} cannot be read: {error}") from None
-    if parts.scheme != "tcp" or not host or port is None:
-        raise ConfigError(f"address {address!r} is neither unix:PATH nor tcp://HOST:PORT")
-    if _is_wildcard(host):
-        raise ConfigError(f"address {address!r} names every interface; name one, as tcp://127.0.0.1:0")
-    return None, host, port
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return host == "*"
-
-
-def _check_directory(directory: Path) -> None:
-    """Make the directory of a socket, or check that nobody else can enter it.
-
-    Raises:
-        ConfigError: others can.
-    """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"others can enter {directory}, where a socket is to lie; make a directory of its own for it: "
-            f"mkdir -m 700 {directory}/sockets"
-        )
-
-
-def _expose(name: str, ref: Ref[Any]) -> Exposed:
-    return expose(name, ref)
 
 
 def _greet(node: str, incarnation: int, limits: Limits) -> Hello:

@@ -263,7 +263,7 @@ def _tensor(dtype: Any, shape: Any, raw: Buffer) -> Any:
         raise ProtocolError("a tensor arrived, but torch is not loaded in this process; import it before listening")
     if dtype not in _TENSOR_DTYPES or not hasattr(torch, dtype):
         raise ProtocolError(f"{dtype!r} is no dtype that this torch knows")
-    if not raw:
+    if not len(raw):
         return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.frombuffer(raw, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
+import numpy as np
 from attrs import frozen
 
 from areal_actors.core.remote.limits import CHUNK_BYTES
@@ -256,9 +257,10 @@ class Assembler:
                 f"a message of {sum(lengths)} bytes is too large; at most {self._max_message_bytes} are taken "
                 "(max_message_bytes)"
             )
-        parts: list[Buffer] = [bytearray(length) for length in lengths]
+        # Not a bytearray: that would write zeros over memory which is about to be filled.
+        parts: list[Buffer] = [memoryview(np.empty(length, np.uint8)) for length in lengths]
         self._large = Frame(kind, call, seconds, parts)
-        self._holes.extend(memoryview(part) for part in parts if part)
+        self._holes.extend(memoryview(part) for part in parts if len(part))
         if not self._holes:
             raise ProtocolError("a large message announces nothing but empty parts")
 

@@ -258,7 +258,7 @@ class Assembler:
                 "(max_message_bytes)"
             )
         # Not a bytearray: that would write zeros over memory which is about to be filled.
-        parts: list[Buffer] = [memoryview(np.empty(length, np.uint8)) for length in lengths]
+        parts: list[Buffer] = [np.empty(length, np.uint8).data for length in lengths]
         self._large = Frame(kind, call, seconds, parts)
         self._holes.extend(memoryview(part) for part in parts if len(part))
         if not self._holes:

@@ -21,7 +21,7 @@ from areal_actors.core import Actor, ActorSystem, Message, Ref, Restart, Stop
 from areal_actors.errors import ActorError, ActorStopped, DeadlineExceeded, NotFound, RemoteError
 from areal_actors.testing import virtual_backend
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
 @pytest.fixture(params=["asyncio", "trio"])

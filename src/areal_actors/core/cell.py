@@ -41,7 +41,7 @@ from areal_actors.errors import ActorStopped, ConfigError, ProtocolError
 if TYPE_CHECKING:
     from areal_actors.core.system import ActorSystem
 
-__all__ = ["Blueprint", "Cell", "Counters"]
+__all__ = ["Blueprint", "Cell", "Counters", "deliver"]
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class Cell:
         if self._last_words is None:
             self._watchers[watcher] = None
         else:
-            _deliver(watcher, self._last_words)
+            deliver(watcher, self._last_words)
 
     def unwatch(self, watcher: Cell | Callable[[Down], object]) -> None:
         """Forget a watcher, if it was one."""
@@ -285,7 +285,7 @@ class Cell:
             is_restarting=is_restarting,
         )
         for watcher in tuple(self._watchers):
-            _deliver(watcher, down)
+            deliver(watcher, down)
         return down
 
     # ------------------------------------------------------------------------------------------------ tasks, figures
@@ -316,7 +316,8 @@ class Cell:
         )
 
 
-def _deliver(watcher: Cell | Callable[[Down], object], down: Down) -> None:
+def deliver(watcher: Cell | Callable[[Down], object], down: Down) -> None:
+    """Bring news to a watcher."""
     if not isinstance(watcher, Cell):
         watcher(down)
     elif not watcher.mailbox.closed:

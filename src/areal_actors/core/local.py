@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -51,6 +51,11 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
                 node=self._address.node, name=self._address.name, incarnation=max(self.cell.incarnation, 1)
             )
         return self._address
+
+    @property
+    def life(self) -> Cell:
+        """What reports the ends of its incarnations."""
+        return self.cell
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """See ``Ref.ask``."""
@@ -127,6 +132,28 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         """What the actor is doing, and has done."""
         return self.cell.statistics()
 
+    def accept(self, entry: Any, decided: Callable[[bool], object]) -> None:
+        """Take in an ask or a told message that a connection brought; never waits.
+
+        ``decided`` is called once the mailbox has admitted it, or refused it because the actor ends; not for an ask
+        that ends while it waits for room.
+
+        Raises:
+            ActorStopped: the actor no longer takes messages.
+        """
+        mailbox = self.cell.mailbox
+        if mailbox.closed:
+            raise self._stopped(entry.message if isinstance(entry, Ask) else entry)
+        if not isinstance(entry, Ask):
+            mailbox.queue(Ticket(entry, decided))
+            return
+        serving = self._visited(entry.handler)
+        if serving is not None:
+            serving.start(entry)
+            decided(True)
+        else:
+            mailbox.queue(Ticket(entry, lambda admitted: self._note_admission(entry, decided, admitted=admitted)))
+
     def open_call(self, message: StreamMessage[P_contra, Any], buffer_size: int) -> StreamCall:
         """Send a stream message; the caller reads from the call and must give it to ``close_call``."""
         handler = self._handler(message, is_stream=True)
@@ -174,6 +201,11 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         if not cell.mailbox.offer(ask):
             # An ask waits for its reply anyway, and needs no word when it is admitted: only when it is refused.
             cell.mailbox.queue(Ticket(ask, lambda admitted: None if admitted else ask.fail(self._stopped(ask.message))))
+
+    def _note_admission(self, ask: Ask, decided: Callable[[bool], object], *, admitted: bool) -> None:
+        decided(admitted)
+        if not admitted:
+            ask.fail(self._stopped(ask.message))
 
     async def _tell_slowly(self, message: Any) -> None:
         cell = self.cell

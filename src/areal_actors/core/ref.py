@@ -1,24 +1,39 @@
 """The public face of an actor: a ``Ref`` that one can ask, tell, stream from and stop.
 
-A ref is an address with verbs. The actor may live anywhere; the only implementation at home in this process is
-``local.LocalRef``. What callers may rely on is written here.
+A ref is an address with verbs. The actor may live anywhere: ``local.LocalRef`` reaches one in this process,
+``remote.ref.RemoteRef`` one at the other side of a connection. What callers may rely on is written here.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from areal_actors.core.message import Address, Message, StreamMessage
 from areal_actors.core.statistics import ActorStatistics
+from areal_actors.errors import ActorError
 
-__all__ = ["Ref"]
+if TYPE_CHECKING:
+    from areal_actors.core.cell import Cell
+    from areal_actors.core.supervision import Down
+
+__all__ = ["Life", "Ref"]
 
 P_contra = TypeVar("P_contra", contravariant=True)
 R = TypeVar("R")
 Item = TypeVar("Item")
+
+
+class Life(Protocol):
+    """What knows when an incarnation of an actor ends."""
+
+    def watch(self, watcher: Cell | Callable[[Down], object]) -> None:
+        """Report the end of each incarnation to ``watcher``; at once if there will be no more."""
+
+    def unwatch(self, watcher: Cell | Callable[[Down], object]) -> None:
+        """Forget a watcher, if it was one."""
 
 
 class Ref(ABC, Generic[P_contra]):
@@ -40,6 +55,15 @@ class Ref(ABC, Generic[P_contra]):
     def name(self) -> str:
         """The actor's name within its system."""
         return self.address.name
+
+    @property
+    def life(self) -> Life:
+        """What the kernel watches on behalf of ``ActorSystem.watch`` and ``Context.watch``.
+
+        Raises:
+            ActorError: this ref cannot be watched.
+        """
+        raise ActorError(f"{self!r} cannot be watched")
 
     @abstractmethod
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109

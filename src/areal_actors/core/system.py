@@ -152,7 +152,7 @@ class ActorSystem:
 
         Actors watch through ``Context.watch`` instead.
         """
-        cell = self.cell_of(ref)
+        life = ref.life
         news: list[Down] = []
         arrived = anyio.Event()
 
@@ -160,11 +160,11 @@ class ActorSystem:
             news.append(down)
             arrived.set()
 
-        cell.watch(note)
+        life.watch(note)
         try:
             await arrived.wait()
         finally:
-            cell.unwatch(note)
+            life.unwatch(note)
         return news[0]
 
     async def stop(self, *, grace: float | None = None) -> None:

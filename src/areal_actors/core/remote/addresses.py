@@ -1,0 +1,62 @@
+"""Addresses, and what makes one safe.
+
+An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. A unix socket lies in a directory that only
+its owner can enter; TCP listens on the interface that is named, never on all of them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from areal_actors.errors import ConfigError
+
+__all__ = ["check_directory", "parse_address"]
+
+
+def parse_address(address: str) -> tuple[Path | None, str, int]:
+    """Path of a unix socket, or host and port.
+
+    Raises:
+        ConfigError: it is neither, or names every interface.
+    """
+    if address.startswith("unix:"):
+        path = Path(address.removeprefix("unix:"))
+        if not path.is_absolute():
+            raise ConfigError(f"address {address!r} needs an absolute path, as unix:/run/user/1000/areal/sessions.sock")
+        return path, "", 0
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise ConfigError(f"address {address!r} cannot be read: {error}") from None
+    if parts.scheme != "tcp" or not host or port is None:
+        raise ConfigError(f"address {address!r} is neither unix:PATH nor tcp://HOST:PORT")
+    if _is_wildcard(host):
+        raise ConfigError(f"address {address!r} names every interface; name one, as tcp://127.0.0.1:0")
+    return None, host, port
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == "*"
+
+
+def check_directory(directory: Path) -> None:
+    """Make the directory of a socket, or check that nobody else can enter it.
+
+    Raises:
+        ConfigError: others can.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"others can enter {directory}, where a socket is to lie; make a directory of its own for it: "
+            f"mkdir -m 700 {directory}/sockets"
+        )

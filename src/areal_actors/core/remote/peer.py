@@ -1,0 +1,292 @@
+"""The other side of a connection: its actors, as refs, and ours, as far as they are exposed to it.
+
+Both sides are alike once they have been introduced: each may ask what the other one exposes. A peer is one connection
+to one life of one node. When it is cut, everything that was under way ends as ``Unreachable``, watchers learn it, and
+nothing is repeated: a new connection is a new peer, and frames of the old one have no way into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from areal_actors.core.message import AnyMessage, reply_of
+from areal_actors.core.ref import Ref
+from areal_actors.core.remote.calls import Call, Channel
+from areal_actors.core.remote.codec import Codec
+from areal_actors.core.remote.connection import Connection
+from areal_actors.core.remote.frames import Buffer, Frame, Kind, Outgoing
+from areal_actors.core.remote.hello import Hello
+from areal_actors.core.remote.limits import Limits
+from areal_actors.core.remote.ref import RemoteRef
+from areal_actors.core.remote.serving import KERNEL_ERRORS, Exposed, Server
+from areal_actors.core.supervision import DownReason
+from areal_actors.errors import ActorStopped, ArealError, ProtocolError, RemoteError
+
+__all__ = ["Peer"]
+
+P = TypeVar("P")
+
+_REQUESTS = (Kind.ASK, Kind.TELL, Kind.STREAM)
+
+
+class Peer:
+    """A connected node. Made by ``connect`` and ``listen``."""
+
+    def __init__(
+        self, connection: Connection, other: Hello, limits: Limits, exposed: dict[str, Exposed], welcome: Any
+    ) -> None:
+        self.connection, self.other, self.limits = connection, other, limits
+        self.codec = Codec()
+        self._reply_kinds: dict[type[AnyMessage[Any]], Any] = {}
+        self._channels: dict[str, Channel] = {}
+        self._pending: dict[int, Call] = {}
+        self._next_id = 1
+        self._server = Server(self, exposed)
+        for words in welcome:
+            self._on_exposed(words)
+
+    @property
+    def node(self) -> str:
+        """The other node's name."""
+        return self.other.node
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of the other node this is."""
+        return self.other.incarnation
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection stands, as far as is known."""
+        return self.connection.cause is None
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """Names of the other side's actors that can be reached."""
+        return tuple(self._channels)
+
+    def ref(self, protocol: type[P], name: str) -> Ref[P]:
+        """A ref to the actor that the other side exposes as ``name``.
+
+        Raises:
+            ActorStopped: it exposes no such actor.
+            ProtocolError: the actor does not speak ``protocol``.
+        """
+        channel = self._channels.get(name)
+        if channel is None:
+            known = ", ".join(sorted(self._channels)) or "none"
+            raise ActorStopped(f"node {self.node!r} exposes no actor {name!r}; it exposes {known}")
+        if all(spoken != protocol.__name__ for spoken, _, _ in channel.messages):
+            spoken = ", ".join(sorted({spoken for spoken, _, _ in channel.messages})) or "nothing"
+            raise ProtocolError(
+                f"actor {name!r} on {self.node!r} does not speak {protocol.__name__}; it speaks {spoken}"
+            )
+        return cast("Ref[P]", channel.ref)
+
+    async def wait_closed(self) -> str:
+        """Wait until the connection is gone, and say why."""
+        await self.connection.closed.wait()
+        return self.connection.cause or ""
+
+    def close(self, cause: str = "this side has closed the connection") -> None:
+        """Cut the connection at once."""
+        self.connection.cut(cause)
+
+    # ------------------------------------------------------------------------------------------------ sending
+
+    def send(self, call: Call) -> None:
+        """Put ``call`` on its way; the next free id is its own."""
+        seconds = math.inf if math.isinf(call.deadline) else max(call.deadline - self.connection.loop.now(), 0.0)
+        outgoing = call.outgoing = Outgoing(call.kind, self._next_id, call.parts, seconds)
+        call.parts = []
+        self._next_id += 1
+        if call.kind is Kind.TELL:
+            call.finish()
+        else:
+            call.channel.num_running += 1
+            self._pending[outgoing.id] = call
+        self.connection.outbox.put(outgoing)
+
+    def queue(self, outgoing: Outgoing) -> None:
+        """Queue an answer, in order."""
+        if self.connection.cause is None:
+            self.connection.outbox.put(outgoing)
+
+    def stop(self, call: Call, grace: float | None) -> None:
+        """Ask for the end of an actor; the call ends with it."""
+        if self.connection.cause is not None:
+            call.cut(self.connection.cause)
+            return
+        call.outgoing = Outgoing(Kind.STOP, self._next_id, call.parts, math.inf if grace is None else grace)
+        self._pending[self._next_id] = call
+        self._next_id += 1
+        call.channel.num_running += 1
+        self.connection.outbox.put(call.outgoing)
+
+    def forget(self, call: Call) -> None:
+        """Its asker has left; what may still come for it is dropped."""
+        if call.outgoing is not None and self._pending.pop(call.outgoing.id, None) is not None:
+            call.channel.num_running -= 1
+
+    def encode_reply(self, message: type[AnyMessage[Any]], reply: Any) -> list[Buffer]:
+        """A reply (an item) to ``message`` as parts.
+
+        Raises:
+            ProtocolError: it cannot travel.
+        """
+        what = f"the reply to {message.__name__}"
+        return self.codec.encode([self.codec.to_data(reply, self._reply_kind(message), what)], what)
+
+    def expose(self, exposed: Exposed) -> None:
+        """An actor is exposed from now on."""
+        self._server.watch(exposed)
+        self.announce(exposed)
+
+    def announce(self, exposed: Exposed) -> None:
+        """Tell the other side of an actor."""
+        self.queue(Outgoing(Kind.EXPOSED, 0, self.codec.encode(exposed.to_data())))
+
+    # ------------------------------------------------------------------------------------------------ receiving
+
+    def on_frame(self, frame: Frame) -> None:
+        """See ``connection.Owner``."""
+        kind = frame.kind
+        if kind in _REQUESTS:
+            self._server.on_request(frame)
+        elif kind is Kind.CANCEL:
+            self._server.on_cancel(frame.id)
+        elif kind is Kind.STOP:
+            self._server.on_stop(frame)
+        elif kind in _ANSWERS:
+            _ANSWERS[kind](self, frame)
+        else:
+            raise ProtocolError(f"a frame of kind {kind.name} is out of place")
+
+    def on_written(self) -> None:
+        """See ``connection.Owner``."""
+        if self._server.owes_credit:
+            self._server.flush_credit()
+
+    def on_cut(self, cause: str) -> None:
+        """See ``connection.Owner``."""
+        pending, self._pending = self._pending, {}
+        for call in pending.values():
+            call.cut(cause)
+        for channel in self._channels.values():
+            channel.go_down(DownReason.UNREACHABLE, channel.incarnation, cause, is_restarting=False)
+        self._server.on_cut()
+
+    def _on_reply(self, frame: Frame) -> None:
+        call = self._pending.get(frame.id)
+        if call is None:
+            return  # its asker has left
+        (data,) = self._words(frame, 1)
+        self._end(call)
+        name = self._name(call)
+        try:
+            call.finish(reply=self.codec.from_data(data, self._reply_kind(call.message), f"the reply to {name}"))
+        except ProtocolError as error:
+            call.finish(error=error)
+
+    def _on_error(self, frame: Frame) -> None:
+        call = self._pending.get(frame.id)
+        if call is None:
+            return
+        kernel, text = self._words(frame, 2)
+        self._end(call)
+        call.channel.num_failed += kernel is None
+        call.finish(error=self._error(kernel, text))
+
+    def _error(self, kernel: Any, text: Any) -> ArealError:
+        known = KERNEL_ERRORS.get(kernel) if isinstance(kernel, str) else None
+        if known is not None:
+            return known(text)
+        try:
+            return self.codec.error_from_data(text)
+        except ProtocolError as error:
+            return RemoteError("a remote actor", "an error that cannot be read", str(error))
+
+    def _on_item(self, frame: Frame) -> None:
+        call = self._pending.get(frame.id)
+        if call is None or call.is_done:
+            return
+        if len(call.buffer) >= call.limit:
+            raise ProtocolError(f"a stream of {self._name(call)} sends more than it has credit for")
+        (data,) = self._words(frame, 1)
+        try:
+            call.buffer.append(self.codec.from_data(data, self._reply_kind(call.message), "an item"))
+        except ProtocolError as error:
+            call.channel.withdraw(call)
+            call.finish(error=error)
+        if call.arrival is not None:
+            call.arrival.set()
+
+    def _on_end(self, frame: Frame) -> None:
+        call = self._pending.get(frame.id)
+        if call is not None:
+            self._end(call)
+            call.finish()
+
+    def _on_taken(self, frame: Frame) -> None:
+        self._server.on_taken(frame.id, int(frame.seconds))
+
+    def _on_credit(self, frame: Frame) -> None:
+        name, num_messages, num_bytes = self._words(frame, 3)
+        channel = self._channels.get(name)
+        if channel is not None:
+            channel.refill(num_messages, num_bytes)
+
+    def _on_down(self, frame: Frame) -> None:
+        name, incarnation, reason, error, is_restarting = self._words(frame, 5)
+        channel = self._channels.get(name)
+        if channel is not None:
+            channel.go_down(DownReason(reason), incarnation, error, is_restarting=is_restarting)
+
+    def _on_exposed_frame(self, frame: Frame) -> None:
+        self._on_exposed(self._words(frame, 3))
+
+    def _on_exposed(self, words: Any) -> None:
+        name, incarnation, table = words
+        messages = frozenset((protocol, message, is_stream) for protocol, message, is_stream in table)
+        channel = self._channels.get(name)
+        if channel is None:
+            channel = self._channels[name] = Channel(self, name, incarnation, messages)
+            channel.ref = RemoteRef(channel)
+        else:
+            channel.revive(incarnation, messages)
+
+    def _words(self, frame: Frame, number: int) -> list[Any]:
+        words = self.codec.decode(frame.parts)
+        if len(words) != number:
+            raise ProtocolError(f"a frame of kind {frame.kind.name} has {number} words, not {len(words)}")
+        return words
+
+    def _end(self, call: Call) -> None:
+        assert call.outgoing is not None, "what is pending was sent"
+        del self._pending[call.outgoing.id]
+        call.channel.num_handled += 1
+        call.channel.num_running -= 1
+
+    def _reply_kind(self, message: type[AnyMessage[Any]] | None) -> Any:
+        assert message is not None, "only messages have replies"
+        kind = self._reply_kinds.get(message, self)
+        if kind is self:
+            kind = self._reply_kinds[message] = reply_of(message)
+        return kind
+
+    def _name(self, call: Call) -> str:
+        return "its end" if call.message is None else call.message.__name__
+
+
+_ANSWERS: dict[Kind, Callable[[Peer, Frame], None]] = {
+    Kind.REPLY: Peer._on_reply,  # noqa: SLF001 - a table of its own methods
+    Kind.ERROR: Peer._on_error,  # noqa: SLF001
+    Kind.ITEM: Peer._on_item,  # noqa: SLF001
+    Kind.END: Peer._on_end,  # noqa: SLF001
+    Kind.TAKEN: Peer._on_taken,  # noqa: SLF001
+    Kind.CREDIT: Peer._on_credit,  # noqa: SLF001
+    Kind.DOWN: Peer._on_down,  # noqa: SLF001
+    Kind.EXPOSED: Peer._on_exposed_frame,  # noqa: SLF001
+}

@@ -1,0 +1,361 @@
+"""The answering side: what a connection brings to the actors that are exposed on it.
+
+A remote ask costs no task here. Its envelope goes into the actor's mailbox like any other, in the order of arrival, and
+where a local asker would be woken, the reply is queued for the writer. What is under way to a mailbox is bounded by the
+credit that was given; credit comes back when the mailbox has admitted a message, and not while replies pile up unread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from attrs import frozen
+
+from areal_actors.core.contract import Handler
+from areal_actors.core.envelope import Ask, StreamCall
+from areal_actors.core.local import LocalRef
+from areal_actors.core.message import AnyMessage, protocol_of
+from areal_actors.core.ref import Ref
+from areal_actors.core.remote.frames import Frame, Kind, Outgoing
+from areal_actors.core.supervision import Down
+from areal_actors.errors import (
+    ActorStopped,
+    ArealError,
+    ConfigError,
+    DeadlineExceeded,
+    DeadlockError,
+    ProtocolError,
+)
+
+if TYPE_CHECKING:
+    from areal_actors.core.remote.peer import Peer
+
+__all__ = ["KERNEL_ERRORS", "Exposed", "Server", "expose"]
+
+logger = logging.getLogger(__name__)
+
+KERNEL_ERRORS: dict[str, type[ArealError]] = {
+    kind.__name__: kind for kind in (ActorStopped, DeadlineExceeded, DeadlockError, ProtocolError)
+}
+"""What the kernel itself says of an ask; these keep their class on the way."""
+
+
+@frozen(kw_only=True, eq=False)
+class Exposed:
+    """One actor that connections may reach, and its messages by their names: the only classes a peer can have built."""
+
+    name: str
+    ref: LocalRef[Any]
+    messages: dict[tuple[str, str], tuple[type[AnyMessage[Any]], Handler]]
+
+    def to_data(self) -> list[Any]:
+        """How it is announced to the other side."""
+        table = [[*names, handler.is_stream] for names, (_, handler) in self.messages.items()]
+        return [self.name, self.ref.address.incarnation, table]
+
+
+def expose(name: str, ref: Ref[Any]) -> Exposed:
+    """Make ``ref`` reachable as ``name``.
+
+    Raises:
+        ConfigError: the actor lives elsewhere itself.
+        ProtocolError: two of its messages have the same names.
+    """
+    if not isinstance(ref, LocalRef):
+        raise ConfigError(f"{ref!r} does not live in this process; expose it where it lives, and connect to there")
+    messages: dict[tuple[str, str], tuple[type[AnyMessage[Any]], Handler]] = {}
+    for message, handler in ref.cell.handlers.items():
+        protocol = protocol_of(message)
+        if protocol is None or message is Down:
+            continue
+        names = (protocol.__name__, message.__name__)
+        if names in messages:
+            raise ProtocolError(f"actor {ref.name!r} handles two messages named {'.'.join(names)}; rename one of them")
+        messages[names] = (message, handler)
+    return Exposed(name=name, ref=ref, messages=messages)
+
+
+class Server:
+    """The exposed actors as one connection reaches them."""
+
+    def __init__(self, peer: Peer, exposed: dict[str, Exposed]) -> None:
+        self._peer = peer
+        self._exposed = exposed
+        self._running: dict[int, Ask] = {}
+        self._withheld: dict[str, list[int]] = {}
+        self._watches: list[tuple[Exposed, Callable[[Down], object]]] = []
+        self._num_unadmitted: Counter[str] = Counter()
+        self._admission: anyio.Event | None = None
+        self._withdrawn_id = 0
+        self._last_id = 0
+        for one in exposed.values():
+            self.watch(one)
+
+    def watch(self, exposed: Exposed) -> None:
+        """Tell the other side of each end of the actor."""
+        note = _Note(self._peer, exposed.name)
+        self._watches.append((exposed, note))
+        exposed.ref.cell.watch(note)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def on_request(self, frame: Frame) -> None:
+        """A message to an actor has arrived.
+
+        Raises:
+            ProtocolError: it breaks the rules of the connection; what is merely wrong with it is its asker's affair.
+        """
+        if frame.id <= self._last_id:
+            raise ProtocolError(f"request {frame.id} came after {self._last_id}; it was delivered once already")
+        self._last_id = frame.id
+        words = self._peer.codec.decode(frame.parts)
+        if len(words) != 5 or not isinstance(words[0], str) or not isinstance(words[4], int):  # noqa: PLR2004 - see create
+            raise ProtocolError("a request has five words: actor, protocol, message, body and buffer")
+        try:
+            self._accept(frame, words)
+        except ArealError as error:
+            self.give_credit(words[0], frame.num_bytes)
+            self._refuse(frame, words[0], error)
+
+    def on_stop(self, frame: Frame) -> None:
+        """Somebody wants an actor to end, and to know when it has."""
+        (name,) = self._peer.codec.decode(frame.parts)
+        exposed = self._exposed.get(name)
+        if exposed is None:
+            self._refuse(frame, str(name), _unknown(name, self._exposed))
+            return
+        exposed.ref.cell.watch(_Farewell(self._peer, frame.id))
+        grace = exposed.ref.cell.system.grace if math.isinf(frame.seconds) else frame.seconds
+        if self._num_unadmitted[name]:
+            self._peer.connection.start_soon(partial(self._stop_after_admission, exposed, grace))
+        else:
+            exposed.ref.cell.request_stop(grace)
+
+    def on_cancel(self, call: int) -> None:
+        """The asker has left."""
+        ask = self._running.get(call)
+        if ask is not None:
+            ask.cell.abandon(ask)
+        elif self._peer.connection.assembler.current_id == call:
+            self._withdrawn_id = call
+
+    def on_taken(self, call: int, num_items: int) -> None:
+        """The consumer of a stream has room for more items."""
+        ask = self._running.get(call)
+        if isinstance(ask, _RemoteStreamCall):
+            ask.grant(num_items)
+
+    def on_cut(self) -> None:
+        """The connection is gone, and with it everybody who waits here for an answer."""
+        running, self._running = self._running, {}
+        for ask in running.values():
+            ask.cell.abandon(ask)
+        for exposed, note in self._watches:
+            exposed.ref.cell.unwatch(note)
+
+    def _accept(self, frame: Frame, words: list[Any]) -> None:
+        name, protocol, message, body, limit = words
+        exposed = self._exposed.get(name)
+        if exposed is None:
+            raise _unknown(name, self._exposed)
+        known = exposed.messages.get((protocol, message)) if isinstance(message, str) else None
+        if known is None or known[1].is_stream is not (frame.kind is Kind.STREAM):
+            names = ", ".join(sorted(one for _, one in exposed.messages)) or "nothing"
+            raise ProtocolError(f"actor {name!r} does not take {protocol}.{message} this way; it handles {names}")
+        if frame.id == self._withdrawn_id:
+            raise ActorStopped("the asker left")
+        cls, handler = known
+        value = self._peer.codec.from_data(body, cls, cls.__name__)
+        self._deliver(frame, exposed, value, handler, limit)
+
+    def _deliver(self, frame: Frame, exposed: Exposed, value: Any, handler: Handler, limit: int) -> None:
+        num_bytes, name, ref = frame.num_bytes, exposed.name, exposed.ref
+        credit = _Once(lambda: self.give_credit(name, num_bytes))
+        if frame.kind is Kind.TELL:
+            self._num_unadmitted[name] += 1
+            try:
+                ref.accept(value, lambda admitted: self._note_told(credit, value, name, admitted=admitted))
+            except ArealError:
+                self._num_unadmitted[name] -= 1
+                raise
+            return
+        deadline = ref.cell.loop.now() + frame.seconds
+        if frame.kind is Kind.STREAM:
+            ask: Ask = _RemoteStreamCall(value, handler, ref.cell, deadline, self._peer, frame.id, limit)
+        else:
+            ask = Ask(value, handler, ref.cell, None, deadline)
+        ask.signal = _Answering(self, frame.id, ask, credit)
+        self._running[frame.id] = ask
+        try:
+            ref.accept(ask, lambda _: credit())
+        except ArealError:
+            del self._running[frame.id]
+            raise
+
+    async def _stop_after_admission(self, exposed: Exposed, grace: float) -> None:
+        """Messages that came before the stop are admitted first, within its grace."""
+        loop = exposed.ref.cell.loop
+        deadline = loop.now() + grace
+        with loop.new_scope(deadline=deadline):
+            while self._num_unadmitted[exposed.name]:
+                self._admission = anyio.Event()
+                await self._admission.wait()
+        exposed.ref.cell.request_stop(max(deadline - loop.now(), 0.0))
+
+    def _note_told(self, credit: _Once, message: AnyMessage[Any], name: str, *, admitted: bool) -> None:
+        credit()
+        self._num_unadmitted[name] -= 1
+        if not self._num_unadmitted[name] and self._admission is not None:
+            self._admission.set()
+        if not admitted:
+            kind = type(message).__name__
+            logger.warning("%s, told to actor %r by node %r, is lost: the actor has ended", kind, name, self._peer.node)
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def answer(self, call: int, ask: Ask) -> None:
+        """Send how ``ask`` has ended."""
+        if self._running.pop(call, None) is None or self._peer.connection.cause is not None:
+            return
+        if ask.error is not None:
+            self._fail(call, ask.cell.name, ask.error)
+        elif isinstance(ask, StreamCall):
+            self._peer.queue(Outgoing(Kind.END, call, []))
+        else:
+            try:
+                outgoing = Outgoing(Kind.REPLY, call, self._peer.encode_reply(type(ask.message), ask.reply))
+            except ProtocolError as error:
+                self._fail(call, ask.cell.name, error, is_handlers=True)
+            else:
+                self._peer.connection.outbox.put_ahead(outgoing)
+
+    def give_credit(self, name: str, num_bytes: int) -> None:
+        """A message has left the way to its mailbox; credit goes back in portions, and only while replies are read."""
+        withheld = self._withheld.setdefault(name, [0, 0])
+        withheld[0] += 1
+        withheld[1] += num_bytes
+        limits = self._peer.limits
+        if withheld[0] * 4 >= limits.window_messages or withheld[1] * 4 >= limits.window_bytes:
+            self.flush_credit()
+
+    def flush_credit(self) -> None:
+        """Give back what has come together, unless too much waits to be written."""
+        connection, limits = self._peer.connection, self._peer.limits
+        if connection.outbox.num_bytes > limits.max_pending_bytes or connection.cause is not None:
+            return
+        for name, (num_messages, num_bytes) in self._withheld.items():
+            words = self._peer.codec.encode([name, num_messages, num_bytes])
+            connection.outbox.put_ahead(Outgoing(Kind.CREDIT, 0, words))
+        self._withheld.clear()
+
+    @property
+    def owes_credit(self) -> bool:
+        """Whether credit waits for replies to be read."""
+        limits = self._peer.limits
+        return any(
+            num_messages * 4 >= limits.window_messages or num_bytes * 4 >= limits.window_bytes
+            for num_messages, num_bytes in self._withheld.values()
+        )
+
+    def _refuse(self, frame: Frame, name: str, error: ArealError) -> None:
+        if frame.kind is Kind.TELL:
+            logger.warning("a message told to actor %r by node %r is lost: %s", name, self._peer.node, error)
+        else:
+            self._fail(frame.id, name, error)
+
+    def _fail(self, call: int, name: str, error: ArealError, *, is_handlers: bool = False) -> None:
+        kernel = type(error).__name__ if type(error).__name__ in KERNEL_ERRORS and not is_handlers else None
+        words = [kernel, str(error)] if kernel else [None, self._peer.codec.error_to_data(error, name)]
+        self._peer.queue(Outgoing(Kind.ERROR, call, self._peer.codec.encode(words)))
+
+
+class _Once:
+    """Gives the credit for one message back, once."""
+
+    __slots__ = ("_give",)
+
+    def __init__(self, give: Callable[[], object]) -> None:
+        self._give: Callable[[], object] | None = give
+
+    def __call__(self) -> None:
+        give, self._give = self._give, None
+        if give is not None:
+            give()
+
+
+class _Answering:
+    """Stands where a local asker would be woken."""
+
+    __slots__ = ("_ask", "_call", "_credit", "_server")
+
+    def __init__(self, server: Server, call: int, ask: Ask, credit: _Once) -> None:
+        self._server, self._call, self._ask, self._credit = server, call, ask, credit
+
+    def set(self) -> None:
+        """The ask has ended; if it never got into the mailbox, its credit comes back now."""
+        self._credit()
+        self._server.answer(self._call, self._ask)
+
+    async def wait(self) -> None:
+        """Nobody of this process waits for a remote ask."""
+
+
+class _RemoteStreamCall(StreamCall):
+    """A stream whose consumer is elsewhere: its buffer is there, too, and its room is known as credit."""
+
+    __slots__ = ("_call", "_credit", "_peer", "_reply")
+
+    def __init__(  # noqa: PLR0917 - all of an envelope, and where its items go
+        self, message: Any, handler: Handler, cell: Any, deadline: float, peer: Peer, call: int, limit: int
+    ) -> None:
+        super().__init__(message, handler, cell, None, deadline, limit=max(limit, 1))
+        self._peer, self._call, self._credit = peer, call, self.limit
+        self._reply = type(message)
+
+    async def put(self, item: Any) -> None:
+        """Send one item; waits while the consumer has no room."""
+        while not self._credit:
+            self.room = self.cell.loop.new_signal()
+            await self.room.wait()
+        self._credit -= 1
+        self._peer.queue(Outgoing(Kind.ITEM, self._call, self._peer.encode_reply(self._reply, item)))
+
+    def grant(self, num_items: int) -> None:
+        """The consumer has taken this many."""
+        self._credit = min(self._credit + num_items, self.limit)
+        room, self.room = self.room, None
+        if room is not None:
+            room.set()
+
+
+class _Note:
+    """Sends the ends of an actor to a peer."""
+
+    def __init__(self, peer: Peer, name: str) -> None:
+        self._peer, self._name = peer, name
+
+    def __call__(self, down: Down) -> None:
+        words = [self._name, down.incarnation, str(down.reason), down.error, down.is_restarting]
+        self._peer.queue(Outgoing(Kind.DOWN, 0, self._peer.codec.encode(words)))
+
+
+class _Farewell:
+    """Answers a request to stop when the actor has gone for good."""
+
+    def __init__(self, peer: Peer, call: int) -> None:
+        self._peer, self._call = peer, call
+
+    def __call__(self, down: Down) -> None:
+        if not down.is_restarting:
+            self._peer.queue(Outgoing(Kind.END, self._call, []))
+
+
+def _unknown(name: object, exposed: dict[str, Exposed]) -> ActorStopped:
+    known = ", ".join(sorted(exposed)) or "none"
+    return ActorStopped(f"no actor {name!r} is exposed here; exposed are {known}")

@@ -1,0 +1,357 @@
+"""Where connections come from: unix sockets and TCP, listening and connecting.
+
+What an address may be is told in ``addresses``; how a connection begins, in ``hello``; what happens on it, in ``peer``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import anyio
+from anyio.abc import ByteStream, SocketAttribute, TaskGroup, TaskStatus
+from anyio.abc import Listener as SocketListener
+
+from areal_actors.core.ref import Ref
+from areal_actors.core.remote.addresses import check_directory, parse_address
+from areal_actors.core.remote.connection import Connection
+from areal_actors.core.remote.hello import Hello, check_secret, greet, receive_hello, send_hello, send_packet
+from areal_actors.core.remote.limits import Limits
+from areal_actors.core.remote.peer import Peer
+from areal_actors.core.remote.serving import Exposed
+from areal_actors.core.remote.serving import expose as expose_actor
+from areal_actors.errors import ActorError, ConfigError, ProtocolError, Unreachable
+
+__all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_STRANGERS = 64
+"""Connections that may be introducing themselves at once; the next one is hung up on."""
+
+_LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+
+class Listener:
+    """Takes connections in. Made by ``listen``."""
+
+    def __init__(self, node: str, incarnation: int, secret: bytes, exposed: dict[str, Exposed], limits: Limits) -> None:
+        check_secret(secret)
+        self.node, self.incarnation = node, incarnation
+        self.address = ""
+        """Where it listens, with the port that it was given; empty where it does not."""
+        self._secret, self._exposed, self._limits = secret, exposed, limits
+        self._peers: dict[str, Peer] = {}
+        self._newest: dict[str, int] = {}
+        self._num_strangers = 0
+        self._arrival = anyio.Event()
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """Who is connected."""
+        return tuple(self._peers.values())
+
+    async def wait_for(self, node: str) -> Peer:
+        """Wait until a node of this name is connected."""
+        while node not in self._peers:
+            await self._arrival.wait()
+        return self._peers[node]
+
+    def expose(self, name: str, ref: Ref[Any]) -> None:
+        """Make another actor reachable, also over the connections that stand.
+
+        Raises:
+            ConfigError: the name is taken by a living actor, or the actor lives elsewhere.
+        """
+        old = self._exposed.get(name)
+        if old is not None and not old.ref.cell.gone.is_set():
+            raise ConfigError(f"an actor is exposed as {name!r} already; choose another name")
+        exposed = self._exposed[name] = expose_actor(name, ref)
+        for peer in self._peers.values():
+            peer.expose(exposed)
+
+    async def serve(self, stream: ByteStream) -> None:
+        """Take one connection in and stay with it until it is cut; what is wrong with it is logged, not raised."""
+        if self._num_strangers >= _MAX_STRANGERS:
+            await anyio.aclose_forcefully(stream)
+            return
+        self._num_strangers += 1
+        try:
+            peer = await self._introduced(stream)
+        except (ProtocolError, TimeoutError, *_LOST) as error:
+            logger.warning("a connection was refused: %s", str(error) or type(error).__name__)
+            await anyio.aclose_forcefully(stream)
+            return
+        except BaseException:
+            await anyio.aclose_forcefully(stream)
+            raise
+        finally:
+            self._num_strangers -= 1
+        await self._stay(peer)
+
+    async def _introduced(self, stream: ByteStream) -> Peer:
+        with anyio.fail_after(self._limits.hello_seconds):
+            other = await receive_hello(stream, _greet(self.node, self.incarnation, self._limits), self._secret)
+            refusal = self._refusal(other)
+            if refusal is not None:
+                await send_packet(stream, {"refused": refusal})
+                raise ProtocolError(refusal)
+            # Names are taken before the next wait, so that of two that arrive together one is refused.
+            old = self._peers.pop(other.node, None)
+            self._newest[other.node] = other.incarnation
+            if old is not None:
+                old.close(f"incarnation {other.incarnation} of node {other.node!r} has taken its place")
+            connection = Connection(stream, self._limits)
+            peer = self._peers[other.node] = Peer(connection, other, self._limits, self._exposed, ())
+            try:
+                await send_packet(stream, {"welcome": [one.to_data() for one in self._exposed.values()]})
+            except BaseException:
+                self._forget(peer)
+                raise
+            return peer
+
+    async def _stay(self, peer: Peer) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                peer.connection.start(peer, tasks)
+                self._arrival.set()
+                self._arrival = anyio.Event()
+                await peer.connection.closed.wait()
+        finally:
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        peer.close()
+        if self._peers.get(peer.node) is peer:
+            del self._peers[peer.node]
+
+    def _refusal(self, other: Hello) -> str | None:
+        newest = self._newest.get(other.node, 0)
+        if other.incarnation < newest:
+            return f"node {other.node!r} lives as incarnation {newest}; incarnation {other.incarnation} is over"
+        if other.incarnation == newest and other.node in self._peers:
+            return f"node {other.node!r} is connected already, as incarnation {newest}"
+        return None
+
+    async def _aclose(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for peer in self.peers:
+                tasks.start_soon(peer.connection.aclose)
+
+
+@asynccontextmanager
+async def listen(
+    address: str | None,
+    *,
+    secret: bytes,
+    expose: Mapping[str, Ref[Any]] | None = None,
+    node: str = "",
+    incarnation: int = 1,
+    limits: Limits | None = None,
+) -> AsyncIterator[Listener]:
+    """Take connections at ``address`` while the block lasts; leaving it writes what is queued, and cuts them.
+
+    Args:
+        address: ``unix:PATH`` or ``tcp://HOST:PORT`` (port 0: any free one); ``None`` for streams of your own
+            (``Listener.serve``).
+        secret: what both sides know, at least 16 bytes.
+        expose: actors of this process that whoever connects may reach, by name.
+        node: how this side introduces itself.
+        incarnation: which life of this node it is; greater than that of all earlier ones.
+        limits: what is granted to each connection.
+
+    Raises:
+        ConfigError: the address cannot be meant, is not safe, or the secret is too short.
+        ActorError: somebody listens there already.
+    """
+    limits = limits or Limits()
+    exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
+    listener = Listener(node or _unique_name(), incarnation, secret, exposed, limits)
+    body: list[BaseException] = []
+    with unwrapped(body):
+        async with anyio.create_task_group() as tasks:
+            try:
+                async with _bound(address, listener, tasks):
+                    yield listener
+                await listener._aclose()  # noqa: SLF001 - its own module
+            except BaseException as error:
+                body.append(error)
+                raise
+            finally:
+                tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def connect(
+    address: str,
+    *,
+    secret: bytes,
+    expose: Mapping[str, Ref[Any]] | None = None,
+    node: str = "",
+    incarnation: int = 1,
+    limits: Limits | None = None,
+) -> AsyncIterator[Peer]:
+    """Connect to whoever listens at ``address``, while the block lasts. Arguments as of ``listen``.
+
+    Raises:
+        Unreachable: nobody answers there, or they do not know the secret, or they refuse us; says which.
+        ConfigError: the address cannot be meant, or the secret is too short.
+    """
+    limits = limits or Limits()
+    check_secret(secret)
+    try:
+        with anyio.fail_after(limits.hello_seconds):
+            stream = await _dial(address)
+    except (OSError, TimeoutError) as error:
+        raise Unreachable(f"nobody answers at {address}: {error}", sent=False) from None
+    async with connect_stream(
+        stream, secret=secret, expose=expose, node=node, incarnation=incarnation, limits=limits
+    ) as peer:
+        yield peer
+
+
+@asynccontextmanager
+async def connect_stream(
+    stream: ByteStream,
+    *,
+    secret: bytes,
+    expose: Mapping[str, Ref[Any]] | None = None,
+    node: str = "",
+    incarnation: int = 1,
+    limits: Limits | None = None,
+) -> AsyncIterator[Peer]:
+    """As ``connect``, over a stream of bytes that exists."""
+    limits = limits or Limits()
+    exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
+    own = _greet(node or _unique_name(), incarnation, limits)
+    try:
+        with anyio.fail_after(limits.hello_seconds):
+            other, welcome = await send_hello(stream, own, secret)
+    except TimeoutError:
+        await anyio.aclose_forcefully(stream)
+        raise Unreachable(f"no introduction within {limits.hello_seconds} s", sent=False) from None
+    except (ProtocolError, *_LOST) as error:
+        await anyio.aclose_forcefully(stream)
+        raise Unreachable(f"the introduction failed: {str(error) or type(error).__name__}", sent=False) from None
+    except BaseException:
+        await anyio.aclose_forcefully(stream)
+        raise
+    async with _peer(Connection(stream, limits), other, limits, exposed, welcome) as peer:
+        yield peer
+
+
+@asynccontextmanager
+async def _peer(
+    connection: Connection, other: Hello, limits: Limits, exposed: dict[str, Exposed], welcome: Any
+) -> AsyncIterator[Peer]:
+    body: list[BaseException] = []
+    with unwrapped(body):
+        async with anyio.create_task_group() as tasks:
+            peer = Peer(connection, other, limits, exposed, welcome)
+            connection.start(peer, tasks)
+            for one in exposed.values():
+                peer.announce(one)
+            try:
+                yield peer
+                await connection.aclose()
+            except BaseException as error:
+                body.append(error)
+                raise
+            finally:
+                connection.cut("this side has closed the connection")
+
+
+# ------------------------------------------------------------------------------------------------- addresses
+
+
+@asynccontextmanager
+async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> AsyncIterator[None]:
+    if address is None:
+        yield
+        return
+    path, host, port = parse_address(address)
+    socket = await (_listen_unix(path) if path is not None else _listen_tcp(host, port))
+    accepting = anyio.CancelScope()
+    try:
+        if path is not None:
+            listener.address = f"unix:{path}"
+        else:
+            shown = f"[{host}]" if ":" in host else host
+            listener.address = f"tcp://{shown}:{socket.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
+        await tasks.start(_accept, socket, listener, tasks, accepting, name=f"listen at {listener.address}")
+        yield
+    finally:
+        accepting.cancel()
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+async def _accept(
+    socket: SocketListener[Any],
+    listener: Listener,
+    tasks: TaskGroup,
+    scope: anyio.CancelScope,
+    *,
+    task_status: TaskStatus[None],
+) -> None:
+    """Take connections in until ``scope`` is cancelled; the socket is closed by the task that waits on it."""
+    try:
+        with scope:
+            task_status.started()
+            await socket.serve(listener.serve, tasks)
+    finally:
+        await anyio.aclose_forcefully(socket)
+
+
+async def _listen_unix(path: Path) -> SocketListener[Any]:
+    check_directory(path.parent)
+    try:
+        stream = await anyio.connect_unix(path)
+    except OSError:
+        pass  # nobody is there; what a dead listener left is replaced
+    else:
+        await anyio.aclose_forcefully(stream)
+        raise ActorError(f"somebody listens at unix:{path} already; choose another path")
+    return await anyio.create_unix_listener(path, mode=0o600)
+
+
+async def _listen_tcp(host: str, port: int) -> SocketListener[Any]:
+    try:
+        return await anyio.create_tcp_listener(local_host=host, local_port=port)
+    except OSError as error:
+        raise ActorError(f"cannot listen at tcp://{host}:{port}: {error}") from None
+
+
+async def _dial(address: str) -> ByteStream:
+    path, host, port = parse_address(address)
+    if path is not None:
+        return await anyio.connect_unix(path)
+    return await anyio.connect_tcp(host, port)
+
+
+def _greet(node: str, incarnation: int, limits: Limits) -> Hello:
+    return greet(
+        node=node,
+        incarnation=incarnation,
+        window_messages=limits.window_messages,
+        window_bytes=limits.window_bytes,
+    )
+
+
+def _unique_name() -> str:
+    return f"node-{uuid4().hex[:12]}"
+
+
+@contextmanager
+def unwrapped(body: list[BaseException]) -> Iterator[None]:
+    """Raise the block's own exception as it is, not in the group of the tasks around it, which raise nothing."""
+    try:
+        yield
+    except BaseExceptionGroup:
+        if not body:
+            raise
+        raise body[0] from body[0].__cause__

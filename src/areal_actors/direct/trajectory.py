@@ -156,7 +156,10 @@ class _Views:
         if name not in self._made:
             self._make(name)
         made = self._made[name]
-        return made if row is None else evolve(made, row=row, reward=row.reward)
+        if row is None:
+            return made
+        others = tuple(map(self.view, row.interactions[:-1])) if row.predecessors is not None else ()
+        return evolve(made, row=row, reward=row.reward, others=others)
 
     def _make(self, name: InteractionId) -> None:
         """Make the views of ``name`` and of its parents, the oldest first: conversations may be long."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from areal_actors.domain.accounts import IssuedKey, KeyId, Quotas, User, UserKey
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
+from areal_actors.domain.branches import Branch, unfold, unfold_group
 from areal_actors.domain.chat import (
     Answer,
     AnswerStarted,
@@ -47,6 +48,7 @@ from areal_actors.domain.grammar import (
     OneOf,
     Repeated,
 )
+from areal_actors.domain.predecessors import is_tree_order, tree_attention_mask, tree_position_ids
 from areal_actors.domain.rows import DataPosition, Episode, Group, Problem, Trajectory, Untrained, UntrainedReason
 from areal_actors.domain.sampling import (
     Chunk,
@@ -67,6 +69,7 @@ __all__ = [
     "Answer",
     "AnswerStarted",
     "Attempt",
+    "Branch",
     "ChatMessage",
     "Chunk",
     "Completion",
@@ -131,4 +134,9 @@ __all__ = [
     "array_equality",
     "as_floats",
     "as_ints",
+    "is_tree_order",
+    "tree_attention_mask",
+    "tree_position_ids",
+    "unfold",
+    "unfold_group",
 ]

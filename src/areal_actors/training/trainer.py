@@ -18,7 +18,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from areal_actors.domain import Floats, Group, Trajectory
+from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, CheckpointError, ConfigError, TrainingDiverged
 from areal_actors.training.advantages import GroupAdvantages, compute_advantages
 from areal_actors.training.batch import Batch, TrainingRow
@@ -110,8 +110,18 @@ class PolicyTrainer:
 
         Where the rows were sampled by these weights, they equal ``Trajectory.logprobs`` but for rounding.
         """
-        rows = [TrainingRow(trajectory=row, advantages=np.zeros(row.num_tokens)) for row in trajectories]
-        return self._score_rows(self.model, rows)
+        branches = [unfold(row) for row in trajectories]
+        rows = [
+            TrainingRow(trajectory=branch.row, advantages=np.zeros(branch.row.num_tokens))
+            for found in branches
+            for branch in found
+        ]
+        scored = iter(self._score_rows(self.model, rows))
+        result = [np.zeros(row.num_tokens, dtype=np.float32) for row in trajectories]
+        for values, found in zip(result, branches, strict=True):
+            for branch in found:  # a token is scored in one branch, and 0 in the others
+                values[branch.places] += next(scored)
+        return result
 
     def state_dict(self) -> dict[str, Tensor]:
         """All weights by name, shared with the model: they change with the next ``train_step``."""
@@ -147,7 +157,7 @@ class PolicyTrainer:
 
     def _prepare(self, groups: Sequence[Group]) -> tuple[Sequence[Group], list[TrainingRow], int]:
         """Penalised groups, their rows, and how many groups had no variance."""
-        groups = penalise_overlong(groups, self.config.objective.overlong)
+        groups = penalise_overlong([unfold_group(group) for group in groups], self.config.objective.overlong)
         kl = self.config.objective.kl
         if kl.coefficient and kl.place is KlPlace.REWARD:
             groups = penalise_kl(groups, self._reference_distances(groups), coefficient=kl.coefficient)

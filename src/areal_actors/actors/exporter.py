@@ -100,17 +100,24 @@ class Exporter(Actor[Exports]):
             trajectories=exported.trajectories,
             untrained=exported.untrained,
             num_turns=len(record.interactions),
+            num_empty_turns=record.num_empty_turns,
         )
 
     @DeliverGroup.handler
     async def deliver(self, message: DeliverGroup) -> bool:
-        """Queue a group that has something to train; count the problem of any other as consumed."""
+        """Queue a group that has something to train; count the problem of any other as consumed.
+
+        A group with empty answers is queued in any case: the trainer's gate says that the engine is broken.
+        """
         group = message.group
         if group.id in self._held:
             return True
         if group.problem.position in self._consumed:
             return False
-        is_accepted = any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
+        is_accepted = any(
+            episode.num_empty_turns or any(row.num_trained_tokens for row in episode.trajectories)
+            for episode in group.episodes
+        )
         if is_accepted:
             self._held.add(group.id)
             self._ready[group.id] = group

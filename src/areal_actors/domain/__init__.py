@@ -8,6 +8,7 @@ from __future__ import annotations
 from areal_actors.domain.accounts import IssuedKey, KeyId, Quotas, User, UserKey
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
 from areal_actors.domain.branches import Branch, unfold, unfold_group
+from areal_actors.domain.capture import LOGPROB_SLACK, CaptureFault
 from areal_actors.domain.chat import (
     Answer,
     AnswerStarted,
@@ -66,10 +67,12 @@ from areal_actors.domain.sampling import (
 from areal_actors.domain.tree import ForkReason, GroupId, Interaction, InteractionStatus, SessionRecord
 
 __all__ = [
+    "LOGPROB_SLACK",
     "Answer",
     "AnswerStarted",
     "Attempt",
     "Branch",
+    "CaptureFault",
     "ChatMessage",
     "Chunk",
     "Completion",

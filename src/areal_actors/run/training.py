@@ -43,6 +43,7 @@ from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Trainin
 from areal_actors.models import ModelFiles, load_policy, resolve_model
 from areal_actors.rendering import Renderer, load_renderer
 from areal_actors.run.agents import prepare_agent
+from areal_actors.run.capture import check_engine
 from areal_actors.run.heap import settled_heap
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine
 from areal_actors.run.signals import stop_on_signals
@@ -228,6 +229,7 @@ async def _open_inference(job: _Job) -> AsyncIterator[Inference]:
             settings, engine=engine, renderer=job.renderer, version=version, start=parse_position(job.counters)
         ) as inference,
     ):
+        await check_engine(engine, policy=job.policy, renderer=job.renderer)
         yield inference
 
 
@@ -287,6 +289,7 @@ async def _spawn_learners(
         plan=job.config.plan,
         checkpoints=job.directory.checkpoints,
         counters=job.counters,
+        captures=job.directory.captures,
     )
     return await inference.system.spawn(trainer, name="trainer")
 

@@ -87,10 +87,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def violation_of(run: Callable[[], Any]) -> CaptureViolation:
     """What stopped the run, alone."""
-    with pytest.raises(BaseException) as raised:
+    with pytest.raises((CaptureViolation, ExceptionGroup)) as raised:
         run()
     error: BaseException = raised.value
-    while isinstance(error, BaseExceptionGroup):
+    while isinstance(error, ExceptionGroup):
         assert len(error.exceptions) == 1, error
         error = error.exceptions[0]
     assert isinstance(error, CaptureViolation), repr(error)
@@ -179,7 +179,7 @@ def test_sessions_are_trained_in_every_style(tmp_path: Path, style: str):
     }
     config = create_config(settings)
     Trainer(config).train(Asker(n=3))
-    (_, step) = [json.loads(line) for line in config.run_directory.metrics.read_text().splitlines()]
+    step = json.loads(config.run_directory.metrics.read_text().splitlines()[-1])
 
     assert step["behaviour_gap_max"] < 1e-3
     assert step["trained_tokens"] > 24

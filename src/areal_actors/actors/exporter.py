@@ -150,7 +150,9 @@ class Exporter(Actor[Exports]):
         self._notify()
 
     def _drop_stale(self, wanted: LeaseGroups) -> None:
-        for group in tuple(self._ready.values()):
+        # What has no version at all is not old: the trainer's gate says what is wrong with it.
+        versioned = [group for group in self._ready.values() if group.head_version >= 0]
+        for group in versioned:
             if is_too_stale(group.head_version, version=wanted.version, max_staleness=wanted.max_staleness):
                 _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
                 del self._ready[group.id]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from attrs import define, field
 
 from areal_actors.cache.columns import Source, Span, checked_completion, columns_of
+from areal_actors.cache.history import ancestry
 from areal_actors.domain import Interaction, InteractionId, Ints, Trajectory
 
 __all__ = ["tree_rows"]
@@ -105,10 +106,10 @@ class _Tree:
 
     def _missing(self, turn: Interaction) -> list[Interaction]:
         """The turn and those of its token parents that are not in the row, the oldest first."""
-        path = [turn]
-        while (parent := path[-1].token_parent) is not None and parent not in self._ends:
-            path.append(self._source.lookup(parent))
-        return path[::-1]
+        return ancestry(turn, self._source.lookup, self._absent_parent)
+
+    def _absent_parent(self, turn: Interaction) -> InteractionId | None:
+        return None if turn.token_parent in self._ends else turn.token_parent
 
     def _place(self, turn: Interaction) -> None:
         parent = self._ends[turn.token_parent]

@@ -100,7 +100,7 @@ def _check_row(name: str, row: Trajectory, log: Log, num_trained: Counter[str]) 
             continue  # it has no place of its own; what it read stands where others go on from it
         places = _places(row, index, seen)
         reached.update(places)
-        yield from _difference(f"{name}: {turn}, read and sampled", seen.tokens, row.input_ids[places])
+        yield from _difference(f"{name}: {turn}, ids read and sampled", seen.tokens, row.input_ids[places])
         own = places[len(seen.prompt) :]
         expected.turns[own] = index
         expected.versions[own] = seen.versions[: len(own)]

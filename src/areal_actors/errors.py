@@ -50,6 +50,7 @@ client libraries retry exactly what is worth retrying (408, 409, 429 and 5xx are
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 __all__ = [
@@ -329,7 +330,15 @@ class GenerationAborted(EngineError):
 
 
 class CaptureViolation(EngineError):
-    """The engine reported ids, logprobs or versions that cannot be true."""
+    """The engine reported ids, logprobs or versions that cannot be true.
+
+    ``kind`` names what is wrong (``domain.CaptureFault``), ``evidence`` holds the rows at fault as plain JSON.
+    """
+
+    def __init__(self, message: str, *, kind: str = "", evidence: Sequence[Mapping[str, object]] = ()) -> None:
+        super().__init__(f"{kind}: {message}" if kind else message)
+        self.kind = kind
+        self.evidence = tuple(evidence)
 
 
 # ---------------------------------------------------------------------------------------- episodes, training

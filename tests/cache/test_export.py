@@ -22,6 +22,7 @@ from areal_actors.cache import (
     backpropagate,
     export_trajectories,
     from_document,
+    from_tensors,
     to_arrays,
     to_document,
     to_tensors,
@@ -35,7 +36,10 @@ from areal_actors.domain import (
     Trajectory,
     Untrained,
     UntrainedReason,
+    tree_attention_mask,
+    unfold,
 )
+from areal_actors.domain.predecessors import path_to
 from areal_actors.errors import ExportError
 from areal_actors.testing.strategies import session_records
 
@@ -126,20 +130,21 @@ def test_every_sampled_token_is_trained_once_or_listed(
 @given(session_records(), st.floats(0, 1), st.none() | st.integers(1, 20))
 def test_styles_agree_on_every_sampled_token(record: SessionRecord, discount: float, max_tokens: int | None) -> None:
     """Id, log-probability, version, mask and return of a token do not depend on how rows are cut."""
-    individual, concat = (
+    individual, concat, tree = (
         export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens)
-        for style in ("individual", "concat")
+        for style in ("individual", "concat", "tree")
     )
 
-    assert trained_tokens(individual) == trained_tokens(concat)
-    assert individual.untrained == concat.untrained
+    assert trained_tokens(individual) == trained_tokens(concat) == trained_tokens(tree)
+    assert individual.untrained == concat.untrained == tree.untrained
 
 
 @given(session_records(), styles)
 def test_rows_hold_exactly_what_was_read_and_sampled(record: SessionRecord, style: str) -> None:
-    """A row is its last turn's prompt and output, token by token, and every column fits."""
+    """A row is its last turn's prompt and output, token by token, and every column fits; so is a tree's branch."""
     by_id = {turn.id: turn for turn in record.interactions}
-    for row in export_trajectories(record, discount=0.9, style=style).trajectories:
+    rows = export_trajectories(record, discount=0.9, style=style).trajectories
+    for row in (branch.row for whole in rows for branch in unfold(whole)):
         last = by_id[row.interactions[-1]]
         expected = [*reference_prompt(last, by_id), *last.completion.token_ids.tolist()]
 
@@ -151,6 +156,40 @@ def test_rows_hold_exactly_what_was_read_and_sampled(record: SessionRecord, styl
         assert not row.loss_mask[row.turns < 0].any()
         assert not row.returns[row.turns < 0].any()
         assert row.num_trained_tokens > 0
+
+
+@given(session_records(), st.none() | st.integers(1, 20))
+def test_the_branches_of_a_tree_are_the_rows_of_concat(record: SessionRecord, max_tokens: int | None) -> None:
+    """Token by token, in the same order: who trains trees trains what they would have trained without them."""
+    concat, tree = (
+        export_trajectories(record, discount=0.9, style=style, max_tokens=max_tokens) for style in ("concat", "tree")
+    )
+    branches = [branch.row for row in tree.trajectories for branch in unfold(row)]
+    if len(tree.trajectories) > 1:
+        return  # a part may repeat a branch of another one as context
+
+    assert len(concat.trajectories) == len(branches)
+    for expected, found in zip(concat.trajectories, branches, strict=True):
+        for name in ("input_ids", "loss_mask", "logprobs", "versions", "returns", "raw_logprobs"):
+            assert np.array_equal(getattr(expected, name), getattr(found, name)), name
+        assert found.interactions == tuple(expected.interactions[t] for t in np.unique(expected.turns) if t >= 0)
+        assert np.float32(expected.reward) == np.float32(found.reward)
+
+
+@given(session_records())
+def test_a_tree_holds_every_sampled_token_once(record: SessionRecord) -> None:
+    """One row per session; no two tokens of it that were read share their past; positions count ancestors."""
+    (*rows,) = export_trajectories(record, discount=0.9, style="tree").trajectories
+
+    assert len(rows) <= 1
+    for row in rows:
+        pasts = [tuple(path_to(t, row.predecessors)[:-1]) for t in range(row.num_tokens)]
+        read = [(past, int(row.input_ids[t])) for t, past in enumerate(pasts) if row.turns[t] < 0]
+        mask = tree_attention_mask(row.predecessors)
+
+        assert len(read) == len(set(read))
+        assert row.position_ids.tolist() == [len(past) for past in pasts]
+        assert [np.flatnonzero(seen).tolist() for seen in mask] == [[*past, t] for t, past in enumerate(pasts)]
 
 
 @given(session_records(), styles, st.integers(1, 20))
@@ -228,6 +267,76 @@ def test_concat_trains_a_shared_token_in_the_first_leaf_that_holds_it(talk: Any)
     assert (first.tag, second.tag) == ("critic", None)
 
 
+def test_a_tree_is_one_row_with_every_branch(talk: Any) -> None:
+    """A stands once; B and D follow it; the question that both read is shared as far as it is the same."""
+    record = branching(talk)
+    (row,) = export_trajectories(record, discount=0.5, style="tree").trajectories
+    concat = export_trajectories(record, discount=0.5, style="concat").trajectories
+    shared = len(concat[1].input_ids) - (row.num_tokens - len(concat[0].input_ids))
+
+    assert row.interactions == ("a", "b", "c", "d")
+    assert row.num_trained_tokens == 8
+    assert shared > (concat[1].turns == 0).argmax() + 2
+    assert [branch.row.interactions for branch in unfold(row)] == [("a", "b", "c"), ("a", "d")]
+    assert [branch.row.reward for branch in unfold(row)] == [1.0, 0.0]
+
+
+def test_choices_of_one_prompt_have_it_once(talk: Any) -> None:
+    """Equal prompts are one; equal answers are not, for each has its own return."""
+    for name in ("first", "second", "third"):
+        talk.turn(name, [user("1")], "A")
+    talk.tree.set_reward("second", 1.0)
+    (row,) = export_trajectories(talk.tree.snapshot(), discount=1.0, style="tree").trajectories
+    own = [np.flatnonzero(row.turns == turn) for turn in range(3)]
+
+    assert row.num_tokens == own[0][0] + 6
+    assert [row.predecessors[places[0]] for places in own] == [own[0][0] - 1] * 3
+    assert [row.returns[places].tolist() for places in own] == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_a_tree_that_is_too_long_is_several(talk: Any) -> None:
+    """A turn that does not fit any more begins another row, in which what stands before it is context."""
+    record = branching(talk)
+    longest = max(turn.num_prompt_tokens + 2 for turn in record.interactions)
+    first, second = export_trajectories(record, discount=0.5, style="tree", max_tokens=longest).trajectories
+
+    assert (first.interactions, second.interactions) == (("a", "b", "c"), ("a", "d"))
+    assert (first.num_trained_tokens, second.num_trained_tokens) == (6, 2)
+    assert max(first.num_tokens, second.num_tokens) <= longest
+
+
+def test_tree_tensors_say_what_precedes_what(talk: Any) -> None:
+    """Predecessors and positions beside the other columns, and back again without a loss, also behind left padding."""
+    (row,) = export_trajectories(branching(talk), discount=0.5, style="tree").trajectories
+    arrays = to_arrays([row])
+    padded = {name: array if name == "rewards" else np.pad(array, ((0, 0), (3, 0))) for name, array in arrays.items()}
+    padded["predecessors"] += 3 * (padded["predecessors"] >= 0) * (np.arange(padded["predecessors"].shape[1]) >= 3)
+    (again,) = from_tensors(padded, session="s")
+
+    assert arrays["predecessors"][0].tolist() == row.predecessors.tolist()
+    assert arrays["position_ids"][0].tolist() == row.position_ids.tolist()
+    assert row.predecessors.tolist() == again.predecessors.tolist()
+    assert [b.row.input_ids.tolist() for b in unfold(row)] == [b.row.input_ids.tolist() for b in unfold(again)]
+    with pytest.raises(ExportError, match="index of an earlier token"):
+        from_tensors(arrays | {"predecessors": arrays["predecessors"][:, ::-1]}, session="s")
+
+
+def test_documents_with_trees_say_so_in_their_version(talk: Any) -> None:
+    """A reader that knows no branches must not take them for one sequence; a broken order is refused."""
+    record = branching(talk)
+    documents = {s: to_document(export_trajectories(record, discount=1.0, style=s)) for s in STYLES}
+    broken = json.loads(json.dumps(documents["tree"]))
+    broken["interactions"]["d"]["tensor_dict"]["predecessors"][0][2] = 5
+
+    assert {style: document["version"] for style, document in documents.items()} == {
+        "individual": 1,
+        "concat": 1,
+        "tree": 2,
+    }
+    with pytest.raises(ExportError, match="follows one that stands behind it"):
+        from_document(broken)
+
+
 def test_a_fork_of_tokens_is_a_row_of_its_own(new_talk: Callable[..., Any]) -> None:
     """Where the template rewrote history, each turn is trained in its own context; returns still flow."""
     talk = new_talk(rewrites=True)
@@ -255,7 +364,7 @@ def test_what_is_not_trained_is_listed_with_its_reason(talk: Any) -> None:
     talk.tree.fail("failed", "why", talk.completion(answer("GGGGGG")))
     talk.tree.fail("failed early", "why")
 
-    for style in STYLES:
+    for style in sorted(STYLES):
         exported = export_trajectories(
             talk.tree.snapshot(), discount=1.0, style=style, max_tokens=90, skip_unrewarded=True
         )
@@ -333,8 +442,8 @@ def test_torch_is_imported_at_the_last_step_only() -> None:
 
 def test_unknown_styles_are_refused_by_name(talk: Any) -> None:
     """The message lists what there is."""
-    with pytest.raises(ExportError, match="no export style 'tree'; choose one of concat, individual"):
-        export_trajectories(talk.tree.snapshot(), discount=1.0, style="tree")
+    with pytest.raises(ExportError, match="no export style 'forest'; choose one of concat, individual, tree"):
+        export_trajectories(talk.tree.snapshot(), discount=1.0, style="forest")
 
 
 def damaged(record: SessionRecord, name: str, **fields: Any) -> SessionRecord:
@@ -394,8 +503,8 @@ def test_documents_of_another_kind_are_refused(talk: Any) -> None:
     short = json.loads(json.dumps(document))
     short["interactions"]["c"]["tensor_dict"]["logprobs"][0].pop()
 
-    with pytest.raises(ExportError, match="version 2; only"):
-        from_document(document | {"version": 2})
+    with pytest.raises(ExportError, match="version 3; only"):
+        from_document(document | {"version": 3})
     with pytest.raises(ExportError, match="None version None"):
         from_document({})
     with pytest.raises(ExportError, match="malformed: KeyError"):

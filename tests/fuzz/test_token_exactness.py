@@ -136,9 +136,9 @@ def rows(style: str, discount: float = 0.5):
     return export_trajectories(RECORD, discount=discount, style=style).trajectories
 
 
-@pytest.mark.parametrize("style", ["individual", "concat"])
+@pytest.mark.parametrize("style", ["individual", "concat", "tree"])
 def test_an_exact_export_has_no_violation(style: str) -> None:
-    """Both styles satisfy the oracle."""
+    """All styles satisfy the oracle."""
     assert not list(find_prompt_violations(RECORD, LOG))
     assert not list(find_row_violations(rows(style), (), LOG))
 
@@ -153,7 +153,7 @@ def test_an_exact_export_has_no_violation(style: str) -> None:
         ({"a": FIRST}, "which the engine never saw"),
     ],
 )
-@pytest.mark.parametrize("style", ["individual", "concat"])
+@pytest.mark.parametrize("style", ["individual", "concat", "tree"])
 def test_whatever_the_engine_did_not_say_is_a_violation(log: dict[str, Recorded], message: str, style: str) -> None:
     """Other ids, other log-probabilities, tokens that nobody accounts for."""
     assert any(message in violation for violation in find_row_violations(rows(style), (), log))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_actors.domain import Episode, Group, GroupId, InteractionId, Problem, SessionId, Trajectory
@@ -82,6 +83,26 @@ def _make_agent_group(seed: int, *, num_members: int = 4, prompt: int = 12, voca
     return _make_group(rows, name=f"g{seed}")
 
 
+def _make_tree_row(seed: int, *, reward: float = 0.0) -> Trajectory:
+    """A prompt with two answers, the second of which is continued twice: three branches, returns of their own."""
+    rng = np.random.default_rng(seed)
+    turns = np.array([-1, -1, -1, -1, 0, 0, 1, 1, 1, -1, -1, 2, 2, 3])
+    predecessors = np.array([-1, 0, 1, 2, 3, 4, 3, 6, 7, 8, 9, 10, 11, 10])
+    mask = (turns >= 0).astype(int)
+    return evolve(
+        _make_row(
+            rng.integers(0, VOCAB, len(turns)),
+            mask,
+            reward=reward,
+            logprobs=-rng.uniform(2, 6, len(turns)) * mask,
+            returns=(reward + 0.1 * turns) * mask,
+            session=f"tree-{seed}",
+            turns=turns,
+        ),
+        predecessors=predecessors,
+    )
+
+
 def _make_model(kind: str = "llama", *, seed: int = 0, vocab: int = VOCAB) -> Any:
     """A random model of two layers with grouped heads; weights large enough that its distributions are not flat."""
     torch.manual_seed(seed)
@@ -116,6 +137,12 @@ def make_group() -> Callable[..., Group]:
 def make_agent_group() -> Callable[..., Group]:
     """See ``_make_agent_group``."""
     return _make_agent_group
+
+
+@pytest.fixture(scope="session")
+def make_tree_row() -> Callable[..., Trajectory]:
+    """See ``_make_tree_row``."""
+    return _make_tree_row
 
 
 @pytest.fixture(scope="session")

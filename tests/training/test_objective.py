@@ -62,6 +62,7 @@ def random_terms(seed, row_lengths, *, spread=0.5, reference=True):
     scores = TokenScores(
         logprobs=torch.tensor(logprobs, requires_grad=True),
         entropies=torch.tensor(rng.random(count), requires_grad=True),
+        raw_logprobs=torch.tensor(logprobs),
     )
     return scores, terms
 
@@ -205,7 +206,11 @@ def only_row(scores, terms, row):
     }
     rows = torch.zeros(int(chosen.sum()), dtype=torch.int64)
     return (
-        TokenScores(logprobs=scores.logprobs[chosen], entropies=scores.entropies[chosen]),
+        TokenScores(
+            logprobs=scores.logprobs[chosen],
+            entropies=scores.entropies[chosen],
+            raw_logprobs=scores.raw_logprobs[chosen],
+        ),
         Terms(**kept, rows=rows, num_rows=1),
     )
 

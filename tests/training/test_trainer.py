@@ -9,6 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from areal_actors.domain import unfold
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.training.config import (
     Aggregation,
@@ -61,6 +62,43 @@ def test_layouts_agree(make_model, make_agent_group, kind, surrogate):
     assert flat_statistics.loss == pytest.approx(tree_statistics.loss, rel=1e-5)
     assert flat_statistics.entropy == pytest.approx(tree_statistics.entropy, rel=1e-5)
     assert tree_statistics.num_packed_tokens < 0.6 * flat_statistics.num_packed_tokens
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_trees_are_trained_as_their_branches(make_model, make_group, make_tree_row, layout, aggregation):
+    """A tree row gives the loss and the gradient of its branches as rows, and its log-probabilities are theirs."""
+    config = evolve(PLAIN, layout=layout, objective=ObjectiveConfig(aggregation=aggregation))
+    trees = [make_tree_row(seed, reward=float(seed)) for seed in range(3)]
+    rows = [[branch.row for branch in unfold(tree)] for tree in trees]
+    model = make_model()
+    whole, parts = make_group(trees), make_group(trees)
+    parts = evolve(
+        parts,
+        episodes=tuple(evolve(e, trajectories=tuple(r)) for e, r in zip(parts.episodes, rows, strict=True)),
+    )
+
+    expected, expected_statistics = gradients_of(model, config, [parts])
+    found, statistics = gradients_of(model, config, [whole])
+    scores = PolicyTrainer(copy.deepcopy(model), config).logprobs(trees)
+
+    assert relative_error(expected, found) <= 1e-6
+    assert expected_statistics.loss == pytest.approx(statistics.loss, rel=1e-6)
+    for tree, own in zip(trees, scores, strict=True):
+        np.testing.assert_allclose(slow_tree_logprobs(model, tree), own, atol=1e-4)
+
+
+@torch.no_grad()
+def slow_tree_logprobs(model, tree):
+    """Token by token: the whole past through the model, for each trained token anew."""
+    result = np.zeros(tree.num_tokens, np.float32)
+    for place in np.flatnonzero(tree.loss_mask):
+        past = [int(place)]
+        while tree.predecessors[past[0]] >= 0:
+            past.insert(0, int(tree.predecessors[past[0]]))
+        ids = torch.tensor(tree.input_ids[past][None].copy(), dtype=torch.long)
+        result[place] = model(ids).logits[0, -2].log_softmax(-1)[ids[0, -1]]
+    return result
 
 
 @pytest.mark.parametrize("layout", list(Layout))

@@ -112,17 +112,25 @@ class Exporter(Actor[Exports]):
             trajectories=exported.trajectories,
             untrained=exported.untrained,
             num_turns=len(record.interactions),
+            is_restored=record.is_restored,
+            num_empty_turns=record.num_empty_turns,
         )
 
     @DeliverGroup.handler
     async def deliver(self, message: DeliverGroup) -> bool:
-        """Queue a group that has something to train; count the problem of any other as consumed."""
+        """Queue a group that has something to train; count the problem of any other as consumed.
+
+        A group with empty answers is queued in any case: the trainer's gate says that the engine is broken.
+        """
         group = message.group
         if group.id in self._held:
             return True
         if group.problem.position in self._consumed:
             return False
-        is_accepted = any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
+        is_accepted = any(
+            episode.num_empty_turns or any(row.num_trained_tokens for row in episode.trajectories)
+            for episode in group.episodes
+        )
         if is_accepted:
             self._held.add(group.id)
             self._ready[group.id] = group
@@ -157,7 +165,9 @@ class Exporter(Actor[Exports]):
         self._notify()
 
     def _drop_stale(self, wanted: LeaseGroups) -> None:
-        for group in tuple(self._ready.values()):
+        # What has no version at all is not old: the trainer's gate says what is wrong with it.
+        versioned = [group for group in self._ready.values() if group.head_version >= 0]
+        for group in versioned:
             if is_too_stale(group.head_version, version=wanted.version, max_staleness=wanted.max_staleness):
                 _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
                 del self._ready[group.id]

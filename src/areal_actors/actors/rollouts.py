@@ -178,6 +178,8 @@ class RolloutRunner(Actor[Rollouts]):
     def _check_progress(self, group: Group) -> None:
         """Raise if the agent fails and fails: its groups are refunded, and more would be started without end."""
         failures = [e.failure for e in group.episodes if e.failure is not None and not e.is_rejected]
+        if any(episode.num_empty_turns for episode in group.episodes):
+            return  # nothing of the agent's doing: the trainer's gate says what is wrong
         has_success = len(failures) < len(group.episodes)
         self._num_failed_groups = 0 if has_success else self._num_failed_groups + 1
         if self._num_failed_groups == self._config.max_failed_groups:
@@ -352,7 +354,14 @@ class RolloutRunner(Actor[Rollouts]):
             if kept is not None:
                 return evolve(kept, cut_short=failure)
         closed = await self._peers.sessions.ask(EndSession(credential=Credential(session=session)))
-        return Episode(session=session, member=slot.member, num_turns=closed.num_interactions, failure=failure)
+        record = await self._peers.sessions.ask(CollectSession(session=session))
+        return Episode(
+            session=session,
+            member=slot.member,
+            num_turns=closed.num_interactions,
+            num_empty_turns=record.num_empty_turns,
+            failure=failure,
+        )
 
     async def _kept(self, slot: _Slot, session: SessionId) -> Episode | None:
         """What was completed, with the rewards so far; ``None`` if that is nothing, or if it cannot be added up."""

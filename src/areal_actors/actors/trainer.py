@@ -13,8 +13,10 @@ that a resumed run goes on where it was. It is written after the news of its ste
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +27,7 @@ from attrs import asdict, frozen
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.core import Actor, Context, OwnThread, Ref
 from areal_actors.domain import DataPosition, Group, Snapshot
-from areal_actors.errors import TrainingStalled
+from areal_actors.errors import CaptureViolation, TrainingStalled
 from areal_actors.messages import (
     AcknowledgeLease,
     AwaitTraining,
@@ -71,7 +73,10 @@ class TrainingPeers:
 
 
 class TrainerActor(Actor[Training]):
-    """Owns the policy and its optimiser. ``counters`` are those of the checkpoint that a resumed run starts from."""
+    """Owns the policy and its optimiser. ``counters`` are those of the checkpoint that a resumed run starts from.
+
+    Rows that cannot be true are written below ``captures``.
+    """
 
     def __init__(
         self,
@@ -81,11 +86,13 @@ class TrainerActor(Actor[Training]):
         plan: TrainingPlan,
         checkpoints: Path,
         counters: Mapping[str, Any] | None = None,
+        captures: Path | None = None,
     ) -> None:
         self._policy = policy
         self._peers = peers
         self._plan = plan
         self._checkpoints = checkpoints
+        self._captures = captures
         self._is_resumed = counters is not None
         self._average = _MovingAverage(plan.stop.smoothing, **(counters or {}).get("average", {}))
         self._position = parse_position(counters)
@@ -143,7 +150,7 @@ class TrainerActor(Actor[Training]):
         if lease is None:
             return False
         leased = anyio.current_time()
-        statistics = await self._thread.run(lambda: self._policy.train_step(lease.groups))
+        statistics = await self._train_on(lease)
         await self._publish()
         trained = anyio.current_time()
         self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
@@ -156,6 +163,20 @@ class TrainerActor(Actor[Training]):
         if self._policy.version % self._plan.checkpoint.every_steps == 0:
             await self._save()
         return is_over
+
+    async def _train_on(self, lease: Lease) -> StepStatistics:
+        """Update the weights. What stops the run because of its rows leaves a checkpoint, and the rows."""
+        try:
+            return await self._thread.run(
+                lambda: self._policy.train_step(lease.groups, max_staleness=self._plan.max_staleness)
+            )
+        except CaptureViolation as violation:
+            if self._captures is not None:
+                path = self._captures / f"step-{self._policy.version + 1}.jsonl"
+                await self._thread.run(partial(_write_evidence, path, violation.evidence))
+                violation.args = (f"{violation} The rows are in {path}.",)
+            await self._save()
+            raise
 
     async def _lease(self) -> Lease | None:
         """The next batch, or ``None`` if a stop was requested first."""
@@ -259,6 +280,14 @@ class _MovingAverage:
 
     def state(self) -> dict[str, float]:
         return {"total": self._total, "weight": self._weight}
+
+
+def _write_evidence(path: Path, evidence: Sequence[Mapping[str, object]]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in evidence), encoding="utf-8")
+    except OSError as error:  # the violation matters more
+        _log.warning("evidence_not_written", path=str(path), error=str(error))
 
 
 def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:

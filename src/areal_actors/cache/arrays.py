@@ -10,9 +10,12 @@ name                dtype      shape     off the row's own tokens      padding
 ``versions``        int32      [B, T]    -1 where not sampled          -1
 ``returns``         float32    [B, T]    0 where not sampled           0
 ``rewards``         float32    [B]       return of the last turn
+``predecessors``    int32      [B, T]                                  -1
+``position_ids``    int32      [B, T]                                  0
 ==================  =========  ========  ============================  =======
 
-Rows are padded on the right to the longest of them.
+The last two are there where a row is a tree: ``predecessors`` are indices into the row (see ``domain.predecessors``),
+which say what a token may attend to. Rows are padded on the right to the longest of them.
 """
 
 from __future__ import annotations
@@ -48,8 +51,20 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray[Any]]
         for name in ("input_ids", "loss_mask", "logprobs", "versions", "returns"):
             arrays[name][position, : row.num_tokens] = getattr(row, name)
     arrays["attention_mask"] = np.arange(shape[1])[None, :] < lengths[:, None]
+    if any(row.predecessors is not None for row in trajectories):
+        arrays |= _tree_arrays(trajectories, shape)
     arrays["rewards"] = np.array([row.reward for row in trajectories], np.float32)
     return arrays
+
+
+def _tree_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
+    predecessors, positions = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    for index, row in enumerate(trajectories):
+        own = slice(0, row.num_tokens)
+        chain = np.arange(-1, row.num_tokens - 1, dtype=np.int32)
+        predecessors[index, own] = chain if row.predecessors is None else row.predecessors
+        positions[index, own] = row.position_ids
+    return {"predecessors": predecessors, "position_ids": positions}
 
 
 def to_tensors(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:

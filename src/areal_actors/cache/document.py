@@ -9,8 +9,11 @@
                          "versions": [[…]], "returns": [[…]], "rewards": [0.9]}}},
      "untrained": [{"interaction_id": "…", "num_tokens": 7, "reason": "cancelled"}]}
 
-The tensors of a row have a leading axis of one row, names and dtypes as in ``arrays``. A float32 is written as the
-double that equals it, so that reading gives the same bits; ``reward`` is a double.
+A tree's row has ``predecessors`` and ``position_ids`` in its ``tensor_dict``. A document with such a row has version 2,
+because a reader that does not know them would take branches for one sequence. ``raw_logprobs`` beside ``turns`` are
+those of the plain softmax, where they are known. The tensors of a row have a leading axis of one row, names and dtypes
+as in ``arrays``. A float32 is written as the double that equals it, so that reading gives the same bits; ``reward`` is
+a double.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import numpy as np
 
 from areal_actors.cache.arrays import to_arrays
 from areal_actors.cache.export import Exported
-from areal_actors.domain import InteractionId, SessionId, Trajectory, Untrained, UntrainedReason
+from areal_actors.domain import InteractionId, SessionId, Trajectory, Untrained, UntrainedReason, is_tree_order
 from areal_actors.errors import ExportError
 
 __all__ = ["FORMAT", "VERSION", "from_document", "to_document"]
 
 FORMAT = "areal-actors/trajectories"
-VERSION = 1
+VERSION = 2
+"""The newest version that is read; documents without trees are written as version 1."""
 
 
 def to_document(exported: Exported) -> dict[str, Any]:
@@ -38,7 +42,7 @@ def to_document(exported: Exported) -> dict[str, Any]:
     """
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if any(row.predecessors is not None for row in exported.trajectories) else 1,
         "session_id": exported.session,
         "interactions": {row.interactions[-1]: _format_row(row) for row in exported.trajectories},
         "untrained": [
@@ -50,15 +54,18 @@ def to_document(exported: Exported) -> dict[str, Any]:
 
 def _format_row(row: Trajectory) -> dict[str, Any]:
     arrays = to_arrays([row])
-    for name in ("logprobs", "returns"):
-        if not np.isfinite(arrays[name]).all():
+    columns = {"logprobs": row.logprobs, "returns": row.returns, "raw_logprobs": row.raw_logprobs}
+    for name, column in columns.items():
+        if column is not None and not np.isfinite(column).all():
             raise ExportError(f"The {name} of interaction {row.interactions[-1]} are not finite; do not train on it.")
+    raw = {} if row.raw_logprobs is None else {"raw_logprobs": row.raw_logprobs.tolist()}
     return {
         "interaction_id": row.interactions[-1],
         "reward": row.reward,
         "turn_ids": list(row.interactions),
         "tag": row.tag,
         "turns": row.turns.tolist(),
+        **raw,
         "tensor_dict": {name: array.tolist() for name, array in arrays.items()},
     }
 
@@ -66,8 +73,10 @@ def _format_row(row: Trajectory) -> dict[str, Any]:
 def from_document(document: Mapping[str, Any]) -> Exported:
     """What ``to_document`` was given. Raises ``ExportError`` for another format or version, or a malformed document."""
     found = document.get("format"), document.get("version")
-    if found != (FORMAT, VERSION):
-        raise ExportError(f"This is {found[0]!r} version {found[1]!r}; only {FORMAT!r} version {VERSION} can be read.")
+    if found not in ((FORMAT, 1), (FORMAT, VERSION)):
+        raise ExportError(
+            f"This is {found[0]!r} version {found[1]!r}; only {FORMAT!r} up to version {VERSION} can be read."
+        )
     try:
         session = SessionId(document["session_id"])
         return Exported(
@@ -82,9 +91,14 @@ def from_document(document: Mapping[str, Any]) -> Exported:
 def _parse_row(session: SessionId, row: Mapping[str, Any]) -> Trajectory:
     tensors = row["tensor_dict"]
     columns = {name: tensors[name][0] for name in ("input_ids", "loss_mask", "logprobs", "versions", "returns")}
+    columns |= {name: tensors[name][0] for name in ("predecessors",) if name in tensors}
+    columns |= {name: row[name] for name in ("raw_logprobs",) if name in row}
     lengths = {len(column) for column in (*columns.values(), row["turns"])}
     if len(lengths) != 1:
         msg = f"the columns of row {row['interaction_id']} differ in length: {sorted(lengths)}"
+        raise ValueError(msg)
+    if "predecessors" in columns and not is_tree_order(np.asarray(columns["predecessors"])):
+        msg = f"a token of row {row['interaction_id']} follows one that stands behind it"
         raise ValueError(msg)
     return Trajectory(
         session=session,

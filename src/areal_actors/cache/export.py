@@ -1,13 +1,17 @@
 """From a session to training rows: which tokens are trained, with what return, and why the others are not.
 
-Two styles, chosen by name. ``individual`` makes a row per interaction in which only its own output is trained.
+Three styles, chosen by name. ``individual`` makes a row per interaction in which only its own output is trained.
 ``concat`` makes a row per leaf of the token tree, with every output on the way trained; an output that several leaves
 share is trained in the first of them (in order of request) and masked in the others::
 
     A ──▶ B ──▶ C        individual:  A   A·B   A·B·C   A·D        (only the last output of each is trained)
     └───▶ D              concat:      A·B·C   a·D                  (a: masked, trained in the first row)
+                         tree:        A·B·C·D                      (D follows A: see ``domain.predecessors``)
 
-Both train every sampled token exactly once or list it in ``untrained`` with a reason, and both agree on the id, the
+``tree`` makes one row per session, in which every sampled token stands once, and what branches read in common stands
+once (``trees``). Where lengths are bounded and the whole is too long, it makes several of them.
+
+All train every sampled token exactly once or list it in ``untrained`` with a reason, and all agree on the id, the
 log-probability, the version and the return of each. Rows are built front to back from stored ids, in time linear in
 their length; lengths are checked against what was recorded when the prompt was planned.
 
@@ -17,17 +21,16 @@ Padded arrays are in ``arrays``, the JSON document in ``document``, what returns
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from attrs import frozen
 
+from areal_actors.cache.columns import Source, Span, checked_completion, columns_of
 from areal_actors.cache.history import Lookup, lookup_in
 from areal_actors.cache.rewards import Rule, backpropagate
 from areal_actors.cache.tokens import full_ids, token_path
+from areal_actors.cache.trees import tree_rows
 from areal_actors.domain import (
-    Completion,
     Interaction,
     InteractionId,
     InteractionStatus,
@@ -99,7 +102,7 @@ def export_trajectories(
                 trained.append(turn)
             else:
                 untrained.append(Untrained(interaction=turn.id, num_tokens=num_tokens, reason=reason))
-    rows = STYLES[style](_Source(record.id, tuple(trained), returns, lookup))
+    rows = STYLES[style](Source(record.id, tuple(trained), returns, lookup, max_tokens))
     return Exported(session=record.id, trajectories=tuple(rows), untrained=tuple(untrained))
 
 
@@ -138,17 +141,7 @@ def _rewarded_conversations(record: SessionRecord) -> frozenset[InteractionId]:
 # ------------------------------------------------------------------------------------------------------- rows
 
 
-@frozen
-class _Source:
-    """What rows are built from: the turns to train, in order of request, and the return of every completed one."""
-
-    session: SessionId
-    trained: tuple[Interaction, ...]
-    returns: Mapping[InteractionId, float]
-    lookup: Lookup
-
-
-def _individual_rows(source: _Source) -> list[Trajectory]:
+def _individual_rows(source: Source) -> list[Trajectory]:
     rows: list[Trajectory] = []
     ids: dict[InteractionId, Ints] = {}  # a child's prompt begins with the ids of its parent's row
     for turn in source.trained:
@@ -166,7 +159,7 @@ def _prompt_ids(turn: Interaction, ids: Mapping[InteractionId, Ints], lookup: Lo
     return np.concatenate([parent, turn.prompt_suffix])
 
 
-def _concat_rows(source: _Source) -> list[Trajectory]:
+def _concat_rows(source: Source) -> list[Trajectory]:
     eligible = frozenset(turn.id for turn in source.trained)
     done: set[InteractionId] = set()
     rows: list[Trajectory] = []
@@ -180,7 +173,7 @@ def _concat_rows(source: _Source) -> list[Trajectory]:
     return rows
 
 
-def _leaf_paths(source: _Source) -> list[list[Interaction]]:
+def _leaf_paths(source: Source) -> list[list[Interaction]]:
     """The token paths to those trained turns that no other trained turn extends, in order of request."""
     inner: set[InteractionId] = set()
     paths: list[list[Interaction]] = []
@@ -198,14 +191,14 @@ _Part = Ints | Interaction
 """Either ids that were read, or a turn whose output was sampled."""
 
 
-def _build_row(source: _Source, parts: Sequence[_Part], *, trained: frozenset[InteractionId]) -> Trajectory:
+def _build_row(source: Source, parts: Sequence[_Part], *, trained: frozenset[InteractionId]) -> Trajectory:
     """Join the parts; outputs in ``trained`` are trained, the others are context that was sampled."""
     pieces: list[Ints] = []
-    spans: list[_Span] = []
+    spans: list[Span] = []
     num_tokens = 0
     for part in parts:
         if isinstance(part, Interaction):
-            spans.append(_Span(part, _checked_completion(part, num_tokens), num_tokens))
+            spans.append(Span(part, checked_completion(part, num_tokens), num_tokens))
             piece = spans[-1].completion.token_ids
         else:
             piece = part
@@ -216,57 +209,15 @@ def _build_row(source: _Source, parts: Sequence[_Part], *, trained: frozenset[In
         session=source.session,
         interactions=tuple(span.turn.id for span in spans),
         input_ids=np.concatenate(pieces),
-        **_columns(spans, num_tokens, source.returns, trained),
+        **columns_of(spans, num_tokens, source.returns, trained),
         reward=source.returns[last.id],
         tag=last.tag,
     )
 
 
-@frozen
-class _Span:
-    """Where a turn's output stands in a row."""
-
-    turn: Interaction
-    completion: Completion
-    start: int
-
-
-def _columns(
-    spans: Sequence[_Span], num_tokens: int, returns: Mapping[InteractionId, float], trained: frozenset[InteractionId]
-) -> dict[str, npt.NDArray[Any]]:
-    """The columns beside the ids, neutral but for the spans."""
-    columns: dict[str, npt.NDArray[Any]] = {
-        "loss_mask": np.zeros(num_tokens, np.int32),
-        "logprobs": np.zeros(num_tokens, np.float32),
-        "versions": np.full(num_tokens, -1, np.int32),
-        "returns": np.zeros(num_tokens, np.float32),
-        "turns": np.full(num_tokens, -1, np.int32),
-    }
-    for position, span in enumerate(spans):
-        where = slice(span.start, span.start + len(span.completion.token_ids))
-        columns["versions"][where] = span.completion.versions
-        columns["turns"][where] = position
-        columns["returns"][where] = returns.get(span.turn.id, 0.0)
-        if span.turn.id in trained:
-            columns["loss_mask"][where] = 1
-            columns["logprobs"][where] = span.completion.logprobs
-    return columns
-
-
-def _checked_completion(turn: Interaction, num_tokens: int) -> Completion:
-    """The turn's completion, if it stands where it was sampled and its columns have one length."""
-    if turn.completion is None:
-        raise ExportError(f"Interaction {turn.id} has no tokens but was continued; the session's record is damaged.")
-    if turn.num_prompt_tokens != num_tokens:
-        raise ExportError(
-            f"Interaction {turn.id} was sampled after {turn.num_prompt_tokens} tokens, but its ancestors hold "
-            f"{num_tokens}; the session's record is damaged."
-        )
-    lengths = {len(turn.completion.token_ids), len(turn.completion.logprobs), len(turn.completion.versions)}
-    if len(lengths) > 1:
-        raise ExportError(f"The ids, logprobs and versions of interaction {turn.id} differ in number: {lengths}.")
-    return turn.completion
-
-
-STYLES: Mapping[str, Callable[[_Source], list[Trajectory]]] = {"individual": _individual_rows, "concat": _concat_rows}
+STYLES: Mapping[str, Callable[[Source], list[Trajectory]]] = {
+    "individual": _individual_rows,
+    "concat": _concat_rows,
+    "tree": tree_rows,
+}
 """How rows are cut, by name."""

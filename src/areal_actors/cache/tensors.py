@@ -1,8 +1,9 @@
 """From tensors that somebody else made to training rows, each row checked and every mistake named; and their padding.
 
 What a dictionary may hold is the table of ``arrays``: ``input_ids`` and ``attention_mask`` are required, anything else
-of it is optional. A row is a sample. The outputs within it are the runs of ``loss_mask``; each is a turn, with the
-row's reward as its return where ``returns`` do not say otherwise.
+of it is optional, and so are ``raw_logprobs`` (log-probabilities of the plain softmax at temperature 1), with which the
+trainer checks what was captured. A row is a sample. The outputs within it are the runs of ``loss_mask``; each is a
+turn, with the row's reward as its return where ``returns`` do not say otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_actors.cache.rewards import parse_reward
-from areal_actors.domain import InteractionId, SessionId, Trajectory
+from areal_actors.domain import InteractionId, SessionId, Trajectory, is_tree_order
 from areal_actors.errors import ExportError
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _BY_TOKEN: dict[str, tuple[type[np.generic], int]] = {
     "logprobs": (np.float32, 0),
     "versions": (np.int32, -1),
     "returns": (np.float32, 0),
+    "raw_logprobs": (np.float32, 0),
+    "predecessors": (np.int32, -1),
+    "position_ids": (np.int32, 0),
 }
 """The type of each and what stands beyond a row's own tokens."""
 _NUM_AXES = 2
@@ -147,15 +151,26 @@ def _row(arrays: Mapping[str, Array], index: int, reward: float, session: Sessio
     mask = columns.setdefault("loss_mask", np.zeros(len(places), np.int32))
     if arrays.get("loss_mask", np.zeros(1)).any() and int(arrays["loss_mask"][index].sum()) != int(mask.sum()):
         raise ExportError(f"The loss_mask of row {index} trains padding; it must be 0 where attention_mask is 0.")
+    _place_tree(columns, offset=int(places[0]))
     _check(columns, index)
     turns = _turns(mask)
     columns.setdefault("logprobs", np.zeros(len(places), np.float32))
     columns.setdefault("versions", np.full(len(places), -1, np.int32))
     columns.setdefault("returns", np.where(mask == 1, np.float32(reward), np.float32(0)))
-    columns["logprobs"] = np.where(mask == 1, columns["logprobs"], np.float32(0))
+    for name in ("logprobs", "raw_logprobs"):
+        if name in columns:
+            columns[name] = np.where(mask == 1, columns[name], np.float32(0))
     num_turns = max(int(turns.max()) + 1, 1)
     names = tuple(InteractionId(f"{session}-{index}-{turn}") for turn in range(num_turns))
     return Trajectory(session=session, interactions=names, turns=turns, reward=reward, **columns)
+
+
+def _place_tree(columns: dict[str, Array], *, offset: int) -> None:
+    """Predecessors within the row that is left without its padding; positions follow from them."""
+    columns.pop("position_ids", None)
+    if "predecessors" in columns:
+        inside = columns["predecessors"] >= 0
+        columns["predecessors"] = np.where(inside, columns["predecessors"] - offset, np.int32(-1))
 
 
 def _turns(mask: Array) -> Array:
@@ -175,8 +190,7 @@ def _complaints(columns: Mapping[str, Array]) -> Iterator[str]:
         yield "input_ids has a negative id; pad with 0 and say so in attention_mask."
     if not np.isin(mask, (0, 1)).all():
         yield "loss_mask holds something else than 0 and 1."
-    if mask[0]:
-        yield "loss_mask trains the first token, which nothing predicts."
+    yield from _order_complaints(columns, trained)
     if not trained.any():
         return
     for name in ("logprobs", "versions"):
@@ -190,3 +204,11 @@ def _complaints(columns: Mapping[str, Array]) -> Iterator[str]:
         yield "a trained token has the version -1, which says that nothing sampled it."
     if not np.isfinite(columns.get("returns", np.zeros(1))).all():
         yield "returns are not finite."
+
+
+def _order_complaints(columns: Mapping[str, Array], trained: Array) -> Iterator[str]:
+    predecessors = columns.get("predecessors", np.arange(-1, len(trained) - 1))
+    if not is_tree_order(predecessors):
+        yield "predecessors must be -1 or the index of an earlier token of the row."
+    elif trained[predecessors < 0].any():
+        yield "loss_mask trains the first token of a branch, which nothing predicts."

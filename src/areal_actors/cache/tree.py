@@ -107,6 +107,7 @@ class ConversationTree:
         self._next_order = 0
         self._next_completed = 0
         self._num_pending = 0
+        self._is_restored = False
         self._num_completed = 0
         self._last_completed: InteractionId | None = None
         self._last_stored: InteractionId | None = None
@@ -127,6 +128,7 @@ class ConversationTree:
         the next.
         """
         tree, ended = cls(session, group=group, metadata=metadata), tuple(turns)
+        tree._is_restored = True
         for turn in sorted(ended, key=lambda turn: turn.interaction.order):
             tree._put(tree._compacted(turn.interaction))
             tree._next_order = turn.interaction.order + 1
@@ -236,6 +238,7 @@ class ConversationTree:
             is_ended=is_ended,
             group=self.group,
             metadata=self.metadata,
+            is_restored=self._is_restored,
         )
 
     # ----------------------------------------------------------------------------------------- lifecycles

@@ -10,7 +10,7 @@ from typing import Any
 from areal_actors.core import Message
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import format_record, open_records, rewrite_records
-from areal_actors.domain import Episode, Ints, Trajectory
+from areal_actors.domain import Episode, Ints, Trajectory, unfold
 from areal_actors.messages import EpisodeFinished, Progress
 
 __all__ = ["Decode", "FailureWriter", "RolloutDumper", "dump_rows"]
@@ -56,8 +56,8 @@ class RolloutDumper:
 
 
 def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]:
-    """One record per training row. The prompt ends where the first trained token begins."""
-    for row in news.episode.trajectories:
+    """One record per training row, or per branch of a tree. The prompt ends where the first trained token begins."""
+    for row in (branch.row for whole in news.episode.trajectories for branch in unfold(whole)):
         num_prompt = _num_prompt_tokens(row)
         yield {
             "task_id": news.problem.position,

@@ -10,6 +10,7 @@
       sessions.jsonl     a sample of conversations, for the report
       rollout/           <version>/<task>.jsonl: every training row as text
       eval-rollout/      the same of evaluations
+      capture/           step-<n>.jsonl: rows that cannot be true, which stopped the run before step n
       checkpoints/       what a resumed run goes on from
       weights/           the trained model, as transformers loads it
       logs/              run.jsonl: what happened; agents/<n>.log: what agents in processes print
@@ -75,6 +76,11 @@ class RunDirectory:
     def eval_rollouts(self) -> Path:
         """Rows of evaluations as text, by version and task."""
         return self.path / "eval-rollout"
+
+    @property
+    def captures(self) -> Path:
+        """Rows that cannot be true, by the step that they stopped."""
+        return self.path / "capture"
 
     @property
     def checkpoints(self) -> Path:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from areal_actors.domain.accounts import IssuedKey, KeyId, Quotas, User, UserKey
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
+from areal_actors.domain.branches import Branch, unfold, unfold_group
+from areal_actors.domain.capture import LOGPROB_SLACK, CaptureFault
 from areal_actors.domain.chat import (
     Answer,
     AnswerStarted,
@@ -48,6 +50,7 @@ from areal_actors.domain.grammar import (
     Repeated,
 )
 from areal_actors.domain.models import TrainedModel, is_model_identifier
+from areal_actors.domain.predecessors import is_tree_order, tree_attention_mask, tree_position_ids
 from areal_actors.domain.rows import DataPosition, Episode, Group, Problem, Trajectory, Untrained, UntrainedReason
 from areal_actors.domain.sampling import (
     Chunk,
@@ -65,9 +68,12 @@ from areal_actors.domain.sampling import (
 from areal_actors.domain.tree import ForkReason, GroupId, Interaction, InteractionStatus, SessionRecord
 
 __all__ = [
+    "LOGPROB_SLACK",
     "Answer",
     "AnswerStarted",
     "Attempt",
+    "Branch",
+    "CaptureFault",
     "ChatMessage",
     "Chunk",
     "Completion",
@@ -134,4 +140,9 @@ __all__ = [
     "as_floats",
     "as_ints",
     "is_model_identifier",
+    "is_tree_order",
+    "tree_attention_mask",
+    "tree_position_ids",
+    "unfold",
+    "unfold_group",
 ]

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 from attrs import field, frozen
+from attrs.converters import optional
 
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
 from areal_actors.domain.chat import InteractionId, SessionId
+from areal_actors.domain.predecessors import tree_position_ids
 from areal_actors.domain.tree import GroupId
 
 
@@ -40,6 +43,9 @@ class Trajectory:
     [T], 0 off the mask; ``versions`` int32 [T], -1 on tokens that were not sampled; ``returns`` float32 [T], each
     turn's own return on its sampled tokens; ``turns`` int32 [T], the index into ``interactions`` of the turn that
     sampled the token, -1 elsewhere. ``reward`` is the return of the row's last interaction.
+
+    ``predecessors`` int32 [T], where there are any, make the row a tree (see ``domain.predecessors``). ``raw_logprobs``
+    float32 [T], where the engine's are known, are those of the plain softmax on the mask, and 0 off it.
     """
 
     session: SessionId
@@ -52,6 +58,15 @@ class Trajectory:
     turns: Ints = field(converter=as_ints, eq=array_equality)
     reward: float
     tag: str | None = None
+    predecessors: Ints | None = field(default=None, converter=optional(as_ints), eq=array_equality)
+    raw_logprobs: Floats | None = field(default=None, converter=optional(as_floats), eq=array_equality)
+
+    @property
+    def position_ids(self) -> Ints:
+        """How many tokens stand before each one in its branch, int32 [T]."""
+        if self.predecessors is None:
+            return np.arange(self.num_tokens, dtype=np.int32)
+        return tree_position_ids(self.predecessors)
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +104,9 @@ class Episode:
 
     ``reward`` is the sum of the rewards that were assigned to its interactions, before any propagation.
     ``is_rejected`` tells that its workflow threw it away on purpose; ``failure`` says so, too. ``cut_short`` says why
-    an episode ended too early that is trained all the same, as far as it went.
+    an episode ended too early that is trained all the same, as far as it went. ``is_restored`` is that of its session.
+    ``num_empty_turns`` counts its answers that were completed without a single sampled token, which no working engine
+    gives.
     """
 
     session: SessionId
@@ -98,10 +115,12 @@ class Episode:
     trajectories: tuple[Trajectory, ...] = ()
     untrained: tuple[Untrained, ...] = ()
     num_turns: int = 0
+    num_empty_turns: int = 0
     seconds: float = 0.0
     failure: str | None = None
     is_rejected: bool = False
     cut_short: str | None = None
+    is_restored: bool = False
 
 
 @frozen(kw_only=True)

@@ -84,3 +84,11 @@ class SessionRecord:
     is_ended: bool = False
     group: GroupId | None = None
     metadata: Mapping[str, Any] = field(factory=dict)
+    is_restored: bool = False
+    """Whether an earlier process began it, whose last weights may be lost: nobody can compute its tokens again."""
+
+    @property
+    def num_empty_turns(self) -> int:
+        """Answers that were completed and hold no token, not even one that ends them."""
+        completed = [turn for turn in self.interactions if turn.status is InteractionStatus.COMPLETED]
+        return sum(turn.completion is not None and not len(turn.completion.token_ids) for turn in completed)

@@ -33,6 +33,7 @@ from areal_actors.dashboard.report import write_report
 from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Rollouts, Training, TrainingSummary
 from areal_actors.models import resolve_tokenizer
 from areal_actors.proxy import ProxyConfig
+from areal_actors.run.capture import check_engine
 from areal_actors.run.exporting import save_weights
 from areal_actors.run.heap import settled_heap
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors
@@ -109,6 +110,7 @@ async def _open_inference(job: Job, learning: Learning) -> AsyncIterator[Inferen
             journal=learning.journal,
         ) as inference,
     ):
+        await check_engine(engine, policy=job.policy, renderer=job.renderer)
         yield inference
 
 
@@ -175,6 +177,7 @@ async def _spawn_trainer(job: Job, inference: Inference, rollouts: Ref[Rollouts]
         plan=job.config.plan,
         checkpoints=job.directory.checkpoints,
         counters=job.counters,
+        captures=job.directory.captures,
     )
     return await inference.system.spawn(trainer, name="trainer")
 

@@ -90,22 +90,44 @@ def _check_row(name: str, row: Trajectory, log: Log, num_trained: Counter[str]) 
     if unknown:
         yield f"{name} holds {unknown}, which the engine never saw"
         return
-    yield from _difference(f"{name}: ids", log[row.interactions[-1]].tokens, row.input_ids)
+    if row.predecessors is None:
+        yield from _difference(f"{name}: ids", log[row.interactions[-1]].tokens, row.input_ids)
     expected = _Columns.neutral(len(row.input_ids))
+    reached: set[int] = set()
     for index, turn in enumerate(row.interactions):
         seen = log[turn]
-        start, end = len(seen.prompt), len(seen.prompt) + len(seen.token_ids)
-        yield from _difference(f"{name}: {turn}, read and sampled", seen.tokens, row.input_ids[:end])
-        expected.turns[start:end] = index
-        expected.versions[start:end] = seen.versions
-        mask = row.loss_mask[start:end]
+        if row.predecessors is not None and not len(seen.token_ids):
+            continue  # it has no place of its own; what it read stands where others go on from it
+        places = _places(row, index, seen)
+        reached.update(places)
+        yield from _difference(f"{name}: {turn}, ids read and sampled", seen.tokens, row.input_ids[places])
+        own = places[len(seen.prompt) :]
+        expected.turns[own] = index
+        expected.versions[own] = seen.versions[: len(own)]
+        mask = row.loss_mask[own]
         if mask.any():
-            expected.mask[start:end], expected.logprobs[start:end] = 1, seen.logprobs
+            expected.mask[own], expected.logprobs[own] = 1, seen.logprobs[: len(own)]
             num_trained[turn] += int(mask.sum())
+    if row.predecessors is not None and len(reached) < len(row.input_ids):
+        yield f"{name}: {len(row.input_ids) - len(reached)} tokens belong to no interaction"
     yield from _difference(f"{name}: turns", expected.turns, row.turns)
     yield from _difference(f"{name}: loss_mask", expected.mask, row.loss_mask)
     yield from _difference(f"{name}: logprobs", expected.logprobs, row.logprobs)
     yield from _difference(f"{name}: versions", expected.versions, row.versions)
+
+
+def _places(row: Trajectory, index: int, seen: Recorded) -> list[int]:
+    """Where a row holds what turn ``index`` read and sampled."""
+    if row.predecessors is None:
+        return list(range(min(len(seen.tokens), len(row.input_ids))))
+    own = np.flatnonzero(row.turns == index)
+    if not len(own):
+        return []
+    path, token = [], int(own[-1])
+    while token >= 0:
+        path.append(token)
+        token = int(row.predecessors[token])
+    return path[::-1]
 
 
 @frozen

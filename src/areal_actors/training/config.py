@@ -16,6 +16,7 @@ __all__ = [
     "AdvantageConfig",
     "Aggregation",
     "BehaviourConfig",
+    "CaptureConfig",
     "ComputeDtype",
     "Decay",
     "KlConfig",
@@ -223,6 +224,20 @@ class OptimizerConfig:
 
 
 @frozen(kw_only=True)
+class CaptureConfig:
+    """The gate before each update: rows that cannot be what the engine sampled stop the run.
+
+    ``tolerance`` bounds, for each row that the present weights sampled, the mean difference between the engine's
+    log-probabilities and the trainer's; ``None`` takes 0.001 where engine and trainer compute in float32, and 0.1
+    otherwise. At most ``max_bad_fraction`` of the rows may exceed it.
+    """
+
+    enabled: bool = True
+    tolerance: float | None = field(default=None, validator=_positive_or_none)
+    max_bad_fraction: float = field(default=0.1, validator=_fraction)
+
+
+@frozen(kw_only=True)
 class TrainerConfig:
     """One training step: how groups become updates.
 
@@ -235,6 +250,7 @@ class TrainerConfig:
     objective: ObjectiveConfig = field(factory=ObjectiveConfig)
     advantages: AdvantageConfig = field(factory=AdvantageConfig)
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
+    capture: CaptureConfig = field(factory=CaptureConfig)
     layout: Layout = Layout.TREE
     max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
     dtype: ComputeDtype = ComputeDtype.AUTO

@@ -24,10 +24,14 @@ _CHUNK_BYTES = 64 << 20
 
 @frozen(kw_only=True)
 class TokenScores:
-    """Float32 [n] for the trained tokens of a pack, in its order: log-probabilities and the entropies around them."""
+    """Float32 [n] for the trained tokens of a pack, in its order: log-probabilities and the entropies around them.
+
+    ``raw_logprobs`` are those at temperature 1, without a gradient.
+    """
 
     logprobs: Tensor = field(eq=False)
     entropies: Tensor = field(eq=False)
+    raw_logprobs: Tensor = field(eq=False)
 
 
 def score_pack(model: Any, pack: Pack, *, temperature: float = 1.0) -> TokenScores:
@@ -53,8 +57,8 @@ def score_tokens(
     if temperature != 1.0:
         hidden, bias = hidden / temperature, None if bias is None else bias / temperature
     apply = cast("Any", _Scores.apply)
-    logprobs, entropies = apply(hidden, weight, bias, targets)
-    return TokenScores(logprobs=logprobs, entropies=entropies)
+    logprobs, entropies, raw = apply(hidden, weight, bias, targets, temperature)
+    return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw)
 
 
 class _Scores(torch.autograd.Function):
@@ -65,29 +69,33 @@ class _Scores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Float32 [n] log-probabilities and entropies."""
+    def forward(  # noqa: PLR0917 - torch passes them by position
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Float32 [n] log-probabilities, entropies, and log-probabilities at temperature 1."""
         weight_c, hidden_c = _compute_dtype(weight), _compute_dtype(hidden)
         logprobs = torch.empty(len(targets), device=hidden.device)
-        entropies, normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        entropies, normalisers, raw = (torch.empty_like(logprobs) for _ in range(3))
         for part in _chunks(len(targets), len(weight)):
             logits = _logits(hidden_c[part], weight_c, bias)
             normaliser = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normaliser
+            if temperature != 1.0:
+                raw[part] = _raw_logprobs(logits, targets[part], temperature)
             logits.sub_(normaliser[:, None])
             entropies[part] = -(logits.exp().mul_(logits.clamp_(min=-1e4))).sum(-1)
             normalisers[part] = normaliser
         ctx.save_for_backward(hidden_c, weight_c, bias, targets, normalisers, entropies)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return logprobs, entropies
+        raw = logprobs.clone() if temperature == 1.0 else raw
+        ctx.mark_non_differentiable(raw)
+        return logprobs, entropies, raw
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight and bias; the logits are computed again, chunk by chunk."""
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
-        grad_logprobs, grad_entropies = gradients
+        grad_logprobs, grad_entropies, _ = gradients
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, device=weight.device)
         grad_bias = None if bias is None else torch.zeros_like(bias)
@@ -101,7 +109,7 @@ class _Scores(torch.autograd.Function):
             torch.matmul(grad, weight, out=grad_hidden[part])
             _accumulate(grad_weight, grad, hidden[part])
         hidden_dtype, weight_dtype = ctx.dtypes
-        return grad_hidden.to(hidden_dtype), grad_weight.to(weight_dtype), grad_bias, None
+        return grad_hidden.to(hidden_dtype), grad_weight.to(weight_dtype), grad_bias, None, None
 
 
 def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, entropies: Tensor) -> Tensor:
@@ -113,6 +121,12 @@ def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Ten
         logprobs_NV.clamp_(min=-1e4).add_(entropies[:, None]).mul_(grad_entropies[:, None]).add_(grad_logprobs[:, None])
     )
     return probabilities.mul_(factor).neg_()
+
+
+def _raw_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities [n] of ``targets`` for what ``logits`` [n, V] were before they were divided."""
+    undivided = logits * temperature
+    return undivided.gather(-1, targets[:, None]).squeeze(-1) - undivided.logsumexp(-1)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

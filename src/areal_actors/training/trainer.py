@@ -15,16 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 
-from areal_actors.domain import Floats, Group, Trajectory
+from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.training.advantages import GroupAdvantages, compute_advantages
 from areal_actors.training.batch import Batch, TrainingRow
+from areal_actors.training.capture import CaptureGate, CaptureWatch
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
 from areal_actors.training.config import Aggregation, KlPlace, Layout, TrainerConfig
 from areal_actors.training.forward import TokenScores, score_pack
+from areal_actors.training.generators import generator_states, set_generator_states
 from areal_actors.training.memory import release_free_memory
 from areal_actors.training.objective import Objective, TokenSums, create_objective
 from areal_actors.training.optimizer import Optimizer
@@ -38,6 +40,17 @@ from areal_actors.training.tree_attention import use_tree_attention
 from areal_actors.training.weights import distinct_tensors, load_weights
 
 __all__ = ["PolicyTrainer"]
+
+
+@frozen(kw_only=True)
+class _Update:
+    """What one update did."""
+
+    loss: float
+    sums: TokenSums
+    grad_norm: float
+    num_skipped: int
+    num_packed: int
 
 
 class PolicyTrainer:
@@ -65,54 +78,106 @@ class PolicyTrainer:
         self._reference = reference.eval() if reference is not None else None
         self._objective = objective or create_objective(self.config.objective)
         self._dtype = compute_dtype(self.config.dtype, model.device)
+        self.expect_engine(dtype="float32")
         self._check()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = Optimizer(trained, self.config.optimizer)
 
+    def expect_engine(self, *, dtype: str) -> None:
+        """Say what the engine computes in, which bounds how far its log-probabilities may be from the trainer's."""
+        self.gate = CaptureGate.create(
+            self.config.capture,
+            vocab_size=self.model.config.vocab_size,
+            is_float32=dtype == "float32" and self._dtype is torch.float32,
+        )
+
     # ------------------------------------------------------------------------------------------------ training
 
-    def train_step(self, groups: Sequence[Group]) -> StepStatistics:
+    def train_step(self, groups: Sequence[Group], *, max_staleness: int | None = None) -> StepStatistics:
         """Update the weights from ``groups`` and advance ``version`` by one.
+
+        Groups older than ``max_staleness`` versions are not to be there.
 
         Raises ``TrainingDiverged`` if a loss or gradient is not finite: the update at fault was not made, and the
         version stays. Raises ``CaptureViolation`` or ``ExportError`` for rows that cannot be true, before anything
         changed.
         """
         started = time.perf_counter()
+        if self.config.capture.enabled:
+            self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
         groups, rows, num_zero_variance = self._prepare(groups)
+        watch = self._watch(rows, groups)
         data = describe_data(groups, rows, version=self.version, num_zero_variance_groups=num_zero_variance)
-        batches = [self._batch(chosen) for chosen in self._updates(self._with_baselines(rows))]
-        sums, losses, norms, num_skipped, num_packed = TokenSums(), [], [], 0, 0
+        batches = [self._batch(chosen) for chosen in self._updates(self._with_baselines(rows, watch))]
         rate = self._optimizer.learning_rate
-        for batch in batches:
-            packs, skipped = self._packs(batch)
-            loss, update_sums = self._accumulate(batch, packs)
-            norms.append(self._optimizer.step())
-            losses.append(loss)
-            sums, num_skipped = sums + update_sums, num_skipped + skipped
-            num_packed += sum(pack.num_tokens for pack in packs)
+        done = [self._update(batch, watch if index == 0 else None) for index, batch in enumerate(batches)]
         self._optimizer.zero_grad()
         release_free_memory()
         self.version += 1
         return StepStatistics.create(
-            sums,
+            sum((update.sums for update in done), TokenSums()),
             version=self.version,
             data=data,
-            losses=losses,
-            grad_norms=norms,
+            losses=[update.loss for update in done],
+            grad_norms=[update.grad_norm for update in done],
             learning_rate=rate,
-            num_skipped_rows=num_skipped,
-            num_packed_tokens=num_packed,
+            num_skipped_rows=sum(update.num_skipped for update in done),
+            num_packed_tokens=sum(update.num_packed for update in done),
             seconds=time.perf_counter() - started,
         )
 
-    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
+    def _update(self, batch: Batch, watch: CaptureWatch | None) -> _Update:
+        """One update of the weights; with a ``watch`` only of rows that are what they say.
+
+        Only the first update of a step is watched: after it, no row is of the present weights any more.
+        """
+        packs, num_skipped = self._packs(batch)
+        loss, sums = self._accumulate(batch, packs, watch)
+        self._judge(watch)
+        return _Update(
+            loss=loss,
+            sums=sums,
+            grad_norm=self._optimizer.step(),
+            num_skipped=num_skipped,
+            num_packed=sum(pack.num_tokens for pack in packs),
+        )
+
+    def _watch(self, rows: Sequence[TrainingRow], groups: Sequence[Group]) -> CaptureWatch | None:
+        """Compare what the present weights can have sampled: of restored sessions, others of that number may have."""
+        if not self.config.capture.enabled:
+            return None
+        restored = {episode.session for group in groups for episode in group.episodes if episode.is_restored}
+        watch = self.gate.watch(version=self.version)
+        watch.expect([row for row in rows if row.trajectory.session not in restored])
+        return watch
+
+    def _judge(self, watch: CaptureWatch | None) -> None:
+        if watch is None:
+            return
+        try:
+            watch.judge()
+        except CaptureViolation:
+            self._optimizer.zero_grad()
+            raise
+
+    def logprobs(self, trajectories: Sequence[Trajectory], *, is_raw: bool = False) -> list[Floats]:
         """Log-probabilities of the trained tokens under the present weights, float32 [T] for each row, 0 off the mask.
 
-        Where the rows were sampled by these weights, they equal ``Trajectory.logprobs`` but for rounding.
+        Where the rows were sampled by these weights, they equal ``Trajectory.logprobs`` but for rounding. With
+        ``is_raw`` they are those at temperature 1, and equal ``Trajectory.raw_logprobs``.
         """
-        rows = [TrainingRow(trajectory=row, advantages=np.zeros(row.num_tokens)) for row in trajectories]
-        return self._score_rows(self.model, rows)
+        branches = [unfold(row) for row in trajectories]
+        rows = [
+            TrainingRow(trajectory=branch.row, advantages=np.zeros(branch.row.num_tokens))
+            for found in branches
+            for branch in found
+        ]
+        scored = iter(self._score_rows(self.model, rows, is_raw=is_raw))
+        result = [np.zeros(row.num_tokens, dtype=np.float32) for row in trajectories]
+        for values, found in zip(result, branches, strict=True):
+            for branch in found:  # a token is scored in one branch, and 0 in the others
+                values[branch.places] += next(scored)
+        return result
 
     def state_dict(self) -> dict[str, Tensor]:
         """All weights by name, shared with the model: they change with the next ``train_step``."""
@@ -129,7 +194,7 @@ class PolicyTrainer:
         parts = {
             "model": distinct_tensors(self.model),
             "optimizer": self._optimizer.state_dict(),
-            "rng": _rng_tensors(),
+            "rng": generator_states(),
         }
         return save_checkpoint(directory, step=self.version, parts=parts, counters=own, num_kept=num_kept)
 
@@ -143,7 +208,7 @@ class PolicyTrainer:
             return None
         load_weights(self.model, checkpoint)
         self._optimizer.load_state_dict(checkpoint.load("optimizer"), num_updates=checkpoint.counters["num_updates"])
-        _set_rng(checkpoint.load("rng"))
+        set_generator_states(checkpoint.load("rng"))
         self.version = checkpoint.step
         counters: Mapping[str, Any] = checkpoint.counters["caller"]
         return counters
@@ -152,7 +217,7 @@ class PolicyTrainer:
 
     def _prepare(self, groups: Sequence[Group]) -> tuple[Sequence[Group], list[TrainingRow], int]:
         """Penalised groups, their rows, and how many groups had no variance."""
-        groups = penalise_overlong(groups, self.config.objective.overlong)
+        groups = penalise_overlong([unfold_group(group) for group in groups], self.config.objective.overlong)
         kl = self.config.objective.kl
         if kl.coefficient and kl.place is KlPlace.REWARD:
             groups = penalise_kl(groups, self._reference_distances(groups), coefficient=kl.coefficient)
@@ -189,17 +254,25 @@ class PolicyTrainer:
 
     # ---------------------------------------------------------------------------------------------- from rows
 
-    def _with_baselines(self, rows: list[TrainingRow]) -> list[TrainingRow]:
+    def _with_baselines(self, rows: list[TrainingRow], watch: CaptureWatch | None) -> list[TrainingRow]:
         """Rows with the log-probabilities that their loss compares with, unless its own forward pass gives them."""
         if self._reference is not None:
             scored = self._score_rows(self._reference, rows)
             rows = [evolve(row, reference=found) for row, found in zip(rows, scored, strict=True)]
         if not self.config.objective.is_decoupled:
-            return [evolve(row, proximal=row.trajectory.logprobs) for row in rows]
+            return [evolve(row, proximal=self._centre(row.trajectory)) for row in rows]
         if self.config.num_epochs * self.config.num_minibatches == 1:
             return rows  # one update: the weights before it are those of its own forward pass
-        scored = self._score_rows(self.model, rows)
+        scored = self._score_rows(self.model, rows, watch)
         return [evolve(row, proximal=found) for row, found in zip(rows, scored, strict=True)]
+
+    def _centre(self, row: Trajectory) -> Floats:
+        """What a clip around the behaviour policy is around: the distribution that the trainer computes, then.
+
+        Of a forced or truncated token, the probability that it was sampled with is another function: the ratio to it
+        begins below the clip, whatever the weights, and would be clipped for what nobody changed.
+        """
+        return row.logprobs if row.raw_logprobs is None or self.config.temperature != 1.0 else row.raw_logprobs
 
     def _updates(self, rows: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         """The rows of each update: groups dealt out evenly, in an order drawn from seed, version and epoch only."""
@@ -231,7 +304,7 @@ class PolicyTrainer:
 
     # ----------------------------------------------------------------------------------------- forward, backward
 
-    def _accumulate(self, batch: Batch, packs: Sequence[Pack]) -> tuple[float, TokenSums]:
+    def _accumulate(self, batch: Batch, packs: Sequence[Pack], watch: CaptureWatch | None) -> tuple[float, TokenSums]:
         """Gradients of the whole update, pass by pass; returns its loss and sums."""
         self._optimizer.zero_grad()
         total, sums = 0.0, TokenSums()
@@ -244,6 +317,8 @@ class PolicyTrainer:
                 raise TrainingDiverged(f"The loss of step {self.version + 1} is {loss}; the weights were not changed.")
             torch.autograd.backward(result.loss)
             total, sums = total + loss, sums + result.sums
+            if watch is not None:
+                watch.note(batch.rows, pack.rows, scores.raw_logprobs.cpu().numpy())
         return total, sums
 
     def _terms(self, batch: Batch, pack: Pack, scores: TokenScores) -> Terms:
@@ -273,12 +348,17 @@ class PolicyTrainer:
             return score_pack(model, pack, temperature=self.config.temperature)
 
     @torch.no_grad()
-    def _score_rows(self, model: Any, rows: Sequence[TrainingRow]) -> list[Floats]:
-        """Log-probabilities float32 [T] of each row's trained tokens under ``model``."""
+    def _score_rows(
+        self, model: Any, rows: Sequence[TrainingRow], watch: CaptureWatch | None = None, *, is_raw: bool = False
+    ) -> list[Floats]:
+        """Log-probabilities float32 [T] of each row's trained tokens under ``model``; ``is_raw``: at temperature 1."""
         result: list[Floats] = [np.zeros(row.trajectory.num_tokens, dtype=np.float32) for row in rows]
         trained = [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens]
         for pack in self._pack(rows, trained):
-            values = self._score(model, pack).logprobs.cpu().numpy()
+            scores = self._score(model, pack)
+            values = (scores.raw_logprobs if is_raw else scores.logprobs).cpu().numpy()
+            if watch is not None:
+                watch.note(rows, pack.rows, scores.raw_logprobs.cpu().numpy())
             bounds = np.cumsum([len(rows[index].positions) for index in pack.rows])[:-1]
             for index, part in zip(pack.rows, np.split(values, bounds), strict=True):
                 result[index][rows[index].positions] = part
@@ -301,15 +381,3 @@ class PolicyTrainer:
             if self.config.layout is Layout.TREE:
                 use_tree_attention(model)
                 require_tree_support(model)
-
-
-def _rng_tensors() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | {f"cuda{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-
-
-def _set_rng(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    devices = [states[name] for name in sorted(states) if name.startswith("cuda")]
-    if len(devices) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(devices)

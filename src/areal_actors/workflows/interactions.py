@@ -63,6 +63,8 @@ class InteractionWithTokenLogpReward:
     completion: Any = field(default=None, repr=False)
     row: Trajectory | None = field(default=None, repr=False)
     """The training row that this interaction ends; ``None`` where it ends none."""
+    others: tuple[InteractionWithTokenLogpReward, ...] = field(default=(), repr=False)
+    """The other interactions of a row that holds several branches."""
 
     def to_tensor_dict(self) -> dict[str, Any]:
         """The training row as tensors with a leading axis of one row, named and typed as ``cache.arrays`` has it.

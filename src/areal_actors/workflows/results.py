@@ -99,8 +99,9 @@ def _ancestors(result: Mapping[str, InteractionWithTokenLogpReward]) -> list[Int
     """The turns that are not in ``result`` and lead to one that is: of a row of several turns, only the last is."""
     seen = {interaction.interaction_id for interaction in result.values()}
     found: list[InteractionWithTokenLogpReward] = []
-    for interaction in result.values():
-        turn = interaction.parent
+    starts = [turn for interaction in result.values() for turn in (interaction.parent, *interaction.others)]
+    for start in starts:
+        turn = start
         while turn is not None and turn.interaction_id not in seen:
             seen.add(turn.interaction_id)
             found.append(turn)

@@ -50,7 +50,10 @@ class InteractionViews:
         if name not in self._made:
             self._make(name)
         made = self._made[name]
-        return made if row is None else evolve(made, row=row, reward=row.reward)
+        if row is None:
+            return made
+        others = tuple(map(self.view, row.interactions[:-1])) if row.predecessors is not None else ()
+        return evolve(made, row=row, reward=row.reward, others=others)
 
     def rows(self, trajectories: Sequence[Trajectory]) -> dict[str, InteractionWithTokenLogpReward]:
         """The training rows in order, each by the interaction that it ends."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal_actors.cache import ConversationTree, export_trajectories, plan_prompt, total_reward
 from areal_actors.cache.export import STYLES
-from areal_actors.cache.journal import MemoryJournal, SqliteJournal, read_journal, recover
+from areal_actors.cache.journal import MemoryJournal, SqliteJournal, as_of, read_journal, recover
 from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
@@ -35,6 +35,7 @@ from areal_actors.domain import (
     VersionSaved,
 )
 from areal_actors.errors import RewardError
+from areal_actors.testing.facts import facts as any_facts
 from areal_actors.testing.strategies import chat_messages, conversations, echo_styles
 
 S = SessionId("s")
@@ -144,7 +145,7 @@ def test_a_restored_session_goes_on_as_the_uninterrupted_one(new_talk: Any, data
     for name in tuple(session.pending):
         session.end(name, data.draw(st.sampled_from(["complete", "fail"])), data.draw(chat_messages("assistant")))
     tree = restored(session.facts)
-    expected, record = session.tree.snapshot(), tree.snapshot()
+    expected, record = evolve(session.tree.snapshot(), is_restored=True), tree.snapshot()
 
     assert expected == record
     assert total_reward(expected) == total_reward(record)
@@ -173,7 +174,7 @@ def test_what_was_pending_was_never_asked(new_talk: Any, data: st.DataObject) ->
     """A kill leaves out the requests in flight: what has ended stays as it was, rows and rewards are the same."""
     session = data.draw(histories(new_talk))
     tree = restored(session.facts)
-    expected, record = session.tree.snapshot(), tree.snapshot()
+    expected, record = evolve(session.tree.snapshot(), is_restored=True), tree.snapshot()
     ended = tuple(turn for turn in expected.interactions if turn.status is not InteractionStatus.PENDING)
 
     assert ended == record.interactions
@@ -286,10 +287,34 @@ async def test_a_file_restores_what_its_facts_restore(new_talk: Any, tmp_path: P
         read = (await read_journal(journal)).sessions[S]
 
     assert recover(facts).sessions[S] == read
-    assert session.tree.snapshot() == read.tree.snapshot()
+    assert evolve(session.tree.snapshot(), is_restored=True) == read.tree.snapshot()
 
 
 @pytest.mark.anyio
 async def test_a_journal_is_read_as_its_facts() -> None:
     """Reading is folding."""
     assert recover([STARTED]) == await read_journal(MemoryJournal([STARTED]))
+
+
+@given(fact=any_facts(), version=st.integers(0, 4))
+def test_what_lost_weights_sampled_counts_as_of_those_that_are_gone_on_with(fact: Fact, version: int) -> None:
+    """Versions above are lowered to it; nothing else of any fact changes."""
+    known = as_of(fact, version)
+    if not isinstance(fact, TurnEnded) or fact.interaction.completion is None:
+        assert known is fact
+        return
+    assert isinstance(known, TurnEnded)
+    assert known.interaction.completion is not None
+    before, after = fact.interaction.completion.versions, known.interaction.completion.versions
+
+    assert [min(number, version) for number in before.tolist()] == after.tolist()
+    assert repr(known.interaction.completion.logprobs) == repr(fact.interaction.completion.logprobs)
+    assert as_of(known, version) is known
+
+
+def test_a_restored_session_says_so(new_talk: Any) -> None:
+    """In its record, which exports read."""
+    session = Journaled(new_talk())
+    tree = ConversationTree.restore(session.tree.session, ())
+
+    assert (False, True) == (session.tree.snapshot().is_restored, tree.snapshot().is_restored)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 from attrs import define, evolve, field, frozen
 
 from areal_actors.cache.journal.base import Journal
@@ -27,7 +28,7 @@ from areal_actors.domain import (
     VersionSaved,
 )
 
-__all__ = ["EndedSession", "Leftovers", "Recovered", "RecoveredSession", "read_journal", "recover"]
+__all__ = ["EndedSession", "Leftovers", "Recovered", "RecoveredSession", "as_of", "read_journal", "recover"]
 
 
 @frozen(kw_only=True)
@@ -118,6 +119,20 @@ def recover(facts: Iterable[Fact]) -> Recovered:
     for fact in facts:
         folding.add(fact)
     return folding.result()
+
+
+def as_of(fact: Fact, version: int) -> Fact:
+    """``fact`` for a process that goes on from the weights of ``version``: newer ones are lost, and so is their number.
+
+    What they sampled counts as of ``version``, of which they were made. Their number will be given again, to others.
+    """
+    if not isinstance(fact, TurnEnded) or fact.interaction.completion is None:
+        return fact
+    completion = fact.interaction.completion
+    if not len(completion.versions) or int(completion.versions.max()) <= version:
+        return fact
+    known = evolve(completion, versions=np.minimum(completion.versions, version))
+    return evolve(fact, interaction=evolve(fact.interaction, completion=known))
 
 
 async def read_journal(journal: Journal) -> Recovered:

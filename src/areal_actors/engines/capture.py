@@ -1,0 +1,128 @@
+"""The engine's self-test: a few tokens, and whether what it says of them can be true.
+
+Asked before the first agent is, on whatever engine there is. A wrong engine is named here, at the start; one that turns
+wrong later is named by the trainer's gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import count
+
+import numpy as np
+from attrs import field, frozen
+
+from areal_actors.domain import (
+    LOGPROB_SLACK,
+    CaptureFault,
+    Chunk,
+    EngineRequest,
+    FinishReason,
+    Floats,
+    Ints,
+    SampleKey,
+    Sampling,
+    as_floats,
+    as_ints,
+)
+from areal_actors.engines.base import Engine
+from areal_actors.errors import CaptureViolation
+
+__all__ = ["SELF_TEST_TOKENS", "Recompute", "check_capture"]
+
+SELF_TEST_TOKENS = 8
+"""Enough to see that each token is predicted from the ones before it."""
+
+Recompute = Callable[[Ints, Ints], Awaitable[Floats]]
+"""From a prompt [T] and an output [n] to the plain log-probabilities [n] that the output should have."""
+
+_ids = count()
+
+
+async def check_capture(
+    engine: Engine, *, prompt: Ints, version: int, recompute: Recompute | None = None, tolerance: float = 1e-3
+) -> None:
+    """Sample after ``prompt`` and check ids, log-probabilities and versions.
+
+    Args:
+        engine: open, and not paused.
+        prompt: at least one id.
+        version: that of the weights that were published last.
+        recompute: what the same weights say elsewhere. Without it, only what can be seen by itself is checked.
+        tolerance: of the mean difference to that.
+
+    Raises:
+        CaptureViolation: with its ``kind``, and what is wrong.
+        EngineError: the engine failed.
+    """
+    sampled = _Sampled.of(await _sample(engine, prompt))
+    for kind, what in _complaints(sampled, vocab_size=engine.info.vocab_size, version=version):
+        raise _violation(engine, kind, what)
+    if recompute is not None:
+        expected = await recompute(prompt, sampled.token_ids)
+        gap = float(np.abs(expected - sampled.raw_logprobs).mean())
+        if not gap <= tolerance:
+            raise _violation(
+                engine,
+                CaptureFault.UNEXPLAINED_LOGPROBS,
+                f"its log-probabilities are off by {gap:.3g} per token from what the trainer computes for the same "
+                f"tokens, and {tolerance:g} are allowed: they do not hold the same weights",
+            )
+
+
+@frozen(kw_only=True)
+class _Sampled:
+    """The chunks, joined; ``versions`` has one for each token of a chunk."""
+
+    token_ids: Ints = field(eq=False)
+    logprobs: Floats = field(eq=False)
+    raw_logprobs: Floats = field(eq=False)
+    versions: tuple[int, ...]
+    finish: FinishReason | None
+
+    @classmethod
+    def of(cls, chunks: list[Chunk]) -> _Sampled:
+        return cls(
+            token_ids=as_ints(np.concatenate([np.zeros(0), *(chunk.token_ids for chunk in chunks)])),
+            logprobs=as_floats(np.concatenate([np.zeros(0), *(chunk.logprobs for chunk in chunks)])),
+            raw_logprobs=as_floats(np.concatenate([np.zeros(0), *(chunk.raw_logprobs for chunk in chunks)])),
+            versions=tuple(chunk.version for chunk in chunks if len(chunk.token_ids)),
+            finish=chunks[-1].finish if chunks else None,
+        )
+
+
+async def _sample(engine: Engine, prompt: Ints) -> list[Chunk]:
+    request = EngineRequest(
+        id=f"self-test-{next(_ids)}",
+        prompt=prompt,
+        sampling=Sampling(max_new_tokens=SELF_TEST_TOKENS),
+        key=SampleKey(seed=0, path=("self-test",)),
+    )
+    async with engine.generate(request) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def _complaints(sampled: _Sampled, *, vocab_size: int, version: int) -> Iterator[tuple[CaptureFault, str]]:
+    num = len(sampled.token_ids)
+    if not num:
+        yield CaptureFault.EMPTY_CAPTURE, "it gave no token"
+        return
+    if {num} != {len(sampled.logprobs), len(sampled.raw_logprobs)}:
+        yield CaptureFault.MISSING_TOKENS, f"it gave {num} ids and {len(sampled.logprobs)} log-probabilities"
+    if num > SELF_TEST_TOKENS or (sampled.finish is FinishReason.LENGTH and num < SELF_TEST_TOKENS):
+        yield CaptureFault.MISSING_TOKENS, f"it was asked for {SELF_TEST_TOKENS} tokens and gave {num}"
+    if sampled.token_ids.min() < 0 or sampled.token_ids.max() >= vocab_size:
+        yield CaptureFault.UNKNOWN_IDS, f"it gave {sampled.token_ids.tolist()}, and its ids are below {vocab_size}"
+    for values in (sampled.logprobs, sampled.raw_logprobs):
+        if not np.isfinite(values).all() or (values > LOGPROB_SLACK).any():
+            yield CaptureFault.IMPOSSIBLE_LOGPROBS, f"it gave the log-probabilities {values.tolist()}"
+    if set(sampled.versions) != {version}:
+        yield CaptureFault.WRONG_VERSION, f"it gave tokens of version {sampled.versions[0]}, and {version} is served"
+
+
+def _violation(engine: Engine, kind: CaptureFault, what: str) -> CaptureViolation:
+    return CaptureViolation(
+        f"The self-test of engine {engine.info.name} failed: {what}. Nothing was started; its answers could not be "
+        "trained on.",
+        kind=kind,
+    )

@@ -1,0 +1,54 @@
+"""The self-test of an engine that is to be trained through, against the trainer's own forward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from anyio import to_thread
+
+from areal_actors.domain import ChatMessage, Floats, InteractionId, Ints, SessionId, Trajectory, as_floats
+from areal_actors.engines import Engine
+from areal_actors.engines.capture import check_capture
+from areal_actors.rendering import Renderer
+
+if TYPE_CHECKING:
+    from areal_actors.training.trainer import PolicyTrainer
+
+__all__ = ["check_engine"]
+
+
+async def check_engine(engine: Engine, *, policy: PolicyTrainer, renderer: Renderer) -> None:
+    """Let the engine answer a few tokens, and recompute them with ``policy``, whose weights it has.
+
+    From here on the policy knows what the engine computes in. Raises ``CaptureViolation`` with what is wrong. Does
+    nothing where ``trainer.capture`` is switched off.
+    """
+    policy.expect_engine(dtype=engine.info.dtype)
+    if not policy.config.capture.enabled:
+        return
+    prompt = renderer.render([ChatMessage(role="user", content="Count to three.")])
+
+    async def recompute(prompt: Ints, output: Ints) -> Floats:
+        return await to_thread.run_sync(_recompute, policy, prompt, output)
+
+    await check_capture(
+        engine, prompt=prompt, version=policy.version, recompute=recompute, tolerance=policy.gate.tolerance
+    )
+
+
+def _recompute(policy: PolicyTrainer, prompt: Ints, output: Ints) -> Floats:
+    is_output = np.arange(len(prompt) + len(output)) >= len(prompt)
+    row = Trajectory(
+        session=SessionId("self-test"),
+        interactions=(InteractionId("self-test"),),
+        input_ids=np.concatenate([prompt, output]),
+        loss_mask=is_output,
+        logprobs=np.zeros(len(is_output)),
+        versions=np.where(is_output, policy.version, -1),
+        returns=np.zeros(len(is_output)),
+        turns=np.where(is_output, 0, -1),
+        reward=0.0,
+    )
+    (found,) = policy.logprobs([row], is_raw=True)
+    return as_floats(found[len(prompt) :])

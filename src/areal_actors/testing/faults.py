@@ -1,0 +1,183 @@
+"""``FaultyEngine``: an engine that lies about what it sampled, for tests of whoever has to notice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from enum import StrEnum
+
+import numpy as np
+from attrs import define, evolve, field
+
+from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
+from areal_actors.engines.base import Engine
+
+__all__ = ["Fault", "FaultyEngine"]
+
+Retokenise = Callable[[Sequence[int]], Sequence[int]]
+"""From ids to those that their text is tokenised to."""
+
+_NUM_PLACES = 3
+"""A fault of one token is at one of the first: after the last token, a lost one leaves no trace."""
+
+
+class Fault(StrEnum):
+    """What is wrong with every answer."""
+
+    DROPPED_TOKEN = "dropped_token"  # noqa: S105
+    """One token is missing, with all that was said of it."""
+    DUPLICATED_TOKEN = "duplicated_token"  # noqa: S105
+    """One token stands there twice."""
+    SHIFTED_LOGPROBS = "shifted_logprobs"
+    """Each token has the log-probability of the one before it."""
+    ZERO_LOGPROBS = "zero_logprobs"
+    NAN_LOGPROB = "nan_logprob"
+    """One log-probability is no number."""
+    RETOKENISED_IDS = "retokenised_ids"
+    """The ids are those of the text, not those that were sampled."""
+    WRONG_VERSION = "wrong_version"
+    """Tokens are of a version that was never published."""
+    EMPTY_CAPTURE = "empty_capture"
+    """There are no tokens at all."""
+
+
+class FaultyEngine:
+    """``engine`` with a ``fault`` in each generation after the first ``num_honest``; whatever else is the engine's own.
+
+    ``seed`` decides where in an answer the fault is. ``retokenise`` is needed for that of re-tokenised ids.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fault: Fault,
+        *,
+        seed: int = 0,
+        num_honest: int = 0,
+        retokenise: Retokenise | None = None,
+    ) -> None:
+        if fault is Fault.RETOKENISED_IDS and retokenise is None:
+            msg = "retokenised ids need a tokenizer: pass retokenise"
+            raise ValueError(msg)
+        self._engine = engine
+        self._fault = fault
+        self._seed = seed
+        self._num_honest = num_honest
+        self._retokenise = retokenise
+        self._num_opened = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's."""
+        return self._engine.info
+
+    @property
+    def version(self) -> int:
+        """The engine's."""
+        return self._engine.version
+
+    @asynccontextmanager
+    async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """A generation of the engine, with the fault in it."""
+        self._num_opened += 1
+        is_honest = self._num_opened <= self._num_honest
+        place = random.Random(f"{self._seed}:{self._num_opened}").randrange(_NUM_PLACES)  # noqa: S311 - a test's dice
+        async with self._engine.generate(request) as chunks:
+            yield chunks if is_honest else self._spoilt(chunks, _Spoiler(fault=self._fault, place=place))
+
+    async def _spoilt(self, chunks: AsyncIterator[Chunk], spoiler: _Spoiler) -> AsyncIterator[Chunk]:
+        held: list[Chunk] = []
+        async for chunk in chunks:
+            if self._retokenise is not None and self._fault is Fault.RETOKENISED_IDS:
+                held.append(chunk)
+                if chunk.finish is not None:
+                    yield _join_retokenised(held, self._retokenise)
+            else:
+                for spoilt in spoiler.spoil(chunk):
+                    yield spoilt
+
+    async def abort(self, request_id: str) -> None:
+        """The engine's."""
+        await self._engine.abort(request_id)
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        """The engine's."""
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        """The engine's."""
+        await self._engine.resume()
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """The engine's."""
+        await self._engine.load(snapshot)
+
+    def statistics(self) -> EngineStatistics:
+        """The engine's."""
+        return self._engine.statistics()
+
+
+@define
+class _Spoiler:
+    """Spoils the chunks of one generation, the token ``place`` of it where the fault is of one token."""
+
+    fault: Fault
+    place: int
+    _num_seen: int = field(default=0, init=False)
+    _last: tuple[float, float] | None = field(default=None, init=False)
+
+    def spoil(self, chunk: Chunk) -> Iterator[Chunk]:
+        where = self.place - self._num_seen
+        is_here = 0 <= where < len(chunk.token_ids)
+        self._num_seen += len(chunk.token_ids)
+        match self.fault:
+            case Fault.WRONG_VERSION:
+                yield evolve(chunk, version=chunk.version + 7)
+            case Fault.ZERO_LOGPROBS:
+                zeros = np.zeros(len(chunk.token_ids))
+                yield evolve(chunk, logprobs=zeros, raw_logprobs=zeros)
+            case Fault.SHIFTED_LOGPROBS:
+                yield self._shifted(chunk)
+            case Fault.EMPTY_CAPTURE:
+                if chunk.finish is not None:
+                    yield _take(chunk, np.zeros(0, np.int64))
+            case Fault.NAN_LOGPROB if is_here:
+                logprobs = chunk.logprobs.copy()
+                logprobs[where] = np.nan
+                yield evolve(chunk, logprobs=logprobs, raw_logprobs=logprobs)
+            case Fault.DROPPED_TOKEN if is_here:
+                rest = _take(chunk, np.delete(np.arange(len(chunk.token_ids)), where))
+                if len(rest.token_ids) or rest.finish is not None:
+                    yield rest
+            case Fault.DUPLICATED_TOKEN if is_here:
+                yield _take(chunk, np.insert(np.arange(len(chunk.token_ids)), where, where))
+            case _:
+                yield chunk
+
+    def _shifted(self, chunk: Chunk) -> Chunk:
+        if not len(chunk.token_ids):
+            return chunk
+        pairs = [(float(a), float(b)) for a, b in zip(chunk.logprobs, chunk.raw_logprobs, strict=True)]
+        shifted = [self._last or pairs[-1], *pairs[:-1]]
+        self._last = pairs[-1]
+        return evolve(chunk, logprobs=[a for a, _ in shifted], raw_logprobs=[b for _, b in shifted])
+
+
+def _take(chunk: Chunk, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Chunk:
+    return evolve(
+        chunk,
+        token_ids=chunk.token_ids[places],
+        logprobs=chunk.logprobs[places],
+        raw_logprobs=chunk.raw_logprobs[places],
+        top_logprobs=tuple(chunk.top_logprobs[place] for place in places) if chunk.top_logprobs else (),
+    )
+
+
+def _join_retokenised(chunks: Sequence[Chunk], retokenise: Retokenise) -> Chunk:
+    """One chunk with the ids of the text; what was said of the sampled ones is dealt out to them."""
+    sampled = [int(token_id) for chunk in chunks for token_id in chunk.token_ids]
+    ids = list(retokenise(sampled))
+    columns = (np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("logprobs", "raw_logprobs"))
+    logprobs, raw_logprobs = (np.resize(column, len(ids)) for column in columns)
+    return evolve(chunks[-1], token_ids=ids, logprobs=logprobs, raw_logprobs=raw_logprobs, top_logprobs=())

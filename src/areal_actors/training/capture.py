@@ -1,0 +1,215 @@
+"""The gate before an update: groups that cannot be what the engine sampled stop the run, by name.
+
+What cannot be true of a single token is refused at once (``check_groups``): ids that the model does not have, columns
+of different lengths, log-probabilities that are none, versions that were never published. What can only be judged on
+many is judged on the rows of a step (``CaptureWatch``): tokens that the present weights sampled must have the
+log-probabilities that the training pass itself computes for them, which costs nothing more. Plain log-probabilities
+are compared, those of the softmax at temperature 1: truncation, penalties and grammars move what was sampled from, and
+leave these as they are. So a forced token, whose log-probability is 0, is no reason for an alarm.
+
+Rows that do not say their plain log-probabilities (of workflows that make tensors by themselves), and tokens of older
+weights, cannot be recomputed; of the latter, whole answers of one and the same log-probability are bad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import define, field, frozen
+
+from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Episode, Floats, Group, Trajectory
+from areal_actors.errors import CaptureViolation
+from areal_actors.training.batch import TrainingRow
+from areal_actors.training.config import CaptureConfig
+
+__all__ = ["CaptureGate", "CaptureWatch"]
+
+_TOLERANCES = {True: 1e-3, False: 0.1}
+"""Mean differences that are allowed, by whether both sides compute in float32. Honest ones were below 1e-5 and 0.03."""
+_MIN_TOKENS = 4
+"""Shorter answers may have equal log-probabilities by accident, or by rounding."""
+_MAX_EVIDENCE = 64
+"""Rows that are kept for people."""
+_WHAT_TO_DO = (
+    "The weights were not changed. Check the engine, and whatever stands between it and the sessions; "
+    "trainer.capture sets the bounds."
+)
+
+
+@frozen(kw_only=True)
+class CaptureGate:
+    """What rows must be for a model of ``vocab_size`` ids. ``tolerance`` and ``max_bad_fraction`` as configured."""
+
+    vocab_size: int
+    tolerance: float
+    max_bad_fraction: float
+
+    @classmethod
+    def create(cls, config: CaptureConfig, *, vocab_size: int, is_float32: bool) -> CaptureGate:
+        """The gate that ``config`` describes."""
+        tolerance = _TOLERANCES[is_float32] if config.tolerance is None else config.tolerance
+        return cls(vocab_size=vocab_size, tolerance=tolerance, max_bad_fraction=config.max_bad_fraction)
+
+    def check_groups(self, groups: Sequence[Group], *, version: int, max_staleness: int | None = None) -> None:
+        """Raise ``CaptureViolation`` for what cannot be true of groups that train ``version``, before anything else."""
+        for group in groups:
+            for episode in group.episodes:
+                self._check_episode(episode, version)
+            age = version - group.head_version
+            if max_staleness is not None and group.head_version >= 0 and age > max_staleness:
+                rows = [row for episode in group.episodes for row in episode.trajectories]
+                raise _violation(
+                    CaptureFault.TOO_STALE,
+                    f"Group {group.id} was sampled {age} versions before version {version}, and {max_staleness} are "
+                    "allowed.",
+                    rows,
+                    version,
+                )
+
+    def _check_episode(self, episode: Episode, version: int) -> None:
+        if episode.num_empty_turns:
+            raise _violation(
+                CaptureFault.EMPTY_CAPTURE,
+                f"{episode.num_empty_turns} of {episode.num_turns} answers of session {episode.session} were completed "
+                "without a single token.",
+                episode.trajectories,
+                version,
+            )
+        for index, row in enumerate(episode.trajectories if episode.failure is None else ()):
+            for kind, what in self._complaints(row, version):
+                where = f"Row {index} of session {row.session} ({row.num_tokens} tokens)"
+                raise _violation(kind, f"{where} {what}.", [row], version)
+
+    def _complaints(self, row: Trajectory, version: int) -> Iterator[tuple[CaptureFault, str]]:
+        columns = (row.input_ids, row.loss_mask, row.logprobs, row.versions, row.returns, row.turns)
+        optional = [column for column in (row.raw_logprobs, row.predecessors) if column is not None]
+        lengths = sorted({len(column) for column in (*columns, *optional)})
+        if len(lengths) > 1:
+            yield CaptureFault.MISSING_TOKENS, f"has columns of {lengths} tokens"
+            return
+        ids, trained = row.input_ids, row.loss_mask == 1
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
+            yield CaptureFault.UNKNOWN_IDS, f"has the token id {wrong}, and the model's are below {self.vocab_size}"
+        for name, column in (("logprobs", row.logprobs), ("raw_logprobs", row.raw_logprobs)):
+            values = np.zeros(0) if column is None else column[trained]
+            wrong_values = values[~np.isfinite(values) | (values > LOGPROB_SLACK)]
+            if len(wrong_values):
+                yield CaptureFault.IMPOSSIBLE_LOGPROBS, f"has {wrong_values[0]} among its {name}"
+        versions = row.versions[trained]
+        if len(versions) and (versions.min() < 0 or versions.max() > version):
+            wrong = int(versions.min() if versions.min() < 0 else versions.max())
+            yield CaptureFault.WRONG_VERSION, f"has a token of version {wrong}, and {version} is the newest"
+
+    def watch(self, *, version: int) -> CaptureWatch:
+        """Begin to compare the rows of a step that trains ``version``."""
+        return CaptureWatch(gate=self, version=version)
+
+
+@define(kw_only=True)
+class _Seen:
+    """One row: its mean difference, once it was recomputed; ``recomputed`` float32 on the trained tokens."""
+
+    row: Trajectory
+    gap: float | None = None
+    recomputed: Floats | None = field(default=None, eq=False)
+    is_constant: bool = False
+
+
+@define(kw_only=True)
+class CaptureWatch:
+    """The rows of one step, compared with what the trainer computes for them, as passes come."""
+
+    gate: CaptureGate
+    version: int
+    _seen: dict[int, _Seen] = field(factory=dict, init=False)
+
+    def expect(self, rows: Sequence[TrainingRow]) -> None:
+        """All rows of the step, also those that no pass computes."""
+        self._seen = {id(row.trajectory): _Seen(row=row.trajectory, is_constant=_is_constant(row)) for row in rows}
+
+    def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], raw_logprobs: Floats) -> None:
+        """Plain log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row."""
+        bounds = np.cumsum([len(rows[index].positions) for index in indices])[:-1]
+        for index, values in zip(indices, np.split(raw_logprobs, bounds), strict=True):
+            row = rows[index]
+            reported = row.trajectory.raw_logprobs
+            seen = self._seen.get(id(row.trajectory))
+            if reported is None or seen is None:
+                continue
+            is_own = row.trajectory.versions[row.positions] == self.version
+            if is_own.any():
+                seen.gap = float(np.abs(values - reported[row.positions])[is_own].mean())
+                seen.recomputed = values
+
+    def judge(self) -> None:
+        """Raise ``CaptureViolation`` if too many of the rows cannot have been sampled as they say."""
+        judged = [seen for seen in self._seen.values() if seen.gap is not None or _is_judged_alone(seen.row)]
+        bad = [seen for seen in judged if self._is_bad(seen)]
+        if len(bad) <= self.gate.max_bad_fraction * len(judged):
+            return
+        worst = max(bad, key=lambda seen: seen.gap or 0.0)
+        kind = CaptureFault.UNEXPLAINED_LOGPROBS
+        what = "do not have the log-probabilities that the trainer computes under the same weights"
+        if 2 * sum(seen.is_constant for seen in bad) > len(bad):
+            kind, what = CaptureFault.CONSTANT_LOGPROBS, "have one log-probability for all of their tokens"
+        gap = (
+            "" if worst.gap is None else f", off by {worst.gap:.3g} per token where {self.gate.tolerance:g} are allowed"
+        )
+        raise _violation(
+            kind,
+            f"{len(bad)} of {len(judged)} rows {what}: the worst is of session {worst.row.session} "
+            f"({worst.row.num_trained_tokens} trained tokens){gap}.",
+            [seen.row for seen in bad],
+            self.version,
+            recomputed=[seen.recomputed for seen in bad],
+        )
+
+    def _is_bad(self, seen: _Seen) -> bool:
+        return seen.is_constant if seen.gap is None else not seen.gap <= self.gate.tolerance
+
+
+def _is_judged_alone(row: Trajectory) -> bool:
+    return row.raw_logprobs is not None and row.num_trained_tokens >= _MIN_TOKENS
+
+
+def _is_constant(row: TrainingRow) -> bool:
+    """Whether different tokens have the same log-probability, all of them, bit by bit."""
+    if not _is_judged_alone(row.trajectory):
+        return False
+    assert row.trajectory.raw_logprobs is not None
+    values, ids = row.trajectory.raw_logprobs[row.positions], row.trajectory.input_ids[row.positions]
+    return len(np.unique(values)) == 1 and len(np.unique(ids)) > 1
+
+
+def _violation(
+    kind: CaptureFault,
+    what: str,
+    rows: Sequence[Trajectory],
+    version: int,
+    *,
+    recomputed: Sequence[Floats | None] = (),
+) -> CaptureViolation:
+    message = f"Step {version + 1} cannot be taken. {what} {_WHAT_TO_DO}"
+    others = [*recomputed, *([None] * (len(rows) - len(recomputed)))]
+    evidence = [_describe(row, kind, other) for row, other in zip(rows, others, strict=True)][:_MAX_EVIDENCE]
+    return CaptureViolation(message, kind=kind, evidence=evidence)
+
+
+def _describe(row: Trajectory, kind: CaptureFault, recomputed: Floats | None) -> dict[str, Any]:
+    """A row as plain JSON; numbers that JSON does not know are texts."""
+    columns = ("input_ids", "loss_mask", "versions", "returns", "turns", "logprobs", "raw_logprobs", "predecessors")
+    found = {name: getattr(row, name) for name in columns} | {"recomputed": recomputed}
+    return {
+        "kind": str(kind),
+        "session": row.session,
+        "interactions": list(row.interactions),
+        "tag": row.tag,
+        **{name: None if column is None else list(map(_plain, column.tolist())) for name, column in found.items()},
+    }
+
+
+def _plain(value: float) -> float | str:
+    return value if np.isfinite(value) else str(value)

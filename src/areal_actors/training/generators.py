@@ -1,0 +1,24 @@
+"""The states of torch's random generators, as checkpoints keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["generator_states", "set_generator_states"]
+
+
+def generator_states() -> dict[str, Tensor]:
+    """The state of each generator, by the name of its device."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | {f"cuda{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+
+
+def set_generator_states(states: Mapping[str, Tensor]) -> None:
+    """Set what ``generator_states`` gave; those of GPUs only where there are as many of them."""
+    torch.set_rng_state(states["cpu"])
+    devices = [states[name] for name in sorted(states) if name.startswith("cuda")]
+    if len(devices) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(devices)

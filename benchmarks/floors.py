@@ -3,7 +3,8 @@
 ``http_floor`` reads a body and answers with a constant. ``capture_floor`` parses the request, renders it incrementally
 with the real renderer, keeps ids and logprobs, and words an answer: no keys, no checks, no trees, no actors. Both are
 Starlette on Hypercorn as it comes. ``proxy`` is the complete stack, and ``capture_floor_ours`` the capturing floor on
-the server that the proxy runs on, which tells how much of a difference is the server's. All have the same engine.
+the server that the proxy runs on, which tells how much of a difference is the server's. ``proxy_journaled`` is the
+proxy with a journal on disk. All have the same engine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
@@ -36,6 +38,7 @@ from areal_actors.actors.capacity import CapacityGranter
 from areal_actors.actors.exporter import Exporter
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.sessions import SessionManager
+from areal_actors.cache.journal import Journal, SqliteJournal
 from areal_actors.core import ActorSystem
 from areal_actors.domain import ChatMessage, ForkReason
 from areal_actors.messages import DescribeEndpoint, OpenSession
@@ -97,7 +100,7 @@ async def _serve_as_the_proxy(app: Starlette, listener: socket.socket, shutdown:
 async def _served(app: Starlette, serve: Serve = _serve_plainly) -> AsyncIterator[str]:
     config = ProxyConfig()
     listener = bind(config)
-    url = url_of(listener, config)
+    url = url_of(listener)
     stopping = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(serve, app, listener, stopping.wait)
@@ -237,7 +240,15 @@ def _format(message: ChatMessage, name: str, prompt_tokens: int, completion_toke
 
 
 @asynccontextmanager
-async def proxy(setup: Setup) -> AsyncIterator[tuple[str, ...]]:
+async def proxy_with_journal(setup: Setup) -> AsyncIterator[tuple[str, ...]]:
+    """The complete stack, and a file in which every turn stands before it is answered."""
+    with TemporaryDirectory() as directory:
+        async with SqliteJournal.open(Path(directory) / "journal.sqlite") as journal, proxy(setup, journal) as urls:
+            yield urls
+
+
+@asynccontextmanager
+async def proxy(setup: Setup, journal: Journal | None = None) -> AsyncIterator[tuple[str, ...]]:
     """The complete stack: proxy, sessions, trees, renderer, generation."""
     renderer = setup.create_renderer()
     engine = NullEngine(renderer, setup)
@@ -245,7 +256,7 @@ async def proxy(setup: Setup) -> AsyncIterator[tuple[str, ...]]:
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine))
         capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
-        manager = SessionManager(renderer=renderer, generation=generation, capacity=capacity)
+        manager = SessionManager(renderer=renderer, generation=generation, capacity=capacity, journal=journal)
         sessions = await system.spawn(manager)
         exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
         server = await system.spawn(
@@ -258,7 +269,11 @@ async def proxy(setup: Setup) -> AsyncIterator[tuple[str, ...]]:
             )
         )
         endpoint = await server.ask(DescribeEndpoint())
-        opened = [await sessions.ask(OpenSession(task=f"s{number}")) for number in range(setup.num_sessions)]
+        is_durable = journal is not None
+        opened = [
+            await sessions.ask(OpenSession(task=f"s{number}", is_durable=is_durable))
+            for number in range(setup.num_sessions)
+        ]
         yield tuple(f"{endpoint.url}/{session.session}" for session in opened)
 
 
@@ -267,4 +282,5 @@ FACTORIES: dict[str, Factory] = {
     "capture_floor": capture_floor,
     "capture_floor_ours": partial(capture_floor, serve=_serve_as_the_proxy),
     "proxy": proxy,
+    "proxy_journaled": proxy_with_journal,
 }

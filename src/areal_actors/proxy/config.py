@@ -41,6 +41,8 @@ class ProxyConfig:
     """0 takes any free port."""
     public_host: str | None = None
     """Name under which agents reach this machine, where it is not ``host``."""
+    num_processes: int = field(default=1, validator=ge(1))
+    """Proxies of a service that share its port; all but one are processes of their own."""
     admin_key: str | None = field(default=None, repr=False)
     """Opens the routes that start and export sessions. A random one is made without it."""
     session_urls: bool = True

@@ -47,21 +47,26 @@ def bind(config: ProxyConfig) -> socket.socket:
             f"proxy.open_sessions: {config.host} can be reached from other machines, where a session takes a key; "
             "listen on 127.0.0.1, or create keys with 'areal-actors keys create'"
         )
-    return listen(config.host, config.port, section="proxy")
+    return listen(config.host, config.port, section="proxy", is_shared=config.num_processes > 1)
 
 
-def listen(host: str, port: int, *, section: str) -> socket.socket:
-    """A listening socket. Raises ``ConfigError``, which names the setting in ``section``."""
+def listen(host: str, port: int, *, section: str, is_shared: bool = False) -> socket.socket:
+    """A listening socket; others of this user may listen on a shared one, and the kernel deals connections out.
+
+    Raises ``ConfigError``, which names the setting in ``section``.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return _listen(family, address)
+        return _listen(family, address, is_shared=is_shared)
     except OSError as error:
         raise ConfigError(_explain(f"{host}:{port}", section, error)) from error
 
 
-def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
+def _listen(family: int, address: tuple[object, ...], *, is_shared: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

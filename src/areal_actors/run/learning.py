@@ -39,6 +39,7 @@ from areal_actors.run.heap import settled_heap
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors
 from areal_actors.run.job import Job
 from areal_actors.run.models import open_engine
+from areal_actors.run.proxies import open_proxies
 from areal_actors.run.signals import stop_on_signals
 from areal_actors.telemetry import get_logger
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
@@ -73,6 +74,13 @@ async def learn(job: Job, learning: Learning) -> None:
         training = await _spawn_trainer(job, inference, rollouts)
         if learning.is_handling_signals:  # the process is ours
             stack.enter_context(settled_heap())
+        proxies = open_proxies(
+            inference,
+            num_more=learning.proxy.num_processes - 1,
+            config=job.directory.config,
+            logs=job.directory.path / "logs",
+        )
+        await stack.enter_async_context(proxies)
         async with stop_on_signals(training) if learning.is_handling_signals else nullcontext():
             if learning.announce is not None:
                 await learning.announce(inference)

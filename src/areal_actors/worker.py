@@ -1,0 +1,91 @@
+"""What a process runs that was started for one part of a service: ``python -m areal_actors.worker``.
+
+It is told on its standard input what to be, as one line of JSON, because a command line is seen by everybody on the
+machine and an order holds secrets. Once it serves, it says so in one line of JSON on its standard output. It ends when
+its standard input does: then whoever started it is gone.
+
+So far there is one part that can live apart: a proxy, which owns no facts and asks the actors of the service for all
+it says. Who starts it is ``run.proxies``.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from attrs import evolve
+
+from areal_actors.config import RunConfig, load_config
+from areal_actors.core import ActorSystem
+from areal_actors.core.remote import Peer, connect
+from areal_actors.messages import Accounts, Capacity, DescribeEndpoint, Exports, Generation, Intake, Sessions
+from areal_actors.models import resolve_model
+from areal_actors.proxy import ProxyServer
+from areal_actors.rendering import Renderer, load_renderer
+from areal_actors.telemetry import logging_to_stream
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Be what the first line of standard input says, until there is no more of it."""
+    order = json.loads(sys.stdin.readline())
+    with logging_to_stream():
+        anyio.run(_serve_proxy, order)
+
+
+async def _serve_proxy(order: Mapping[str, Any]) -> None:
+    config = load_config(Path(order["config"]))
+    renderer = await to_thread.run_sync(_load_renderer, config)
+    async with (
+        connect(order["address"], secret=bytes.fromhex(order["secret"]), node=order["name"]) as peer,
+        ActorSystem.open() as system,
+    ):
+        serving = await system.spawn(_create_proxy(config, order, peer, renderer), name="proxy")
+        endpoint = await serving.ask(DescribeEndpoint())
+        print(json.dumps({"url": endpoint.url}), flush=True)  # noqa: T201 - the line that is waited for
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_until_orphaned, tasks.cancel_scope)
+            tasks.start_soon(_until_signalled, tasks.cancel_scope)
+            await peer.wait_closed()
+            tasks.cancel_scope.cancel()
+
+
+def _load_renderer(config: RunConfig) -> Renderer:
+    return load_renderer(resolve_model(config.tokenizer or config.model).path, config=config.renderer)
+
+
+def _create_proxy(config: RunConfig, order: Mapping[str, Any], peer: Peer, renderer: Renderer) -> ProxyServer:
+    return ProxyServer(
+        sessions=peer.ref(Sessions, "sessions"),
+        exports=peer.ref(Exports, "exports"),
+        capacity=peer.ref(Capacity, "capacity"),
+        generation=peer.ref(Generation, "generation"),
+        intake=peer.ref(Intake, "intake") if "intake" in peer.exposed else None,
+        accounts=peer.ref(Accounts, "accounts") if "accounts" in peer.exposed else None,
+        config=evolve(config.proxy, port=order["port"], admin_key=order["admin_key"]),
+        decode=renderer.decode,
+    )
+
+
+async def _until_orphaned(scope: anyio.CancelScope) -> None:
+    """A read on a thread cannot be cancelled; it is left behind when the process ends for another reason."""
+    await to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+    scope.cancel()
+
+
+async def _until_signalled(scope: anyio.CancelScope) -> None:
+    """Asked to leave, a proxy drains: what it answers may be finished, and what comes new is told to come again."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for _ in signals:
+            scope.cancel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Several proxies of one service: any of them answers for any session, and one that is killed is missed by nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import anyio
+import openai
+import pytest
+from attrs import evolve
+from tests.proxy.stack import renderer, sampled
+
+from areal_actors.client import OpenAIProxyClient
+from areal_actors.config import create_config, save_config
+from areal_actors.proxy import ProxyConfig
+from areal_actors.run.inference import InferenceConfig, open_actors
+from areal_actors.run.proxies import open_proxies
+from areal_actors.testing.engines import EchoEngine, script_answers
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.anyio
+async def test_any_proxy_answers_for_any_session(tmp_path, anyio_backend_name):
+    """One conversation, each turn by the proxy that the kernel chose; a killed proxy costs its clients one retry."""
+    settings = {
+        "experiment_name": "e",
+        "total_steps": 1,
+        "model": "tiny",
+        "rollout": {},
+        "proxy": {"num_processes": 2},
+    }
+    save_config(create_config(settings), tmp_path / "config.yaml")
+    engine = EchoEngine(script_answers(sampled("Hi")), vocab_size=renderer().vocab_size)
+    config = InferenceConfig(proxy=evolve(ProxyConfig(), num_processes=2, drain_seconds=0.0))
+    async with (
+        open_actors(config, engine=engine, renderer=renderer()) as inference,
+        open_proxies(inference, num_more=1, config=tmp_path / "config.yaml", logs=tmp_path) as proxies,
+    ):
+        url = inference.endpoint.url
+        with anyio.fail_after(60):
+            await proxies.wait_for(1)
+        async with OpenAIProxyClient(url, admin_key=inference.endpoint.admin_key) as session:
+            messages = list(HELLO)
+            for number in range(12):
+                if number == 6:
+                    _kill_children()
+                    await proxies.wait_for(0)
+                async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none", max_retries=5) as client:
+                    answer = await client.chat.completions.create(model="any", messages=messages)
+                messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *HELLO]
+            await session.set_last_reward(1.0)
+        episode = await session.export_interactions(style="concat")
+        if anyio_backend_name == "asyncio":  # a process takes seconds to start; once is enough
+            with anyio.fail_after(60):
+                await proxies.wait_for(1)
+
+    assert (12, 1) == (episode.num_turns, len(episode.trajectories))
+    assert [] == _children()
+
+
+def _children() -> list[int]:
+    """Workers that this process has started and that live."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", "areal_actors.worker"], capture_output=True, text=True, check=False
+    )
+    return [int(line) for line in found.stdout.split()]
+
+
+def _kill_children() -> None:
+    for pid in _children():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_worker_ends_with_whoever_started_it():
+    """Its standard input closes, also when nothing can be connected to."""
+    order = b'{"name": "p", "address": "unix:/nowhere/at/all.sock", "secret": "00", "config": "none.yaml", "port": 0}\n'
+    ended = subprocess.run(
+        [sys.executable, "-m", "areal_actors.worker"], input=order, capture_output=True, timeout=60, check=False
+    )
+
+    assert ended.returncode != 0
+    assert b"none.yaml" in ended.stderr

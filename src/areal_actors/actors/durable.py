@@ -13,11 +13,12 @@ What a fact says of a turn is in ``answering``, how facts become sessions again 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import anyio
 from attrs import define, field
 
-from areal_actors.actors.attempts import Attempts, W
+from areal_actors.actors.attempts import Attempts
 from areal_actors.actors.turns import SampleKeys
 from areal_actors.cache import Session
 from areal_actors.cache.journal import Journal, RecoveredSession
@@ -57,7 +58,7 @@ class Ledger:
     session: SessionId
     clock: Callable[[], float]
     lock: anyio.Lock = field(factory=lambda: anyio.Lock(fast_acquire=True), init=False)
-    _journal: Journal
+    _journal: Journal = field(alias="journal")
 
     async def write(self, *facts: Fact) -> None:
         """Return when ``facts`` are durable; a client that leaves meanwhile changes nothing of it.
@@ -138,13 +139,13 @@ def restore_keys(recovered: RecoveredSession) -> SampleKeys:
     return keys
 
 
-def restore_attempts(recovered: RecoveredSession, *, now: float, wall_now: float) -> Attempts[W]:
+def restore_attempts(recovered: RecoveredSession, *, now: float, wall_now: float) -> Attempts[Any]:
     """The requests of the session that may be sent again: those that were answered in full.
 
     What a later turn continues, or was rewarded, has been read. Requests that were cut off by the end of the process
     are unknown, and their retries are sampled.
     """
-    attempts: Attempts[W] = Attempts()
+    attempts: Attempts[Any] = Attempts()
     known: dict[InteractionId, TurnEnded] = {}
     for turn in recovered.turns:
         known[turn.interaction.id] = turn

@@ -23,15 +23,18 @@ def multiply(a: int, b: int) -> int:
 async def call_first(
     request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]
 ) -> ModelResponse:
-    """The first turn has to call a tool; the others are free."""
-    has_result = any(isinstance(message, ToolMessage) for message in request.messages)
-    return await handler(request if has_result else request.override(tool_choice="required"))
+    """The first turn has to call a tool, once; the others are free."""
+    if not any(isinstance(message, ToolMessage) for message in request.messages):
+        request = request.override(
+            tool_choice="required", model_settings={"parallel_tool_calls": False, "strict": True}
+        )
+    return await handler(request)
 
 
 class LangChainAgent:
     """A call of ``multiply``, then an answer. The reward is the share of its characters that are digits."""
 
-    def __init__(self, max_tokens: int = 48) -> None:
+    def __init__(self, max_tokens: int = 64) -> None:
         self.max_tokens = max_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:

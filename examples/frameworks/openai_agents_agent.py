@@ -28,7 +28,7 @@ def multiply(a: int, b: int) -> int:
 class OpenAIAgentsAgent:
     """A call of ``multiply``, then an answer. The reward is the share of its characters that are digits."""
 
-    def __init__(self, max_tokens: int = 48) -> None:
+    def __init__(self, max_tokens: int = 64) -> None:
         # The first turn has to call the tool; the SDK frees the choice after that.
         self.settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=max_tokens)
 

@@ -1,4 +1,4 @@
-"""A Pydantic AI agent: it may call a tool, and its answer is a value of a type, which the SDK asks for as another tool."""
+"""A Pydantic AI agent: it may call a tool, and its answer is a value of a type, asked for as another tool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def multiply(a: int, b: int) -> int:
 class PydanticAIAgent:
     """Calls of ``multiply``, then the product. The reward says how much it looks like the right one."""
 
-    def __init__(self, max_tokens: int = 48) -> None:
+    def __init__(self, max_tokens: int = 64) -> None:
         self.max_tokens = max_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:

@@ -25,7 +25,14 @@ ROOT = Path(__file__).parents[2]
 GUARD = Path(__file__).parent / "guard"
 FRAMEWORKS = Path(__file__).parent / "frameworks.toml"
 
-_OVERRIDES = ("total_steps=1", "batch_size=2", "rollout.group_size=4", "eval_dataset=null", "logging.display=none", "logging.tensorboard=false")
+_OVERRIDES = (
+    "total_steps=1",
+    "batch_size=2",
+    "rollout.group_size=4",
+    "eval_dataset=null",
+    "logging.display=none",
+    "logging.tensorboard=false",
+)
 _TIME_LIMIT_SECONDS = 300.0
 
 
@@ -74,7 +81,7 @@ def train_one_step(config: Path, run_dir: Path, *overrides: str) -> Sequence[str
 
 
 def complaints(run_dir: Path, network_log: Path) -> Sequence[str]:
-    """What is wrong with a run: no step, a loss that is no number, nothing trained, episodes that failed, strange peers."""
+    """What is wrong with a run: no step, no loss, nothing trained, episodes that failed, requests to other machines."""
     found = [f"it asked for the network: {line}" for line in _lines(network_log)]
     found += [f"an episode failed: {line}" for line in _lines(run_dir / "failures.jsonl")]
     steps = [json.loads(line) for line in _lines(run_dir / "metrics.jsonl")]
@@ -88,7 +95,8 @@ def complaints(run_dir: Path, network_log: Path) -> Sequence[str]:
 def _wrong_with(step: Mapping[str, float]) -> Sequence[str]:
     wrong = [f"the {name} is {step[name]}" for name in ("loss", "reward") if not _is_finite(step[name])]
     wrong += ["no token was trained"] if not step["trained_tokens"] else []
-    return wrong + [f"{step['failed_episodes']} episodes failed"] if step["failed_episodes"] else wrong
+    wrong += [f"{step['failed_episodes']} episodes failed"] if step["failed_episodes"] else []
+    return wrong
 
 
 def _is_finite(value: float | None) -> bool:

@@ -12,7 +12,8 @@ import os
 import sys
 from typing import Any
 
-_WATCHED = {"socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"}
+_LOOKUPS = {"socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"}
+_SENDS = {"socket.connect", "socket.sendto", "socket.sendmsg"}
 
 
 def is_here(host: Any) -> bool:
@@ -28,15 +29,17 @@ def is_here(host: Any) -> bool:
 
 
 def guard(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook: refuses what would leave this machine. Addresses of sockets of files are text, not tuples."""
-    if event not in _WATCHED:
+    """An audit hook: refuses what would leave this machine. Sockets that are files have a text for an address."""
+    if event in _LOOKUPS:
+        host = arguments[0]
+    elif event in _SENDS and isinstance(arguments[1], tuple):
+        host = arguments[1][0]
+    else:
         return
-    target = arguments[0] if event.startswith("socket.get") else arguments[1]
-    host = target[0] if isinstance(target, tuple) else target
-    if (isinstance(target, tuple) or event.startswith("socket.get")) and not is_here(host):
+    if not is_here(host):
         with open(os.environ["NETWORK_LOG"], "a", encoding="utf-8") as log:  # noqa: PTH123 - imported at every start
-            log.write(f"{event} {target!r} by {' '.join(sys.argv[:3])}\n")
-        raise PermissionError(f"{event} to {target!r}: this process may talk to this machine only.")
+            log.write(f"{event} {host!r} by {' '.join(sys.argv[:3])}\n")
+        raise PermissionError(f"{event} to {host!r}: this process may talk to this machine only.")
 
 
 if "NETWORK_LOG" in os.environ:

@@ -91,8 +91,8 @@ def frameworks(session: nox.Session) -> None:
             session.error(f"No framework is called {name}; there are {', '.join(described)}.")
         client = described[name].get("client")
         python = create_environment(session, client, clients[client]["packages"]) if client else "python"
-        command = [python, "-m", "tests.frameworks", name]
-        session.run(*command, external=True, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+        command = ["python", "-m", "tests.frameworks", name, "--python", python]
+        session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 def create_environment(session: nox.Session, client: str, packages: list[str]) -> str:

@@ -23,12 +23,10 @@ def multiply(a: int, b: int) -> int:
 async def call_first(
     request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]
 ) -> ModelResponse:
-    """The first turn has to call a tool, once; the others are free."""
-    if not any(isinstance(message, ToolMessage) for message in request.messages):
-        request = request.override(
-            tool_choice="required", model_settings={"parallel_tool_calls": False, "strict": True}
-        )
-    return await handler(request)
+    """The first turn has to call a tool; the others are free. All describe the tool in the same words."""
+    request = request.override(model_settings={"parallel_tool_calls": False, "strict": True})
+    has_result = any(isinstance(message, ToolMessage) for message in request.messages)
+    return await handler(request if has_result else request.override(tool_choice="required"))
 
 
 class LangChainAgent:

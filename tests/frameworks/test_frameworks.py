@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.frameworks.training import GUARD, ROOT, complaints, load_frameworks, train_one_step
+from tests.frameworks.training import GUARD, ROOT, complaints, load_frameworks, run_elsewhere, train_one_step
 
 from areal_actors.config import load_config
 
@@ -32,6 +32,16 @@ def test_its_agent_trains(name, tmp_path):
         pytest.skip(f"needs {framework.install}")
 
     assert [] == train_one_step(framework.config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", [name for name, framework in FRAMEWORKS.items() if not framework.program])
+def test_its_agent_runs_elsewhere(name, tmp_path):
+    """With a server in its environment and nothing but the problem in its arguments, it earns a reward."""
+    framework = FRAMEWORKS[name]
+    if not framework.is_installed:
+        pytest.skip(f"needs {framework.install}")
+
+    assert [] == run_elsewhere(framework.config, tmp_path)
 
 
 def test_every_example_is_trained():

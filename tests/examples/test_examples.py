@@ -34,9 +34,9 @@ def run_example(name: str) -> str:
 def test_every_example_is_listed():
     """The table of the README names every file, and none that is not there."""
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    files = [path for path in EXAMPLES.iterdir() if path.suffix in {".py", ".yaml", ".sh"}]
+    files = [path for path in EXAMPLES.rglob("*") if path.suffix in {".py", ".yaml", ".sh"}]
 
-    assert [] == [path.name for path in files if f"`{path.name}`" not in listed]
+    assert [] == [path.name for path in files if f"`{path.relative_to(EXAMPLES)}`" not in listed]
 
 
 @pytest.mark.parametrize("name", ["embed_asyncio.py", "embed_trio.py"])
@@ -83,9 +83,9 @@ def test_the_tiny_job_trains(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@pytest.mark.parametrize(("name", "program"), [("blocking", "sh"), ("shell", "curl")])
+@pytest.mark.parametrize(("name", "program"), [("blocking", "sh"), ("frameworks/requests", "sh"), ("shell", "curl")])
 def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend):
-    """A blocking one in child processes, and a shell script: a step of it, every episode of which was rewarded."""
+    """Blocking ones in child processes, and a shell script: a step of it, every episode of which was rewarded."""
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")
     overrides = [

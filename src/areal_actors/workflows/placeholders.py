@@ -1,7 +1,7 @@
 """Keys for agents that pass none, where an SDK refuses to be made without one.
 
-An inline agent is given a base URL that opens its session by itself, so that any key or none will do there. OpenAI's SDK
-wants one all the same and looks for it in the environment. A key that is set there is left as it is.
+An inline agent is given a base URL that opens its session by itself, so that any key or none will do there. OpenAI's
+SDK wants one all the same and looks for it in the environment. A key that is set there is left as it is.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ async def test_several_turns() -> None:
     assert first.interaction_id == second.parent.interaction_id
     assert workflow.comp_data.messages[-1]["content"] == "Think again."
     assert 2 == len(tensors["input_ids"])
-    assert {"input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards"} <= set(first.to_tensor_dict())
+    assert {"input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards"} <= set(
+        first.to_tensor_dict()
+    )
 
 
 @pytest.mark.anyio
@@ -110,7 +112,9 @@ async def test_a_tool_call(choice: str) -> None:
     assert (completion.id, 1.0) == (interaction.interaction_id, interaction.reward)
     assert choice != "none" or calls == []
     assert choice != "required" or completion.choices[0].finish_reason == "length" or calls
-    assert all(json.loads(call.function.arguments)["location"] in ("Paris", "Rome") for call in calls if choice != "auto")
+    assert all(
+        json.loads(call.function.arguments)["location"] in ("Paris", "Rome") for call in calls if choice != "auto"
+    )
 
 
 class MyWorkflow(RolloutWorkflow):
@@ -121,9 +125,7 @@ class MyWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: Any, data: Any) -> Any:
         input_ids = self.tokenizer.encode(data["prompt"])
-        req = ModelRequest(
-            rid=uuid.uuid4().hex, input_ids=input_ids, gconfig=self.gconfig, tokenizer=self.tokenizer
-        )
+        req = ModelRequest(rid=uuid.uuid4().hex, input_ids=input_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
         resp = await engine.agenerate(req)
         reward = self.compute_reward(resp, data)
         if reward < 0:

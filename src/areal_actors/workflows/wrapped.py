@@ -66,6 +66,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
         Raises:
             EpisodeError: the agent raised, or returned what is no reward. Its session is ended all the same.
+            InvalidRequest: a reward is not finite, or there is no completion that it could be for.
             NotFound: the agent rewarded a completion that its session does not have.
         """
         current = workflow_context.get()

@@ -49,7 +49,8 @@ def format_episode(episode: Episode) -> dict[str, Any]:
 def pack_arrays(episode: Episode) -> bytes:
     """The rows as ``numpy.load`` reads them: the padded arrays of ``cache.arrays``, by name, without pickles."""
     file = BytesIO()
-    np.savez(file, **to_arrays(episode.trajectories))
+    arrays: dict[str, Any] = to_arrays(episode.trajectories)
+    np.savez(file, **arrays)
     return file.getvalue()
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from areal_actors.workflows.proxy import ProxyWorkflow
     from areal_actors.workflows.rewards import AsyncRewardWrapper
     from areal_actors.workflows.rollout import GroupedRolloutWorkflow, RolloutWorkflow
+    from areal_actors.workflows.wrapped import OpenAIProxyWorkflow
 
 __all__ = [
     "Actor",
@@ -45,6 +46,7 @@ __all__ = [
     "ModelRequest",
     "ModelResponse",
     "OpenAIProxyClient",
+    "OpenAIProxyWorkflow",
     "ProxyWorkflow",
     "Ref",
     "RemoteSGLangEngine",
@@ -78,6 +80,7 @@ _HOMES = {
     "areal_actors.workflows.proxy": ("ProxyWorkflow",),
     "areal_actors.workflows.rewards": ("AsyncRewardWrapper",),
     "areal_actors.workflows.rollout": ("GroupedRolloutWorkflow", "RolloutWorkflow"),
+    "areal_actors.workflows.wrapped": ("OpenAIProxyWorkflow",),
     "areal_actors.workflows.interactions": ("InteractionWithTokenLogpReward", "ModelResponse"),
     "areal_actors.run.remote_engine": ("GeneratedText", "RemoteSGLangEngine"),
     "areal_actors.run.inference": ("EmbeddedSession", "Inference", "InferenceConfig", "open_inference"),

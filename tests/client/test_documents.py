@@ -34,6 +34,8 @@ def _trajectories(draw):
         turns=draw(ints),
         reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         tag=draw(st.none() | st.text(max_size=5)),
+        predecessors=draw(st.none() | ints),
+        raw_logprobs=draw(st.none() | floats),
     )
 
 

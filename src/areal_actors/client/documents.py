@@ -1,28 +1,37 @@
 """Exported trajectories as a JSON document: what ``POST /export_trajectories`` answers, and how it is read back.
 
 The document round-trips: the arrays that are read are those that were written, bit by bit, because a float32 is written
-with as many digits as tell it from its neighbours.
+with as many digits as tell it from its neighbours. Beside it stands the binary form, whose arrays are padded already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import BytesIO
 from typing import Any
 
+import numpy as np
+
+from areal_actors.cache import to_arrays
 from areal_actors.domain import Episode, InteractionId, SessionId, Trajectory, Untrained, UntrainedReason
 from areal_actors.errors import ExportError
 
-__all__ = ["DOCUMENT_VERSION", "format_episode", "parse_episode"]
+__all__ = ["ARRAYS_TYPE", "DOCUMENT_VERSION", "format_episode", "pack_arrays", "parse_episode"]
 
-DOCUMENT_VERSION = 1
+DOCUMENT_VERSION = 2
+"""The newest version that is read. Documents without trees are written as version 1, which older clients read."""
+
+ARRAYS_TYPE = "application/x-npz"
+"""What a client accepts that wants arrays instead of the document."""
 
 _ARRAYS = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "turns")
+_OPTIONAL_ARRAYS = ("predecessors", "raw_logprobs")
 
 
 def format_episode(episode: Episode) -> dict[str, Any]:
     """A document of ``episode``; arrays stay numpy arrays, which the JSON encoder writes as lists."""
     return {
-        "version": DOCUMENT_VERSION,
+        "version": DOCUMENT_VERSION if any(row.predecessors is not None for row in episode.trajectories) else 1,
         "session_id": episode.session,
         "member": episode.member,
         "reward": episode.reward,
@@ -37,15 +46,23 @@ def format_episode(episode: Episode) -> dict[str, Any]:
     }
 
 
+def pack_arrays(episode: Episode) -> bytes:
+    """The rows as ``numpy.load`` reads them: the padded arrays of ``cache.arrays``, by name, without pickles."""
+    file = BytesIO()
+    arrays: dict[str, Any] = to_arrays(episode.trajectories)
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
 def parse_episode(document: Mapping[str, Any]) -> Episode:
     """The episode that a document describes.
 
     Raises:
         ExportError: the document is of another version, or not one of ours.
     """
-    if document.get("version") != DOCUMENT_VERSION:
+    if document.get("version") not in (1, DOCUMENT_VERSION):
         raise ExportError(
-            f"The document has version {document.get('version')!r}; this client reads version {DOCUMENT_VERSION}. "
+            f"The document has version {document.get('version')!r}; this client reads up to {DOCUMENT_VERSION}. "
             "Use the release that the proxy runs."
         )
     try:
@@ -56,6 +73,7 @@ def parse_episode(document: Mapping[str, Any]) -> Episode:
 
 def _format_trajectory(row: Trajectory) -> dict[str, Any]:
     arrays = {name: getattr(row, name) for name in _ARRAYS}
+    arrays |= {name: found for name in _OPTIONAL_ARRAYS if (found := getattr(row, name)) is not None}
     return {"interaction_ids": row.interactions, "reward": row.reward, "tag": row.tag, **arrays}
 
 
@@ -87,4 +105,5 @@ def _parse_trajectory(session: SessionId, row: Mapping[str, Any]) -> Trajectory:
         reward=row["reward"],
         tag=row["tag"],
         **{name: row[name] for name in _ARRAYS},
+        **{name: row[name] for name in _OPTIONAL_ARRAYS if name in row},
     )

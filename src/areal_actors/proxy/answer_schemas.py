@@ -78,7 +78,11 @@ _TRAJECTORY = one_object(
         "versions": _TOKENS,
         "returns": list_of({"type": "number"}),
         "turns": _TOKENS,
-    }
+        "predecessors": _TOKENS,
+        "raw_logprobs": list_of({"type": "number"}),
+    },
+    "predecessors",
+    "raw_logprobs",
 )
 
 _BLOCK = {
@@ -242,7 +246,7 @@ ANSWERS: Mapping[str, Schema] = {
     "Capacity": one_object({"capacity": {"type": "integer"}, "reserved": _COUNT}, additionalProperties=False),
     "Trajectories": one_object(
         {
-            "version": {"const": 1},
+            "version": {"enum": [1, 2]},
             "session_id": _TEXT,
             "member": _COUNT,
             "reward": {"type": ["number", "null"]},

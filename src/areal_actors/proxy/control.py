@@ -14,7 +14,7 @@ import anyio
 from attrs import frozen
 
 from areal_actors.accounts import is_user_key
-from areal_actors.client.documents import format_episode
+from areal_actors.client.documents import ARRAYS_TYPE, format_episode, pack_arrays
 from areal_actors.core import ActorState, Ref
 from areal_actors.domain import Credential, GroupId, InteractionId, IssuedKey, SessionId, TrainedModel
 from areal_actors.errors import InvalidRequest, RequestError, Unauthorized
@@ -119,7 +119,7 @@ class ControlEndpoints:
             raise
 
     async def export_trajectories(self, exchange: Exchange) -> None:
-        """The training rows of a session, as a JSON document; a user's key exports the user's own."""
+        """The training rows of a session, as a JSON document or as arrays; a user's key exports the user's own."""
         user = await self.visitors.identify(key := read_key(exchange.headers))
         if user is None:
             self.gatekeeper.require_admin(key)
@@ -133,7 +133,11 @@ class ControlEndpoints:
         if discount is not None:
             discount = read_number({"discount": discount}, "discount", 1.0, low=0, high=1)
         message = ExportSession(session=SessionId(session), discount=discount, style=read_text(arguments, "style"))
-        await exchange.send_json(200, format_episode(await self.exports.ask(message)))
+        episode = await self.exports.ask(message)
+        if _wants_arrays(exchange):
+            await exchange.send_document(200, pack_arrays(episode), content_type=ARRAYS_TYPE.encode())
+        else:
+            await exchange.send_json(200, format_episode(episode))
 
     # ------------------------------------------------------------------------------------------------ sessions
 
@@ -215,6 +219,14 @@ class ControlEndpoints:
             key=key, in_path=exchange.session, in_request=read_text(arguments, "session_id")
         )
         return credential if self.gatekeeper.is_admin(key) else await self.visitors.authorise(credential)
+
+
+def _wants_arrays(exchange: Exchange) -> bool:
+    """Whether the client names the binary form, before JSON if it takes both."""
+    accepted = exchange.headers.get(b"accept", b"").decode("latin-1").lower()
+    types = [part.partition(";")[0].strip() for part in accepted.split(",")]
+    found = [name for name in types if name in {ARRAYS_TYPE, "application/json"}]
+    return found[:1] == [ARRAYS_TYPE]
 
 
 def _describe_user(user: IssuedKey) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from areal_actors.client.documents import ARRAYS_TYPE
 from areal_actors.proxy.answer_schemas import ANSWERS
 from areal_actors.proxy.anthropic_parameters import MESSAGES_PARAMETERS
 from areal_actors.proxy.exchange import Exchange
@@ -186,7 +187,7 @@ _ADMIN_ROUTES = (
         summary="The training rows of a session",
         security=_USER_KEYS,
         request=_arguments("export_trajectories", "session_id"),
-        answers={200: _json("Trajectories")},
+        answers={200: {**_json("Trajectories"), ARRAYS_TYPE: {"type": "string", "format": "binary"}}},
         failures=(400, 401, 404, 408, 413, 422, 500, 503),
     ),
     Route(

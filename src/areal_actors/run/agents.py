@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from areal_actors.workflows import (
     PoolConfig,
     RolloutWorkflow,
     create_handover,
+    placeholder_keys,
     resolve_workflow,
 )
 
@@ -46,4 +47,10 @@ def prepare_agent(
         return CommandAgent.open(target, pool)
     if rollout.openai.mode is AgentMode.SUBPROCESS:
         return AgentPool.open(create_handover(target, kwargs), pool)
-    return nullcontext(resolve_workflow(target, workflow_kwargs=kwargs))
+    return _open_inline(resolve_workflow(target, workflow_kwargs=kwargs))
+
+
+@asynccontextmanager
+async def _open_inline(agent: Agent | RolloutWorkflow) -> AsyncIterator[Agent | RolloutWorkflow]:
+    with placeholder_keys():
+        yield agent

@@ -17,7 +17,7 @@ from areal_actors.core import ActorSystem
 from areal_actors.domain import Episode, Group, Problem
 from areal_actors.errors import ArealError, ConfigError, EpisodeError
 from areal_actors.messages import RunProblem
-from areal_actors.workflows import EpisodeEngine, GenerationConfig, resolve_workflow
+from areal_actors.workflows import EpisodeEngine, GenerationConfig, placeholder_keys, resolve_workflow
 
 if TYPE_CHECKING:
     from areal_actors.run.inference import Inference
@@ -169,5 +169,6 @@ async def open_rollouts(
                 tensors = await rollout
     """
     async with create_agent_http_client() as http_client, anyio.create_task_group() as tasks:
-        yield RolloutEngine(inference, tasks, http_client, config or RolloutsConfig(), gconfig=gconfig)
-        tasks.cancel_scope.cancel()
+        with placeholder_keys():
+            yield RolloutEngine(inference, tasks, http_client, config or RolloutsConfig(), gconfig=gconfig)
+            tasks.cancel_scope.cancel()

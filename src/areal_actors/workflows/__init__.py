@@ -10,6 +10,7 @@ from areal_actors.workflows.engine import EpisodeEngine
 from areal_actors.workflows.generation import GenerationConfig, GenerationHyperparameters, ModelRequest
 from areal_actors.workflows.handover import create_handover
 from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
+from areal_actors.workflows.placeholders import placeholder_keys
 from areal_actors.workflows.pool import AgentPool, PoolConfig
 from areal_actors.workflows.proxy import ProxyWorkflow
 from areal_actors.workflows.resolve import import_reference, resolve_agent, resolve_workflow
@@ -17,6 +18,7 @@ from areal_actors.workflows.results import Sample, parse_rollout
 from areal_actors.workflows.rewards import AsyncRewardWrapper
 from areal_actors.workflows.rollout import GroupedRolloutWorkflow, RolloutResult, RolloutWorkflow
 from areal_actors.workflows.seats import SeatedAgent, name_of, seat_of
+from areal_actors.workflows.wrapped import OpenAIProxyWorkflow
 
 __all__ = [
     "Agent",
@@ -33,6 +35,7 @@ __all__ = [
     "InteractionWithTokenLogpReward",
     "ModelRequest",
     "ModelResponse",
+    "OpenAIProxyWorkflow",
     "PoolConfig",
     "ProxyWorkflow",
     "Reward",
@@ -45,6 +48,7 @@ __all__ = [
     "name_of",
     "parse_result",
     "parse_rollout",
+    "placeholder_keys",
     "resolve_agent",
     "resolve_workflow",
     "run_agent",

@@ -1,0 +1,110 @@
+"""An agent as a rollout workflow: each episode is a session at a proxy, from its start to its training rows.
+
+A training run needs no wrapper: it takes agents as they are. This one is for programs that have a proxy's URL and want
+episodes in the form in which rollout workflows return them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_actors.client import OpenAIProxyClient, create_agent_http_client
+from areal_actors.domain import Episode
+from areal_actors.workflows import context as workflow_context
+from areal_actors.workflows.agents import Injected, Reward, run_agent
+from areal_actors.workflows.interactions import InteractionWithTokenLogpReward
+from areal_actors.workflows.placeholders import placeholder_keys
+from areal_actors.workflows.resolve import resolve_agent
+from areal_actors.workflows.rollout import RolloutWorkflow
+
+__all__ = ["OpenAIProxyWorkflow"]
+
+
+class OpenAIProxyWorkflow(RolloutWorkflow):
+    """Runs ``agent`` in this event loop, against a session of its own for each episode.
+
+    ::
+
+        workflow = OpenAIProxyWorkflow(agent=MyAgent(), proxy_addr=url, admin_key=key, discount=0.9)
+        interactions = await workflow.arun_episode(None, data)
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        proxy_addr: str,
+        *,
+        admin_key: str,
+        discount: float | None = None,
+        export_style: str | None = None,
+    ) -> None:
+        """Describe the episodes; nothing is sent yet.
+
+        Args:
+            agent: an instance, a class, or a dotted name of one.
+            proxy_addr: the proxy's URL, with or without ``/v1``.
+            admin_key: opens the routes that start and export sessions; a user's key does so, too.
+            discount: how rewards flow back to earlier turns; the proxy's setting without it.
+            export_style: ``individual``, ``concat`` or ``tree``; the proxy's setting without it.
+
+        Raises:
+            WorkflowError: there is no such agent.
+        """
+        self.agent = resolve_agent(agent)
+        self._address = proxy_addr
+        self._admin_key = admin_key
+        self._discount = discount
+        self._style = export_style
+
+    async def arun_episode(
+        self,
+        engine: Any,  # noqa: ARG002 - the proxy has one
+        data: dict[str, Any],
+    ) -> dict[str, InteractionWithTokenLogpReward]:
+        """One episode: its training rows, each by the completion that it ends. They have neither messages nor parents.
+
+        Raises:
+            EpisodeError: the agent raised, or returned what is no reward. Its session is ended all the same.
+            InvalidRequest: a reward is not finite, or there is no completion that it could be for.
+            NotFound: the agent rewarded a completion that its session does not have.
+        """
+        current = workflow_context.get()
+        task = f"task-{current.task_id or 0}-{current.member}"
+        client = OpenAIProxyClient(self._address, admin_key=self._admin_key, task_id=task)
+        async with create_agent_http_client() as http_client, client as session:
+            injected = Injected(base_url=session.base_url, api_key=session.api_key, http_client=http_client)
+            with placeholder_keys():
+                reward = await run_agent(self.agent, data, injected)
+            assigned = await _assign(session, reward)
+        episode = await session.export_interactions(discount=self._discount, style=self._style)
+        return _interactions(episode, assigned)
+
+
+async def _assign(session: OpenAIProxyClient, reward: Reward) -> dict[str, float]:
+    """Set what an agent returned; which completion got what."""
+    assigned: dict[str, float] = {}
+    for interaction, value in reward.by_interaction.items():
+        await session.set_reward(interaction, value)
+        assigned[interaction] = value
+    if reward.last is not None:
+        assigned[await session.set_last_reward(reward.last)] = reward.last
+    return assigned
+
+
+def _interactions(episode: Episode, assigned: Mapping[str, float]) -> dict[str, InteractionWithTokenLogpReward]:
+    return {
+        row.interactions[-1]: InteractionWithTokenLogpReward(
+            interaction_id=row.interactions[-1],
+            reward=row.reward,
+            assigned_reward=_sum_of(assigned, row.interactions),
+            row=row,
+        )
+        for row in episode.trajectories
+    }
+
+
+def _sum_of(assigned: Mapping[str, float], interactions: tuple[Any, ...]) -> float | None:
+    """What was assigned to a row's turns: a row of several stands for all of them, having no parents."""
+    found = [assigned[name] for name in interactions if name in assigned]
+    return sum(found) if found else None

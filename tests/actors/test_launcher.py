@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,7 +53,7 @@ class Host:
     async def until(self, trial: TrialId, state: ServiceState) -> None:
         """Wait for a state."""
         with anyio.fail_after(3600):
-            while (await self.view(trial)).state is not state:
+            while (await self.view(trial)).state is not state:  # noqa: ASYNC110 - of virtual time
                 await anyio.sleep(0.05)
 
 
@@ -117,7 +118,7 @@ async def test_who_dies_is_started_again():
 
 async def test_a_service_that_was_healthy_is_not_waited_for_longer():
     """Failures count in a row only."""
-    async with open_host(first_wait_seconds=1, idle_seconds=None) as host:
+    async with open_host(first_wait_seconds=1, idle_seconds=math.inf) as host:
         for _ in range(5):
             await host.use(ADA)
             await anyio.sleep(100)
@@ -130,7 +131,7 @@ async def test_a_service_that_was_healthy_is_not_waited_for_longer():
 
 
 async def test_who_cannot_be_started_is_refused_soon():
-    """Requests do not wait for a start that fails again and again; others are served, and so is it when it is mended."""
+    """Requests do not wait for a start that fails again and again; others are served, and so is it when mended."""
     provider = ScriptedProvider(failures={ADA: Unavailable("no such model")})
     async with open_host(provider, first_wait_seconds=10) as host:
         with pytest.raises(Unavailable, match="could not be started 3 times") as refused:

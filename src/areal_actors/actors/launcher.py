@@ -14,6 +14,7 @@ service has to remember is in its journal: it may be stopped, or die, at any tim
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -21,7 +22,7 @@ from typing import Protocol
 
 import anyio
 from attrs import define, field, frozen
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt
 
 from areal_actors.core import Actor, BackgroundTasks, Context, root_cause
 from areal_actors.domain import ServiceState, ServiceView, TrialId
@@ -54,7 +55,7 @@ class LauncherConfig:
     """How many services there are, and for how long."""
 
     max_services: int = field(default=4, validator=ge(1))
-    idle_seconds: float | None = field(default=1800.0, validator=optional(gt(0)))
+    idle_seconds: float = field(default=1800.0, validator=gt(0))
     make_room_seconds: float = field(default=60.0, validator=ge(0))
     start_timeout_seconds: float = field(default=120.0, validator=gt(0))
     first_wait_seconds: float = field(default=0.5, validator=gt(0))
@@ -214,7 +215,7 @@ class Launcher(Actor[Hosting]):
             await anyio.sleep_forever()
 
     @ListServices.handler(concurrency=_MANY)
-    async def list(self, message: ListServices) -> tuple[ServiceView, ...]:  # noqa: ARG002 - the message says it all
+    async def describe_all(self, message: ListServices) -> tuple[ServiceView, ...]:  # noqa: ARG002 - the message says it all
         """All of them."""
         found = sorted(self._services.values(), key=lambda service: service.trial.name)
         return tuple(service.describe() for service in found)
@@ -325,7 +326,7 @@ class Launcher(Actor[Hosting]):
 
     async def _end_when_idle(self, service: _Service) -> None:
         limit = self._config.idle_seconds
-        while limit is not None:
+        while limit < math.inf:
             idle = 0.0 if service.num_users else anyio.current_time() - service.last_used
             if idle >= limit:
                 _log.info("service_idle", trial=service.trial.name)

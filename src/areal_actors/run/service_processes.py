@@ -107,7 +107,7 @@ class ServiceProcesses:
         return tuple(TrialId(path.parent.name, path.name) for path in found if _is_name(path))
 
     async def _start(self, trial: TrialId, directory: RunDirectory) -> Child:
-        log = await to_thread.run_sync(BoundedLog, directory.logs / "service.log")
+        log = await to_thread.run_sync(BoundedLog, directory.service_log)
         resume = ["--resume"] if directory.has_run else []
         command = [sys.executable, "-m", "areal_actors", "serve", str(self.settings), *_overrides(trial)]
         try:

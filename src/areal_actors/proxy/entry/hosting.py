@@ -120,10 +120,11 @@ class _Host(BaseRoute):
 
     async def _forward(self, exchange: Exchange, body: bytes) -> None:
         key = read_key(exchange.headers)
-        async with await self._lender(exchange, key, body) as items:
+        names = _names(exchange, key, body)
+        async with await self._lender(names, key) as items:
             service: ServiceInUse | None = await anext(items, None)
             if service is None:
-                raise self._unknown(key)
+                raise _unknown(names, key)
             await forward(
                 exchange,
                 body=body,
@@ -133,10 +134,10 @@ class _Host(BaseRoute):
                 key=service.admin_key if self._gatekeeper.is_admin(key) else None,
             )
 
-    async def _lender(self, exchange: Exchange, key: str | None, body: bytes) -> AbstractAsyncContextManager[Any]:
+    async def _lender(self, names: list[str], key: str | None) -> AbstractAsyncContextManager[Any]:
         """Who lends the service of this request: the session that it names, else the user whose key it is."""
         hosting = self._peers.hosting
-        for name in _names(exchange, key, body):
+        for name in names:
             if (home := home_of(name)) is not None:
                 return hosting.stream(VisitSession(home=home, name=name))
         if is_user_key(key):
@@ -146,12 +147,7 @@ class _Host(BaseRoute):
             raise InvalidRequest(
                 "The admin key names no trial; use the key of a user, or name a session. GET /services lists services."
             )
-        raise self._unknown(key)
-
-    def _unknown(self, key: str | None) -> RequestError:
-        if key is None or is_user_key(key) or self._gatekeeper.is_admin(key):
-            return NotFound("There is no such session here (any more); start one with the key of a user.")
-        return Unauthorized("This key opens nothing here; send the key of a user, or of a session.")
+        raise _unknown(names, key)
 
     def _trial_of(self, issued: IssuedKey) -> TrialId:
         user, default = issued.user, self._peers.default
@@ -161,6 +157,15 @@ class _Host(BaseRoute):
             raise InvalidRequest(
                 f"{error}. Ask whoever runs this host to name the experiment of {user.name}."
             ) from error
+
+
+def _unknown(names: list[str], key: str | None) -> RequestError:
+    """Why nobody has this: as services say it, a session that is named is not there, and a key alone is wrong."""
+    if any(name != key and home_of(name) is not None for name in names):
+        return NotFound("There is no such session here (any more); start one with the key of a user.")
+    if key is None:
+        return Unauthorized("No key came with this request; send the key of a user, or of a session.")
+    return Unauthorized("This key opens nothing here; send the key of a user, or of a session.")
 
 
 def _names(exchange: Exchange, key: str | None, body: bytes) -> list[str]:

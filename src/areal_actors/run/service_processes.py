@@ -107,6 +107,7 @@ class ServiceProcesses:
         return tuple(TrialId(path.parent.name, path.name) for path in found if _is_name(path))
 
     async def _start(self, trial: TrialId, directory: RunDirectory) -> Child:
+        _check_is_service(trial, directory)
         log = await to_thread.run_sync(BoundedLog, directory.service_log)
         resume = ["--resume"] if directory.has_run else []
         command = [sys.executable, "-m", "areal_actors", "serve", str(self.settings), *_overrides(trial)]
@@ -133,6 +134,19 @@ class ServiceProcesses:
         if _is_finished(child, directory):
             raise SessionEnded(f"The training of {trial.name} is finished.")
         raise Unavailable(f"{trial.name} did not start. {child.describe_end()}")
+
+
+def _check_is_service(trial: TrialId, directory: RunDirectory) -> None:
+    """A run over a dataset has no journal: whoever has a key of that name does not train on from what it has learnt.
+
+    Raises:
+        Unavailable: there is such a run.
+    """
+    if directory.metrics.exists() and not directory.journal.exists():
+        raise Unavailable(
+            f"{directory.path} holds a run that is no service of a host. Move it away, or name another trial than "
+            f"{trial.name} for the user's key."
+        )
 
 
 def _overrides(trial: TrialId) -> list[str]:

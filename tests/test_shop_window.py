@@ -29,6 +29,13 @@ def test_import_loads_nothing_heavy():
     assert set() == set(loaded["words"]) & {"torch", "transformers"}
 
 
+def test_who_stands_before_services_loads_no_model():
+    """The entry point and a host are processes without torch, which would cost seconds and a quarter of a gigabyte."""
+    code = "import sys, areal_actors.run.entry, areal_actors.run.host; sys.exit('torch' in sys.modules)"
+
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode
+
+
 @pytest.mark.parametrize("name", areal_actors.__all__)
 def test_every_name_can_be_had(name):
     """What is promised is there, is listed by ``dir`` and is what its own module calls by that name."""

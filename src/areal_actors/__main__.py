@@ -102,6 +102,7 @@ def cli() -> None:
       runs/<experiment>/<trial>/metrics.jsonl   the numbers of each step
     For agents that run elsewhere:
       areal-actors serve examples/serve.yaml
+      areal-actors host examples/serve.yaml     the same for many users, each with a model of their own
     And to write a configuration of your own:
       areal-actors settings                     every setting, its default, what it is for
     """  # noqa: D301 - a real backspace tells click to keep the lines
@@ -151,9 +152,10 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
     type=click.Path(path_type=Path, file_okay=False),
     help="Where the run is written, instead of <fileroot>/<experiment_name>/<trial_name>.",
 )
+@click.option("--json", "is_json", is_flag=True, help="Say where it listens as one line of JSON, for programs.")
 @_verbose
 @_explains_errors
-def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Path | None) -> None:
+def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Path | None, is_json: bool) -> None:
     """Train on what agents elsewhere do, as the YAML file CONFIG says.
 
     Standard output says where to send agents, with a line to copy; its last line is one JSON object that sums the run
@@ -172,13 +174,40 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
 
     loaded = load_config(config, overrides)
     from areal_actors.run import serve as run_service
-    from areal_actors.run.serving import describe_service
+    from areal_actors.run.serving import describe_service, format_service
 
     def announce(endpoint: Endpoint, directory: RunDirectory) -> None:
-        click.echo(describe_service(endpoint, directory))
+        click.echo((format_service if is_json else describe_service)(endpoint, directory))
 
     summary = run_service(loaded, resume=resume, run_dir=run_dir, announce=announce)
     click.echo(json.dumps(summary.to_json()))
+
+
+@cli.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@_verbose
+@_explains_errors
+def host(*, config: Path, overrides: tuple[str, ...]) -> None:
+    """Serve many users at one URL, each trial in a process of its own that is started on first use.
+
+    The key of a user (areal-actors keys create USER --experiment NAME --trial NAME) decides which trial is trained, as
+    CONFIG says, in <fileroot>/<experiment>/<trial>. What a host is, is in the section host of CONFIG.
+
+    \b
+    Examples:
+      areal-actors host my.yaml
+      areal-actors host my.yaml host.port=8080 host.max_services=8
+
+    Ctrl-C stops all services, each with a checkpoint; a second one leaves at once. Started again, the host goes on with
+    each service when somebody asks for it.
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.config import load_config
+
+    loaded = load_config(config, overrides)
+    from areal_actors.run.host import run_host
+
+    run_host(loaded, announce=click.echo)
 
 
 @cli.command()

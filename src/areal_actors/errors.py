@@ -300,7 +300,10 @@ class Unavailable(RequestError):
     status = 503
     type = "server_error"
     code = "unavailable"
-    retry_after_seconds = 1.0
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_seconds = retry_after_seconds
 
 
 # ----------------------------------------------------------------------------------------- sessions, tokens

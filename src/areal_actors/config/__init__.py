@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from areal_actors.config.host import HostConfig
 from areal_actors.config.reference import format_reference
 from areal_actors.config.schema import (
     AgentConfig,
@@ -25,6 +26,7 @@ from areal_actors.config.schema import (
 __all__ = [
     "AgentConfig",
     "AgentMode",
+    "HostConfig",
     "LoggingConfig",
     "ModelName",
     "RolloutConfig",

@@ -29,6 +29,7 @@ from areal_actors.cache import STYLES
 from areal_actors.cache.journal import JournalConfig
 from areal_actors.cache.rewards import RULES
 from areal_actors.config.documents import Document
+from areal_actors.config.host import HostConfig
 from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory
@@ -178,6 +179,7 @@ class RunConfig:
     rollout: RolloutConfig = field(factory=RolloutConfig)
     journal: JournalConfig = field(factory=JournalConfig)
     serve: ServeConfig = field(factory=ServeConfig)
+    host: HostConfig = field(factory=HostConfig)
     gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)

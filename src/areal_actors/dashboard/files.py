@@ -13,7 +13,8 @@
       capture/           step-<n>.jsonl: rows that cannot be true, which stopped the run before step n
       checkpoints/       what a resumed run goes on from
       weights/           the trained model, as transformers loads it
-      logs/              run.jsonl: what happened; agents/<n>.log: what agents in processes print
+      logs/              run.jsonl: what happened; agents/<n>.log: what agents in processes print; service.log: what a
+                         service of a host prints
       tensorboard/       scalars
       report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
 """
@@ -112,6 +113,11 @@ class RunDirectory:
     def agent_logs(self) -> Path:
         """What agents in processes of their own print, a file a process."""
         return self.logs / "agents"
+
+    @property
+    def service_log(self) -> Path:
+        """What the service of a host prints."""
+        return self.logs / "service.log"
 
     @property
     def tensorboard(self) -> Path:

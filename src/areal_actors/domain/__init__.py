@@ -65,6 +65,7 @@ from areal_actors.domain.sampling import (
     Snapshot,
     TopLogprob,
 )
+from areal_actors.domain.services import ServiceState, ServiceView, TrialId
 from areal_actors.domain.tree import ForkReason, GroupId, Interaction, InteractionStatus, SessionRecord
 
 __all__ = [
@@ -114,6 +115,8 @@ __all__ = [
     "RewardSet",
     "SampleKey",
     "Sampling",
+    "ServiceState",
+    "ServiceView",
     "SessionEnded",
     "SessionForgotten",
     "SessionId",
@@ -129,6 +132,7 @@ __all__ = [
     "TopLogprob",
     "TrainedModel",
     "Trajectory",
+    "TrialId",
     "TurnEnded",
     "Untrained",
     "UntrainedReason",

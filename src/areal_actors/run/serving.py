@@ -6,6 +6,7 @@ run on held-out problems only, where the configuration names both.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from areal_actors.run.learning import Learning, learn
 from areal_actors.telemetry import get_logger, logging_to_file
 from areal_actors.training.config import Normalisation
 
-__all__ = ["Server", "describe_service", "serve"]
+__all__ = ["Server", "describe_service", "format_service", "serve"]
 
 _log = get_logger(__name__)
 
@@ -117,6 +118,11 @@ def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:
         "For an agent:\n"
         f'  export OPENAI_BASE_URL={endpoint.base_url} OPENAI_API_KEY="$(cat {key})"'
     )
+
+
+def format_service(endpoint: Endpoint, directory: RunDirectory) -> str:
+    """The same for a program: one line of JSON."""
+    return json.dumps({"url": endpoint.url, "admin_key_file": str(directory.admin_key), "run_dir": str(directory.path)})
 
 
 def _with_key(proxy: ProxyConfig, path: Path) -> ProxyConfig:

@@ -140,7 +140,12 @@ class Child:
             os.close(descriptor)
 
     async def kill(self, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        """End the whole group: it is asked to leave, and after ``grace_seconds`` made to. Cannot be cancelled."""
+        """End the whole group: it is asked to leave, and after ``grace_seconds`` made to. Cannot be cancelled.
+
+        Of a group that has been ended nothing is left to be ended: its number may be another's by now.
+        """
+        if self._lifeline < 0:
+            return
         with anyio.CancelScope(shield=True):
             self._signal(signal.SIGTERM)
             with anyio.move_on_after(grace_seconds):

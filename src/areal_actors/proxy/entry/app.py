@@ -28,7 +28,7 @@ from areal_actors.proxy.failures import (
 from areal_actors.proxy.traffic import Traffic
 from areal_actors.telemetry import get_logger
 
-__all__ = ["create_entry_app"]
+__all__ = ["answer_failure", "create_entry_app", "segments_of"]
 
 _log = get_logger(__name__)
 
@@ -59,12 +59,12 @@ class _Entry(BaseRoute):
         except HungUp:
             return
         except Exception as error:  # noqa: BLE001 - the last line: the client gets an answer, the log the story
-            await _answer_failure(exchange, root_cause(error))
+            await answer_failure(exchange, root_cause(error))
 
     async def _serve(self, exchange: Exchange) -> None:
         config = self._config
         body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
-        if _segments(exchange)[-1:] == ["health"]:
+        if segments_of(exchange)[-1:] == ["health"]:
             await exchange.until_hang_up(lambda: self._report_health(exchange))
         else:
             await exchange.until_hang_up(lambda: self._forward(exchange, body))
@@ -81,7 +81,7 @@ class _Entry(BaseRoute):
     def _choose(self, exchange: Exchange, body: bytes) -> tuple[Backend, ...]:
         """The home of the session that the request names, else those that may serve it, in order."""
         key = read_key(exchange.headers)
-        segments = _segments(exchange)
+        segments = segments_of(exchange)
         home = self._targets.home(*segments, exchange.query.get("session_id"), key)
         if home is None and segments[-1:] == ["export_trajectories"]:
             session = parse_object(body).get("session_id")
@@ -115,16 +115,18 @@ class _Entry(BaseRoute):
         return "ok" if response.is_success else "unavailable"
 
 
-def _segments(exchange: Exchange) -> list[str]:
+def segments_of(exchange: Exchange) -> list[str]:
+    """The parts of the path."""
     path: str = exchange.scope["path"]
     return [segment for segment in path.split("/") if segment]
 
 
 def _is_anthropic(exchange: Exchange) -> bool:
-    return b"anthropic-version" in exchange.headers or "messages" in _segments(exchange)
+    return b"anthropic-version" in exchange.headers or "messages" in segments_of(exchange)
 
 
-async def _answer_failure(exchange: Exchange, error: BaseException) -> None:
+async def answer_failure(exchange: Exchange, error: BaseException) -> None:
+    """Say what went wrong, in the words of whose client asks."""
     failure = describe_failure(error, exchange.request_id)
     if failure.is_unforeseen:
         _log.error("request_failed", request=exchange.request_id, exc_info=error)

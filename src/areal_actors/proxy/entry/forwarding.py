@@ -32,6 +32,7 @@ _HOP_BY_HOP = frozenset(
     }
 )
 """What concerns one connection only (RFC 9110, section 7.6.1)."""
+_KEYS = frozenset({b"authorization", b"x-api-key"})
 _OWN = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 
 
@@ -42,14 +43,17 @@ async def forward(
     backends: Iterable[Backend],
     client: httpx.AsyncClient,
     on_unreachable: Callable[[Backend], None],
+    key: str | None = None,
 ) -> None:
     """Send the request to the first of ``backends`` that can be connected to, and pass its answer on.
+
+    With ``key``, that is sent in the place of the client's own.
 
     Raises:
         Unavailable: none of them can be connected to, or the answer broke off.
     """
     for backend in backends:
-        request = _request(exchange, body, backend, client)
+        request = _request(exchange, body, backend, client, key)
         try:
             response = await client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout):
@@ -62,11 +66,16 @@ async def forward(
     raise Unavailable("The proxy where this request belongs cannot be reached; ask again when it is back.")
 
 
-def _request(exchange: Exchange, body: bytes, backend: Backend, client: httpx.AsyncClient) -> httpx.Request:
+def _request(
+    exchange: Exchange, body: bytes, backend: Backend, client: httpx.AsyncClient, key: str | None
+) -> httpx.Request:
     query: bytes = exchange.scope["query_string"]
     path: bytes = exchange.scope["raw_path"]
     target = path + (b"?" + query if query else b"")
     headers = [(name, value) for name, value in exchange.scope["headers"] if name not in _OWN]
+    if key is not None:
+        headers = [(name, value) for name, value in headers if name not in _KEYS]
+        headers.append((b"authorization", f"Bearer {key}".encode()))
     # The path as it came: httpx would decode and encode it again.
     url = httpx.URL(backend.url).copy_with(raw_path=target)
     return client.build_request(exchange.method, url, headers=headers, content=body)

@@ -1,4 +1,4 @@
-"""The entry point as an actor: it binds, serves and drains as the proxy does."""
+"""The entry point, and a host, as actors: they bind, serve and drain as the proxy does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from functools import partial
 from areal_actors.client.http import create_http_client
 from areal_actors.core import Actor, Context
 from areal_actors.messages import DescribeEndpoint, Endpoint, Serving
+from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.entry.app import create_entry_app
 from areal_actors.proxy.entry.config import EntryConfig
+from areal_actors.proxy.entry.hosting import HostPeers, create_host_app
 from areal_actors.proxy.server import listen, serve_until_cancelled, url_of
 from areal_actors.proxy.traffic import Traffic
 
-__all__ = ["EntryServer"]
+__all__ = ["EntryServer", "HostServer"]
 
 
 class EntryServer(Actor[Serving]):
@@ -49,3 +51,38 @@ class EntryServer(Actor[Serving]):
     async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
         """Where the entry point listens; it has no key of its own."""
         return Endpoint(url=self._url, admin_key="")
+
+
+class HostServer(Actor[Serving]):
+    """Forwards to services that are borrowed for each request. ``config`` says where to listen; its key is of no use.
+
+    Raises:
+        ConfigError: when it is spawned, if its address cannot be used.
+    """
+
+    def __init__(self, peers: HostPeers, *, config: ProxyConfig) -> None:
+        self._peers = peers
+        self._config = config
+        self._url = ""
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Bind, and serve while the actor lives."""
+        config = self._config
+        listener = listen(config.host, config.port, section="host")
+        async with create_http_client() as client:
+            try:
+                self._url = url_of(listener, config.public_host)
+                traffic = Traffic()
+                app = create_host_app(self._peers, config=config, client=client, traffic=traffic)
+                context.tasks.start_soon(
+                    partial(serve_until_cancelled, app, listener, traffic, drain_seconds=config.drain_seconds)
+                )
+                yield
+            finally:
+                listener.close()  # detached once it is served
+
+    @DescribeEndpoint.handler
+    async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
+        """Where the host listens, and the key that manages it."""
+        return Endpoint(url=self._url, admin_key=self._peers.admin_key)

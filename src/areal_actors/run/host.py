@@ -1,0 +1,143 @@
+"""A host as a process of its own: what ``areal-actors host`` does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+from attrs import evolve, field, frozen
+
+from areal_actors.actors.accounts import AccountKeeper
+from areal_actors.actors.launcher import Launcher, ServiceProvider
+from areal_actors.config import RunConfig, save_config
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.domain import TrialId
+from areal_actors.errors import ConfigError
+from areal_actors.messages import Accounts, DescribeEndpoint, Endpoint, Hosting, StopServices
+from areal_actors.proxy import ProxyConfig
+from areal_actors.proxy.auth import create_admin_key
+from areal_actors.proxy.config import is_loopback
+from areal_actors.proxy.entry import HostPeers, HostServer
+from areal_actors.run.service_processes import ServiceProcesses
+from areal_actors.run.signals import EXIT_INTERRUPTED
+from areal_actors.telemetry import get_logger
+
+__all__ = ["Host", "open_host", "run_host"]
+
+_log = get_logger(__name__)
+
+
+@frozen(kw_only=True)
+class Host:
+    """What is open."""
+
+    endpoint: Endpoint = field(repr=False)
+    hosting: Ref[Hosting]
+    accounts: Ref[Accounts]
+    key_file: Path
+
+
+def run_host(config: RunConfig, *, announce: Callable[[str], object]) -> None:
+    """Serve until a signal comes; a second one leaves at once. Raises ``ConfigError``."""
+    anyio.run(_run, config, announce)
+
+
+async def _run(config: RunConfig, announce: Callable[[str], object]) -> None:
+    async with anyio.create_task_group() as tasks:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            stopping = anyio.Event()
+            tasks.start_soon(_listen, signals, stopping)
+            async with open_host(config) as host:
+                announce(f"Listening at {host.endpoint.url}; the admin key is in {host.key_file}.")
+                await stopping.wait()
+            tasks.cancel_scope.cancel()
+
+
+async def _listen(signals: AsyncIterator[signal.Signals], stopping: anyio.Event) -> None:
+    async for number in signals:
+        if stopping.is_set():
+            # Nothing is waited for: whoever asks twice means now, and no service outlives this process.
+            os._exit(EXIT_INTERRUPTED)
+        _log.warning("stopping", reason=number.name, detail="saving what is trained; once more to leave at once")
+        stopping.set()
+
+
+@asynccontextmanager
+async def open_host(config: RunConfig, *, provider: ServiceProvider | None = None) -> AsyncIterator[Host]:
+    """Serve while the block lasts; its end stops all services, each with a checkpoint.
+
+    ``provider`` starts services in another way than as child processes of this one. Raises ``ConfigError``.
+    """
+    check_host(config)
+    key_file, settings = config.fileroot / "host.key", config.fileroot / "host.yaml"
+    admin_key = await to_thread.run_sync(_prepare, config, key_file, settings)
+    users = config.user_accounts
+    assert users.path is not None, "user_accounts fills it in"
+    async with ActorSystem.open() as system:
+        provider = provider or ServiceProcesses(
+            settings=settings,
+            fileroot=config.fileroot,
+            max_start_seconds=config.host.max_start_seconds,
+            stop_timeout_seconds=config.host.stop_timeout_seconds,
+        )
+        hosting = await system.spawn(Launcher(provider, config=config.host.launcher), name="launcher")
+        accounts = await system.spawn(AccountKeeper(users.path, config=users), name="accounts")
+        default = TrialId(config.experiment_name, config.trial_name)
+        peers = HostPeers(hosting=hosting, accounts=accounts, default=default, admin_key=admin_key)
+        serving = await system.spawn(HostServer(peers, config=_listening(config)), name="host")
+        endpoint = await serving.ask(DescribeEndpoint())
+        try:
+            yield Host(endpoint=endpoint, hosting=hosting, accounts=accounts, key_file=key_file)
+        finally:
+            with anyio.CancelScope(shield=True):  # every service is given a bounded time
+                await hosting.ask(StopServices())
+
+
+def check_host(config: RunConfig) -> None:
+    """Raises ``ConfigError`` for settings that one service may have, and many may not."""
+    problems = []
+    if not config.journal.enabled:
+        problems.append("journal.enabled: a host stops services and starts them again; leave the journal on")
+    if config.journal.path is not None:
+        problems.append("journal.path: the services of a host have a journal each; leave the path out")
+    if not is_loopback(config.host.host) and not config.host.admin_key:
+        problems.append(
+            f"host.host: {config.host.host} can be reached from other machines; set host.admin_key, or listen on "
+            "127.0.0.1"
+        )
+    if problems:
+        raise ConfigError(tuple(problems))
+
+
+def _listening(config: RunConfig) -> ProxyConfig:
+    """Where the host listens, with the bounds that its services have, too."""
+    own = config.host
+    return evolve(config.proxy, host=own.host, port=own.port, public_host=own.public_host, admin_key=None)
+
+
+def _prepare(config: RunConfig, key_file: Path, settings: Path) -> str:
+    """Write what services read, and the key that opens the host, which is returned."""
+    config.fileroot.mkdir(parents=True, exist_ok=True)
+    key = config.host.admin_key or (key_file.read_text().strip() if key_file.exists() else create_admin_key())
+    _write(key_file, lambda path: path.write_text(key + "\n"))
+    _write(settings, lambda path: save_config(_of_services(config), path))
+    return key
+
+
+def _of_services(config: RunConfig) -> RunConfig:
+    """What all services have in common: any port of this machine, keys of their own, and the users of the host."""
+    proxy = evolve(config.proxy, host="127.0.0.1", port=0, public_host=None, admin_key=None, open_sessions=False)
+    return evolve(config, proxy=proxy, users=config.user_accounts, host=evolve(config.host, admin_key=None))
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """For its owner alone, whole or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+    write(new)
+    new.replace(path)

@@ -1,0 +1,209 @@
+"""Services as child processes: ``areal-actors serve`` in a fresh interpreter for each trial, in a group of its own.
+
+A service finds everything in one file of settings, and prints its address as a line of JSON when it listens. It makes
+its admin key itself, which is read from its directory; no secret is on a command line. The group of a process ends with
+this one, however that ends (``workflows.processes``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, closing
+from hashlib import sha256
+from pathlib import Path
+from subprocess import DEVNULL
+from urllib.parse import quote
+
+import anyio
+from anyio import to_thread
+from anyio.abc import ByteReceiveStream
+from attrs import field, frozen
+
+from areal_actors.dashboard import RunDirectory
+from areal_actors.domain import TrialId
+from areal_actors.errors import SessionEnded, Unavailable
+from areal_actors.telemetry import get_logger
+from areal_actors.workflows.processes import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
+
+__all__ = ["ServiceProcess", "ServiceProcesses"]
+
+_log = get_logger(__name__)
+
+_LINE_BYTES = 64 * 1024
+_QUERY = """
+SELECT 1 FROM sessions s WHERE (s.session = ? OR s.key_digest = ?)
+    AND NOT EXISTS (SELECT 1 FROM forgotten f WHERE f.session = s.session) LIMIT 1
+"""
+
+
+@frozen(kw_only=True)
+class ServiceProcess:
+    """A service that listens."""
+
+    url: str
+    admin_key: str = field(repr=False)
+    child: Child
+    directory: RunDirectory
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self.child.process.pid
+
+    async def wait(self) -> str | None:
+        """Until it has ended, and why; ``None`` if its training is finished."""
+        await self.child.wait_for_leader()
+        await _learn_status(self.child)
+        return None if _is_finished(self.child, self.directory) else self.child.describe_end()
+
+
+@frozen(kw_only=True)
+class ServiceProcesses:
+    """Starts them. ``settings`` is the file that all have in common; ``fileroot`` is where they write."""
+
+    settings: Path
+    fileroot: Path
+    max_start_seconds: float = 600.0
+    stop_timeout_seconds: float = 120.0
+    environment: Mapping[str, str] = field(factory=lambda: dict(os.environ), repr=False)
+
+    @asynccontextmanager
+    async def open(self, trial: TrialId) -> AsyncIterator[ServiceProcess]:
+        """As ``ServiceProvider.open``. What the process says is in ``logs/service.log`` of its directory."""
+        directory = self._directory(trial)
+        child = await self._start(trial, directory)
+        async with anyio.create_task_group() as tasks:
+            # Shielded: a process that nobody listens to while it stops would wait for room in its pipe.
+            errors, output = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
+            tasks.start_soon(_listen, child, errors)
+            try:
+                url = await self._address(trial, child, directory)
+                tasks.start_soon(_read_rest, child, output)
+                key = await to_thread.run_sync(directory.admin_key.read_text)
+                yield ServiceProcess(url=url, admin_key=key.strip(), child=child, directory=directory)
+            finally:
+                await child.kill(grace_seconds=self.stop_timeout_seconds)
+                errors.cancel()
+                output.cancel()
+
+    async def list_trials(self) -> tuple[TrialId, ...]:
+        """The directories in which a service has left its key."""
+        return await to_thread.run_sync(self._find_trials)
+
+    async def has_session(self, trial: TrialId, name: str) -> bool:
+        """Look into the journal, which may be anybody's at that moment."""
+        return await to_thread.run_sync(_find_session, self._directory(trial).journal, name)
+
+    def _directory(self, trial: TrialId) -> RunDirectory:
+        return RunDirectory(path=self.fileroot / trial.experiment / trial.trial)
+
+    def _find_trials(self) -> tuple[TrialId, ...]:
+        paths = (RunDirectory(path=path) for path in sorted(self.fileroot.glob("*/*")))
+        found = (path.path for path in paths if path.admin_key.is_file() and path.has_run)
+        return tuple(TrialId(path.parent.name, path.name) for path in found if _is_name(path))
+
+    async def _start(self, trial: TrialId, directory: RunDirectory) -> Child:
+        _check_is_service(trial, directory)
+        log = await to_thread.run_sync(BoundedLog, directory.service_log)
+        resume = ["--resume"] if directory.has_run else []
+        command = [sys.executable, "-m", "areal_actors", "serve", str(self.settings), *_overrides(trial)]
+        try:
+            return await Child.start(
+                lambda _: [*command, *resume, "--json"], log=log, environment=self.environment, stdin=DEVNULL
+            )
+        except OSError as error:
+            raise Unavailable(f"{trial.name} could not be started: {error}") from error
+
+    async def _address(self, trial: TrialId, child: Child, directory: RunDirectory) -> str:
+        """Where it listens, once it says so. Raises as ``open`` does."""
+        assert child.process.stdout is not None
+        line = None
+        with anyio.move_on_after(self.max_start_seconds):
+            line = await _read_line(child.process.stdout)
+        if line is None:
+            raise Unavailable(f"{trial.name} did not listen within {self.max_start_seconds:g} s.")
+        try:
+            return str(json.loads(line)["url"])
+        except (ValueError, KeyError, TypeError):
+            pass
+        await _learn_status(child)
+        if _is_finished(child, directory):
+            raise SessionEnded(f"The training of {trial.name} is finished.")
+        raise Unavailable(f"{trial.name} did not start. {child.describe_end()}")
+
+
+def _check_is_service(trial: TrialId, directory: RunDirectory) -> None:
+    """A run over a dataset has no journal: whoever has a key of that name does not train on from what it has learnt.
+
+    Raises:
+        Unavailable: there is such a run.
+    """
+    if directory.metrics.exists() and not directory.journal.exists():
+        raise Unavailable(
+            f"{directory.path} holds a run that is no service of a host. Move it away, or name another trial than "
+            f"{trial.name} for the user's key."
+        )
+
+
+def _overrides(trial: TrialId) -> list[str]:
+    """What is different from trial to trial; quoted, because YAML takes ``2026`` and ``1e5`` for numbers."""
+    own = {"experiment_name": trial.experiment, "trial_name": trial.trial, "sessions.home": trial.home}
+    return [f"{path}={json.dumps(value)}" for path, value in own.items()]
+
+
+async def _learn_status(child: Child) -> None:
+    """Of one that has ended. A daemon that it left may hold its pipes, and so this, for ever."""
+    with anyio.move_on_after(LAST_WORDS_SECONDS):
+        await child.process.wait()
+
+
+def _is_finished(child: Child, directory: RunDirectory) -> bool:
+    """A process that was told to stop ends without an error, too, but leaves no weights."""
+    return child.process.returncode == 0 and directory.model is not None
+
+
+def _is_name(path: Path) -> bool:
+    try:
+        TrialId(path.parent.name, path.name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _read_line(stream: ByteReceiveStream) -> bytes:
+    """Up to the first line's end, or to the end of what is said."""
+    line = b""
+    try:
+        while b"\n" not in line and len(line) < _LINE_BYTES:
+            line += await stream.receive()
+    except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        pass
+    return line.partition(b"\n")[0]
+
+
+async def _listen(child: Child, scope: anyio.CancelScope) -> None:
+    with scope:
+        await child.listen()
+
+
+async def _read_rest(child: Child, scope: anyio.CancelScope) -> None:
+    """What a service prints at its end."""
+    assert child.process.stdout is not None
+    with scope:
+        await read_all(child.process.stdout, lambda chunk: child.log.write(chunk, is_last_words=False))
+
+
+def _find_session(journal: Path, name: str) -> bool:
+    if not journal.is_file():
+        return False
+    digest = sha256(name.encode("utf-8", "surrogatepass")).digest()
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(journal))}?mode=ro", uri=True, timeout=5.0)) as connection:
+            return connection.execute(_QUERY, (name, digest)).fetchone() is not None
+    except sqlite3.Error as error:
+        _log.warning("journal_unreadable", path=str(journal), error=str(error))
+        return False

@@ -124,6 +124,22 @@ def fuzz_tokens(session: nox.Session) -> None:
 
 
 @nox.session
+def chaos(session: nox.Session) -> None:
+    """Kill a service and its agents 200 times, and see that nothing is lost. ``-- --profile long``: 1,000 times."""
+    install(session, "test")
+    session.run("python", "-m", "tests.chaos", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Serve ten agents that come and go for ten minutes, then train as long, and draw what memory does meanwhile."""
+    install(session, "test")
+    environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
+    for command in ("serve", "train"):
+        session.run("python", "-m", "tests.chaos.soak", command, *session.posargs, env=environment)
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Measure what the tests reach, in ``src`` and in the tests themselves."""
     install(session, "test", "lint")

@@ -46,9 +46,9 @@ def _explains_errors(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def explained(*, verbose: bool, **options: Any) -> None:
-        from areal_actors.telemetry import logging_to_stream
-
         try:
+            from areal_actors.telemetry import logging_to_stream
+
             with logging_to_stream(level=logging.DEBUG if verbose else logging.INFO):
                 command(**options)
         except click.exceptions.Exit:

@@ -565,12 +565,13 @@ class PhaseChanged(Message[Progress, None]):
 
 @frozen(kw_only=True)
 class EpisodeFinished(Message[Progress, None]):
-    """News: an episode is over."""
+    """News: an episode is over. ``is_repeated``: an earlier process, since killed, may have told of it."""
 
     episode: Episode
     problem: Problem
     version: int
     is_eval: bool = False
+    is_repeated: bool = False
 
 
 @frozen(kw_only=True)

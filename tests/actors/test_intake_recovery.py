@@ -13,6 +13,7 @@ from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.actors.house import encode, renderer, say
+from tests.actors.theatre import Notebook
 
 from areal_actors.actors.capacity import CapacityGranter
 from areal_actors.actors.exporter import Exporter
@@ -44,6 +45,7 @@ from areal_actors.messages import (
     Complete,
     DescribeCapacity,
     EndSession,
+    EpisodeFinished,
     Exports,
     Intake,
     LeaseGroups,
@@ -93,11 +95,27 @@ class FailingJournal(MemoryJournal):
             self.facts.extend(facts)
 
 
+class Reporter(Notebook):
+    """Keeps what it is told of sessions, as the files of a run do: a plain word once, a repeated one in its place."""
+
+    def __init__(self, told: dict[SessionId, int]) -> None:
+        super().__init__()
+        self._told = told
+
+    @EpisodeFinished.handler
+    async def episode(self, message: EpisodeFinished) -> None:
+        session = message.episode.session
+        assert message.is_repeated or session not in self._told
+        self._told[session] = message.version
+
+
 @define
 class World:
-    """What outlives a process: the facts, the weights, and what they were trained with."""
+    """What outlives a process: the facts, the weights, what they were trained with, and what was told of sessions."""
 
     facts: list[Fact] = field(factory=list)
+    told: dict[SessionId, int] = field(factory=dict)
+    """With the version of each; a process removes those that were told of versions which it makes again."""
     acknowledged: set[SessionId] = field(factory=set)
     live: list[SessionId] = field(factory=list)
     saved: tuple[tuple[SessionId, ...], ...] = ()
@@ -113,6 +131,9 @@ class World:
 
     async def _start(self, system: ActorSystem, journal: FailingJournal) -> Process:
         version = len(self.saved)
+        for session in [name for name, told in self.told.items() if told >= version]:
+            del self.told[session]
+        progress = await system.spawn(Reporter(self.told))
         generation = await system.spawn(GenerationActor(EchoEngine(lambda _: encode("42"))))
         capacity = await system.spawn(CapacityGranter(CapacityState.at_version(LIMITS, version)))
         manager = SessionManager(
@@ -128,7 +149,7 @@ class World:
         exports = await system.spawn(exporter)
         restored = restore_groups(tuple(self.facts), version=version)
         keeper = IntakeKeeper(
-            peers=IntakePeers(sessions=sessions, exports=exports, capacity=capacity),
+            peers=IntakePeers(sessions=sessions, exports=exports, capacity=capacity, progress=progress),
             config=IntakeConfig(group_size=2, group_timeout_seconds=50.0),
             journal=journal,
             restored=restored,
@@ -211,7 +232,10 @@ MOVES = st.lists(st.sampled_from(["single", "member", "finish", "finish", "step"
 @settings(max_examples=settings().max_examples, deadline=None)
 @given(lives=st.lists(st.tuples(MOVES, st.integers(0, 25)), max_size=5))
 async def test_killed_at_any_moment_nothing_is_lost_or_trained_twice(lives: list[tuple[list[str], int]]):
-    """Each acknowledged session is in the lineage of the surviving weights exactly once, when all is drained."""
+    """Each acknowledged session is in the lineage of the surviving weights exactly once, when all is drained.
+
+    And in the files of the run, whichever process it had begun in.
+    """
     world = World()
     for moves, after in lives:
         await run_killed(world, moves, after=after)
@@ -222,6 +246,7 @@ async def test_killed_at_any_moment_nothing_is_lost_or_trained_twice(lives: list
     lineage = [session for step in world.saved for session in step]
 
     assert len(lineage) == len(set(lineage))
+    assert set(lineage) <= set(world.told)
     missing = world.acknowledged - set(lineage)
     assert len(missing) < LIMITS.batch_size * 2  # what does not make a whole batch waits
     waiting = restore_groups(tuple(world.facts), version=len(world.saved)).waiting

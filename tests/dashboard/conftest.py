@@ -105,7 +105,14 @@ class News:
         )
 
     def episode(
-        self, position: int = 0, *, version: int = 0, member: int = 0, is_eval: bool = False, failure: Any = None
+        self,
+        position: int = 0,
+        *,
+        version: int = 0,
+        member: int = 0,
+        is_eval: bool = False,
+        failure: Any = None,
+        is_repeated: bool = False,
     ) -> EpisodeFinished:
         record = make_record(position, version=version, text="1 + 2", reward=1.0)
         return EpisodeFinished(
@@ -113,6 +120,7 @@ class News:
             problem=Problem(position=position, data={}),
             version=version,
             is_eval=is_eval,
+            is_repeated=is_repeated,
         )
 
     def step(self, step: int, reward: float = 0.5, **metrics: Any) -> StepFinished:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+
+import pytest
+
 from areal_actors.dashboard import FailureWriter, RolloutDumper, RunDirectory, SessionSampler
 from areal_actors.dashboard.records import read_records
 
@@ -56,6 +61,37 @@ def test_a_resumed_run_dumps_each_episode_once(tmp_path, news, decode):
 
     assert {path.name for path in directory.rollouts.iterdir()} == {"1"}
     assert {path.name for path in directory.eval_rollouts.iterdir()} == {"1", "2"}
+
+
+@pytest.mark.parametrize("num_written", [0, 30, -10, None], ids=["nothing", "half a line", "all but a bit", "all"])
+def test_what_an_earlier_process_may_have_dumped_is_there_once(tmp_path, news, decode, num_written):
+    """However much of it was written before the process was killed; others of its group stay as they are."""
+    directory = RunDirectory(path=tmp_path)
+    path = directory.rollouts / "1" / "7.jsonl"
+    hear(RolloutDumper(directory, decode=decode), news.episode(7, version=1))
+    whole = path.read_bytes().replace(b'"tail_version":1', b'"tail_version":4')  # which were lost
+    path.unlink()
+    hear(RolloutDumper(directory, decode=decode, resumed_step=3), news.episode(7, version=1, member=1))
+    path.write_bytes(path.read_bytes() + whole[:num_written])
+
+    hear(RolloutDumper(directory, decode=decode, resumed_step=3), news.episode(7, version=1, is_repeated=True))
+
+    rows = list(read_records(path))
+    assert [1, 1, 0, 0] == [row["sample_idx"] for row in rows]
+    assert {2} == set(Counter(row["completion"] for row in rows).values())
+    assert [path] == list(directory.rollouts.rglob("*.jsonl"))
+
+
+def test_a_failure_that_is_told_again_is_listed_once(tmp_path, news):
+    """One that the earlier process did not come to tell is listed as well."""
+    path = tmp_path / "failures.jsonl"
+    failed = partial(news.episode, 2, version=4, failure="expired")
+    hear(FailureWriter(path), failed(member=3))
+
+    again = (failed(member=member, is_repeated=True) for member in (3, 5))
+    hear(FailureWriter(path, resumed_step=6), *again)
+
+    assert [3, 5] == [record["sample_idx"] for record in read_records(path)]
 
 
 def test_half_a_surrogate_pair_is_no_reason_to_stop(tmp_path, news):

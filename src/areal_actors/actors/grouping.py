@@ -31,6 +31,8 @@ class Seat:
     episode: Episode | None = None
     is_ending: bool = False
     is_expired: bool = False
+    is_known: bool = False
+    """Whether it had ended in an earlier process, which may have told of it."""
     last_word: anyio.Event = field(factory=anyio.Event)
     """Set when no more rewards are awaited."""
 
@@ -200,7 +202,8 @@ def restore_group(sessions: tuple[RestoredSession, ...], permit: Permit, *, is_q
     )
     for session in sessions:
         member = int(session.metadata["member"])
-        group.seats[member] = Seat(member=member, task=session.metadata["task_id"], started_at=now)
+        task = session.metadata["task_id"]
+        group.seats[member] = Seat(member=member, task=task, started_at=now, is_known=session.is_ended)
     return group
 
 

@@ -229,7 +229,7 @@ class IntakeKeeper(Actor[Intake]):
             record = await self._read(session)
         episode = await self._episode(seat, session, record)
         episode = evolve(episode, seconds=anyio.current_time() - seat.started_at)
-        await self._report(group, episode, record)
+        await self._report(group, seat, episode, record)
         if episode.failure is not None:
             _log.warning("session_rejected", session=session, reason=episode.failure)
             await self._peers.sessions.tell(ForgetSession(session=session))
@@ -260,12 +260,15 @@ class IntakeKeeper(Actor[Intake]):
             return evolve(nothing, failure=f"Its rows cannot be built: {error}")
         return evolve(episode, cut_short=_EXPIRED) if seat.is_expired else episode
 
-    async def _report(self, group: OpenGroup, episode: Episode, record: SessionRecord | None) -> None:
+    async def _report(self, group: OpenGroup, seat: Seat, episode: Episode, record: SessionRecord | None) -> None:
         progress, version = self._peers.progress, group.version
-        if progress is None or version < self._resumed_version:  # an earlier process has told of it
+        if progress is None:
             return
-        await progress.tell(EpisodeFinished(episode=episode, problem=group.problem, version=version))
-        if record is not None:
+        # What was told of versions from the resumed one on was removed: those are made again.
+        is_repeated = seat.is_known and version < self._resumed_version
+        news = EpisodeFinished(episode=episode, problem=group.problem, version=version, is_repeated=is_repeated)
+        await progress.tell(news)
+        if record is not None and not is_repeated:
             await progress.tell(SessionArchived(record=record, episode=episode, problem=group.problem))
 
     # ------------------------------------------------------------------------------------------------- groups

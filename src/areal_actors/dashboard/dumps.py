@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ class RolloutDumper:
     """Writes ``rollout/<version>/<task>.jsonl`` and the same below ``eval-rollout``.
 
     A version is that of the weights when the episode began. A resumed run makes the episodes of its checkpoint's
-    version and later again, and removes their files first.
+    version and later again, and removes their files first. What an earlier process may have written, whole or in part,
+    is in the files once all the same.
     """
 
     name = "trajectory dumps"
@@ -46,10 +48,14 @@ class RolloutDumper:
         if not isinstance(news, EpisodeFinished):
             return
         root = self._directory.eval_rollouts if news.is_eval else self._directory.rollouts
+        lines = [format_record(row) for row in dump_rows(news, self._decode)]
+        if news.is_repeated:
+            for written in root.glob(f"*/{news.problem.position}.jsonl"):
+                _remove_rows(written, lines)
         path = root / str(news.version) / f"{news.problem.position}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_records(path, "a") as file:
-            file.writelines(map(format_record, dump_rows(news, self._decode)))
+            file.writelines(lines)
 
     def close(self) -> None:
         """Nothing is open between two episodes."""
@@ -80,6 +86,24 @@ def _remove_versions(root: Path, *, at_least: int) -> None:
     for path in root.glob("*") if root.is_dir() else ():
         if path.name.isdecimal() and int(path.name) >= at_least:
             shutil.rmtree(path)
+
+
+def _is_same(written: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Whether two records tell of one failure; how long it took is known to the process in which it began."""
+    return all(written.get(key) == value for key, value in record.items() if key != "seconds")
+
+
+def _remove_rows(path: Path, lines: Iterable[str]) -> None:
+    """Take the rows of ``lines`` out of a file, and what was cut off at its end.
+
+    Their versions may have been higher: those that were lost with the process count as the one that was gone on with.
+    """
+    known = [_without_versions(json.loads(line)) for line in lines]
+    rewrite_records(path, lambda record: _without_versions(record) not in known)
+
+
+def _without_versions(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in ("head_version", "tail_version")}
 
 
 def _outcome(episode: Episode) -> str | None:
@@ -117,6 +141,8 @@ class FailureWriter:
             "outcome": outcome,
             "failure": news.episode.failure or news.episode.cut_short,
         }
+        if news.is_repeated:
+            rewrite_records(self._path, lambda written: not _is_same(written, record))
         with open_records(self._path, "a") as file:
             file.write(format_record(record))
 

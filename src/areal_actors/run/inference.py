@@ -22,7 +22,7 @@ from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.actors.models import ModelHost, ModelsConfig
 from areal_actors.actors.progress import ProgressReporter
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
-from areal_actors.cache.journal import Journal, NoJournal, as_of, recover, restore_groups
+from areal_actors.cache.journal import Journal, NoJournal, as_of, recover, restate, restore_groups
 from areal_actors.cache.journal.recovery import Leftovers
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
@@ -189,10 +189,12 @@ async def open_actors(
     what it holds is restored first. Raises ``JournalError`` if it cannot be read.
     """
     journal = journal or NoJournal()
-    facts = [as_of(fact, version) async for fact in journal.read()]
+    told = [fact async for fact in journal.read()]
+    facts = [as_of(fact, version) for fact in told]
     recovered, restored = recover(facts), restore_groups(facts, version=version)
+    await journal.write(*restate(told, recovered, version=version))
     leftovers = recovered.leftovers
-    del facts
+    del told, facts
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine), name="generation")
         state = CapacityState.at_version(config.limits, version)

@@ -195,9 +195,14 @@ async def _save_results(job: Job, progress: Ref[Progress], summary: TrainingSumm
     if summary.is_finished:
         await progress.ask(PhaseChanged(phase="saving the weights", detail=str(job.directory.weights)))
         await to_thread.run_sync(_export, job)
-    await progress.ask(PhaseChanged(phase="done", detail=summary.stop_reason or ""))
+    await progress.ask(PhaseChanged(phase="done", detail=_describe_end(job, summary)))
     await to_thread.run_sync(write_curve, job.directory)
     await to_thread.run_sync(write_report, job.directory)
+
+
+def _describe_end(job: Job, summary: TrainingSummary) -> str:
+    reason = summary.stop_reason or ""
+    return reason if summary.is_finished else f"{reason}; --resume goes on from {job.directory.checkpoints}"
 
 
 def _export(job: Job) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from areal_actors.cache import ConversationTree, export_trajectories, plan_prompt, total_reward
 from areal_actors.cache.export import STYLES
-from areal_actors.cache.journal import MemoryJournal, SqliteJournal, as_of, read_journal, recover
+from areal_actors.cache.journal import MemoryJournal, SqliteJournal, as_of, read_journal, recover, restate
 from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
@@ -310,6 +311,35 @@ def test_what_lost_weights_sampled_counts_as_of_those_that_are_gone_on_with(fact
     assert [min(number, version) for number in before.tolist()] == after.tolist()
     assert repr(known.interaction.completion.logprobs) == repr(fact.interaction.completion.logprobs)
     assert as_of(known, version) is known
+
+
+def of_version(fact: Fact, version: int) -> Fact:
+    """The same turn, sampled by other weights."""
+    if not isinstance(fact, TurnEnded) or fact.interaction.completion is None:
+        return fact
+    completion = fact.interaction.completion
+    completion = evolve(completion, versions=np.full(len(completion.versions), version, dtype=np.int32))
+    return evolve(fact, interaction=evolve(fact.interaction, completion=completion))
+
+
+@given(data=st.data(), version=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_lost_weights_stay_lost_when_their_number_is_given_again(
+    new_talk: Any, data: st.DataObject, version: int
+) -> None:
+    """What a restart takes for older than it was told of is so for every later restart, too; nothing else changes."""
+    history = data.draw(histories(new_talk)).facts
+    newest = 0
+    told: list[Fact] = []
+    for fact in history:
+        newest += data.draw(st.sampled_from([0, 0, 1]))
+        told.append(of_version(fact, newest))
+    known = recover([as_of(fact, version) for fact in told])
+    again = restate(told, known, version=version)
+    later = recover([as_of(fact, newest) for fact in (*told, *again)])
+
+    assert known.sessions[S].tree.snapshot() == later.sessions[S].tree.snapshot()
+    assert () == restate((*told, *again), later, version=newest)
 
 
 def test_a_restored_session_says_so(new_talk: Any) -> None:

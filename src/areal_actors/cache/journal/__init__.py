@@ -6,7 +6,7 @@ from areal_actors.cache.journal.base import Journal
 from areal_actors.cache.journal.config import JournalConfig, JournalSync
 from areal_actors.cache.journal.groups import RestoredGroups, RestoredSession, restore_groups
 from areal_actors.cache.journal.memory import MemoryJournal, NoJournal
-from areal_actors.cache.journal.recovery import Recovered, RecoveredSession, as_of, read_journal, recover
+from areal_actors.cache.journal.recovery import Recovered, RecoveredSession, as_of, read_journal, recover, restate
 from areal_actors.cache.journal.sqlite import SqliteJournal
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "as_of",
     "read_journal",
     "recover",
+    "restate",
     "restore_groups",
 ]

@@ -28,7 +28,7 @@ from areal_actors.domain import (
     VersionSaved,
 )
 
-__all__ = ["EndedSession", "Leftovers", "Recovered", "RecoveredSession", "as_of", "read_journal", "recover"]
+__all__ = ["EndedSession", "Leftovers", "Recovered", "RecoveredSession", "as_of", "read_journal", "recover", "restate"]
 
 
 @frozen(kw_only=True)
@@ -133,6 +133,20 @@ def as_of(fact: Fact, version: int) -> Fact:
         return fact
     known = evolve(completion, versions=np.minimum(completion.versions, version))
     return evolve(fact, interaction=evolve(fact.interaction, completion=known))
+
+
+def restate(facts: Iterable[Fact], recovered: Recovered, *, version: int) -> tuple[Fact, ...]:
+    """What of ``facts`` a process that goes on from ``version`` has to say again, because ``as_of`` changes it.
+
+    Said once, it holds: when the lost number has been given to others, nobody can tell that it was meant otherwise.
+    """
+    changed = {
+        (fact.session, fact.interaction.id)
+        for fact in facts
+        if isinstance(fact, TurnEnded) and as_of(fact, version) is not fact
+    }
+    turns = (turn for session in recovered.sessions.values() for turn in session.turns)
+    return tuple(turn for turn in turns if (turn.session, turn.interaction.id) in changed)
 
 
 async def read_journal(journal: Journal) -> Recovered:

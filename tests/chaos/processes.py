@@ -1,0 +1,126 @@
+"""The processes of a play: the service and its agents, each marked so that none of their children can hide."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+from attrs import define, field
+from tests.chaos.stages import Stage
+
+__all__ = ["ADMIN_KEY", "MARK", "ROOT", "Child", "Failed", "Stages", "marked", "spawn", "wait_for"]
+
+ROOT = Path(__file__).parents[2]
+ADMIN_KEY = "admin-key-of-the-chaos-test"
+MARK = "CHAOS_DIRECTORY"
+"""Each process of a play has this in its environment, with the directory of the play; so do all that it starts."""
+
+
+class Failed(Exception):
+    """A play went wrong before it could be judged."""
+
+
+@define(eq=False)
+class Child:
+    """A process that was started. ``began`` is when, by the monotonic clock."""
+
+    name: str
+    process: subprocess.Popen[str]
+    log: Path
+    began: float = field(factory=time.monotonic)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.process.poll() is None
+
+    def kill(self) -> bool:
+        """End it with SIGKILL; returns whether it was alive."""
+        was_alive = self.is_alive
+        self.process.kill()
+        self.process.wait()
+        return was_alive
+
+    def interrupt(self, number: signal.Signals, seconds: float) -> int:
+        """Send a signal and wait for the exit code. Raises ``Failed``."""
+        self.process.send_signal(number)
+        return self.wait(seconds)
+
+    def wait(self, seconds: float) -> int:
+        """The exit code. Raises ``Failed``."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"{self.name} did not end within {seconds:g} s; see {self.log}") from None
+
+    def last_words(self, num_lines: int = 30) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+
+
+def spawn(name: str, arguments: Sequence[str], *, directory: Path, variables: Mapping[str, str]) -> Child:
+    """Start a Python in a session of its own, with everything that it prints in ``<name>.log``."""
+    log = directory / f"{name}.log"
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        MARK: str(directory),
+    }
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment | dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        )
+    return Child(name, process, log)
+
+
+def marked(directory: Path) -> Iterator[psutil.Process]:
+    """The processes of this play that run, whoever started them; not the one that asks."""
+    for process in psutil.process_iter():
+        try:
+            is_other = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+            if is_other and process.environ().get(MARK) == str(directory):
+                yield process
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
+class Stages:
+    """Reads what the service says of itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "stage"
+        self._path.touch()
+        self._file = os.open(self._path, os.O_RDONLY)
+
+    def read(self, life: int) -> frozenset[Stage]:
+        """What the given life of the service does; nothing before it has said anything."""
+        words = os.pread(self._file, 200, 0).decode().split()
+        return frozenset(map(Stage, words[1:])) if words and words[0] == str(life) else frozenset()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._file)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait until ``condition()`` holds. Raises ``Failed``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Failed(f"waited {seconds:g} s for {what}")
+        time.sleep(0.05)

@@ -47,7 +47,8 @@ class Host:
 
     def children(self) -> list[psutil.Process]:
         """All processes that it has started."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return found
 
     def post(self, path: str, key: str, **fields: Any) -> dict[str, Any]:
         """Ask with another's key."""
@@ -112,7 +113,8 @@ def test_a_session_outlives_its_service(tmp_path: Path):
         }
         ada, bob = keys["ada"]["key"], keys["bob"]["key"]
         session = host.post("/rl/v1/start_session", ada, task_id="task-7")
-        own, name, messages = session["api_key"], session["session_id"], []
+        own, name = session["api_key"], session["session_id"]
+        messages: list[dict[str, Any]] = []
         host.turn(own, messages)
         wait_until(lambda: host.states() == {"ada/trial": "stopped"})
         checkpoints = list(RunDirectory(path=root / "ada" / "trial").checkpoints.iterdir())

@@ -35,7 +35,7 @@ pytestmark = [
 ADMIN = {"authorization": "Bearer sk-admin-of-the-host"}
 ADMIN_OF_SERVICES = "sk-admin-of-services"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-ASKED = {"model": "any", "messages": HELLO}
+ASKED: dict[str, Any] = {"model": "any", "messages": HELLO}
 
 
 @define(kw_only=True, eq=False)

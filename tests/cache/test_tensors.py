@@ -85,9 +85,11 @@ def test_padding_on_the_left_is_padding() -> None:
     assert [0, 0, 1, 0] == row.loss_mask.tolist()
 
 
-def test_two_tensors_are_enough_to_be_a_row() -> None:
+@pytest.mark.parametrize("version", [None, 9])
+def test_two_tensors_are_enough_to_be_a_row(version: int | None) -> None:
     """Nothing of it is trained then: nothing says what was sampled."""
-    (row,) = from_tensors({"input_ids": [[1, 2, 3]], "attention_mask": [[True] * 3]}, session=SESSION)
+    tensors = {"input_ids": [[1, 2, 3]], "attention_mask": [[True] * 3]}
+    (row,) = from_tensors(tensors, session=SESSION, version=version)
 
     assert (0, -1, 0.0) == (row.num_trained_tokens, row.head_version, row.reward)
 

@@ -46,7 +46,6 @@ class MultiTurnWorkflow(RolloutWorkflow):
         discount = 1.0
         while reward == 0 and t < self.max_turns:
             completion = await client.chat.completions.create(
-                model="default",
                 messages=messages,
                 temperature=self.gconfig.temperature,
                 max_completion_tokens=self.gconfig.max_new_tokens,
@@ -98,7 +97,6 @@ async def test_a_tool_call(choice: str) -> None:
     async with open_tiny() as inference:
         client = ArealOpenAI(engine=inference)
         completion = await client.chat.completions.create(
-            model="default",
             messages=DATA["messages"],
             tools=[{"type": "function", "function": weather}],
             tool_choice=choice,

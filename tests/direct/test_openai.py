@@ -223,3 +223,14 @@ async def test_what_makes_no_sense_is_said() -> None:
         client.export_interactions(style="no such style")
     with pytest.raises(ExportError, match="no training row"):
         client.get_interaction(answer.id).to_tensor_dict()
+
+
+async def test_the_model_may_be_left_out() -> None:
+    """Also of ``parse``, and through a copy of the client: an engine in this process has but one."""
+    client: Any = client_on(engine_that_says("one", "two", "three"))
+    whole = await client.chat.completions.create(messages=QUESTION)
+    parsed = await client.chat.completions.parse(messages=QUESTION)
+    copied = await client.with_options(timeout=9).chat.completions.create(messages=QUESTION)
+
+    said = [answer.choices[0].message.content for answer in (whole, parsed, copied)]
+    assert ["one", "two", "three"] == said

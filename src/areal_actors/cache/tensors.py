@@ -57,7 +57,9 @@ def from_tensors(tensors: Mapping[str, Any], *, session: SessionId, version: int
     """
     arrays = _read(tensors)
     if version is not None and "versions" not in arrays:
-        arrays["versions"] = np.where(arrays.get("loss_mask", np.zeros((1, 1))) == 1, np.int32(version), np.int32(-1))
+        arrays["versions"] = np.where(
+            arrays.get("loss_mask", np.zeros_like(arrays["input_ids"])) == 1, np.int32(version), np.int32(-1)
+        )
     rewards = _read_rewards(tensors, num_rows=len(arrays["input_ids"]))
     return [_row(arrays, index, reward, session) for index, reward in enumerate(rewards)]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Self
 
 import openai
+from openai.resources.chat import AsyncChat
 
+from areal_actors.direct.chat import Chat
 from areal_actors.direct.rewards import HasRewards
 from areal_actors.direct.trajectory import DirectSession, EngineLike, TokenizerLike
 from areal_actors.direct.transport import create_http_client, http_library_of
@@ -54,6 +56,11 @@ class ArealOpenAI(HasRewards, openai.AsyncOpenAI):
         if options.get("http_client") is None:
             options["http_client"] = create_http_client(self.direct.app, http_library_of(openai))
         super().__init__(**options)
+
+    @property
+    def chat(self) -> AsyncChat:
+        """As in ``AsyncOpenAI``; ``model`` may be left out."""
+        return Chat(self)
 
     def copy(self, **options: Any) -> Self:
         """A client with other options and the same trajectory."""

@@ -192,7 +192,9 @@ async def open_actors(
     told = [fact async for fact in journal.read()]
     facts = [as_of(fact, version) for fact in told]
     recovered, restored = recover(facts), restore_groups(facts, version=version)
-    await journal.write(*restate(told, recovered, version=version))
+    again = restate(told, recovered, version=version)
+    if again:
+        await journal.write(*again)
     leftovers = recovered.leftovers
     del told, facts
     async with ActorSystem.open() as system:

@@ -89,8 +89,9 @@ def create_session(session: str, num_turns: int = 2) -> tuple[Fact, ...]:
 def restorable(facts: Iterable[Fact]) -> tuple[Fact, ...]:
     """What is left of ``facts`` without those that were replaced, and those that nobody needs any longer.
 
-    What is said again replaces what was said before; a start and a turn keep their place. Gone are groups that were
-    consumed up to the newest saved version, and forgotten sessions of which no other group is made.
+    What is said again replaces what was said before; a start and a turn keep their place. Gone are forgotten sessions
+    of which no group is made but those that were consumed up to the newest saved version, and such groups themselves,
+    once all their sessions are forgotten: until then they tell that these were trained.
     """
     kept: dict[tuple[object, ...], Fact] = {}
     for fact in facts:
@@ -112,6 +113,8 @@ def _without_gone(facts: tuple[Fact, ...]) -> tuple[Fact, ...]:
     started = {fact.session for fact in facts if isinstance(fact, SessionStarted)}
     gone = {fact.session for fact in facts if isinstance(fact, SessionForgotten)} - used
     unknown = {fact.session for fact in facts if isinstance(fact, _OfSession)} - started
+    live = started - {fact.session for fact in facts if isinstance(fact, SessionForgotten)}
+    done -= {fact.group for fact in facts if isinstance(fact, GroupQueued) and not live.isdisjoint(fact.sessions)}
     return tuple(
         fact
         for fact in facts
@@ -234,6 +237,23 @@ async def check_forgotten_sessions_go(open_journal: OpenJournal) -> None:
     assert await _read(open_journal) == create_session("b")
 
 
+async def check_groups_stay_until_their_sessions_are_forgotten(open_journal: OpenJournal) -> None:
+    """Whoever is killed before that must not take a session for one that was never trained."""
+    session, group = SessionId("a"), GroupId("g")
+    queued = GroupQueued(group=group, position=0, sessions=(session,))
+    consumed = GroupConsumed(group=group, version=5, is_trained=True)
+    facts = (*create_session("a"), queued, consumed, VersionSaved(version=5))
+    async with open_journal() as journal:
+        await journal.write(*facts)
+
+    assert await _read(open_journal) == facts
+
+    async with open_journal() as journal:
+        await journal.write(SessionForgotten(session=session))
+
+    assert await _read(open_journal) == (VersionSaved(version=5),)
+
+
 async def check_groups_stay_until_their_weights_are_saved(open_journal: OpenJournal) -> None:
     """A group and its sessions, forgotten or not, stay until it was consumed at or below a saved version."""
     session, group = SessionId("a"), GroupId("g")
@@ -262,5 +282,6 @@ JOURNAL_CHECKS: tuple[Check, ...] = (
     check_what_is_said_again_replaces,
     check_forgotten_sessions_go,
     check_groups_stay_until_their_weights_are_saved,
+    check_groups_stay_until_their_sessions_are_forgotten,
 )
 """All checks."""

@@ -93,12 +93,13 @@ class JournalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(data=st.data())
     def queue(self, data) -> None:
-        """A group of some sessions, which may be forgotten in the same moment."""
+        """A group of some sessions, which are forgotten in the same moment, or later."""
         sessions = data.draw(st.lists(st.sampled_from(self.live()), min_size=1, max_size=3, unique=True))
         group = GroupId(f"g{len(self.groups)}")
         self.groups.append(group)
         queued = GroupQueued(group=group, position=len(self.groups), sessions=tuple(map(SessionId, sessions)))
-        self.write(queued, *(SessionForgotten(session=session) for session in queued.sessions))
+        forgotten = queued.sessions if data.draw(st.booleans()) else ()
+        self.write(queued, *(SessionForgotten(session=session) for session in forgotten))
 
     def waiting(self) -> list[str]:
         return [fact.group for fact in restorable(self.facts) if isinstance(fact, GroupQueued)]

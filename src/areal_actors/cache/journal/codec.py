@@ -84,6 +84,7 @@ def encode(fact: Fact, seq: int, now: float) -> list[Statement]:
 # ---------------------------------------------------------------------------------------------------- sessions
 
 _NOT_GONE = "NOT EXISTS (SELECT 1 FROM gone_sessions g WHERE g.session = t.session)"
+_NOT_FINISHED = "NOT EXISTS (SELECT 1 FROM finished_groups f WHERE f.group_id = t.group_id)"
 
 
 def _start_row(fact: SessionStarted, seq: int, _: float) -> Iterator[Statement]:
@@ -222,14 +223,14 @@ TABLES: tuple[Table, ...] = (
         key=("group_id",),
         columns=("group_id", "position", "sessions", "data"),
         decode=_group,
-        is_kept="NOT EXISTS (SELECT 1 FROM done_groups d WHERE d.group_id = t.group_id)",
+        is_kept=_NOT_FINISHED,
     ),
     Table(
         name="consumed",
         key=("group_id",),
         columns=("group_id", "version", "is_trained", "consumed_at"),
         decode=_consumed,
-        is_kept="version > ifnull((SELECT max(version) FROM saved_versions), -1e300)",
+        is_kept=_NOT_FINISHED,
     ),
     Table(name="saved_versions", key=("version",), columns=("version",), decode=_version),
 )

@@ -78,7 +78,16 @@ ALTER TABLE turns ADD COLUMN prompt_digest BLOB;
 ALTER TABLE turns ADD COLUMN asked TEXT;
 """
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND)
+# A group that is done is needed all the same while one of its sessions could be taken for one that belongs to none.
+_THIRD = """
+CREATE VIEW finished_groups AS
+    SELECT * FROM done_groups d WHERE NOT EXISTS (
+        SELECT 1 FROM group_sessions g JOIN sessions s ON s.session = g.session
+        WHERE g.group_id = d.group_id AND NOT EXISTS (SELECT 1 FROM forgotten f WHERE f.session = g.session)
+    );
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD)
 """All steps; their number is the version that this program writes."""
 
 

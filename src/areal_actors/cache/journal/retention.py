@@ -1,7 +1,8 @@
 """What a journal need not remember any longer, and how its file shrinks: a little at a time, between commits.
 
 Gone are sessions that were forgotten and belong to no group that waits, and groups that were consumed at or below the
-newest saved version. Which rows these are is said once, by the views of ``migrations``.
+newest saved version, once their sessions are forgotten. Which rows these are is said once, by the views of
+``migrations``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def delete_gone(connection: sqlite3.Connection, *, until: float, limit: int = _B
 
     To be called within a transaction.
     """
-    done = connection.execute("SELECT group_id FROM done_groups WHERE consumed_at <= ? LIMIT ?", (until, limit))
+    done = connection.execute("SELECT group_id FROM finished_groups WHERE consumed_at <= ? LIMIT ?", (until, limit))
     num_groups = _delete(connection, _OF_GROUPS, "group_id", done.fetchall())
     gone = connection.execute("SELECT session FROM gone_sessions WHERE forgotten_at <= ? LIMIT ?", (until, limit))
     num_sessions = _delete(connection, _OF_SESSIONS, "session", gone.fetchall())

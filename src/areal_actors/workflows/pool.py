@@ -8,9 +8,10 @@ every process that it started.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from areal_actors.workflows.seats import SeatedAgent
 __all__ = ["AgentPool", "PoolConfig"]
 
 _MAX_REPLY_BYTES = 16 * 1024 * 1024
+_MAX_STARTS = 3
+"""How often a process is started of which each was killed by somebody else while it started."""
 
 _BOOT = (
     "import json, sys; lifeline, sys.path[:] = json.loads(sys.argv.pop()); "
@@ -126,13 +129,19 @@ class AgentPool(SeatedAgent):
             self._remove(worker)
         log = self._logs.pop(0)
         try:
-            worker = await _Worker.start(self._handover, log, self._config.start_timeout_seconds, self._tasks)
+            worker = await self._start(log)
         except BaseException:
             self._logs.append(log)
             raise
         self._name = worker.agent_name
         self._workers.add(worker)
         return worker
+
+    async def _start(self, log: BoundedLog) -> _Worker:
+        for _ in range(_MAX_STARTS - 1):
+            with suppress(_KilledAtStart):
+                return await _Worker.start(self._handover, log, self._config.start_timeout_seconds, self._tasks)
+        return await _Worker.start(self._handover, log, self._config.start_timeout_seconds, self._tasks)
 
     def _give_back(self, worker: _Worker) -> None:
         if worker.is_broken:
@@ -150,6 +159,10 @@ class AgentPool(SeatedAgent):
             async with anyio.create_task_group() as tasks:
                 for worker in self._workers:
                     tasks.start_soon(worker.kill)
+
+
+class _KilledAtStart(WorkflowError):
+    """The process was killed before it was ready, which says nothing of its agent."""
 
 
 class _Worker:
@@ -182,7 +195,8 @@ class _Worker:
                 f"imported takes long, or raise rollout.openai.subproc_start_timeout_seconds. {log.last_words}"
             ) from None
         except _GONE:
-            raise WorkflowError(f"The agent's process ended before it was ready. {child.describe_end()}") from None
+            error = _KilledAtStart if child.process.returncode == -signal.SIGKILL else WorkflowError
+            raise error(f"The agent's process ended before it was ready. {child.describe_end()}") from None
         if "ready" not in reply:
             await worker.kill()
             raise WorkflowError(f"The agent cannot be made in its process:\n{reply['failure'].strip()}")

@@ -40,6 +40,7 @@
     ├── WorkflowError               a workflow that cannot be imported or run                   (config)
     ├── RunDirectoryError           files of a run that cannot be written, or are not there      (run)
     ├── JournalError                facts that cannot be written, or a journal that cannot be read (session)
+    ├── SchedulerError              a worker that cannot be placed, or a cluster that refuses   (run)
     ├── CheckpointError             a checkpoint that cannot be written or does not fit         (trainer)
     ├── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
     └── TrainingStalled             no groups to train came in time                             (trainer)
@@ -86,6 +87,7 @@ __all__ = [
     "RequestTimeout",
     "RewardError",
     "RunDirectoryError",
+    "SchedulerError",
     "SessionEnded",
     "TrainingDiverged",
     "TrainingStalled",
@@ -369,6 +371,10 @@ class RunDirectoryError(ArealError):
 
 class JournalError(ArealError):
     """Facts cannot be written to the journal, or a journal cannot be read."""
+
+
+class SchedulerError(ArealError):
+    """A worker cannot be placed, or the cluster refuses what was asked of it."""
 
 
 class CheckpointError(ArealError):

@@ -26,7 +26,7 @@ from attrs import asdict, frozen
 
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.core import Actor, Context, OwnThread, Ref
-from areal_actors.domain import DataPosition, Group, Snapshot
+from areal_actors.domain import DataPosition, Group
 from areal_actors.errors import CaptureViolation, TrainingStalled
 from areal_actors.messages import (
     AcknowledgeLease,
@@ -51,6 +51,7 @@ from areal_actors.messages import (
     VersionAdvanced,
 )
 from areal_actors.telemetry import get_logger
+from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import StepStatistics
 from areal_actors.training.trainer import PolicyTrainer
 
@@ -75,7 +76,8 @@ class TrainingPeers:
 class TrainerActor(Actor[Training]):
     """Owns the policy and its optimiser. ``counters`` are those of the checkpoint that a resumed run starts from.
 
-    Rows that cannot be true are written below ``captures``.
+    Rows that cannot be true are written below ``captures``. ``publisher`` makes snapshots of the weights; by default
+    they are lent to an engine in this process.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class TrainerActor(Actor[Training]):
         checkpoints: Path,
         counters: Mapping[str, Any] | None = None,
         captures: Path | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         self._policy = policy
+        self._publisher = publisher or MemoryPublisher()
         self._peers = peers
         self._plan = plan
         self._checkpoints = checkpoints
@@ -214,7 +218,7 @@ class TrainerActor(Actor[Training]):
     # ------------------------------------------------------------------------------------------------- its parts
 
     async def _publish(self) -> None:
-        snapshot = Snapshot(version=self._policy.version, state=self._policy.state_dict())
+        snapshot = await self._thread.run(lambda: self._publisher.publish(self._policy))
         await self._peers.generation.ask(PublishWeights(snapshot=snapshot))
 
     def _is_evaluation_due(self, *, is_over: bool) -> bool:

@@ -89,6 +89,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def published(self) -> Path:
+        """The last versions of the weights, where they are published by disk."""
+        return self.path / "published"
+
+    @property
     def weights(self) -> Path:
         """The trained model."""
         return self.path / WEIGHTS_DIRECTORY

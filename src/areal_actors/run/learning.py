@@ -30,7 +30,15 @@ from areal_actors.dashboard import (
     write_curve,
 )
 from areal_actors.dashboard.report import write_report
-from areal_actors.messages import AwaitTraining, PhaseChanged, Progress, Rollouts, Training, TrainingSummary
+from areal_actors.messages import (
+    AwaitTraining,
+    DescribeEngine,
+    PhaseChanged,
+    Progress,
+    Rollouts,
+    Training,
+    TrainingSummary,
+)
 from areal_actors.models import resolve_tokenizer
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.capture import check_engine
@@ -42,6 +50,7 @@ from areal_actors.run.models import open_engine
 from areal_actors.run.proxies import open_proxies
 from areal_actors.run.signals import stop_on_signals
 from areal_actors.telemetry import get_logger
+from areal_actors.training.publication import Publisher, create_publisher
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
 __all__ = ["Learning", "learn"]
@@ -186,8 +195,17 @@ async def _spawn_trainer(job: Job, inference: Inference, rollouts: Ref[Rollouts]
         checkpoints=job.directory.checkpoints,
         counters=job.counters,
         captures=job.directory.captures,
+        publisher=await _create_publisher(job, inference),
     )
     return await inference.system.spawn(trainer, name="trainer")
+
+
+async def _create_publisher(job: Job, inference: Inference) -> Publisher:
+    """In the engine's dtype, so that it loads what it would have made of the weights itself."""
+    config, view = job.config.trainer, await inference.generation.ask(DescribeEngine())
+    return create_publisher(
+        config.publish, root=job.directory.published, dtype=view.info.dtype, num_kept=config.publish_keep
+    )
 
 
 async def _save_results(job: Job, progress: Ref[Progress], summary: TrainingSummary) -> None:

@@ -136,6 +136,15 @@ class Decay(StrEnum):
     COSINE = "cosine"
 
 
+class PublishBy(StrEnum):
+    """How new weights reach whoever generates."""
+
+    MEMORY = "memory"
+    """By reference: the engine is in the trainer's process."""
+    DISK = "disk"
+    """As a directory of safetensors that engines elsewhere can read."""
+
+
 @frozen(kw_only=True)
 class AdvantageConfig:
     """How returns become advantages.
@@ -258,4 +267,8 @@ class TrainerConfig:
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)
     skips_inert_rows: bool = True
+    publish: PublishBy = PublishBy.MEMORY
+    """How new weights reach whoever generates. Engines in other processes read them from a disk that they share."""
+    publish_keep: int = field(default=2, validator=[instance_of(int), _positive])
+    """Published versions that stay on the disk; a replica that joins reads the last one."""
     seed: int = 0

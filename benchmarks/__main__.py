@@ -29,7 +29,7 @@ from benchmarks.report import Report, compare, create_changes_table, create_tabl
 from rich.console import Console
 
 NAMES = (
-    *("kernel", "remote", "cache", "journal", "rendering", "agents"),
+    *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents"),
     *("proxy", "memory", "latency", "engine", "trainer", "asynchrony"),
 )
 """Quick ones first: what is wrong shows early."""

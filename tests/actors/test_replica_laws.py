@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -19,7 +20,7 @@ from tests.actors.yard import START, CountingEngine, Yard, open_yard, request
 
 from areal_actors.actors.replicas import RouterConfig
 from areal_actors.domain import FinishReason, PauseMode
-from areal_actors.errors import ArealError
+from areal_actors.errors import ArealError, EngineError
 from areal_actors.messages import PauseGeneration, ResumeGeneration
 from areal_actors.testing import virtual_backend
 
@@ -31,6 +32,8 @@ STEPS = st.one_of(
     st.tuples(st.just("remove"), NAMES),
     st.tuples(st.just("fail"), NAMES),
     st.tuples(st.just("refuse"), NAMES),
+    st.tuples(st.just("block"), NAMES),
+    st.tuples(st.just("unblock"), NAMES),
     st.tuples(st.just("publish"), st.sampled_from(["lent", "disk"])),
     st.tuples(st.just("pause"), st.sampled_from([PauseMode.KEEP])),
     st.tuples(st.just("resume"), st.none()),
@@ -47,7 +50,7 @@ class History:
 
     def __init__(self, yard: Yard, tasks) -> None:
         self.yard, self.tasks = yard, tasks
-        self.version = 0
+        self.version = self.next_version = 0
         self.published = {0}
         self.readings: list[tuple[Reading, int]] = []
         self.engines: list[CountingEngine] = []
@@ -73,15 +76,26 @@ class History:
 
     async def refuse(self, name: str) -> None:
         if name in self.yard.engines:
-            self.yard.engines[name].refuses.add(self.version + 1)
+            self.yard.engines[name].refuses.add(self.next_version + 1)
+
+    async def block(self, name: str) -> None:
+        """What it loads from now on takes its time."""
+        if name in self.yard.engines:
+            self.yard.engines[name].gate = anyio.Event()
+
+    async def unblock(self, name: str) -> None:
+        if name in self.yard.engines:
+            self.yard.engines[name].gate.set()
 
     async def publish(self, how: str) -> None:
-        self.published.add(self.version + 1)
-        try:
-            await self.yard.publish(self.version + 1, is_lent=how == "lent")
-            self.version += 1
-        except ArealError:
-            self.published.discard(self.version + 1)
+        self.next_version += 1
+        self.published.add(self.next_version)
+        self.tasks.start_soon(self._publish, self.next_version, how)
+
+    async def _publish(self, version: int, how: str) -> None:
+        with suppress(EngineError):
+            await self.yard.publish(version, is_lent=how == "lent")
+            self.version = version
 
     async def pause(self, mode: PauseMode) -> None:
         await self.yard.router.ask(PauseGeneration(mode=mode))
@@ -113,6 +127,8 @@ class History:
 
     async def end(self) -> None:
         """Give everybody what they need: all that can end does."""
+        for engine in self.engines:
+            engine.gate.set()
         await self.resume(None)
         await self.add("d")
         await self.publish("disk")
@@ -130,13 +146,16 @@ class History:
 
 
 async def play(steps: list[tuple[str, object]]) -> None:
-    async with open_yard(config=RouterConfig(wait_seconds=100)) as yard, anyio.create_task_group() as tasks:
+    async with (
+        open_yard(config=RouterConfig(wait_seconds=100, load_seconds=30)) as yard,
+        anyio.create_task_group() as tasks,
+    ):
         history = History(yard, tasks)
         for what, argument in steps:
             await history.do(what, argument)
         await history.end()
         for engine in history.engines:
-            assert not engine.statistics().running + engine.statistics().waiting
+            assert 0 == engine.statistics().running == engine.statistics().waiting
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -6,12 +6,26 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from tests.actors.house import renderer, say
 from tests.actors.yard import START, CountingEngine, Yard, ids_of, open_yard, request
 
+from areal_actors.actors.capacity import CapacityGranter
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.replicas import RouterConfig
+from areal_actors.actors.sessions import SessionManager
 from areal_actors.core import Restart
-from areal_actors.domain import Chunk, EngineRequest, Exactly, FinishReason, PauseMode, Snapshot
+from areal_actors.domain import (
+    Answer,
+    Chunk,
+    CompletionRequest,
+    Credential,
+    EngineRequest,
+    Exactly,
+    FinishReason,
+    PauseMode,
+    Sampling,
+    Snapshot,
+)
 from areal_actors.errors import (
     CaptureViolation,
     EngineError,
@@ -21,13 +35,16 @@ from areal_actors.errors import (
 )
 from areal_actors.messages import (
     AddReplica,
+    Complete,
     DescribeEngine,
     Generate,
     Generation,
+    OpenSession,
     PauseGeneration,
     PublishWeights,
     ResumeGeneration,
 )
+from areal_actors.staleness import CapacityLimits, CapacityState
 from areal_actors.testing.remote import pretend_remote
 
 pytestmark = pytest.mark.anyio
@@ -298,6 +315,37 @@ async def test_a_replica_that_restarts_is_told_everything_anew():
     assert [4] == [snapshot.version for snapshot in made[1].loaded]
 
 
+async def test_a_session_remembers_one_answer_of_two_replicas():
+    """Its completion has the tokens of both, and says which weights sampled which."""
+    async with open_yard() as yard:
+        first = await yard.add("a", CountingEngine(is_gated=True))
+        capacity = await yard.system.spawn(
+            CapacityGranter(CapacityState(limits=CapacityLimits(max_concurrent=4, batch_size=4)))
+        )
+        manager = SessionManager(renderer=renderer(), generation=yard.router, capacity=capacity)
+        sessions = await yard.system.spawn(manager)
+        session = (await sessions.ask(OpenSession(task="t"))).session
+        asked = CompletionRequest(messages=say("what?"), sampling=Sampling(max_new_tokens=5))
+        answers: list[Answer] = []
+
+        async def complete() -> None:
+            answers.extend(await sessions.ask(Complete(credential=Credential(session=session), request=asked)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete)
+            await anyio.wait_all_tasks_blocked()
+            first.release(2)
+            await anyio.wait_all_tasks_blocked()
+            await yard.add("b")
+            first.refuses.add(1)
+            await yard.publish(1)
+        completion, last = answers[0].completion, int(first.requests[0].prompt[-1])
+
+    assert [last + 1 + number for number in range(5)] == completion.token_ids.tolist()
+    assert [0, 0, 1, 1, 1] == completion.versions.tolist()
+    assert 5 == answers[0].usage.completion_tokens
+
+
 # ------------------------------------------------------------------------------------------------------- weights
 
 
@@ -349,6 +397,26 @@ async def test_who_cannot_load_is_out_until_it_can():
     assert {"a": "serving", "b": "serving"} == back
     assert EIGHT == one.ids
     assert [0, 0, *[1] * 6] == one.versions
+
+
+async def test_no_generation_goes_on_under_older_weights():
+    """Where the publication has not come to all yet, it waits for one that has them."""
+    async with open_yard() as yard:
+        first = await yard.add("a", CountingEngine(is_gated=True))
+        async with reading(yard, request()) as one, anyio.create_task_group() as tasks:
+            second = await yard.add("b")
+            second.gate = anyio.Event()
+            tasks.start_soon(yard.publish, 1)
+            await anyio.wait_all_tasks_blocked()
+            first.release(2)
+            await anyio.wait_all_tasks_blocked()
+            await yard.kill("a")
+            await anyio.sleep(5)
+            assert [1, 1] == one.versions
+            second.gate.set()
+
+    assert EIGHT == one.ids
+    assert {1} == set(one.versions)
 
 
 async def test_weights_that_nobody_can_load_are_refused_and_the_old_ones_served_on():

@@ -23,7 +23,7 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.actors.routing import Replica, Tally, find_misfit
-from areal_actors.core import BackgroundTasks, Down, Ref
+from areal_actors.core import BackgroundTasks, Down, DownReason, Ref
 from areal_actors.domain import EngineInfo, PauseMode, Snapshot
 from areal_actors.errors import ArealError, EngineError, ModelError
 from areal_actors.messages import (
@@ -126,7 +126,8 @@ class Fleet:
         if down.is_restarting:
             self.doubt(replica, down.error or "it restarts")
             return
-        _log.warning("replica_gone", replica=replica.name, reason=down.reason, error=down.error)
+        note = _log.info if down.reason is DownReason.STOPPED else _log.warning
+        note("replica_gone", replica=replica.name, reason=down.reason, error=down.error)
         self._end(replica, down.error or f"it is gone: {down.reason}")
 
     def _end(self, replica: Replica, reason: str) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import anyio
 from attrs import define, field, frozen
-from benchmarks.null_engine import words
 from benchmarks.simulation.engines import LogNormal
 from benchmarks.simulation.meter import Meter, Steps
+from benchmarks.simulation.vocabulary import NUM_WORDS, words
 
 from areal_actors.core import Ref
 from areal_actors.domain import ChatMessage, CompletionRequest, Credential, Sampling, SessionId
@@ -32,9 +32,24 @@ from areal_actors.messages import (
     SetReward,
 )
 
-__all__ = ["ADMIN", "AGENTS", "PROXY", "Latencies", "ProxyCost", "Service", "SimulatedAgent", "VirtualProxy", "Workload"]
+__all__ = [
+    "AGENTS",
+    "MAX_NEW_TOKENS",
+    "PROXY",
+    "Message",
+    "Observed",
+    "ProxyCost",
+    "Service",
+    "SimulatedAgent",
+    "VirtualProxy",
+    "Workload",
+    "converse",
+]
 
-AGENTS, PROXY, ADMIN = "agents", "proxy", "admin"
+AGENTS, PROXY = "agents", "proxy"
+
+MAX_NEW_TOKENS = 4096
+"""What agents allow for an answer."""
 
 Message = dict[str, str]
 
@@ -59,11 +74,12 @@ class Service(Protocol):
 
 
 @define
-class Latencies:
-    """Seconds from question to answer, as agents see them, while ``is_open``."""
+class Observed:
+    """What agents see: seconds from question to answer, while ``is_open``, and how many of them there are."""
 
     seconds: list[float] = field(factory=list)
     is_open: bool = True
+    num_live: int = 0
 
     def note(self, seconds: float) -> None:
         """One more."""
@@ -77,33 +93,36 @@ class Latencies:
 
 
 async def converse(
-    service: Service, session: str, *, workload: Workload, key: str, latencies: Latencies, clock: Callable[[], float]
+    service: Service, session: str, *, workload: Workload, key: str, observed: Observed, clock: Callable[[], float]
 ) -> None:
     """One episode: questions, answers, and the time that tools take. ``key`` decides all of its sizes."""
     source = random.Random(f"{workload.seed} {key}")
     messages = [_said_by_user(workload.opening_tokens, source)]
-    for turn in range(round(workload.num_turns.draw(source))):
-        if turn:
-            await anyio.sleep(workload.tool_seconds.draw(source))
-            messages.append(_said_by_user(workload.tool_tokens, source))
-        asked = clock()
-        answer = await service.chat(session, messages)
-        latencies.note(clock() - asked)
-        messages.append({"role": "assistant", "content": answer})
+    observed.num_live += 1
+    try:
+        for turn in range(round(workload.num_turns.draw(source))):
+            if turn:
+                await anyio.sleep(workload.tool_seconds.draw(source))
+                messages.append(_said_by_user(workload.tool_tokens, source))
+            asked = clock()
+            answer = await service.chat(session, messages)
+            observed.note(clock() - asked)
+            messages.append({"role": "assistant", "content": answer})
+    finally:
+        observed.num_live -= 1
 
 
 def _said_by_user(size: LogNormal, source: random.Random) -> Message:
-    start = source.randrange(1000)
-    return {"role": "user", "content": words(list(range(start, start + round(size.draw(source)))))}
+    return {"role": "user", "content": words(source.randrange(NUM_WORDS), round(size.draw(source)))}
 
 
 class SimulatedAgent:
     """An agent as the rollout runner runs it."""
 
-    def __init__(self, service: Service, workload: Workload, latencies: Latencies, meter: Meter) -> None:
+    def __init__(self, service: Service, workload: Workload, observed: Observed, meter: Meter) -> None:
         self._service = service
         self._workload = workload
-        self._latencies = latencies
+        self._observed = observed
         self._meter = meter
 
     async def run(self, data: Any, *, base_url: str, **_: Any) -> float:
@@ -114,7 +133,7 @@ class SimulatedAgent:
             session,
             workload=self._workload,
             key=f"{data['position']} {session}",
-            latencies=self._latencies,
+            observed=self._observed,
             clock=anyio.current_time,
         )
         await Steps(work, self._meter, AGENTS)
@@ -123,15 +142,21 @@ class SimulatedAgent:
 
 @frozen(kw_only=True)
 class ProxyCost:
-    """CPU seconds of the proxy itself: HTTP and JSON, without what the actors behind it compute."""
+    """CPU seconds of the proxy itself: HTTP and JSON, without what the actors behind it compute.
 
-    per_request: float = 0.0006
-    per_kibibyte: float = 0.000006
-    """Of the request's body."""
+    The defaults are those of ``benchmarks proxy`` (one turn and the turns of fifty, 16 connections), less what the
+    session manager takes for the same turns when it is asked without a proxy; all on one machine in one hour.
+    """
 
-    def of(self, num_characters: int) -> float:
-        """Of a request with so long a body."""
-        return self.per_request + self.per_kibibyte * num_characters / 1024
+    per_request: float = 0.000970
+    per_message: float = 0.000008
+    per_kibibyte: float = 0.000003
+    """Of the request's body, beside its messages."""
+
+    def of(self, messages: Sequence[Message]) -> float:
+        """Of a request with these messages."""
+        size = sum(len(message["content"]) for message in messages)
+        return self.per_request + self.per_message * len(messages) + self.per_kibibyte * size / 1024
 
 
 class VirtualProxy:
@@ -145,27 +170,25 @@ class VirtualProxy:
         capacity: Ref[Capacity],
         meter: Meter,
         cost: ProxyCost,
-        max_new_tokens: int = 4096,
     ) -> None:
         self._sessions, self._exports, self._capacity = sessions, exports, capacity
         self._meter, self._cost = meter, cost
-        self._sampling = Sampling(max_new_tokens=max_new_tokens)
+        self._sampling = Sampling(max_new_tokens=MAX_NEW_TOKENS)
         self.num_requests = 0
 
     async def chat(self, session: str, messages: Sequence[Message]) -> str:
         """A turn."""
         request = CompletionRequest(messages=tuple(ChatMessage(**message) for message in messages), sampling=self._sampling)
         asked = Complete(credential=Credential(session=SessionId(session)), request=request)
-        size = sum(len(message["content"]) + 40 for message in messages)
-        (answer,) = await self._asked(lambda: self._sessions.ask(asked), size)
+        (answer,) = await self._asked(lambda: self._sessions.ask(asked), messages)
         return answer.message.content or ""
 
-    async def live(self, name: str, *, workload: Workload, latencies: Latencies) -> None:
+    async def live(self, name: str, *, workload: Workload, observed: Observed) -> None:
         """The whole life of a session, as an external agent leads it."""
         await self._asked(lambda: self._capacity.ask(ReservePermit()))
         session = (await self._asked(lambda: self._open(name))).session
         clock = anyio.current_time
-        await converse(self, session, workload=workload, key=name, latencies=latencies, clock=clock)
+        await converse(self, session, workload=workload, key=name, observed=observed, clock=clock)
         credential = Credential(session=session)
         await self._asked(lambda: self._sessions.ask(SetReward(credential=credential, reward=1.0)))
         await self._asked(lambda: self._sessions.ask(EndSession(credential=credential)))
@@ -175,7 +198,7 @@ class VirtualProxy:
         permit = await self._capacity.ask(ClaimPermit(holder=name))
         return await self._sessions.ask(OpenSession(task=name, permit=permit.id))
 
-    async def _asked(self, ask: Callable[[], Awaitable[Any]], num_characters: int = 64) -> Any:
+    async def _asked(self, ask: Callable[[], Awaitable[Any]], messages: Sequence[Message] = ()) -> Any:
         self.num_requests += 1
-        self._meter.spend(PROXY, self._cost.of(num_characters))
+        self._meter.spend(PROXY, self._cost.of(messages))
         return await Steps(ask(), self._meter, PROXY)

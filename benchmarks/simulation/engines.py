@@ -17,6 +17,7 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 from attrs import evolve, frozen
+from benchmarks.simulation.vocabulary import FIRST_WORD, NUM_WORDS
 
 from areal_actors.domain import (
     Chunk,
@@ -30,9 +31,7 @@ from areal_actors.domain import (
 
 __all__ = ["EngineModel", "LogNormal", "SimulatedEngine"]
 
-_FIRST_WORD = 4
-_NUM_WORDS = 1000
-_POOL = np.random.default_rng(1).integers(_FIRST_WORD, _FIRST_WORD + _NUM_WORDS, 1 << 16, dtype=np.int32)
+_POOL = np.random.default_rng(1).integers(FIRST_WORD, FIRST_WORD + NUM_WORDS, 1 << 16, dtype=np.int32)
 _LOGPROBS = -np.random.default_rng(2).exponential(0.5, 1 << 16).astype(np.float32)
 
 

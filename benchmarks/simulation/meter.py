@@ -67,6 +67,8 @@ class Meter:
         self._cpu: defaultdict[str, float] = defaultdict(float)
         self._messages: Counter[tuple[str, str, str]] = Counter()
         self._labels: list[str] = [LOOP]
+        self.longest: dict[str, float] = {}
+        """Seconds that each label kept the thread at most, without a break."""
         self._names: dict[str, str] = {}
         self._jump: Callable[[float], None] | None = None
         self._switch_seconds = 0.0
@@ -81,6 +83,7 @@ class Meter:
             self.leave()
         self._switch_seconds = (self._clock() - started) / (2 * _CALIBRATIONS)
         self._cpu.clear()
+        self.longest.clear()
 
     def enter(self, label: str) -> None:
         """From here on, time is ``label``'s."""
@@ -122,7 +125,9 @@ class Meter:
         spent = now - self._last - self._switch_seconds
         self._last = now
         if spent > 0:
-            self._book(self._labels[-1], spent)
+            label = self._labels[-1]
+            self.longest[label] = max(self.longest.get(label, 0.0), spent)
+            self._book(label, spent)
 
     def _book(self, label: str, seconds: float) -> None:
         self._cpu[label] += seconds

@@ -13,12 +13,12 @@ from typing import Any, TypeVar, cast
 
 import anyio
 import httpx
-from attrs import define, evolve, field, frozen
-from benchmarks.null_engine import create_word_renderer
-from benchmarks.simulation.agents import AGENTS, PROXY, Latencies, ProxyCost, SimulatedAgent, VirtualProxy, Workload
+from attrs import define, field, frozen
+from benchmarks.simulation.agents import AGENTS, PROXY, Observed, ProxyCost, SimulatedAgent, VirtualProxy, Workload
 from benchmarks.simulation.engines import EngineModel, SimulatedEngine
 from benchmarks.simulation.meter import LOOP, Meter, Reading, virtual_run
 from benchmarks.simulation.routing import PinnedRouter
+from benchmarks.simulation.vocabulary import create_word_renderer
 
 from areal_actors.actors.capacity import CapacityGranter
 from areal_actors.actors.exporter import Exporter
@@ -30,6 +30,7 @@ from areal_actors.domain import Problem, Snapshot
 from areal_actors.messages import (
     AcknowledgeLease,
     Capacity,
+    DescribeSessions,
     Endpoint,
     Exports,
     Generation,
@@ -42,24 +43,34 @@ from areal_actors.rendering import Renderer
 from areal_actors.run.heap import settled_heap
 from areal_actors.staleness import CapacityLimits, CapacityState
 
-__all__ = ["ACTORS", "ENGINES", "SIMULATED", "Measured", "Scenario", "Service", "open_service", "run_scenario"]
+__all__ = [
+    "ACTORS",
+    "ENGINES",
+    "Measured",
+    "Scenario",
+    "Service",
+    "in_process_cores",
+    "open_service",
+    "run_scenario",
+]
 
 P = TypeVar("P")
 
 ENGINES, TRAINER = "engines", "trainer"
 ACTORS = ("capacity", "sessions", "router", "generation", "exports", "rollouts")
 """Labels of the actors that are ours, as the meter has them."""
-SIMULATED = (ENGINES, AGENTS, TRAINER, "simulation")
-"""Labels of what is not part of a service."""
+
 
 
 @frozen(kw_only=True)
 class Scenario:
-    """What is simulated. ``num_sessions`` live at once, in groups of ``group_size``."""
+    """What is simulated. About ``num_sessions`` live at once, in groups of ``group_size``."""
 
     num_sessions: int = 10_000
     num_engines: int = 1_000
     group_size: int = 8
+    live_share: float = 0.45
+    """Of a group's members, how many still run on the average: the others have ended, and wait for the slowest one."""
     max_staleness: int = 4
     train_seconds: float = 10.0
     """Of a step of the trainer, which takes as many groups as ``batch_size`` says."""
@@ -77,12 +88,12 @@ class Scenario:
     @property
     def num_groups(self) -> int:
         """Groups that run at once."""
-        return max(self.num_sessions // self.group_size, 1)
+        return max(round(self.num_sessions / self.group_size / self.live_share), 1)
 
     @property
     def batch_size(self) -> int:
-        """Groups of a step: so many that staleness does not bound what runs at once, and no more."""
-        return max(-(-self.num_groups // (self.max_staleness + 1)), 1)
+        """Groups of a step: so many that what waits to be trained takes no place from what runs."""
+        return max(-(-self.num_groups // max(self.max_staleness, 1)), 1)
 
 
 @define(kw_only=True)
@@ -91,12 +102,17 @@ class Measured:
 
     scenario: Scenario
     reading: Reading
-    latencies: Latencies
+    observed: Observed
     num_turns: int
     num_requests: int
     num_episodes: int
     num_live: int
+    """Sessions that were live, on the average."""
+    num_remembered: int
+    """Sessions at the end, live or ended."""
     version: int
+    longest: dict[str, float]
+    """Seconds that each label kept the loop at most."""
     queues: dict[str, int]
     """The longest queue of each label, in messages that waited in a mailbox."""
     resident_bytes: int
@@ -184,11 +200,10 @@ class _Run:
         self.scenario = scenario
         self.renderer = renderer
         self.meter = Meter(occupying=_is_in_process if scenario.is_one_process else lambda _: False)
-        self.latencies = Latencies(is_open=False)
+        self.observed = Observed(is_open=False)
         self.queues: dict[str, int] = {}
         self.version = 0
-        self.num_episodes = 0
-        self.num_live = 0
+        self.lives: list[int] = []
 
     async def __call__(self) -> Measured:
         """Warm up, measure, and end."""
@@ -208,18 +223,22 @@ class _Run:
             await self._start(service, proxy, tasks, stack)
             await anyio.sleep(scenario.warm_up_seconds)
             start, num_requests = self._read(), proxy.num_requests
-            self.num_episodes, self.latencies.is_open = 0, True
+            self.observed.is_open = True
+            self.meter.longest.clear()
             await self._watch(service)
             reading = self._read().since(start)
+            view = await service.sessions.ask(DescribeSessions())
             measured = Measured(
                 scenario=scenario,
                 reading=reading,
-                latencies=evolve(self.latencies, is_open=False),
+                observed=self.observed,
                 num_turns=sum(n for (_, _, message), n in reading.messages.items() if message == "Complete"),
                 num_requests=proxy.num_requests - num_requests,
                 num_episodes=sum(n for (_, _, message), n in reading.messages.items() if message == "EndSession"),
-                num_live=self.num_live,
+                num_live=round(sum(self.lives) / len(self.lives)),
+                num_remembered=view.num_live + view.num_ended,
                 version=self.version,
+                longest=dict(self.meter.longest),
                 queues=self.queues,
                 resident_bytes=_resident_bytes() - before,
                 wall_seconds=time.perf_counter() - started,
@@ -236,6 +255,7 @@ class _Run:
         end = anyio.current_time() + self.scenario.measured_seconds
         while (now := anyio.current_time()) < end:
             await anyio.sleep(min(1.0, end - now))
+            self.lives.append(self.observed.num_live)
             for figures in service.system.statistics().actors:
                 label = self.meter.label_of(figures.name)
                 self.queues[label] = max(self.queues.get(label, 0), figures.num_queued)
@@ -245,7 +265,7 @@ class _Run:
             for number in range(self.scenario.num_sessions):
                 tasks.start_soon(self._come_and_go, proxy, number, name="simulation")
             return
-        agent = SimulatedAgent(proxy, self.scenario.workload, self.latencies, self.meter)
+        agent = SimulatedAgent(proxy, self.scenario.workload, self.observed, self.meter)
         http_client = await stack.enter_async_context(httpx.AsyncClient(verify=False))  # noqa: S501 - it sends nothing
         runner = RolloutRunner(
             agent=agent,
@@ -261,7 +281,7 @@ class _Run:
     async def _come_and_go(self, proxy: VirtualProxy, number: int) -> None:
         """One session after the other, as an external agent."""
         for episode in itertools.count():
-            await proxy.live(f"s{number}-{episode}", workload=self.scenario.workload, latencies=self.latencies)
+            await proxy.live(f"s{number}-{episode}", workload=self.scenario.workload, observed=self.observed)
 
     async def _train(self, service: Service) -> None:
         """What the trainer says and when, without its arithmetic."""
@@ -282,6 +302,11 @@ class _Run:
 def _is_in_process(label: str) -> bool:
     """Whether a label's work occupies the process of a service that is one: all but agents and what only measures."""
     return label in ACTORS or label in (PROXY, LOOP, ENGINES)
+
+
+def in_process_cores(reading: Reading) -> float:
+    """Of that one process, the engines' pretence included."""
+    return sum(spent for label, spent in reading.cpu.items() if _is_in_process(label)) / reading.at
 
 
 def _resident_bytes() -> int:

@@ -58,10 +58,10 @@ Message = dict[str, str]
 class Workload:
     """What agents do. Sizes are in tokens, pauses in seconds."""
 
-    num_turns: LogNormal = LogNormal(median=6, sigma=0.6, least=1, most=40)
-    opening_tokens: LogNormal = LogNormal(median=512, sigma=0.5, least=32, most=4096)
-    tool_tokens: LogNormal = LogNormal(median=128, sigma=1.0, least=4, most=2048)
-    tool_seconds: LogNormal = LogNormal(median=1.0, sigma=1.0, least=0.01, most=60)
+    num_turns: LogNormal = field(default=LogNormal(median=6, sigma=0.6, least=1, most=40))
+    opening_tokens: LogNormal = field(default=LogNormal(median=512, sigma=0.5, least=32, most=4096))
+    tool_tokens: LogNormal = field(default=LogNormal(median=128, sigma=1.0, least=4, most=2048))
+    tool_seconds: LogNormal = field(default=LogNormal(median=1.0, sigma=1.0, least=0.01, most=60))
     seed: int = 0
 
 
@@ -178,7 +178,9 @@ class VirtualProxy:
 
     async def chat(self, session: str, messages: Sequence[Message]) -> str:
         """A turn."""
-        request = CompletionRequest(messages=tuple(ChatMessage(**message) for message in messages), sampling=self._sampling)
+        request = CompletionRequest(
+            messages=tuple(ChatMessage(**message) for message in messages), sampling=self._sampling
+        )
         asked = Complete(credential=Credential(session=SessionId(session)), request=request)
         (answer,) = await self._asked(lambda: self._sessions.ask(asked), messages)
         return answer.message.content or ""

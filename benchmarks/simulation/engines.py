@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from benchmarks.simulation.vocabulary import FIRST_WORD, NUM_WORDS
 
 from areal_actors.domain import (
@@ -53,7 +53,7 @@ class LogNormal:
 class EngineModel:
     """How fast an engine is. The defaults are those of an 8B model on one accelerator of 80 GB."""
 
-    answer_tokens: LogNormal = LogNormal(median=256, sigma=0.8, least=8, most=2048)
+    answer_tokens: LogNormal = field(default=LogNormal(median=256, sigma=0.8, least=8, most=2048))
     max_running: int = 64
     step_seconds: float = 0.008
     """Of one token for each sequence of the batch, if there is one."""

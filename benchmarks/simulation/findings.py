@@ -1,8 +1,8 @@
 """What a run says: whose core is full first, at how many sessions, and what comes second.
 
-It is the utilisation law: an actor that spends ``u`` cores on ``n`` sessions fills one core at ``n / u``. Work that several
-processes can share (proxies, engines' actors) needs so many of them instead. An actor in a process of its own pays for
-its share of the wire besides.
+It is the utilisation law: an actor that spends ``u`` cores on ``n`` sessions fills one core at ``n / u``. Work that
+several processes can share (proxies, engines' actors) needs so many of them instead. An actor in a process of its own
+pays for its share of the wire besides.
 """
 
 from __future__ import annotations
@@ -142,21 +142,24 @@ def _load_to_json(load: Load) -> dict[str, float]:
 def format_findings(measured: Measured) -> str:
     """A page for people."""
     found = find(measured)
-    heading = f"{'':12}{'cores':>8}{'µs/turn':>9}{'messages/s':>12}{'+ wire':>8}{'longest ms':>12}{'full at sessions':>18}"
-    return "\n".join(
-        (
-            f"{found.num_sessions} live sessions on {measured.scenario.num_engines} engines: "
-            f"{found.turns_per_second:.0f} turns/s, {measured.num_episodes / measured.reading.at:.1f} episodes/s, "
-            f"latency {measured.observed.percentile(50):.1f} s (median), {measured.observed.percentile(99):.1f} s (p99)",
-            heading,
-            *(_format_load(load) for load in found.loads),
-            f"all of it in one process: {found.one_process_cores:.2f} cores, full at "
-            f"{found.one_process_sessions:.0f} sessions",
-            f"memory: {found.bytes_per_session / 1024:.0f} KiB per session that is remembered "
-            f"({measured.num_remembered} of them)",
-            *_format_bottlenecks(found.bottlenecks),
-        )
+    seconds, observed = measured.reading.at, measured.observed
+    lines = [
+        f"{found.num_sessions} live sessions on {measured.scenario.num_engines} engines: "
+        f"{found.turns_per_second:.0f} turns/s, {measured.num_episodes / seconds:.1f} episodes/s",
+        f"latency {observed.percentile(50):.1f} s (median), {observed.percentile(99):.1f} s (p99); "
+        f"weights of version {measured.version}",
+    ]
+    lines.append(
+        f"{'':12}{'cores':>8}{'µs/turn':>9}{'messages/s':>12}{'+ wire':>8}{'longest ms':>12}{'full at sessions':>18}"
     )
+    lines += [_format_load(load) for load in found.loads]
+    lines.append(
+        f"in one process: {found.one_process_cores:.2f} cores, full at {found.one_process_sessions:.0f} sessions"
+    )
+    lines.append(
+        f"memory: {found.bytes_per_session / 1024:.0f} KiB for each of {measured.num_remembered} sessions in it"
+    )
+    return "\n".join([*lines, *_format_bottlenecks(found.bottlenecks)])
 
 
 def _format_load(load: Load) -> str:

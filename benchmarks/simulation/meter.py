@@ -43,6 +43,10 @@ class Reading:
     messages: dict[tuple[str, str, str], int] = field(factory=dict)
     """How many, by sender, receiver and class. The items of a stream are counted as ``Class item``."""
 
+    def num_of(self, message: str) -> int:
+        """How many messages of that class were received, by anybody."""
+        return sum(num for (_, _, name), num in self.messages.items() if name == message)
+
     def since(self, before: Reading) -> Reading:
         """What was counted in between; ``at`` is the time between them."""
         return Reading(
@@ -148,7 +152,11 @@ class Meter:
         return _MeteredItems(items, self, label, "")
 
     def _wrap(
-        self, function: Callable[[Any, Any], Any], label: str, message: str, is_stream: bool  # noqa: FBT001
+        self,
+        function: Callable[[Any, Any], Any],
+        label: str,
+        message: str,
+        is_stream: bool,  # noqa: FBT001
     ) -> Callable[[Any, Any], Any]:
         def handle(actor: Any, argument: Any) -> Any:
             self.note(label, message)

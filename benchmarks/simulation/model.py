@@ -7,14 +7,14 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
 import httpx
 from attrs import define, field, frozen
-from benchmarks.simulation.agents import AGENTS, PROXY, Observed, ProxyCost, SimulatedAgent, VirtualProxy, Workload
+from benchmarks.simulation.agents import PROXY, Observed, ProxyCost, SimulatedAgent, VirtualProxy, Workload
 from benchmarks.simulation.engines import EngineModel, SimulatedEngine
 from benchmarks.simulation.meter import LOOP, Meter, Reading, virtual_run
 from benchmarks.simulation.routing import PinnedRouter
@@ -59,7 +59,6 @@ P = TypeVar("P")
 ENGINES, TRAINER = "engines", "trainer"
 ACTORS = ("capacity", "sessions", "router", "generation", "exports", "rollouts")
 """Labels of the actors that are ours, as the meter has them."""
-
 
 
 @frozen(kw_only=True)
@@ -207,45 +206,57 @@ class _Run:
 
     async def __call__(self) -> Measured:
         """Warm up, measure, and end."""
-        scenario, started = self.scenario, time.perf_counter()
-        async with AsyncExitStack() as stack:
-            service = await stack.enter_async_context(open_service(scenario, self.meter, renderer=self.renderer))
-            stack.enter_context(settled_heap())
-            before = _resident_bytes()
-            tasks = await stack.enter_async_context(anyio.create_task_group())
-            proxy = VirtualProxy(
-                sessions=service.sessions,
-                exports=service.exports,
-                capacity=service.capacity,
-                meter=self.meter,
-                cost=scenario.proxy,
-            )
-            await self._start(service, proxy, tasks, stack)
-            await anyio.sleep(scenario.warm_up_seconds)
-            start, num_requests = self._read(), proxy.num_requests
-            self.observed.is_open = True
-            self.meter.longest.clear()
-            await self._watch(service)
-            reading = self._read().since(start)
-            view = await service.sessions.ask(DescribeSessions())
-            measured = Measured(
-                scenario=scenario,
-                reading=reading,
-                observed=self.observed,
-                num_turns=sum(n for (_, _, message), n in reading.messages.items() if message == "Complete"),
-                num_requests=proxy.num_requests - num_requests,
-                num_episodes=sum(n for (_, _, message), n in reading.messages.items() if message == "EndSession"),
-                num_live=round(sum(self.lives) / len(self.lives)),
-                num_remembered=view.num_live + view.num_ended,
-                version=self.version,
-                longest=dict(self.meter.longest),
-                queues=self.queues,
-                resident_bytes=_resident_bytes() - before,
-                wall_seconds=time.perf_counter() - started,
-            )
-            tasks.cancel_scope.cancel()
-            await service.system.stop(grace=0)
+        started = time.perf_counter()
+        async with (
+            open_service(self.scenario, self.meter, renderer=self.renderer) as service,
+            httpx.AsyncClient() as http,
+        ):
+            with settled_heap():
+                before = _resident_bytes()
+                proxy = self._proxy(service)
+                async with anyio.create_task_group() as tasks:
+                    await self._start(service, proxy, tasks, http)
+                    measured = await self._measure(service, proxy)
+                    tasks.cancel_scope.cancel()
+                await service.system.stop(grace=0)
+        measured.resident_bytes -= before
+        measured.wall_seconds = time.perf_counter() - started
         return measured
+
+    def _proxy(self, service: Service) -> VirtualProxy:
+        return VirtualProxy(
+            sessions=service.sessions,
+            exports=service.exports,
+            capacity=service.capacity,
+            meter=self.meter,
+            cost=self.scenario.proxy,
+        )
+
+    async def _measure(self, service: Service, proxy: VirtualProxy) -> Measured:
+        await anyio.sleep(self.scenario.warm_up_seconds)
+        start, num_requests = self._read(), proxy.num_requests
+        self.observed.is_open = True
+        self.meter.longest.clear()
+        await self._watch(service)
+        reading = self._read().since(start)
+        longest = dict(self.meter.longest)
+        self.observed.is_open = False
+        view = await service.sessions.ask(DescribeSessions())
+        return Measured(
+            scenario=self.scenario,
+            reading=reading,
+            observed=self.observed,
+            num_turns=reading.num_of("Complete"),
+            num_requests=proxy.num_requests - num_requests,
+            num_episodes=reading.num_of("EndSession"),
+            num_live=round(sum(self.lives) / len(self.lives)),
+            num_remembered=view.num_live + view.num_ended,
+            version=self.version,
+            longest=longest,
+            queues=self.queues,
+            resident_bytes=_resident_bytes(),
+            wall_seconds=0.0,
+        )
 
     def _read(self) -> Reading:
         return self.meter.read(anyio.current_time())
@@ -260,18 +271,17 @@ class _Run:
                 label = self.meter.label_of(figures.name)
                 self.queues[label] = max(self.queues.get(label, 0), figures.num_queued)
 
-    async def _start(self, service: Service, proxy: VirtualProxy, tasks: Any, stack: AsyncExitStack) -> None:
+    async def _start(self, service: Service, proxy: VirtualProxy, tasks: Any, http: httpx.AsyncClient) -> None:
         if self.scenario.is_external:
             for number in range(self.scenario.num_sessions):
                 tasks.start_soon(self._come_and_go, proxy, number, name="simulation")
             return
         agent = SimulatedAgent(proxy, self.scenario.workload, self.observed, self.meter)
-        http_client = await stack.enter_async_context(httpx.AsyncClient(verify=False))  # noqa: S501 - it sends nothing
         runner = RolloutRunner(
             agent=agent,
             peers=Peers(sessions=service.sessions, exports=service.exports, capacity=service.capacity),
             endpoint=Endpoint(url="http://simulated", admin_key=""),
-            http_client=http_client,
+            http_client=http,
             config=RolloutsConfig(group_size=self.scenario.group_size, episode_timeout_seconds=7200.0),
             problem_at=lambda position: Problem(position=position, data={"position": position}),
         )

@@ -1,8 +1,8 @@
-"""The model against the world: the same sessions over real sockets in real time, and what the model had said of them.
+"""The model against the world: the same sessions over real sockets in real time, beside what the model says of them.
 
-A process of its own serves: the proxy, the actors and the simulated engines, whose answers and latencies are those of the
-model, because it is the same code on a real clock. This process is the agents, one socket each. What is compared is what
-both can tell: requests, seconds and the CPU time of the server.
+A process of its own serves: the proxy, the actors and the simulated engines, whose answers and latencies are those of
+the model, because it is the same code on a real clock. This process is the agents, one socket each. What is compared is
+what both can tell: requests, seconds and the CPU time of the server.
 """
 
 from __future__ import annotations

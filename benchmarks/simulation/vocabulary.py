@@ -1,4 +1,4 @@
-"""The tokenizer of the model: byte-level pairs, as those of today's models, whose tokens are words of four characters."""
+"""The tokenizer of the model: byte-level, as those of today's models, and its tokens are words of four characters."""
 
 from __future__ import annotations
 

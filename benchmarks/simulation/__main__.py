@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from attrs import evolve
 from benchmarks.machine import describe_machine, load_average
+from benchmarks.simulation.agents import Workload
 from benchmarks.simulation.findings import format_findings, to_json
 from benchmarks.simulation.model import Scenario, run_scenario
 
@@ -36,6 +38,7 @@ def main() -> None:
 @click.option("--sessions", default=10_000, show_default=True, help="Sessions that live at once.")
 @click.option("--engines", default=1_000, show_default=True)
 @click.option("--group-size", default=8, show_default=True)
+@click.option("--live-share", default=0.45, show_default=True, help="Of the members of a running group, at any time.")
 @click.option("--eta", default=4, show_default=True, help="How stale a group may be when it is trained.")
 @click.option("--warm-up", default=120.0, show_default=True, help="Virtual seconds before anything is measured.")
 @click.option("--seconds", default=60.0, show_default=True, help="Virtual seconds that are measured.")
@@ -47,6 +50,7 @@ def run(
     sessions: int,
     engines: int,
     group_size: int,
+    live_share: float,
     eta: int,
     warm_up: float,
     seconds: float,
@@ -59,6 +63,7 @@ def run(
         num_sessions=sessions,
         num_engines=engines,
         group_size=group_size,
+        live_share=live_share,
         max_staleness=eta,
         warm_up_seconds=warm_up,
         measured_seconds=seconds,
@@ -74,14 +79,19 @@ def run(
 @main.command()
 @click.option("--sessions", default=1_000, show_default=True, help="Sessions that live at once.")
 @click.option("--engines", default=100, show_default=True)
+@click.option("--tool-seconds", default=1.0, show_default=True, help="The median of what agents wait between turns.")
 @click.option("--warm-up", default=30.0, show_default=True, help="Seconds before anything is measured.")
 @click.option("--seconds", default=30.0, show_default=True, help="Seconds that are measured.")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Where the figures are written.")
-def validate(*, sessions: int, engines: int, warm_up: float, seconds: float, path: Path | None) -> None:
+def validate(
+    *, sessions: int, engines: int, tool_seconds: float, warm_up: float, seconds: float, path: Path | None
+) -> None:
     """Run the same sessions over real sockets in real time, and in the model, and compare."""
     from benchmarks.simulation.validation import format_comparison, validate
 
+    workload = Workload()
     scenario = Scenario(
+        workload=evolve(workload, tool_seconds=evolve(workload.tool_seconds, median=tool_seconds)),
         num_sessions=sessions,
         num_engines=engines,
         warm_up_seconds=warm_up,

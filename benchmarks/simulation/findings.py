@@ -143,11 +143,11 @@ def format_findings(measured: Measured) -> str:
     """A page for people."""
     found = find(measured)
     seconds, observed = measured.reading.at, measured.observed
+    rates = f"{found.turns_per_second:.0f} turns/s, {measured.num_episodes / seconds:.1f} episodes/s"
+    latency = f"latency {observed.percentile(50):.1f} s (median), {observed.percentile(99):.1f} s (p99)"
     lines = [
-        f"{found.num_sessions} live sessions on {measured.scenario.num_engines} engines: "
-        f"{found.turns_per_second:.0f} turns/s, {measured.num_episodes / seconds:.1f} episodes/s",
-        f"latency {observed.percentile(50):.1f} s (median), {observed.percentile(99):.1f} s (p99); "
-        f"weights of version {measured.version}",
+        f"{found.num_sessions} live sessions on {measured.scenario.num_engines} engines: {rates}",
+        f"{latency}; weights of version {measured.version}",
     ]
     lines.append(
         f"{'':12}{'cores':>8}{'µs/turn':>9}{'messages/s':>12}{'+ wire':>8}{'longest ms':>12}{'full at sessions':>18}"

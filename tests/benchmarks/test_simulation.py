@@ -13,7 +13,7 @@ from benchmarks.simulation.agents import Workload
 from benchmarks.simulation.engines import EngineModel, LogNormal, SimulatedEngine
 from benchmarks.simulation.findings import find, format_findings, to_json
 from benchmarks.simulation.meter import LOOP, Meter, Reading, Steps, virtual_run
-from benchmarks.simulation.model import Scenario, run_scenario
+from benchmarks.simulation.model import Measured, Scenario, run_scenario
 from benchmarks.simulation.vocabulary import FIRST_WORD, create_word_renderer, words
 from click.testing import CliRunner
 
@@ -67,6 +67,12 @@ def request_of(number: int, num_prompt: int = 100, turn: int = 0) -> EngineReque
 async def read(engine: SimulatedEngine, request: EngineRequest) -> list:
     async with engine.generate(request) as chunks:
         return [chunk async for chunk in chunks]
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    """One run of the small service."""
+    return run_scenario(SMALL)
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -218,9 +224,9 @@ def test_a_conversation_finds_its_prefix(virtual_time):
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_small_service_trains(backend):
+def test_a_small_service_trains(backend, measured):
     """Groups run, are trained and followed by others; what the agents saw is what the actors counted."""
-    measured = run_scenario(evolve(SMALL, backend=backend))
+    measured = measured if backend == "asyncio" else run_scenario(evolve(SMALL, backend=backend))
     sent = {message: num for (_, receiver, message), num in measured.reading.messages.items() if receiver == "sessions"}
 
     assert measured.version > 2
@@ -231,12 +237,12 @@ def test_a_small_service_trains(backend):
     assert all(measured.reading.cpu[label] > 0 for label in ("sessions", "router", "generation", "exports", "capacity"))
 
 
-def test_the_model_is_repeatable():
+def test_the_model_is_repeatable(measured):
     """Without a clock that computing moves, two runs send the same messages and see the same latencies."""
-    first, second = run_scenario(SMALL), run_scenario(SMALL)
+    again = run_scenario(SMALL)
 
-    assert first.reading.messages == second.reading.messages
-    assert first.observed.seconds == second.observed.seconds
+    assert measured.reading.messages == again.reading.messages
+    assert measured.observed.seconds == again.observed.seconds
 
 
 def test_one_process_takes_its_time():
@@ -248,9 +254,8 @@ def test_one_process_takes_its_time():
     assert measured.observed.percentile(50) > 2
 
 
-def test_the_first_bottleneck_is_the_heaviest_that_cannot_be_shared():
+def test_the_first_bottleneck_is_the_heaviest_that_cannot_be_shared(measured):
     """The limit follows from the load: twice the sessions at half of a core."""
-    measured = run_scenario(SMALL)
     cpu = {"sessions": 10.0, "router": 4.0, "proxy": 100.0, "generation": 50.0, "capacity": 1.0}
     reading = Reading(at=20.0, cpu=cpu, messages={})
     found = find(evolve(measured, reading=reading, num_live=100))

@@ -25,6 +25,7 @@ type of its reply; an actor class declares the addresses whose messages it handl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from attrs import field, frozen
@@ -362,7 +363,7 @@ class SettleTaken(Message[Intake, None]):
 
 
 class Generation:
-    """Address of the generation actor: it owns one engine."""
+    """Address of what generates: an actor that owns one engine, or a router that has several such actors behind it."""
 
 
 @frozen(kw_only=True)
@@ -403,6 +404,58 @@ class EngineView:
 @frozen(kw_only=True)
 class DescribeEngine(Message[Generation, EngineView]):
     """What the engine is and how it does."""
+
+
+class Replicas:
+    """Address of the router that deals generations out to replicas, for whoever starts and ends them."""
+
+
+class ReplicaState(StrEnum):
+    """How a replica stands with the router."""
+
+    JOINING = "joining"
+    """It gets no requests: it is being given the weights and the pause that hold for all, or has failed to take them.
+
+    It is tried again and again.
+    """
+    SERVING = "serving"
+    """It gets requests."""
+    GONE = "gone"
+    """It has died. Whoever brings it back adds it again."""
+
+
+@frozen(kw_only=True)
+class AddReplica(Message[Replicas, None]):
+    """Have ``ref`` take its share as ``name``, once it has the published weights; it takes the place of a namesake.
+
+    Replies at once; ``DescribeReplicas`` tells when it serves.
+    """
+
+    name: str
+    ref: Ref[Generation]
+
+
+@frozen(kw_only=True)
+class RemoveReplica(Message[Replicas, None]):
+    """Take a replica out; what runs there goes on at others. Replies when nothing runs there. Unknown ones are fine."""
+
+    name: str
+
+
+@frozen(kw_only=True)
+class ReplicaView:
+    """One replica as the router sees it. ``error`` says why it does not serve, or why it last did not."""
+
+    name: str
+    state: ReplicaState
+    version: int | None = None
+    num_running: int = 0
+    error: str | None = None
+
+
+@frozen(kw_only=True)
+class DescribeReplicas(Message[Replicas, tuple[ReplicaView, ...]]):
+    """All replicas, in the order in which they were added."""
 
 
 # --------------------------------------------------------------------------------------------------- models

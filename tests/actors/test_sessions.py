@@ -122,6 +122,17 @@ async def test_a_second_turn_extends_the_exact_tokens_of_the_first():
     )
 
 
+async def test_the_requests_of_a_session_have_one_routing_key():
+    """Whatever is asked in it; another session has another."""
+    async with open_house() as house:
+        sessions = [(await house.open()).session for _ in range(2)]
+        for session in (*sessions, *sessions):
+            await house.complete(session, say("what?"), num_choices=2)
+    keys = [request.routing_key for request in house.engine.requests]
+
+    assert [name for name in (*sessions, *sessions) for _ in range(2)] == keys
+
+
 async def test_what_the_engine_sampled_is_what_is_remembered():
     """Ids, log-probabilities, versions and the reason of the end, from the engine to the record."""
     async with open_house(engine=EchoEngine(lambda _: encode("42"), version=7)) as house:

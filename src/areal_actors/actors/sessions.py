@@ -388,6 +388,7 @@ class SessionManager(Actor[Sessions]):
                 stop_token_ids=self._renderer.stop_token_ids,
                 context_length=self._context_length,
                 grammar=grammar,
+                routing_key=session.id,
             )
             for name, key in zip(names, keys, strict=True)
         )

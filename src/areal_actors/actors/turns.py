@@ -103,6 +103,7 @@ def engine_request(
     stop_token_ids: tuple[int, ...],
     context_length: int,
     grammar: Grammar | None = None,
+    routing_key: str = "",
 ) -> EngineRequest:
     """What the engine is asked for one choice, bounded by the room that the prompt leaves.
 
@@ -122,6 +123,7 @@ def engine_request(
         key=key,
         stop_token_ids=stop_token_ids,
         grammar=grammar,
+        routing_key=routing_key,
     )
 
 

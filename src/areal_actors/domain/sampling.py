@@ -87,6 +87,8 @@ class EngineRequest:
 
     ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are
     added. With a ``grammar``, what is sampled matches it, and one of these ids ends it where it may end.
+    ``routing_key`` is equal for the requests of a session, whose prompts begin alike: where there are several engines,
+    they go to the same one, which has their prefix cached. Empty, the request goes anywhere.
     """
 
     id: str
@@ -95,6 +97,7 @@ class EngineRequest:
     key: SampleKey
     stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    routing_key: str = ""
 
 
 @frozen(kw_only=True)

@@ -104,6 +104,7 @@ class EpisodeEngine:
             sampling=evolve(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
             key=self._key(request),
             stop_token_ids=self.renderer.stop_token_ids,
+            routing_key="/".join(map(str, self.key.path)),  # empty where no episode is known
         )
 
     def _key(self, request: ModelRequest) -> SampleKey:

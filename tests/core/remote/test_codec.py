@@ -28,7 +28,7 @@ KINDS = [
     for value in vars(messages).values()
     if isinstance(value, type) and issubclass(value, AnyMessage) and attrs.has(value)
 ]
-AT_HOME = {messages.WatchSessions, messages.UseModel}
+AT_HOME = {messages.WatchSessions, messages.UseModel, messages.AddReplica}
 """They hand a ref over, itself or in the reply: whoever uses them lives in the same system."""
 TRAVELLING = [kind for kind in KINDS if kind not in AT_HOME]
 RECURSIVE = {"part", "parts"}

@@ -1,0 +1,295 @@
+"""What the router decides without waiting: which replica a generation goes to, and what is left of one that was cut.
+
+A generation is followed by its ``Course`` from replica to replica. What was sampled before a move is the end of the
+prompt after it, so that the ids are those of one answer; versions are those of whoever sampled. Three things are not
+what they would have been at one engine: penalties do not count the ids from before the move as sampled, a stop string
+that spans the move is not seen by the engine, and the random numbers are others. A generation under a grammar cannot
+be moved once something of it was sampled, because an engine begins a grammar at its beginning.
+
+Who is asked is in ``replicas``; what becomes of replicas that fail, in ``fleet``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+import anyio
+import numpy as np
+from attrs import asdict, define, evolve, field, frozen
+
+from areal_actors.core import Ref
+from areal_actors.core.loops import Scope
+from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, FinishReason, Ints
+from areal_actors.messages import Generation, ReplicaState, ReplicaView
+
+__all__ = ["Course", "Pins", "Replica", "Run", "Tally", "choose", "find_misfit", "joined_info"]
+
+
+class Course:
+    """One generation on its way: what was sampled so far, and what has become of those who sampled it."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.version = 0
+        """The newest weights that sampled; nobody goes on with older ones."""
+        self.num_sampled = 0
+        self.num_failures = 0
+        self.shunned: set[str] = set()
+        """Replicas that failed it; they are asked again where there is no other."""
+        self.is_over = False
+        self._num_attempts = 0
+        self._sampled: list[Ints] = []
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another engine could go on."""
+        return self.request.grammar is None or self.num_sampled == 0
+
+    def next_request(self) -> EngineRequest:
+        """What is left to be asked. Each attempt has an id of its own: the one before may not have ended everywhere."""
+        request, self._num_attempts = self.request, self._num_attempts + 1
+        if self._num_attempts == 1:
+            return request
+        name = f"{request.id}.{self._num_attempts}"
+        if not self.num_sampled:
+            return evolve(request, id=name)
+        left = request.sampling.max_new_tokens - self.num_sampled
+        return evolve(
+            request,
+            id=name,
+            prompt=np.concatenate([request.prompt, *self._sampled]),
+            sampling=evolve(request.sampling, max_new_tokens=left),
+            # Under the same key the random numbers of the beginning would be drawn once more.
+            key=evolve(request.key, path=(*request.key.path, "after", self.num_sampled)),
+        )
+
+    def note(self, chunk: Chunk) -> Chunk:
+        """Keep a chunk; returns it as it is passed on."""
+        is_first = not self._sampled
+        self._sampled.append(chunk.token_ids)
+        self.num_sampled += len(chunk.token_ids)
+        self.version = chunk.version
+        self.is_over = chunk.finish is not None
+        # What was sampled before a move comes from the cache, or does not: neither was asked for.
+        return chunk if is_first or not chunk.num_cached_tokens else evolve(chunk, num_cached_tokens=0)
+
+    def fail(self, replica: str) -> None:
+        """A replica failed it."""
+        self.num_failures += 1
+        self.shunned.add(replica)
+
+    def find_end(self) -> Chunk | None:
+        """The end that the last replica did not live to tell, if all was sampled."""
+        if not self.num_sampled:
+            return None
+        last = next(int(ids[-1]) for ids in reversed(self._sampled) if len(ids))
+        sampling = self.request.sampling
+        if last in self.request.stop_token_ids or last in sampling.stop_token_ids:
+            finish = FinishReason.STOP
+        elif self.num_sampled >= sampling.max_new_tokens:
+            finish = FinishReason.LENGTH
+        else:
+            return None
+        return Chunk(token_ids=(), logprobs=(), raw_logprobs=(), version=self.version, finish=finish)
+
+
+@define(eq=False)
+class Run:
+    """A generation at one replica, until it ends there or is to go on elsewhere."""
+
+    _new_scope: Callable[[], Scope]
+    is_moved: bool = False
+    _scope: Scope | None = None
+
+    async def next(self, chunks: AsyncIterator[Chunk]) -> Chunk | None:
+        """The next chunk, or ``None`` at the end, and when it is to go on elsewhere."""
+        if self.is_moved:
+            return None
+        try:
+            # Around the waiting alone: what surrounds a ``yield`` would surround the waiting of the consumer.
+            with self._new_scope() as self._scope:
+                return await anext(chunks)
+        except StopAsyncIteration:
+            pass
+        finally:
+            self._scope = None
+        return None
+
+    def move(self) -> None:
+        """Have it go on elsewhere."""
+        self.is_moved = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+@define(eq=False, kw_only=True)
+class Replica:
+    """What is known of a replica. ``publication`` and ``pausing`` number the news that it has heard; -1 is none."""
+
+    name: str
+    ref: Ref[Generation]
+    state: ReplicaState = ReplicaState.JOINING
+    version: int | None = None
+    info: EngineInfo | None = None
+    publication: int = -1
+    pausing: int = -1
+    error: str | None = None
+    num_failures: int = 0
+    """Generations that failed here one after another."""
+    turn: int = 0
+    """When it was last chosen."""
+    lock: anyio.Lock = field(factory=anyio.Lock)
+    """Held while it is told of weights or pauses."""
+    alarm: anyio.Event = field(factory=anyio.Event)
+    """Set when there is something to be told."""
+    _runs: set[Run] = field(factory=set)
+    _emptied: anyio.Event = field(factory=anyio.Event)
+
+    @property
+    def num_running(self) -> int:
+        """Generations that run here."""
+        return len(self._runs)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it will not come back by itself."""
+        return self.state is ReplicaState.GONE
+
+    @property
+    def load(self) -> float:
+        """The share of its places that are taken."""
+        return len(self._runs) / (self.info.max_concurrent if self.info is not None else 1)
+
+    @property
+    def view(self) -> ReplicaView:
+        """As others may see it."""
+        return ReplicaView(
+            name=self.name, state=self.state, version=self.version, num_running=self.num_running, error=self.error
+        )
+
+    def can_serve(self, version: int) -> bool:
+        """Whether it gets requests that were promised weights of ``version`` at least."""
+        return self.state is ReplicaState.SERVING and self.version is not None and self.version >= version
+
+    @contextmanager
+    def running(self, new_scope: Callable[[], Scope]) -> Iterator[Run]:
+        """A generation here."""
+        run = Run(new_scope)
+        if not self._runs:
+            self._emptied = anyio.Event()
+        self._runs.add(run)
+        try:
+            yield run
+        finally:
+            self._runs.discard(run)
+            if not self._runs:
+                self._emptied.set()
+
+    def vacate(self) -> None:
+        """Have all that runs here go on elsewhere."""
+        for run in tuple(self._runs):
+            run.move()
+
+    async def wait_empty(self) -> None:
+        """Wait until nothing runs here."""
+        while self._runs:
+            await self._emptied.wait()
+
+    def forget(self, state: ReplicaState, reason: str) -> None:
+        """What it was told does not count any more."""
+        self.state, self.error = state, reason
+        self.version, self.publication, self.pausing = None, -1, -1
+
+
+def choose(
+    replicas: Iterable[Replica], *, pinned: Replica | None, version: int, shunned: Collection[str]
+) -> Replica | None:
+    """The replica for a generation: the one that its session is pinned to, or else the least loaded.
+
+    Among equals it is the one whose last turn is longest ago. ``None`` if nobody serves ``version`` or newer.
+    """
+    if pinned is not None and pinned.can_serve(version) and pinned.name not in shunned:
+        return pinned
+    able = (replica for replica in replicas if replica.can_serve(version))
+    return min(able, key=lambda replica: (replica.name in shunned, replica.load, replica.turn), default=None)
+
+
+class Pins:
+    """Which replica a session is at, by routing key. Who was silent for longest is forgotten beyond ``max_pins``."""
+
+    def __init__(self, max_pins: int) -> None:
+        self._max_pins = max_pins
+        self._names: OrderedDict[str, str] = OrderedDict()
+
+    def find(self, key: str) -> str | None:
+        """The replica's name."""
+        return self._names.get(key)
+
+    def put(self, key: str, name: str) -> None:
+        """It is at ``name`` now. The empty key is nobody's."""
+        if not key:
+            return
+        self._names[key] = name
+        self._names.move_to_end(key)
+        if len(self._names) > self._max_pins:
+            self._names.popitem(last=False)
+
+
+@frozen
+class _Account:
+    earlier: EngineStatistics = field(factory=EngineStatistics)
+    last: EngineStatistics = field(factory=EngineStatistics)
+
+
+class Tally:
+    """Sums of counters that never fall, although replicas die and begin again at zero."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+
+    def note(self, name: str, statistics: EngineStatistics) -> None:
+        """What a replica says of itself. Counters below what it said before are those of another life."""
+        account = self._accounts.get(name, _Account())
+        earlier = account.earlier
+        if statistics.sampled_tokens < account.last.sampled_tokens or statistics.prompt_tokens < (
+            account.last.prompt_tokens
+        ):
+            earlier = _sum((earlier, evolve(account.last, running=0, waiting=0)))
+        self._accounts[name] = _Account(earlier, statistics)
+
+    def total(self, serving: Collection[str]) -> EngineStatistics:
+        """The sum. ``running`` and ``waiting`` are of those that serve, as far as they have said it."""
+        return _sum(
+            part
+            for name, account in self._accounts.items()
+            for part in (
+                account.earlier,
+                account.last if name in serving else evolve(account.last, running=0, waiting=0),
+            )
+        )
+
+
+def _sum(parts: Iterable[EngineStatistics]) -> EngineStatistics:
+    total = asdict(EngineStatistics())
+    for part in parts:
+        for name, value in asdict(part).items():
+            total[name] += value
+    return EngineStatistics(**total)
+
+
+def find_misfit(first: EngineInfo, info: EngineInfo) -> str | None:
+    """Why an engine cannot take requests that were made for ``first``; ``None`` if it can."""
+    if info.vocab_size != first.vocab_size:
+        return f"its vocabulary has {info.vocab_size} ids and that of the others {first.vocab_size}"
+    if info.context_length < first.context_length:
+        return f"its context has {info.context_length} tokens and that of the others {first.context_length}"
+    if first.has_grammars and not info.has_grammars:
+        return "it takes no grammars, and the others do"
+    return None
+
+
+def joined_info(first: EngineInfo, serving: Iterable[EngineInfo]) -> EngineInfo:
+    """What all of them together are: as the first one, with the places of all that serve."""
+    return evolve(first, max_concurrent=sum(info.max_concurrent for info in serving) or first.max_concurrent)

@@ -17,18 +17,19 @@ from attrs import define, field, frozen
 from benchmarks.simulation.agents import PROXY, Observed, ProxyCost, SimulatedAgent, VirtualProxy, Workload
 from benchmarks.simulation.engines import EngineModel, SimulatedEngine
 from benchmarks.simulation.meter import LOOP, Meter, Reading, virtual_run
-from benchmarks.simulation.routing import PinnedRouter
 from benchmarks.simulation.vocabulary import create_word_renderer
 
 from areal_actors.actors.capacity import CapacityGranter
 from areal_actors.actors.exporter import Exporter
 from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.replicas import GenerationRouter
 from areal_actors.actors.rollouts import Peers, RolloutRunner, RolloutsConfig
 from areal_actors.actors.sessions import SessionManager
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Problem, Snapshot
 from areal_actors.messages import (
     AcknowledgeLease,
+    AddReplica,
     Capacity,
     DescribeSessions,
     Endpoint,
@@ -155,7 +156,9 @@ async def open_service(scenario: Scenario, meter: Meter | None, *, renderer: Ren
             await spawn(GenerationActor(_engine(scenario, renderer, index, meter)), "generation", f"generation-{index}")
             for index in range(scenario.num_engines)
         ]
-        generation = await spawn(PinnedRouter(engines), "router")
+        generation = await spawn(GenerationRouter(), "router")
+        for index, engine in enumerate(engines):
+            await generation.ask(AddReplica(name=f"generation-{index}", ref=engine))
         capacity = await spawn(CapacityGranter(CapacityState(limits=_limits(scenario))), "capacity")
         manager = SessionManager(
             renderer=renderer, generation=generation, capacity=capacity, token_factory=lambda: f"{next(tokens):08x}"

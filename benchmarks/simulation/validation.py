@@ -90,7 +90,11 @@ class _Agents:
 
     async def _post(self, connection: Connection, path: str, document: dict[str, Any], **options: str) -> Any:
         self.num_requests += 1
-        return await connection.post(path, document, **options)
+        try:
+            return await connection.post(path, document, **options)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            # The server hangs up on who is silent for long, as any client of HTTP knows.
+            return await (await connection.open()).post(path, document, **options)
 
 
 @frozen
@@ -107,20 +111,26 @@ class _Chat:
 
 async def _measure(url: str, scenario: Scenario) -> Figures:
     agents = _Agents(url, scenario.workload)
-    clerk = await Connection(url).open()
     async with anyio.create_task_group() as tasks:
         for number in range(scenario.num_sessions):
             tasks.start_soon(agents.come_and_go, number)
         await anyio.sleep(scenario.warm_up_seconds)
-        cpu, num_requests, started = await clerk.get("/cpu"), agents.num_requests, time.monotonic()
+        cpu, num_requests, started = await _read_cpu(url), agents.num_requests, time.monotonic()
         agents.observed.is_open = True
         await anyio.sleep(scenario.measured_seconds)
         agents.observed.is_open = False
-        cpu, seconds = await clerk.get("/cpu") - cpu, time.monotonic() - started
+        cpu, seconds = await _read_cpu(url) - cpu, time.monotonic() - started
         num_requests = agents.num_requests - num_requests
         tasks.cancel_scope.cancel()
-    clerk.close()
     return _figures(agents.observed, num_requests=num_requests, cpu=cpu, seconds=seconds)
+
+
+async def _read_cpu(url: str) -> float:
+    connection = await Connection(url).open()
+    try:
+        return float(await connection.get("/cpu"))
+    finally:
+        connection.close()
 
 
 def _figures(observed: Observed, *, num_requests: int, cpu: float, seconds: float) -> Figures:

@@ -1,6 +1,6 @@
 """A model of a service at a scale that no one machine has: real actors, simulated engines and agents, virtual time.
 
-The capacity granter, the session manager, the generation actors, the exporter and the rollout runner are
+The capacity granter, the session manager, the router, the generation actors, the exporter and the rollout runner are
 the ones that serve; thousands of sessions talk to a thousand engines that only pretend to sample. Waiting costs
 nothing, because the clock jumps; what the actors compute is measured as it happens, actor by actor::
 

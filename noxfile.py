@@ -140,6 +140,13 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def simulation(session: nox.Session) -> None:
+    """Simulate 10,000 sessions on 1,000 engines, and say what saturates first (minutes). ``-- validate``: check it."""
+    install(session, "test")
+    session.run("python", "-m", "benchmarks.simulation", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Measure what the tests reach, in ``src`` and in the tests themselves."""
     install(session, "test", "lint")

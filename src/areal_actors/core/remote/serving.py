@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from areal_actors.errors import (
 if TYPE_CHECKING:
     from areal_actors.core.remote.peer import Peer
 
-__all__ = ["KERNEL_ERRORS", "Exposed", "Server", "expose"]
+__all__ = ["KERNEL_ERRORS", "Exposed", "Server", "check_free", "expose"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,17 @@ def expose(name: str, ref: Ref[Any]) -> Exposed:
     return Exposed(name=name, ref=ref, messages=messages)
 
 
+def check_free(exposed: Mapping[str, Exposed], name: str) -> None:
+    """Refuse a name that a living actor has.
+
+    Raises:
+        ConfigError: it has.
+    """
+    old = exposed.get(name)
+    if old is not None and not old.ref.cell.gone.is_set():
+        raise ConfigError(f"an actor is exposed as {name!r} already; choose another name")
+
+
 class Server:
     """The exposed actors as one connection reaches them."""
 
@@ -96,6 +107,16 @@ class Server:
         self._last_id = 0
         for one in exposed.values():
             self.watch(one)
+
+    def add(self, exposed: Exposed) -> None:
+        """Another actor may be reached from now on.
+
+        Raises:
+            ConfigError: the name is taken by a living actor.
+        """
+        check_free(self._exposed, exposed.name)
+        self._exposed[exposed.name] = exposed
+        self.watch(exposed)
 
     def watch(self, exposed: Exposed) -> None:
         """Tell the other side of each end of the actor."""

@@ -22,9 +22,9 @@ from areal_actors.core.remote.connection import Connection
 from areal_actors.core.remote.hello import Hello, check_secret, greet, receive_hello, send_hello, send_packet
 from areal_actors.core.remote.limits import Limits
 from areal_actors.core.remote.peer import Peer
-from areal_actors.core.remote.serving import Exposed
+from areal_actors.core.remote.serving import Exposed, check_free
 from areal_actors.core.remote.serving import expose as expose_actor
-from areal_actors.errors import ActorError, ConfigError, ProtocolError, Unreachable
+from areal_actors.errors import ActorError, ProtocolError, Unreachable
 
 __all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
 
@@ -57,9 +57,9 @@ class Listener:
 
     async def wait_for(self, node: str) -> Peer:
         """Wait until a node of this name is connected."""
-        while node not in self._peers:
+        while (peer := self._peers.get(node)) is None or not peer.is_connected:
             await self._arrival.wait()
-        return self._peers[node]
+        return peer
 
     def expose(self, name: str, ref: Ref[Any]) -> None:
         """Make another actor reachable, also over the connections that stand.
@@ -67,12 +67,11 @@ class Listener:
         Raises:
             ConfigError: the name is taken by a living actor, or the actor lives elsewhere.
         """
-        old = self._exposed.get(name)
-        if old is not None and not old.ref.cell.gone.is_set():
-            raise ConfigError(f"an actor is exposed as {name!r} already; choose another name")
-        exposed = self._exposed[name] = expose_actor(name, ref)
+        exposed = expose_actor(name, ref)
+        check_free(self._exposed, name)
+        self._exposed[name] = exposed
         for peer in self._peers.values():
-            peer.expose(exposed)
+            peer.add(exposed)
 
     async def serve(self, stream: ByteStream) -> None:
         """Take one connection in and stay with it until it is cut; what is wrong with it is logged, not raised."""

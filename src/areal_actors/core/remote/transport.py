@@ -6,6 +6,7 @@ What an address may be is told in ``addresses``; how a connection begins, in ``h
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from areal_actors.core.remote.limits import Limits
 from areal_actors.core.remote.peer import Peer
 from areal_actors.core.remote.serving import Exposed, check_free
 from areal_actors.core.remote.serving import expose as expose_actor
+from areal_actors.core.remote.sockets import accept, dial_tcp, dial_unix
 from areal_actors.errors import ActorError, ProtocolError, Unreachable
 
 __all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
@@ -273,15 +275,15 @@ async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> A
         yield
         return
     path, host, port = parse_address(address)
-    socket = await (_listen_unix(path) if path is not None else _listen_tcp(host, port))
+    listening = await (_listen_unix(path) if path is not None else _listen_tcp(host, port))
     accepting = anyio.CancelScope()
     try:
         if path is not None:
             listener.address = f"unix:{path}"
         else:
             shown = f"[{host}]" if ":" in host else host
-            listener.address = f"tcp://{shown}:{socket.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
-        await tasks.start(_accept, socket, listener, tasks, accepting, name=f"listen at {listener.address}")
+            listener.address = f"tcp://{shown}:{listening.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
+        await tasks.start(_accept, listening, listener, tasks, accepting, name=f"listen at {listener.address}")
         yield
     finally:
         accepting.cancel()
@@ -290,7 +292,7 @@ async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> A
 
 
 async def _accept(
-    socket: SocketListener[Any],
+    listening: SocketListener[Any],
     listener: Listener,
     tasks: TaskGroup,
     scope: anyio.CancelScope,
@@ -300,10 +302,18 @@ async def _accept(
     """Take connections in until ``scope`` is cancelled; the socket is closed by the task that waits on it."""
     try:
         with scope:
-            task_status.started()
-            await socket.serve(listener.serve, tasks)
+            async with anyio.create_task_group() as accepting:
+                task_status.started()
+                for one in getattr(listening, "listeners", (listening,)):
+                    raw = one.extra(SocketAttribute.raw_socket)  # noqa: S610 - anyio's, not Django's
+                    accepting.start_soon(_accept_at, raw, listener, tasks)
     finally:
-        await anyio.aclose_forcefully(socket)
+        await anyio.aclose_forcefully(listening)
+
+
+async def _accept_at(raw: socket.socket, listener: Listener, tasks: TaskGroup) -> None:
+    while True:
+        tasks.start_soon(listener.serve, await accept(raw))
 
 
 async def _listen_unix(path: Path) -> SocketListener[Any]:
@@ -327,9 +337,7 @@ async def _listen_tcp(host: str, port: int) -> SocketListener[Any]:
 
 async def _dial(address: str) -> ByteStream:
     path, host, port = parse_address(address)
-    if path is not None:
-        return await anyio.connect_unix(path)
-    return await anyio.connect_tcp(host, port)
+    return await (dial_unix(path) if path is not None else dial_tcp(host, port))
 
 
 def _greet(node: str, incarnation: int, limits: Limits) -> Hello:

@@ -26,7 +26,7 @@ __all__ = ["Connection", "Owner"]
 
 _LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
-_MAX_WRITES = 8
+_MAX_WRITES = _MAX_READS = 8
 """After so many chunks in a row, others have their turn."""
 
 
@@ -65,6 +65,28 @@ class Connection:
         """Run in ``tasks`` until the connection is cut."""
         self._owner = owner
         tasks.start_soon(self._run, name="connection")
+
+    def post(self, outgoing: Outgoing, *, is_alone: bool, is_ahead: bool = False) -> None:
+        """Queue in the data lane, or in the control lane.
+
+        ``is_alone``: nothing else is under way that it could share a write with. Then it is written now, if the socket
+        has room: waking the writer for it would cost more than the write.
+        """
+        outbox, stream = self.outbox, self._stream
+        wake = outbox.wake
+        if not is_alone or wake is None or outgoing.is_large or not isinstance(stream, SocketStream):
+            (outbox.put_ahead if is_ahead else outbox.put)(outgoing)
+            return
+        outbox.wake = None
+        outbox.put(outgoing)
+        try:
+            is_written = self._flush(stream)
+        except OSError:
+            is_written = False  # the writer will meet the same error, and has an answer to it
+        if is_written:
+            outbox.wake = wake
+        else:
+            wake()
 
     def send(self, kind: Kind, call: int = 0, payload: bytes = b"", *, seconds: float = 0.0) -> None:
         """Queue a small frame that overtakes data."""
@@ -126,11 +148,17 @@ class Connection:
             self.cut(f"the connection was lost ({str(error) or type(error).__name__})")
 
     def _receive(self, stream: SocketStream) -> None:
-        try:
-            num_bytes = stream.receive_into(self.assembler.targets())
-        except BlockingIOError:
-            return
-        self._take_in(self.assembler.advance(num_bytes))
+        assembler, num_bytes, num_wanted = self.assembler, 0, 0
+        for _ in range(_MAX_READS):
+            targets = assembler.targets()
+            num_wanted = sum(map(len, targets))
+            try:
+                num_bytes = stream.receive_into(targets)
+            except BlockingIOError:
+                return
+            self._take_in(assembler.advance(num_bytes))
+            if num_bytes < num_wanted:
+                return
 
     def _take_in(self, frames: list[Frame]) -> None:
         assert self._owner is not None, "started with an owner"

@@ -150,7 +150,7 @@ class Peer:
         else:
             call.channel.num_running += 1
             self._pending[outgoing.id] = call
-        self.connection.outbox.put(outgoing)
+        self.connection.post(outgoing, is_alone=call.kind is not Kind.TELL and len(self._pending) == 1)
 
     def queue(self, outgoing: Outgoing) -> None:
         """Queue an answer, in order."""

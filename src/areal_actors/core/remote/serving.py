@@ -254,7 +254,7 @@ class Server:
             except ProtocolError as error:
                 self._fail(call, ask.cell.name, error, is_handlers=True)
             else:
-                self._peer.connection.outbox.put_ahead(outgoing)
+                self._peer.connection.post(outgoing, is_alone=not self._running, is_ahead=True)
 
     def give_credit(self, name: str, num_bytes: int) -> None:
         """A message has left the way to its mailbox; credit goes back in portions, and only while replies are read."""

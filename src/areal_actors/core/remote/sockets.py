@@ -23,7 +23,7 @@ from areal_actors.core.remote.frames import Buffer
 
 __all__ = ["SocketStream", "accept", "dial_tcp", "dial_unix", "run_reader", "run_writer"]
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1048576
 """Room in the kernel for what a unix socket sends: with the default of 208 KiB, each chunk would wait in the middle."""
 
 _RETRY_SECONDS = 0.01

@@ -77,19 +77,15 @@ class Frame:
 
 
 class Outgoing:
-    """A message on its way out. ``is_sent``: the first of its bytes may have left."""
+    """A message on its way out. ``is_sent``: the first of its bytes may have left. ``is_large``: it goes in chunks."""
 
-    __slots__ = ("id", "is_sent", "is_withdrawn", "kind", "num_bytes", "parts", "seconds")
+    __slots__ = ("id", "is_large", "is_sent", "is_withdrawn", "kind", "num_bytes", "parts", "seconds")
 
     def __init__(self, kind: Kind, id: int, parts: Sequence[Buffer], seconds: float = 0.0) -> None:  # noqa: A002 - its name
         self.kind, self.id, self.parts, self.seconds = kind, id, parts, seconds
         self.num_bytes = sum(map(len, parts))
+        self.is_large = len(parts) > 1 or self.num_bytes > CHUNK_BYTES
         self.is_sent = self.is_withdrawn = False
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it travels in chunks."""
-        return len(self.parts) > 1 or self.num_bytes > CHUNK_BYTES
 
     def head(self) -> bytes:
         """Its first frame: all of it, or the lengths of its parts."""

@@ -197,8 +197,8 @@ class Server:
 
     def _deliver(self, frame: Frame, exposed: Exposed, value: Any, handler: Handler, limit: int) -> None:
         num_bytes, name, ref = frame.num_bytes, exposed.name, exposed.ref
-        credit = _Once(lambda: self.give_credit(name, num_bytes))
         if frame.kind is Kind.TELL:
+            credit = _Once(lambda: self.give_credit(name, num_bytes))
             self._num_unadmitted[name] += 1
             try:
                 ref.accept(value, lambda admitted: self._note_told(credit, value, name, admitted=admitted))
@@ -211,10 +211,10 @@ class Server:
             ask: Ask = _RemoteStreamCall(value, handler, ref.cell, deadline, self._peer, frame.id, limit)
         else:
             ask = Ask(value, handler, ref.cell, None, deadline)
-        ask.signal = _Answering(self, frame.id, ask, credit)
+        answering = ask.signal = _Answering(self, frame.id, ask, num_bytes, name)
         self._running[frame.id] = ask
         try:
-            ref.accept(ask, lambda _: credit())
+            ref.accept(ask, answering.on_admission)
         except ArealError:
             del self._running[frame.id]
             raise
@@ -311,16 +311,23 @@ class _Once:
 
 
 class _Answering:
-    """Stands where a local asker would be woken."""
+    """Stands where a local asker would be woken, and gives the credit for the message back, once."""
 
-    __slots__ = ("_ask", "_call", "_credit", "_server")
+    __slots__ = ("_ask", "_call", "_name", "_num_bytes", "_server")
 
-    def __init__(self, server: Server, call: int, ask: Ask, credit: _Once) -> None:
-        self._server, self._call, self._ask, self._credit = server, call, ask, credit
+    def __init__(self, server: Server, call: int, ask: Ask, num_bytes: int, name: str) -> None:
+        self._server, self._call, self._ask, self._name = server, call, ask, name
+        self._num_bytes: int | None = num_bytes
+
+    def on_admission(self, _: bool) -> None:  # noqa: FBT001 - the signature of such callbacks
+        """It has left the way to the mailbox."""
+        num_bytes, self._num_bytes = self._num_bytes, None
+        if num_bytes is not None:
+            self._server.give_credit(self._name, num_bytes)
 
     def set(self) -> None:
         """The ask has ended; if it never got into the mailbox, its credit comes back now."""
-        self._credit()
+        self.on_admission(False)
         self._server.answer(self._call, self._ask)
 
     async def wait(self) -> None:

@@ -1,21 +1,24 @@
 """Remote actors: what an ask and an array cost between two processes over a unix socket, beside a raw asyncio socket.
 
-CPU time is that of both processes together. The baseline writes a length and 1 KiB to an ``asyncio`` stream and reads a
-few bytes back, in the same run; it has no types, no names, no bounds and no way to cancel. The gates are CPU
-microseconds on two shared cores of a server.
+CPU time is that of both processes together. The baselines are measured in the same run: a length and 1 KiB written to a
+stream of asyncio or of trio and a few bytes read back, and 16 MiB received from a blocking socket into fresh memory.
+They have no types, no names, no bounds and no way to cancel. The gates are CPU microseconds on two shared cores.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -23,6 +26,7 @@ from attrs import frozen
 from benchmarks.harness import Result
 
 from areal_actors.core import Actor, ActorSystem, Message, Ref
+from areal_actors.core.loops import is_trio
 from areal_actors.core.remote import connect, listen
 from areal_actors.domain import Ints
 
@@ -86,11 +90,10 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every b
         with _child("actor", backend) as path:
             figures = anyio.run(_measure, path, num_asks, rounds, backend=backend)
         results += [_result(backend, name, value) for name, value in figures.items()]
-        if backend == "asyncio":
-            with _child("raw", backend) as path:
-                raw = asyncio.run(_measure_raw(path, num_asks, rounds))
-            results.append(_result("asyncio", "raw socket, ask of 1 KiB", raw))
-            results.append(_ratio(figures["ask of 1 KiB"] / raw))
+        with _child("raw", backend) as path:
+            raw = anyio.run(_measure_raw, path, num_asks, rounds, backend=backend)
+        for name, value in raw.items():
+            results += [_result(backend, f"raw socket, {name}", value), _ratio(backend, name, figures[name] / value)]
     return results
 
 
@@ -100,13 +103,13 @@ def _result(backend: str, name: str, value: float) -> Result:
     return Result(benchmark="remote", name=f"{backend}: {name}", value=value, unit=unit, gate=gate)
 
 
-def _ratio(value: float) -> Result:
+def _ratio(backend: str, name: str, value: float) -> Result:
     return Result(
         benchmark="remote",
-        name="asyncio: ask of 1 KiB, ratio",
+        name=f"{backend}: {name}, ratio",
         value=value,
         unit="ratio",
-        baseline="asyncio: raw socket, ask of 1 KiB",
+        baseline=f"{backend}: raw socket, {name}",
     )
 
 
@@ -163,35 +166,114 @@ async def _repeat(work: Callable[[], Awaitable[None]], times: int) -> None:
         await work()
 
 
-async def _measure_raw(path: str, num_asks: int, rounds: int) -> float:
-    reader, writer = await asyncio.open_unix_connection(path)
-    content, best = bytes(1024), float("inf")
+async def _measure_raw(path: str, num_asks: int, rounds: int) -> dict[str, float]:
+    stream, content, best = await RawStream.open(path), bytes(1024), float("inf")
 
-    async def ask(message: bytes) -> bytes:
-        writer.write(len(message).to_bytes(4, "little") + message)
-        return await reader.readexactly(8)
+    async def ask(message: bytes) -> int:
+        await stream.write(len(message).to_bytes(4, "little") + message)
+        return int.from_bytes(await stream.read(8), "little")
 
     for _ in range(rounds):
-        start = time.process_time() + _seconds(await ask(b""))
+        start = time.process_time() + await ask(b"") / 1e9
         for _ in range(num_asks):
             await ask(content)
-        best = min(best, time.process_time() + _seconds(await ask(b"")) - start)
-    writer.close()
-    return best / num_asks * 1e6
+        best = min(best, time.process_time() + await ask(b"") / 1e9 - start)
+    await stream.close()
+    return {"ask of 1 KiB": best / num_asks * 1e6, "array of 16 MiB, per MiB": _measure_raw_arrays(rounds)}
 
 
-def _seconds(answer: bytes) -> float:
-    return int.from_bytes(answer, "little") / 1e9
+@frozen
+class RawStream:
+    """What asyncio and trio offer themselves, under one name."""
+
+    read: Callable[[int], Awaitable[bytes]]
+    """Exactly so many bytes, or fewer at the end."""
+    write: Callable[[bytes], Awaitable[object]]
+    close: Callable[[], Awaitable[object]]
+
+    @classmethod
+    async def open(cls, path: str) -> RawStream:
+        """Connect to a unix socket."""
+        if not is_trio():
+            return cls.of_asyncio(*await asyncio.open_unix_connection(path))
+        import trio
+
+        return cls.of_trio(await trio.open_unix_socket(path))
+
+    @classmethod
+    def of_asyncio(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> RawStream:
+        """A pair of streams."""
+
+        async def read(num_bytes: int) -> bytes:
+            try:
+                return await reader.readexactly(num_bytes)
+            except asyncio.IncompleteReadError:
+                return b""
+
+        async def write(data: bytes) -> None:
+            writer.write(data)
+
+        async def close() -> None:
+            writer.close()
+
+        return cls(read, write, close)
+
+    @classmethod
+    def of_trio(cls, stream: Any) -> RawStream:
+        """A stream; with a buffer, as asyncio's has one."""
+        buffer = bytearray()
+
+        async def read(num_bytes: int) -> bytes:
+            while len(buffer) < num_bytes:
+                data = await stream.receive_some(65536)
+                if not data:
+                    return b""
+                buffer.extend(data)
+            data = bytes(buffer[:num_bytes])
+            del buffer[:num_bytes]
+            return data
+
+        return cls(read, stream.send_all, stream.aclose)
+
+
+async def _answer_raw(stream: RawStream) -> None:
+    while length := await stream.read(4):
+        content = await stream.read(int.from_bytes(length, "little")) if any(length) else b""
+        number = time.process_time_ns() if not content else len(content)
+        await stream.write(number.to_bytes(8, "little"))
+
+
+def _measure_raw_arrays(rounds: int) -> float:
+    """CPU µs per MiB of both ends, which are threads here: the kernel copies in and out, and nothing else happens."""
+    array, best = np.ones(_MEBIBYTES << 18, dtype=np.int32), float("inf")
+    near, far = socket.socketpair()
+    with near, far:
+        for _ in range(rounds):
+            start = time.process_time()
+            sender = threading.Thread(target=near.sendall, args=(array.data.cast("B"),))
+            sender.start()
+            received = memoryview(np.empty(array.nbytes, np.uint8))
+            while received:
+                received = received[far.recv_into(received[: 1 << 18]) :]
+            sender.join()
+            best = min(best, time.process_time() - start)
+    return best / _MEBIBYTES * 1e6
 
 
 async def _serve_raw(path: str) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while length := await reader.read(4):
-            content = await reader.readexactly(int.from_bytes(length, "little"))
-            number = time.process_time_ns() if not content else len(content)
-            writer.write(number.to_bytes(8, "little"))
+    if is_trio():
+        import trio
 
-    server = await asyncio.start_unix_server(answer, path)
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(path)
+        listening.listen()
+        print("listening", flush=True)
+        raw, _ = await trio.socket.from_stdlib_socket(listening).accept()
+        await _answer_raw(RawStream.of_trio(trio.SocketStream(raw)))
+        return
+    server = await asyncio.start_unix_server(
+        lambda reader, writer: _answer_raw(RawStream.of_asyncio(reader, writer)), path
+    )
     print("listening", flush=True)
     await server.serve_forever()
 

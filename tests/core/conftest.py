@@ -1,15 +1,20 @@
-"""Where the actors under test live: here, or behind a connection that every message has to pass as bytes."""
+"""Where the actors under test live: here, behind a connection that messages pass as bytes, or in another process."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import anyio
 import pytest
+from tests.core.processes import Elsewhere, elsewhere, start
 
 from areal_actors.core import ActorSystem, Ref
+from areal_actors.core.loops import is_trio
 from areal_actors.core.remote import Limits
 from areal_actors.core.remote.calls import Channel
 from areal_actors.core.remote.ref import RemoteRef
@@ -36,6 +41,18 @@ LOCAL_ONLY = {
 }
 """Tests of what only a local ref has, and why."""
 
+ONE_PROCESS_ONLY = {
+    "test_messages_of_one_sender_arrive_in_order": "it fills a mailbox before any of it is handled",
+    "test_a_crash_in_a_task_keeps_what_was_parked_for_the_next_incarnation": "its actor is made by a closure",
+}
+"""Tests that have to be in one process with their actors, and why."""
+
+ONE_PROCESS_MODULES = {
+    "test_life": "spawning, supervising and burying are done in the actor's own process, with closures of it",
+    "test_programs": "hundreds of programs, whose seconds would be real ones",
+}
+"""Modules of such tests."""
+
 
 class PretendedRef(RemoteRef[Any]):
     """A ref through the wire. Only its figures are the actor's own, so that tests can see what it is busy with."""
@@ -51,18 +68,65 @@ class PretendedRef(RemoteRef[Any]):
         return self._near.statistics()
 
 
-@pytest.fixture(params=["local", "pretend"])
+@pytest.fixture(params=["local", "pretend", "processes"])
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test twice: with actors of this process, and with the same ones behind a connection in memory.
+    """Run the test three times: with actors of this process, with the same ones behind a wire, and with others'.
 
-    Tests of what only a local ref has are skipped the second time; ``LOCAL_ONLY`` says why.
+    The second time, a connection in memory is between the test and its actors; tests of what only a local ref has are
+    skipped (``LOCAL_ONLY`` says why). The third time, a process of their own hosts the actors (see ``processes``);
+    tests that do more with them than a ref can are skipped as well (``ONE_PROCESS_ONLY``, ``ONE_PROCESS_MODULES``).
     """
+    name = request.node.originalname
+    if request.param != "local" and name in LOCAL_ONLY:
+        pytest.skip(LOCAL_ONLY[name])
     if request.param == "pretend":
-        reason = LOCAL_ONLY.get(request.node.originalname)
+        _pretend(monkeypatch)
+    if request.param == "processes":
+        module = request.module.__name__.rpartition(".")[2]
+        reason = ONE_PROCESS_MODULES.get(module, ONE_PROCESS_ONLY.get(name))
         if reason is not None:
             pytest.skip(reason)
-        _pretend(monkeypatch)
+        _move_elsewhere(monkeypatch, request.module, request.getfixturevalue("host_processes"))
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def host_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """Where the process that hosts the actors of tests on a loop listens; it is started when it is first needed."""
+    children: dict[str, tuple[Path, subprocess.Popen[bytes]]] = {}
+
+    def find(backend: str) -> Path:
+        if backend not in children:
+            path = tmp_path_factory.mktemp(backend) / "host.sock"
+            children[backend] = path, start(path, backend)
+        return children[backend][0]
+
+    yield find
+    for _, child in children.values():
+        with child:
+            child.communicate()
+
+
+def _move_elsewhere(monkeypatch: pytest.MonkeyPatch, module: ModuleType, find: Callable[[str], Path]) -> None:
+    open_system = ActorSystem.open
+    homes: dict[ActorSystem, Elsewhere] = {}
+
+    @asynccontextmanager
+    async def open_elsewhere(**options: Any) -> AsyncIterator[ActorSystem]:
+        path = find("trio" if is_trio() else "asyncio")
+        async with open_system(**options) as system, elsewhere(path, options) as homes[system]:
+            yield system
+
+    async def spawn_elsewhere(self: ActorSystem, actor: Any, **options: Any) -> Ref[Any]:
+        return await homes[self].spawn(actor, **options)
+
+    async def wait_until_quiet() -> None:
+        for home in homes.values():
+            await home.wait_until_quiet()
+
+    monkeypatch.setattr(module, "wait_all_tasks_blocked", wait_until_quiet, raising=False)
+    monkeypatch.setattr(ActorSystem, "open", open_elsewhere)
+    monkeypatch.setattr(ActorSystem, "spawn", spawn_elsewhere)
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from anyio import wait_all_tasks_blocked
 from attrs import field, frozen
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.processes import fast_backend
 
 from areal_actors.core import (
     Actor,
@@ -36,9 +37,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest):
-    """Both loops, in virtual time."""
-    return virtual_backend(request.param)
+def anyio_backend(request: pytest.FixtureRequest, placement: str):
+    """Both loops, in virtual time where the actors are in this process."""
+    return (fast_backend if placement == "processes" else virtual_backend)(request.param)
 
 
 class Life:

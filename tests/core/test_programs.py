@@ -16,6 +16,7 @@ import pytest
 from attrs import frozen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.core.processes import fast_backend
 
 from areal_actors.core import Actor, ActorSystem, Message, Ref, Restart, Stop
 from areal_actors.errors import ActorError, ActorStopped, DeadlineExceeded, NotFound, RemoteError
@@ -25,9 +26,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest):
-    """Both loops, in virtual time."""
-    return virtual_backend(request.param)
+def anyio_backend(request: pytest.FixtureRequest, placement: str):
+    """Both loops, in virtual time where the actors are in this process."""
+    return (fast_backend if placement == "processes" else virtual_backend)(request.param)
 
 
 class Theatre:

@@ -6,7 +6,7 @@ decoded and fenced as between two machines, while time stays virtual.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,22 +18,26 @@ from areal_actors.core import Ref
 from areal_actors.core.remote import Limits, Listener, Peer, connect_stream, listen
 from areal_actors.core.remote.transport import unwrapped
 
-__all__ = ["MemoryStream", "memory_pair", "pretend_remote"]
+__all__ = ["MemoryStream", "OnSend", "memory_pair", "pretend_remote"]
 
 _SECRET = b"a secret between two tests"
+
+OnSend = Callable[[bytes], bytes | Awaitable[bytes]]
+"""What happens to one write."""
 
 
 class MemoryStream(ByteStream):
     """One end of a pair of byte streams.
 
-    ``on_send`` sees each write and says which bytes go through instead; raising ``BrokenResourceError`` cuts the pair.
+    ``on_send`` sees each write and says which bytes go through instead, at once or after a while (a coroutine); raising
+    ``BrokenResourceError`` cuts the pair.
     """
 
     def __init__(
         self,
         send: MemoryObjectSendStream[bytes],
         receive: MemoryObjectReceiveStream[bytes],
-        on_send: Callable[[bytes], bytes] | None = None,
+        on_send: OnSend | None = None,
     ) -> None:
         self._send, self._receive, self._on_send = send, receive, on_send
         self._left = b""
@@ -43,7 +47,8 @@ class MemoryStream(ByteStream):
         data = bytes(item)
         if self._on_send is not None:
             try:
-                data = self._on_send(data)
+                result = self._on_send(data)
+                data = result if isinstance(result, bytes) else await result
             except anyio.BrokenResourceError:
                 self.cut()
                 raise
@@ -71,9 +76,7 @@ class MemoryStream(ByteStream):
         self._receive.close()
 
 
-def memory_pair(
-    *, on_send: tuple[Callable[[bytes], bytes] | None, Callable[[bytes], bytes] | None] = (None, None)
-) -> tuple[MemoryStream, MemoryStream]:
+def memory_pair(*, on_send: tuple[OnSend | None, OnSend | None] = (None, None)) -> tuple[MemoryStream, MemoryStream]:
     """Two ends of one connection in memory."""
     there_send, there_receive = anyio.create_memory_object_stream[bytes](4)
     back_send, back_receive = anyio.create_memory_object_stream[bytes](4)

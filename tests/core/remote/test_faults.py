@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Awaitable
 from typing import Any
 
 import anyio
@@ -89,13 +90,16 @@ class Fault:
     def __init__(self, kind: str, after: int) -> None:
         self.kind, self.left, self.previous = kind, after, b""
 
-    def __call__(self, data: bytes) -> bytes:  # noqa: PLR0911 - a case each
+    def __call__(self, data: bytes) -> bytes | Awaitable[bytes]:  # noqa: PLR0911 - a case each
         self.left -= len(data)
         if self.left > 0 or self.kind == "none":
             self.previous = data
             return data
         self.left = 1 << 60
         match self.kind:
+            case "delayed":
+                self.left = 300
+                return self.delay(data)
             case "cut":
                 raise anyio.BrokenResourceError
             case "half":
@@ -112,10 +116,15 @@ class Fault:
                 return data + self.previous
         return b""  # lost
 
+    async def delay(self, data: bytes) -> bytes:
+        """Every few hundred bytes, for longer than it takes to lose patience, and than a heartbeat."""
+        await anyio.sleep(7)
+        return data
+
 
 faults = st.builds(
     Fault,
-    st.sampled_from(["none", "cut", "half", "garbage", "oversized", "repeated", "replayed", "lost"]),
+    st.sampled_from(["none", "cut", "half", "garbage", "oversized", "repeated", "replayed", "lost", "delayed"]),
     st.integers(min_value=0, max_value=4_000),
 )
 steps = st.tuples(

@@ -21,7 +21,7 @@ messages = st.lists(st.tuples(st.sampled_from([Kind.ASK, Kind.REPLY, Kind.ITEM])
 def drained(outbox: Outbox) -> bytes:
     written = b""
     while data := outbox.take():
-        written += data
+        written += b"".join(data)
     return written
 
 
@@ -47,9 +47,9 @@ def test_control_frames_pass_between_the_chunks_of_a_large_message():
     """A cancellation does not wait for a gigabyte."""
     outbox, assembler = Outbox(), Assembler(1 << 30)
     outbox.put(Outgoing(Kind.ASK, 1, [LARGE * 4]))
-    frames = assembler.feed(outbox.take())
+    frames = assembler.feed(b"".join(outbox.take()))
     outbox.put_ahead(Outgoing(Kind.CANCEL, 1, []))
-    frames += assembler.feed(outbox.take())
+    frames += assembler.feed(b"".join(outbox.take()))
 
     assert [Kind.CANCEL] == [frame.kind for frame in frames]
     assert assembler.current_id == 1

@@ -10,13 +10,14 @@
 
 The floors, from the bytes upwards: ``frames`` and ``codec`` (no sockets), ``connection`` (one socket), ``hello``,
 ``calls`` and ``serving`` (the two directions of a connection), ``peer`` (both), ``transport`` (where connections come
-from).
+from), ``standing`` (refs to actors that move).
 """
 
 from __future__ import annotations
 
 from areal_actors.core.remote.limits import Limits
 from areal_actors.core.remote.peer import Peer
+from areal_actors.core.remote.standing import Line, standing, standing_from
 from areal_actors.core.remote.transport import Listener, connect, connect_stream, listen
 
-__all__ = ["Limits", "Listener", "Peer", "connect", "connect_stream", "listen"]
+__all__ = ["Limits", "Line", "Listener", "Peer", "connect", "connect_stream", "listen", "standing", "standing_from"]

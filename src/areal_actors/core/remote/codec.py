@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, cast, get_args, get_origin
@@ -108,6 +108,9 @@ class Codec:
         self._buffers: list[Buffer] = []
         self._parts: Sequence[Buffer] = ()
         self._converter = _create_converter()
+        # By the kinds that have come up: finding the way to write one anew each time costs as much as writing it.
+        self._writers: dict[Any, Callable[[Any], Any]] = {}
+        self._readers: dict[Any, Callable[[Any, Any], Any]] = {}
 
     def encode(self, words: list[Any], what: str = "an answer") -> list[Buffer]:
         """``words`` (plain data, arrays, tensors) as one part of msgpack, followed by the buffers.
@@ -147,7 +150,10 @@ class Codec:
             ProtocolError: it holds something that cannot travel; says what.
         """
         try:
-            return self._converter.unstructure(value, kind)
+            write = self._writers.get(kind)
+            if write is None:
+                write = self._writers[kind] = self._converter.get_unstructure_hook(kind)
+            return write(value)
         except ProtocolError as error:
             raise ProtocolError(f"{what} cannot be sent: {error}") from None
         except _UNSENDABLE as error:
@@ -160,7 +166,10 @@ class Codec:
             ProtocolError: the words do not fit ``kind``.
         """
         try:
-            return self._converter.structure(data, kind)
+            read = self._readers.get(kind)
+            if read is None:
+                read = self._readers[kind] = self._converter.get_structure_hook(kind)
+            return read(data, kind)
         except cattrs.BaseValidationError as group:
             raise ProtocolError(f"{what} does not fit its class: {'; '.join(cattrs.transform_error(group))}") from None
         except (ProtocolError, *_UNSENDABLE) as error:

@@ -1,26 +1,33 @@
 """One connection: a reader and a writer own the socket, and a heart beats. What frames mean is told in ``peer``.
 
-Nobody else touches the socket, so that no cancelled asker can cut a frame in half. Whatever ends the connection, it
-ends once, with a cause in words, and its owner is told in that moment.
+Nobody else touches the socket, so that no cancelled asker can cut a frame in half. When a socket is ready is told in
+``sockets``; any other stream of bytes will do as well, and is read and written by the two tasks themselves.
+
+Whatever ends the connection, it ends once, with a cause in words, and its owner is told in that moment.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
 from anyio.abc import ByteStream, TaskGroup
 
 from areal_actors.core.loops import Loop, running_loop
-from areal_actors.core.remote.frames import Assembler, Frame, Kind, Outbox, Outgoing
-from areal_actors.core.remote.limits import Limits
+from areal_actors.core.remote.frames import Assembler, Buffer, Frame, Kind, Outbox, Outgoing
+from areal_actors.core.remote.limits import CHUNK_BYTES, Limits
+from areal_actors.core.remote.sockets import SocketStream, run_reader, run_writer
 from areal_actors.errors import ProtocolError
 
 __all__ = ["Connection", "Owner"]
 
 _LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+_MAX_WRITES = _MAX_READS = 8
+"""After so many chunks in a row, others have their turn."""
 
 
 class Owner(Protocol):
@@ -47,6 +54,7 @@ class Connection:
         self.cause: str | None = None
         self.closed = anyio.Event()
         self._stream = stream
+        self._left: list[Buffer] = []
         self._owner: Owner | None = None
         self._scope = anyio.CancelScope()
         self._heard_at = self.loop.now()
@@ -57,6 +65,28 @@ class Connection:
         """Run in ``tasks`` until the connection is cut."""
         self._owner = owner
         tasks.start_soon(self._run, name="connection")
+
+    def post(self, outgoing: Outgoing, *, is_alone: bool, is_ahead: bool = False) -> None:
+        """Queue in the data lane, or in the control lane.
+
+        ``is_alone``: nothing else is under way that it could share a write with. Then it is written now, if the socket
+        has room: waking the writer for it would cost more than the write.
+        """
+        outbox, stream = self.outbox, self._stream
+        wake = outbox.wake
+        if not is_alone or wake is None or outgoing.is_large or not isinstance(stream, SocketStream):
+            (outbox.put_ahead if is_ahead else outbox.put)(outgoing)
+            return
+        outbox.wake = None
+        outbox.put(outgoing)
+        try:
+            is_written = self._flush(stream)
+        except OSError:
+            is_written = False  # the writer will meet the same error, and has an answer to it
+        if is_written:
+            outbox.wake = wake
+        else:
+            wake()
 
     def send(self, kind: Kind, call: int = 0, payload: bytes = b"", *, seconds: float = 0.0) -> None:
         """Queue a small frame that overtakes data."""
@@ -87,7 +117,7 @@ class Connection:
         self.cut("this side has closed the connection")
 
     async def _drain(self) -> None:
-        while self.outbox and self.cause is None:
+        while (self.outbox or self._left) and self.cause is None:
             written = self.loop.new_signal()
             self._on_empty = written.set
             await written.wait()
@@ -106,40 +136,79 @@ class Connection:
             await anyio.aclose_forcefully(self._stream)
 
     async def _read(self) -> None:
-        assert self._owner is not None, "started with an owner"
-        assembler, receive, owner = self.assembler, self._stream.receive, self._owner
         try:
+            if isinstance(self._stream, SocketStream):
+                await run_reader(self._stream, partial(self._receive, self._stream))
             while True:
-                data = await receive(assembler.wanted)
-                self._heard_at = self.loop.now()
-                for frame in assembler.feed(data):
-                    if frame.kind is Kind.BYE:
-                        self.cut("the other side has closed the connection")
-                    elif self.cause is None and frame.kind is not Kind.PING:
-                        owner.on_frame(frame)
+                data = await self._stream.receive(CHUNK_BYTES)
+                self._take_in(self.assembler.feed(data))
         except ProtocolError as error:
             self.cut(f"the other side broke the protocol: {error}")
         except _LOST as error:
             self.cut(f"the connection was lost ({str(error) or type(error).__name__})")
 
-    async def _write(self) -> None:
+    def _receive(self, stream: SocketStream) -> None:
+        assembler, num_bytes, num_wanted = self.assembler, 0, 0
+        for _ in range(_MAX_READS):
+            targets = assembler.targets()
+            num_wanted = sum(map(len, targets))
+            try:
+                num_bytes = stream.receive_into(targets)
+            except BlockingIOError:
+                return
+            self._take_in(assembler.advance(num_bytes))
+            if num_bytes < num_wanted:
+                return
+
+    def _take_in(self, frames: list[Frame]) -> None:
         assert self._owner is not None, "started with an owner"
-        outbox, send = self.outbox, self._stream.send
+        self._heard_at = self.loop.now()
+        for frame in frames:
+            if frame.kind is Kind.BYE:
+                self.cut("the other side has closed the connection")
+            elif self.cause is None and frame.kind is not Kind.PING:
+                self._owner.on_frame(frame)
+
+    async def _write(self) -> None:
         try:
+            if isinstance(self._stream, SocketStream):
+                await run_writer(self._stream, partial(self._flush, self._stream), self._on_next)
             while True:
-                data = outbox.take()
-                if data:
-                    await send(data)
-                if outbox:
-                    self._owner.on_written()
+                if data := b"".join(self.outbox.take()):
+                    await self._stream.send(data)
+                if not self._is_all_written():
                     continue
-                self._report_empty()
-                if not outbox:
-                    arrival = self.loop.new_signal()
-                    outbox.wake = arrival.set
-                    await arrival.wait()
+                arrival = self.loop.new_signal()
+                self._on_next(arrival.set)
+                await arrival.wait()
         except _LOST as error:
             self.cut(f"the connection was lost ({str(error) or type(error).__name__})")
+
+    def _flush(self, stream: SocketStream) -> bool:
+        """Write what can be written without waiting, and not for too long; whether it was everything."""
+        for _ in range(_MAX_WRITES):
+            self._left = self._left or self.outbox.take()
+            if self._left:
+                try:
+                    num_bytes = stream.send_some(self._left)
+                except BlockingIOError:
+                    return False
+                self._left = _without(self._left, num_bytes)
+            if not self._left and self._is_all_written():
+                return True
+        return False
+
+    def _is_all_written(self) -> bool:
+        """Tell of room, and of everything being written, which may lead to more."""
+        assert self._owner is not None, "started with an owner"
+        if self.outbox:
+            self._owner.on_written()
+        else:
+            self._report_empty()
+        return not self.outbox
+
+    def _on_next(self, wake: Callable[[], object]) -> None:
+        self.outbox.wake = wake
 
     def _report_empty(self) -> None:
         assert self._owner is not None, "started with an owner"
@@ -156,3 +225,12 @@ class Connection:
             if silent > limits.silence_seconds:
                 self.cut(f"nothing was heard from the other side for {silent:.1f} s")
             self.send(Kind.PING)
+
+
+def _without(buffers: list[Buffer], num_bytes: int) -> list[Buffer]:
+    """What is left of them after their first ``num_bytes``."""
+    for number, buffer in enumerate(buffers):
+        if num_bytes < len(buffer):
+            return [memoryview(buffer)[num_bytes:], *buffers[number + 1 :]]
+        num_bytes -= len(buffer)
+    return []

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
-from attrs import frozen
+from attrs import define
 
 from areal_actors.core.remote.limits import CHUNK_BYTES
 from areal_actors.errors import ProtocolError
@@ -61,7 +61,7 @@ class Kind(IntEnum):
 _KINDS = {int(kind): kind for kind in Kind}
 
 
-@frozen
+@define(eq=False)
 class Frame:
     """A whole message as it arrived. ``seconds`` is the time that a request has left; infinity without a deadline."""
 
@@ -77,19 +77,15 @@ class Frame:
 
 
 class Outgoing:
-    """A message on its way out. ``is_sent``: the first of its bytes may have left."""
+    """A message on its way out. ``is_sent``: the first of its bytes may have left. ``is_large``: it goes in chunks."""
 
-    __slots__ = ("id", "is_sent", "is_withdrawn", "kind", "num_bytes", "parts", "seconds")
+    __slots__ = ("id", "is_large", "is_sent", "is_withdrawn", "kind", "num_bytes", "parts", "seconds")
 
     def __init__(self, kind: Kind, id: int, parts: Sequence[Buffer], seconds: float = 0.0) -> None:  # noqa: A002 - its name
         self.kind, self.id, self.parts, self.seconds = kind, id, parts, seconds
         self.num_bytes = sum(map(len, parts))
+        self.is_large = len(parts) > 1 or self.num_bytes > CHUNK_BYTES
         self.is_sent = self.is_withdrawn = False
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it travels in chunks."""
-        return len(self.parts) > 1 or self.num_bytes > CHUNK_BYTES
 
     def head(self) -> bytes:
         """Its first frame: all of it, or the lengths of its parts."""
@@ -138,10 +134,10 @@ class Outbox:
             self.num_bytes -= outgoing.num_bytes
         return outgoing.is_withdrawn
 
-    def take(self) -> bytes:
+    def take(self) -> list[Buffer]:
         """What to write next: small frames joined, and at most one chunk behind them; empty if there is nothing.
 
-        A chunk is copied into the same write: a write of its own for its head would cost the reader a wake-up.
+        It belongs into one write: one of its own for the head of a chunk would cost the reader a wake-up.
         """
         small: list[Buffer] = []
         while self._control:
@@ -154,14 +150,14 @@ class Outbox:
                 size += len(small[-1])
         return self._with_chunk(small)
 
-    def _with_chunk(self, small: list[Buffer]) -> bytes:
+    def _with_chunk(self, small: list[Buffer]) -> list[Buffer]:
         chunk = None if self._chunks is None else next(self._chunks, None)
         if chunk is None:
             self._chunks = None
-            return b"".join(small) if small else self.take() if self._data else b""
+            return [b"".join(small)] if small else self.take() if self._data else []
         head, piece = chunk
         self.num_bytes -= len(piece)
-        return b"".join((*small, head, piece))
+        return [b"".join((*small, head)), piece]
 
     def _begin(self, outgoing: Outgoing, small: list[Buffer]) -> None:
         outgoing.is_sent = True
@@ -191,24 +187,44 @@ class Assembler:
         self._large: Frame | None = None
         self._holes: deque[memoryview] = deque()
         self._chunk_left = 0
-
-    @property
-    def wanted(self) -> int:
-        """How many bytes are worth reading at once."""
-        return CHUNK_BYTES if self._large is not None else _JOINED_BYTES
+        self._room = memoryview(bytearray(_JOINED_BYTES))
 
     @property
     def current_id(self) -> int | None:
         """Id of the large message that is arriving."""
         return None if self._large is None else self._large.id
 
+    def targets(self) -> list[memoryview]:
+        """Where the next bytes belong; those of a chunk to their final place, with room for the head of what follows.
+
+        The room is used again: fill these, and call ``advance``.
+        """
+        if self._chunk_left:
+            return [self._holes[0][: self._chunk_left], self._room[: _HEAD.size]]
+        return [self._room]
+
+    def advance(self, num_bytes: int) -> list[Frame]:
+        """The messages that are complete with the first ``num_bytes`` of ``targets``."""
+        frames: list[Frame] = []
+        in_place = min(num_bytes, self._chunk_left)
+        if in_place:
+            self._fill(in_place, frames)
+        self._feed(self._room[: num_bytes - in_place], frames)
+        return frames
+
     def feed(self, data: bytes) -> list[Frame]:
         """The messages that are complete with ``data``."""
         frames: list[Frame] = []
-        rest = memoryview(data)
+        self._feed(memoryview(data), frames)
+        return frames
+
+    def _feed(self, rest: memoryview, frames: list[Frame]) -> None:
         while rest:
             if self._chunk_left:
-                rest = self._fill(rest, frames)
+                piece = rest[: self._chunk_left]
+                self._holes[0][: len(piece)] = piece
+                self._fill(len(piece), frames)
+                rest = rest[len(piece) :]
                 continue
             if self._bytes:
                 rest, self._bytes = memoryview(self._bytes + rest), bytearray()
@@ -216,7 +232,6 @@ class Assembler:
             if not self._chunk_left:
                 self._bytes += rest
                 break
-        return frames
 
     def _parse(self, data: memoryview, frames: list[Frame]) -> memoryview:
         """Read whole frames off ``data``, up to the head of a chunk; returns what remains."""
@@ -269,16 +284,14 @@ class Assembler:
             raise ProtocolError("a chunk belongs to no message")
         self._chunk_left = length
 
-    def _fill(self, rest: memoryview, frames: list[Frame]) -> memoryview:
-        piece = rest[: self._chunk_left]
+    def _fill(self, num_bytes: int, frames: list[Frame]) -> None:
+        """So many bytes of the present chunk are in their place."""
         hole = self._holes[0]
-        hole[: len(piece)] = piece
-        self._chunk_left -= len(piece)
-        if len(piece) < len(hole):
-            self._holes[0] = hole[len(piece) :]
+        self._chunk_left -= num_bytes
+        if num_bytes < len(hole):
+            self._holes[0] = hole[num_bytes:]
         else:
             self._holes.popleft()
             if not self._holes and self._large is not None:
                 frames.append(self._large)
                 self._large = None
-        return rest[len(piece) :]

@@ -41,3 +41,9 @@ class Limits:
 
     cleanup_seconds: float = field(default=10.0, validator=_POSITIVE)
     """How long leaving waits: for the handler of a stream to end, and for the last messages to be written."""
+
+    redial_seconds: float = field(default=0.1, validator=_POSITIVE)
+    """How long a standing line waits before it connects again; twice as long after each attempt that failed."""
+
+    max_redial_seconds: float = field(default=5.0, validator=_POSITIVE)
+    """How long it waits at most."""

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import anyio
+
 from areal_actors.core.message import AnyMessage, reply_of
 from areal_actors.core.ref import Ref
 from areal_actors.core.remote.calls import Call, Channel
@@ -21,8 +23,9 @@ from areal_actors.core.remote.hello import Hello
 from areal_actors.core.remote.limits import Limits
 from areal_actors.core.remote.ref import RemoteRef
 from areal_actors.core.remote.serving import KERNEL_ERRORS, Exposed, Server
+from areal_actors.core.remote.serving import expose as expose_actor
 from areal_actors.core.supervision import DownReason
-from areal_actors.errors import ActorStopped, ArealError, ProtocolError, RemoteError
+from areal_actors.errors import ActorStopped, ArealError, ProtocolError, RemoteError, Unreachable
 
 __all__ = ["Peer"]
 
@@ -43,7 +46,8 @@ class Peer:
         self._channels: dict[str, Channel] = {}
         self._pending: dict[int, Call] = {}
         self._next_id = 1
-        self._server = Server(self, exposed)
+        self._followers: dict[Callable[[], object], None] = {}
+        self._server = Server(self, dict(exposed))
         for words in welcome:
             self._on_exposed(words)
 
@@ -78,12 +82,51 @@ class Peer:
         if channel is None:
             known = ", ".join(sorted(self._channels)) or "none"
             raise ActorStopped(f"node {self.node!r} exposes no actor {name!r}; it exposes {known}")
-        if all(spoken != protocol.__name__ for spoken, _, _ in channel.messages):
+        if not self.has(protocol, name):
             spoken = ", ".join(sorted({spoken for spoken, _, _ in channel.messages})) or "nothing"
             raise ProtocolError(
                 f"actor {name!r} on {self.node!r} does not speak {protocol.__name__}; it speaks {spoken}"
             )
         return cast("Ref[P]", channel.ref)
+
+    def has(self, protocol: type, name: str) -> bool:
+        """Whether the other side exposes an actor of this name that speaks ``protocol``."""
+        channel = self._channels.get(name)
+        return channel is not None and any(spoken == protocol.__name__ for spoken, _, _ in channel.messages)
+
+    async def wait_exposed(self, name: str) -> None:
+        """Wait until the other side exposes an actor of this name, which it may do at any time.
+
+        Raises:
+            Unreachable: the connection was cut before.
+        """
+        while name not in self._channels:
+            if self.connection.cause is not None:
+                raise Unreachable(
+                    f"actor {name!r} on {self.node!r} is unreachable: {self.connection.cause}", sent=False
+                )
+            news = anyio.Event()
+            self.follow(news.set)
+            try:
+                await news.wait()
+            finally:
+                self.unfollow(news.set)
+
+    def follow(self, follower: Callable[[], object]) -> None:
+        """Call ``follower`` whenever the other side exposes an actor, and when the connection is cut."""
+        self._followers[follower] = None
+
+    def unfollow(self, follower: Callable[[], object]) -> None:
+        """Forget a follower, if it was one."""
+        self._followers.pop(follower, None)
+
+    def expose(self, name: str, ref: Ref[Any]) -> None:
+        """Make an actor of this process reachable over this connection, whichever side has made it.
+
+        Raises:
+            ConfigError: the name is taken by a living actor, or the actor lives elsewhere.
+        """
+        self.add(expose_actor(name, ref))
 
     async def wait_closed(self) -> str:
         """Wait until the connection is gone, and say why."""
@@ -107,7 +150,7 @@ class Peer:
         else:
             call.channel.num_running += 1
             self._pending[outgoing.id] = call
-        self.connection.outbox.put(outgoing)
+        self.connection.post(outgoing, is_alone=call.kind is not Kind.TELL and len(self._pending) == 1)
 
     def queue(self, outgoing: Outgoing) -> None:
         """Queue an answer, in order."""
@@ -139,9 +182,13 @@ class Peer:
         what = f"the reply to {message.__name__}"
         return self.codec.encode([self.codec.to_data(reply, self._reply_kind(message), what)], what)
 
-    def expose(self, exposed: Exposed) -> None:
-        """An actor is exposed from now on."""
-        self._server.watch(exposed)
+    def add(self, exposed: Exposed) -> None:
+        """An actor is exposed from now on.
+
+        Raises:
+            ConfigError: the name is taken by a living actor.
+        """
+        self._server.add(exposed)
         self.announce(exposed)
 
     def announce(self, exposed: Exposed) -> None:
@@ -177,6 +224,11 @@ class Peer:
         for channel in self._channels.values():
             channel.go_down(DownReason.UNREACHABLE, channel.incarnation, cause, is_restarting=False)
         self._server.on_cut()
+        self._tell_followers()
+
+    def _tell_followers(self) -> None:
+        for follower in tuple(self._followers):
+            follower()
 
     def _on_reply(self, frame: Frame) -> None:
         call = self._pending.get(frame.id)
@@ -246,6 +298,7 @@ class Peer:
 
     def _on_exposed_frame(self, frame: Frame) -> None:
         self._on_exposed(self._words(frame, 3))
+        self._tell_followers()
 
     def _on_exposed(self, words: Any) -> None:
         name, incarnation, table = words

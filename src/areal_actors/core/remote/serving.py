@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from areal_actors.errors import (
 if TYPE_CHECKING:
     from areal_actors.core.remote.peer import Peer
 
-__all__ = ["KERNEL_ERRORS", "Exposed", "Server", "expose"]
+__all__ = ["KERNEL_ERRORS", "Exposed", "Server", "check_free", "expose"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,17 @@ def expose(name: str, ref: Ref[Any]) -> Exposed:
     return Exposed(name=name, ref=ref, messages=messages)
 
 
+def check_free(exposed: Mapping[str, Exposed], name: str) -> None:
+    """Refuse a name that a living actor has.
+
+    Raises:
+        ConfigError: it has.
+    """
+    old = exposed.get(name)
+    if old is not None and not old.ref.cell.gone.is_set():
+        raise ConfigError(f"an actor is exposed as {name!r} already; choose another name")
+
+
 class Server:
     """The exposed actors as one connection reaches them."""
 
@@ -96,6 +107,16 @@ class Server:
         self._last_id = 0
         for one in exposed.values():
             self.watch(one)
+
+    def add(self, exposed: Exposed) -> None:
+        """Another actor may be reached from now on.
+
+        Raises:
+            ConfigError: the name is taken by a living actor.
+        """
+        check_free(self._exposed, exposed.name)
+        self._exposed[exposed.name] = exposed
+        self.watch(exposed)
 
     def watch(self, exposed: Exposed) -> None:
         """Tell the other side of each end of the actor."""
@@ -176,8 +197,8 @@ class Server:
 
     def _deliver(self, frame: Frame, exposed: Exposed, value: Any, handler: Handler, limit: int) -> None:
         num_bytes, name, ref = frame.num_bytes, exposed.name, exposed.ref
-        credit = _Once(lambda: self.give_credit(name, num_bytes))
         if frame.kind is Kind.TELL:
+            credit = _Once(lambda: self.give_credit(name, num_bytes))
             self._num_unadmitted[name] += 1
             try:
                 ref.accept(value, lambda admitted: self._note_told(credit, value, name, admitted=admitted))
@@ -190,10 +211,10 @@ class Server:
             ask: Ask = _RemoteStreamCall(value, handler, ref.cell, deadline, self._peer, frame.id, limit)
         else:
             ask = Ask(value, handler, ref.cell, None, deadline)
-        ask.signal = _Answering(self, frame.id, ask, credit)
+        answering = ask.signal = _Answering(self, frame.id, ask, num_bytes, name)
         self._running[frame.id] = ask
         try:
-            ref.accept(ask, lambda _: credit())
+            ref.accept(ask, answering.on_admission)
         except ArealError:
             del self._running[frame.id]
             raise
@@ -233,7 +254,7 @@ class Server:
             except ProtocolError as error:
                 self._fail(call, ask.cell.name, error, is_handlers=True)
             else:
-                self._peer.connection.outbox.put_ahead(outgoing)
+                self._peer.connection.post(outgoing, is_alone=not self._running, is_ahead=True)
 
     def give_credit(self, name: str, num_bytes: int) -> None:
         """A message has left the way to its mailbox; credit goes back in portions, and only while replies are read."""
@@ -290,16 +311,23 @@ class _Once:
 
 
 class _Answering:
-    """Stands where a local asker would be woken."""
+    """Stands where a local asker would be woken, and gives the credit for the message back, once."""
 
-    __slots__ = ("_ask", "_call", "_credit", "_server")
+    __slots__ = ("_ask", "_call", "_name", "_num_bytes", "_server")
 
-    def __init__(self, server: Server, call: int, ask: Ask, credit: _Once) -> None:
-        self._server, self._call, self._ask, self._credit = server, call, ask, credit
+    def __init__(self, server: Server, call: int, ask: Ask, num_bytes: int, name: str) -> None:
+        self._server, self._call, self._ask, self._name = server, call, ask, name
+        self._num_bytes: int | None = num_bytes
+
+    def on_admission(self, _: bool) -> None:  # noqa: FBT001 - the signature of such callbacks
+        """It has left the way to the mailbox."""
+        num_bytes, self._num_bytes = self._num_bytes, None
+        if num_bytes is not None:
+            self._server.give_credit(self._name, num_bytes)
 
     def set(self) -> None:
         """The ask has ended; if it never got into the mailbox, its credit comes back now."""
-        self._credit()
+        self.on_admission(False)
         self._server.answer(self._call, self._ask)
 
     async def wait(self) -> None:

@@ -6,6 +6,7 @@ What an address may be is told in ``addresses``; how a connection begins, in ``h
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -22,9 +23,10 @@ from areal_actors.core.remote.connection import Connection
 from areal_actors.core.remote.hello import Hello, check_secret, greet, receive_hello, send_hello, send_packet
 from areal_actors.core.remote.limits import Limits
 from areal_actors.core.remote.peer import Peer
-from areal_actors.core.remote.serving import Exposed
+from areal_actors.core.remote.serving import Exposed, check_free
 from areal_actors.core.remote.serving import expose as expose_actor
-from areal_actors.errors import ActorError, ConfigError, ProtocolError, Unreachable
+from areal_actors.core.remote.sockets import accept, dial_tcp, dial_unix
+from areal_actors.errors import ActorError, ProtocolError, Unreachable
 
 __all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
 
@@ -57,9 +59,9 @@ class Listener:
 
     async def wait_for(self, node: str) -> Peer:
         """Wait until a node of this name is connected."""
-        while node not in self._peers:
+        while (peer := self._peers.get(node)) is None or not peer.is_connected:
             await self._arrival.wait()
-        return self._peers[node]
+        return peer
 
     def expose(self, name: str, ref: Ref[Any]) -> None:
         """Make another actor reachable, also over the connections that stand.
@@ -67,12 +69,11 @@ class Listener:
         Raises:
             ConfigError: the name is taken by a living actor, or the actor lives elsewhere.
         """
-        old = self._exposed.get(name)
-        if old is not None and not old.ref.cell.gone.is_set():
-            raise ConfigError(f"an actor is exposed as {name!r} already; choose another name")
-        exposed = self._exposed[name] = expose_actor(name, ref)
+        exposed = expose_actor(name, ref)
+        check_free(self._exposed, name)
+        self._exposed[name] = exposed
         for peer in self._peers.values():
-            peer.expose(exposed)
+            peer.add(exposed)
 
     async def serve(self, stream: ByteStream) -> None:
         """Take one connection in and stay with it until it is cut; what is wrong with it is logged, not raised."""
@@ -274,15 +275,15 @@ async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> A
         yield
         return
     path, host, port = parse_address(address)
-    socket = await (_listen_unix(path) if path is not None else _listen_tcp(host, port))
+    listening = await (_listen_unix(path) if path is not None else _listen_tcp(host, port))
     accepting = anyio.CancelScope()
     try:
         if path is not None:
             listener.address = f"unix:{path}"
         else:
             shown = f"[{host}]" if ":" in host else host
-            listener.address = f"tcp://{shown}:{socket.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
-        await tasks.start(_accept, socket, listener, tasks, accepting, name=f"listen at {listener.address}")
+            listener.address = f"tcp://{shown}:{listening.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
+        await tasks.start(_accept, listening, listener, tasks, accepting, name=f"listen at {listener.address}")
         yield
     finally:
         accepting.cancel()
@@ -291,7 +292,7 @@ async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> A
 
 
 async def _accept(
-    socket: SocketListener[Any],
+    listening: SocketListener[Any],
     listener: Listener,
     tasks: TaskGroup,
     scope: anyio.CancelScope,
@@ -301,10 +302,18 @@ async def _accept(
     """Take connections in until ``scope`` is cancelled; the socket is closed by the task that waits on it."""
     try:
         with scope:
-            task_status.started()
-            await socket.serve(listener.serve, tasks)
+            async with anyio.create_task_group() as accepting:
+                task_status.started()
+                for one in getattr(listening, "listeners", (listening,)):
+                    raw = one.extra(SocketAttribute.raw_socket)  # noqa: S610 - anyio's, not Django's
+                    accepting.start_soon(_accept_at, raw, listener, tasks)
     finally:
-        await anyio.aclose_forcefully(socket)
+        await anyio.aclose_forcefully(listening)
+
+
+async def _accept_at(raw: socket.socket, listener: Listener, tasks: TaskGroup) -> None:
+    while True:
+        tasks.start_soon(listener.serve, await accept(raw))
 
 
 async def _listen_unix(path: Path) -> SocketListener[Any]:
@@ -328,9 +337,7 @@ async def _listen_tcp(host: str, port: int) -> SocketListener[Any]:
 
 async def _dial(address: str) -> ByteStream:
     path, host, port = parse_address(address)
-    if path is not None:
-        return await anyio.connect_unix(path)
-    return await anyio.connect_tcp(host, port)
+    return await (dial_unix(path) if path is not None else dial_tcp(host, port))
 
 
 def _greet(node: str, incarnation: int, limits: Limits) -> Hello:

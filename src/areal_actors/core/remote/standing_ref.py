@@ -1,0 +1,192 @@
+"""A ref that outlives the connections it goes over; made by ``standing.Line.ref``, where its promises are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import anyio
+from attrs import evolve
+
+from areal_actors.core.cell import Cell, deliver
+from areal_actors.core.message import Address, AnyMessage, Message, StreamMessage
+from areal_actors.core.ref import Life, Ref
+from areal_actors.core.statistics import ActorState, ActorStatistics
+from areal_actors.core.supervision import Down, DownReason
+from areal_actors.errors import DeadlineExceeded, Unreachable
+
+if TYPE_CHECKING:
+    from areal_actors.core.remote.peer import Peer
+    from areal_actors.core.remote.standing import Line
+
+__all__ = ["StandingRef"]
+
+P_contra = TypeVar("P_contra", contravariant=True)
+R = TypeVar("R")
+Item = TypeVar("Item")
+
+
+class StandingRef(Ref[P_contra], Generic[P_contra]):
+    """See ``Ref`` for the contract, and ``Line.ref`` for what differs."""
+
+    __slots__ = ("_incarnation", "_last_words", "_line", "_name", "_near", "_peer", "_protocol", "_watchers")
+
+    def __init__(self, line: Line, protocol: type[P_contra], name: str) -> None:
+        self._line, self._protocol, self._name = line, protocol, name
+        self._peer: Peer | None = None
+        self._near: Ref[P_contra] | None = None
+        self._incarnation = 1
+        self._watchers: dict[Cell | Callable[[Down], object], None] = {}
+        self._last_words: Down | None = None
+
+    @property
+    def address(self) -> Address:
+        """The node that the line leads to, and the incarnation that was heard of last."""
+        if self._near is not None:
+            self._incarnation = self._near.address.incarnation
+        return Address(node=self._line.name, name=self._name, incarnation=self._incarnation)
+
+    @property
+    def life(self) -> Life:
+        """What reports the ends of the actor, and each loss of the line."""
+        return self
+
+    async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
+        """See ``Ref.ask``; the time that the line needs counts."""
+        if timeout is None:
+            return await self._insist(message, lambda near: near.ask(message))
+        until = anyio.current_time() + timeout
+        return await self._insist(
+            message, lambda near: near.ask(message, timeout=max(until - anyio.current_time(), 0.0)), until
+        )
+
+    async def tell(self, message: Message[P_contra, Any]) -> None:
+        """See ``Ref.tell``."""
+        await self._insist(message, lambda near: near.tell(message))
+
+    def tell_nowait(self, message: Message[P_contra, Any]) -> None:
+        """See ``Ref.tell_nowait``."""
+        near = self._present()
+        if near is None:
+            raise Unreachable(f"{self._describe(message)} was not sent: {self._line.cause}", sent=False)
+        near.tell_nowait(message)
+
+    def stream(
+        self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
+    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
+        """See ``Ref.stream``."""
+        if buffer_size < 0:
+            raise ValueError(f"buffer_size={buffer_size} is no number of items; give 0 or more")
+        return self._stream(message, buffer_size)
+
+    async def stop(self, *, grace: float | None = None) -> None:
+        """See ``Ref.stop``; ends the present incarnation, or the one that is found next."""
+        await self._insist(None, lambda near: near.stop(grace=grace))
+
+    def statistics(self) -> ActorStatistics:
+        """What this side knows of the present incarnation."""
+        near = self._present()
+        return _unknown(self._name, self._incarnation) if near is None else near.statistics()
+
+    # ------------------------------------------------------------------------------------------------ its life
+
+    def watch(self, watcher: Cell | Callable[[Down], object]) -> None:
+        """See ``Life``."""
+        if self._last_words is None:
+            self._watchers[watcher] = None
+        else:
+            deliver(watcher, self._last_words)
+
+    def unwatch(self, watcher: Cell | Callable[[Down], object]) -> None:
+        """See ``Life``."""
+        self._watchers.pop(watcher, None)
+
+    def attach(self) -> None:
+        """Take over the actor of the present connection, if it is exposed there; called at each news of the line."""
+        peer = self._line.peer
+        if peer is None or peer is self._peer or not peer.has(self._protocol, self._name):
+            return
+        self._peer, self._near = peer, peer.ref(self._protocol, self._name)
+        self._near.life.watch(self._pass_on)
+
+    def go_down(self, cause: str, *, is_restarting: bool) -> None:
+        """The line is down."""
+        down = Down(
+            ref=self,
+            incarnation=self.address.incarnation,
+            reason=DownReason.UNREACHABLE,
+            error=cause,
+            is_restarting=is_restarting,
+        )
+        self._peer = self._near = None
+        if not is_restarting:
+            self._last_words = down
+        self._report(down)
+
+    def _pass_on(self, down: Down) -> None:
+        if down.reason is not DownReason.UNREACHABLE:  # of that, the line tells
+            self._report(evolve(down, ref=self))
+
+    def _report(self, down: Down) -> None:
+        for watcher in tuple(self._watchers):
+            deliver(watcher, down)
+
+    # ------------------------------------------------------------------------------------------------ the line
+
+    def _present(self) -> Ref[P_contra] | None:
+        return self._near if self._peer is not None and self._peer.is_connected else None
+
+    async def _insist(
+        self, message: AnyMessage[Any] | None, act: Callable[[Ref[P_contra]], Awaitable[R]], until: float = math.inf
+    ) -> R:
+        """Do it on the present connection; on the next one, where nobody can have heard of it."""
+        while True:
+            near = self._present() or await self._reach(message, until)
+            try:
+                return await act(near)
+            except Unreachable as error:
+                if error.sent or self._line.is_closed:
+                    raise
+
+    async def _reach(self, message: AnyMessage[Any] | None, until: float) -> Ref[P_contra]:
+        with anyio.CancelScope(deadline=until):
+            peer = await self._line.wait_exposed(self._name)
+            self.attach()
+            return self._near or peer.ref(self._protocol, self._name)
+        raise DeadlineExceeded(
+            f"{self._describe(message)} was not sent before its deadline: the line is down ({self._line.cause})"
+        )
+
+    @asynccontextmanager
+    async def _stream(
+        self, message: StreamMessage[P_contra, Item], buffer_size: int
+    ) -> AsyncIterator[AsyncIterator[Item]]:
+        async with AsyncExitStack() as stack:
+            yield await self._insist(
+                message,
+                lambda near: stack.enter_async_context(near.stream(message, buffer_size=buffer_size)),
+            )
+
+    def _describe(self, message: AnyMessage[Any] | None) -> str:
+        name = "its end" if message is None else type(message).__name__
+        return f"{name} to actor {self._name!r} on {self._line.name!r}"
+
+
+def _unknown(name: str, incarnation: int) -> ActorStatistics:
+    return ActorStatistics(
+        name=name,
+        state=ActorState.STARTING,
+        incarnation=incarnation,
+        num_queued=0,
+        num_parked=0,
+        num_waiting_senders=0,
+        num_running=0,
+        mailbox_size=0,
+        num_handled=0,
+        num_failed=0,
+        num_cancelled=0,
+        num_dropped=0,
+        mailbox_peak=0,
+    )

@@ -62,8 +62,8 @@ def read_home(bootstrap: str) -> Home:
         return Home(addresses=tuple(words["addresses"]), secret=bytes.fromhex(words["secret"]))
     except OSError as error:
         raise SchedulerError(
-            f"{error.strerror}: {path} on {os.uname().nodename}. Is the run directory on a file system that all nodes "
-            "share? (fileroot, scheduler.slurm.directory)"
+            f"{error.strerror}: {path} on {os.uname().nodename}. Is the run directory (fileroot) on a file system that "
+            "all nodes share?"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise SchedulerError(f"{path} does not say where home is: {error!r}") from None

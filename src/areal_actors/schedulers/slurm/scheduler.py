@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -91,10 +92,10 @@ class SlurmScheduler:
             timeout_seconds=config.command_timeout_seconds,
         )
         commands.check()
-        files = SlurmFiles(path=(config.directory or directory).absolute() / "slurm")
+        files = SlurmFiles(path=Path(await anyio.Path(directory).absolute()) / "slurm")
         await to_thread.run_sync(files.create)
         logs = files.path.parent / "logs"
-        await anyio.Path(logs).mkdir(parents=True, exist_ok=True)
+        await to_thread.run_sync(partial(logs.mkdir, exist_ok=True))
         self = cls(config, files=files, logs=logs, commands=commands, jitter=jitter, module=module)
         with files.hold():
             await cancel_records(files, commands, timeout_seconds=config.cancel_timeout_seconds)

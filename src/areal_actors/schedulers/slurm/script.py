@@ -32,6 +32,7 @@ directory=$quoted_directory
 restarts=$${SLURM_RESTART_COUNT:-0}
 step=
 is_ending=0
+is_warned=0
 
 finish() {  # how it ended: status, time, node
   local record="$$directory/exit/.$$SLURM_JOB_ID-$$restarts"
@@ -39,18 +40,18 @@ finish() {  # how it ended: status, time, node
     mv "$$record" "$$directory/exit/$$SLURM_JOB_ID-$$restarts"
 }
 trap 'is_ending=1' TERM
-trap '[ -z "$$step" ] || kill -USR1 "$$step"' USR1
+trap 'is_warned=1; [ -z "$$step" ] || kill -USR1 "$$step"' USR1
 
 if [ -e "$$directory/stop/$$name" ]; then
   echo "This job was taken back before it began."
   finish 0
   exit 0
 fi
-$setup
-export AREAL_BOOTSTRAP="$$directory/bootstrap/$$name.json"
+${setup}export AREAL_BOOTSTRAP="$$directory/bootstrap/$$name.json"
 export SRUN_CPUS_PER_TASK=$cpus
 srun $step &
 step=$$!
+[ "$$is_warned" = 0 ] || kill -USR1 "$$step"
 while :; do
   wait "$$step"
   status=$$?
@@ -138,7 +139,7 @@ def render_script(request: JobRequest, config: SlurmConfig) -> str:
         name=request.name,
         quoted_name=shlex.quote(request.name),
         quoted_directory=shlex.quote(str(request.directory)),
-        setup="".join(f"{line}\n" for line in config.setup),
+        setup="".join(f"{line}\n" for line in ("", *config.setup)),
         cpus=request.resources.cpus,
         step=" \\\n  ".join(_step(request, config)),
         run_again=RUN_AGAIN,
@@ -182,7 +183,7 @@ def _apptainer(container: ApptainerConfig, request: JobRequest) -> list[str]:
 
 
 def _needed_paths(request: JobRequest) -> list[Path]:
-    return sorted({request.directory, request.working_directory})
+    return sorted({request.directory.parent, request.working_directory})
 
 
 def _quoted(words: list[str]) -> list[str]:

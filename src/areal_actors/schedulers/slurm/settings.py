@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from attrs import Attribute, field, frozen
-from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, optional
+from attrs.validators import and_, deep_iterable, ge, gt, le, optional
 
 __all__ = ["ALLOWED_ARGUMENTS", "ApptainerConfig", "GpuOption", "PyxisConfig", "SlurmConfig"]
 
@@ -158,9 +157,6 @@ class SlurmConfig:
     """A job that has not been in the queue for so long, and has left no word, counts as lost."""
     preflight_seconds: float = field(default=60.0, validator=gt(0))
     """How long a job tries to reach home before it gives its node back."""
-    directory: Path | None = field(default=None, validator=optional(instance_of(Path)))
-    """Where jobs and their home leave notes for each other, on a file system that they share; without it, the run
-    directory."""
 
     def __attrs_post_init__(self) -> None:
         if self.margin_seconds >= self.time_minutes * 60:

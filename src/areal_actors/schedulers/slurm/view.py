@@ -36,7 +36,7 @@ _ADVICE = {
 
 @frozen(kw_only=True)
 class JobView:
-    """What is known of a job. ``absent_since`` is when the queue first did not have it, or had it in doubt."""
+    """What is known of a job. ``has_run`` is since it last waited, ``doubtful_since`` since when it is in doubt."""
 
     job: int
     course: Course = Course.WAITING
@@ -61,14 +61,14 @@ def observe(view: JobView, row: JobRow | None, *, now: float, patience: float) -
         return view
     if row is None or row.course is Course.DOUBTFUL:
         return _doubt(view, row, now=now, patience=patience)
-    is_restart = row.course is Course.WAITING and view.has_run and view.course is not Course.WAITING
+    is_restart = row.course is Course.WAITING and view.has_run
     return JobView(
         job=view.job,
         course=row.course,
         state=row.state,
         nodes=row.nodes if row.course is not Course.WAITING else "",
         reason=row.reason,
-        has_run=view.has_run or row.course is Course.RUNNING,
+        has_run=row.course is Course.RUNNING or (view.has_run and not is_restart),
         num_restarts=view.num_restarts + is_restart,
     )
 

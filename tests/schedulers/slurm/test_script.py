@@ -125,7 +125,7 @@ def test_no_path_can_become_a_command(tmp_path_factory, text):
     script = render_script(request, SlurmConfig(container=ApptainerConfig(image="image")))
     said = run_script(directory, script, srun='printf "%s\\0" "$@" >"$0.said"')
 
-    words = (directory / "bin" / "srun.said").read_text().split("\0")
+    words = (directory / "bin" / "srun.said").read_bytes().decode().split("\0")
     assert said.returncode == 0, said.stderr
     assert str(Path(text)) == words[words.index("image") + 1]
     assert str(Path(text)) == words[words.index("--pwd") + 1]

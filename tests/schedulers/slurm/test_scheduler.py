@@ -4,60 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import anyio
 import pytest
+from tests.schedulers.slurm_local.callers import SECRET, open_home, open_scheduler, spec
 
-from areal_actors.core.remote import Limits, listen
 from areal_actors.errors import SchedulerError
-from areal_actors.schedulers.base import Home, PlacementState, Resources, WorkerSpec
-from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
-
-SECRET = b"known to both sides, nobody else"
-LIMITS = Limits(heartbeat_seconds=0.3, silence_seconds=1.5)
-SETTINGS = {
-    "poll_seconds": 0.3,
-    "time_minutes": 10,
-    "margin_seconds": 60,
-    "preflight_seconds": 5.0,
-    "command_timeout_seconds": 5.0,
-}
+from areal_actors.schedulers.base import Home, PlacementState, Resources
 
 pytestmark = pytest.mark.anyio
-
-
-@asynccontextmanager
-async def open_scheduler(cluster, directory, *, environment=None, **settings):
-    """A scheduler of the cluster whose workers are callers."""
-    async with SlurmScheduler.open(
-        SlurmConfig(**(SETTINGS | settings)),
-        directory=directory,
-        environment=cluster.environment | (environment or {}),
-        module="tests.schedulers.slurm_local.caller",
-    ) as scheduler:
-        yield scheduler
-
-
-@asynccontextmanager
-async def open_home(cluster):
-    """A home that callers find, and its listener."""
-    async with listen(cluster.address, secret=SECRET, node="home", limits=LIMITS) as listener:
-        yield listener, Home(addresses=(listener.address,), secret=SECRET)
-
-
-def spec(home, name="caller-0", *, order="", resources=None, **fields):
-    """A caller that is told ``order``."""
-    return WorkerSpec(
-        name=name,
-        home=home,
-        environment={"CALLER_ORDER": order, **fields.pop("environment", {})},
-        resources=resources or Resources(),
-        python=Path(sys.executable),
-        **fields,
-    )
 
 
 def wrapped(cluster, directory, command, script):
@@ -75,7 +30,7 @@ async def test_a_worker_calls_home_and_ends_with_its_block(cluster, tmp_path, mo
     leaking = {"SBATCH_EXCLUSIVE": "1", "SLURM_CPU_BIND": "x", "SQUEUE_FORMAT": "%i", "CUDA_VISIBLE_DEVICES": "7"}
     shown = "CUDA_VISIBLE_DEVICES,SLURM_CPU_BIND,SLURM_CPUS_PER_TASK,KEY,SBATCH_EXCLUSIVE"
     async with (
-        open_home(cluster) as (listener, home),
+        open_home(cluster.address) as (listener, home),
         open_scheduler(cluster, tmp_path, environment=leaking) as scheduler,
     ):
         resources = Resources(cpus=2, memory_mib=300, gpus=2)
@@ -108,7 +63,7 @@ async def test_a_worker_calls_home_and_ends_with_its_block(cluster, tmp_path, mo
 async def test_the_end_of_a_worker_is_told_with_its_last_words(cluster, tmp_path):
     """Status and log of one that failed; a cancelled one was cancelled from outside; one that finds nobody is 76."""
     async with (
-        open_home(cluster) as (listener, home),
+        open_home(cluster.address) as (listener, home),
         open_scheduler(cluster, tmp_path, preflight_seconds=1) as scheduler,
     ):
         nowhere = Home(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
@@ -149,7 +104,7 @@ async def test_a_submission_that_timed_out_is_found_and_not_repeated(cluster, tm
     """A call of sbatch takes the job and then says nothing: there is one job, which is adopted by its name."""
     slow = wrapped(cluster, tmp_path / "bin", "sbatch", '"$real" "$@" >>"$0.said"; exec sleep 60')
     async with (
-        open_home(cluster) as (listener, home),
+        open_home(cluster.address) as (listener, home),
         open_scheduler(cluster, tmp_path, environment=slow, command_timeout_seconds=1.0) as scheduler,
     ):
         with anyio.fail_after(20):
@@ -169,7 +124,7 @@ async def test_a_queue_that_cannot_be_read_ends_nothing(cluster, tmp_path, said,
     switch = tmp_path / "broken"
     broken = wrapped(cluster, tmp_path / "bin", "squeue", f'[ -e {switch} ] || exec "$real" "$@"\n{said}')
     async with (
-        open_home(cluster) as (listener, home),
+        open_home(cluster.address) as (listener, home),
         open_scheduler(cluster, tmp_path, environment=broken, command_timeout_seconds=0.5) as scheduler,
     ):
         with anyio.fail_after(20):
@@ -190,7 +145,7 @@ async def test_a_queue_that_cannot_be_read_ends_nothing(cluster, tmp_path, said,
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_what_a_home_leaves_that_was_killed_is_ended_by_the_next(cluster, tmp_path):
     """A record of a job is enough; and of two homes in one directory, the second is refused."""
-    async with open_home(cluster) as (listener, home), open_scheduler(cluster, tmp_path) as scheduler:
+    async with open_home(cluster.address) as (listener, home), open_scheduler(cluster, tmp_path) as scheduler:
         with pytest.raises(SchedulerError, match="is home to the jobs"):
             async with open_scheduler(cluster, tmp_path):
                 pass

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -137,6 +139,19 @@ def soak(session: nox.Session) -> None:
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
     for command in ("serve", "train"):
         session.run("python", "-m", "tests.chaos.soak", command, *session.posargs, env=environment)
+
+
+@nox.session
+def slurm(session: nox.Session) -> None:
+    """Break a real Slurm cluster of four nodes, as root, and train on it. Installs Debian's packages."""
+    install(session, "test")
+    packages = Path("tests", "schedulers", "slurm_local", "packages.txt").read_text(encoding="utf-8").split()
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        environment = {"DEBIAN_FRONTEND": "noninteractive"}
+        session.run("apt-get", "update", external=True)
+        session.run("apt-get", "install", "-y", "--no-install-recommends", *packages, env=environment, external=True)
+    tests = [f"tests/schedulers/slurm_local/{name}.py" for name in ("chaos", "training")]
+    session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.schedulers.slurm_local.cluster import ROOT, Cluster
+
 from areal_actors.core.remote import Limits, Listener, listen
 from areal_actors.schedulers.base import Home, Resources, WorkerSpec
 from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
-from tests.schedulers.slurm_local.cluster import ROOT, Cluster
 
 __all__ = ["CALLER", "SECRET", "open_home", "open_scheduler", "spec"]
 

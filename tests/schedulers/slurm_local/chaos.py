@@ -1,7 +1,7 @@
 """What a cluster can do to a run, on a real one: ``nox -s slurm``, or ``pytest tests/schedulers/slurm_local/chaos.py``.
 
-Each test breaks something while callers live, and sees that no caller is given up without need, that no two lives of one
-ever serve at once, and that at the end no job and no process is left. Takes minutes.
+Each test breaks something while callers live, and sees that no caller is given up without need, that no two lives of
+one ever serve at once, and that at the end no job and no process is left. Takes minutes.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ async def test_a_long_cut_fences_the_old_life(hosts, tmp_path):
 
 
 async def test_a_controller_that_is_away_ends_nothing(cluster, tmp_path):
-    """Killed and started again: the state is unknown, the caller goes on; leaving waits until the controller is back."""
+    """Killed and started again: the state is unknown, the caller goes on; leaving waits for the controller."""
     async with (
         open_home(cluster.address) as (listener, home),
         open_scheduler(cluster, tmp_path, command_timeout_seconds=2.0) as scheduler,

@@ -19,9 +19,8 @@ from areal_actors.schedulers.slurm import clean_environment
 __all__ = ["INSTALL", "ROOT", "Cluster", "open_cluster", "why_no_namespaces", "why_not"]
 
 ROOT = Path(__file__).parents[3]
-INSTALL = (
-    "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins "
-    "iproute2 util-linux"
+INSTALL = "apt-get install --no-install-recommends " + " ".join(
+    Path(__file__).with_name("packages.txt").read_text(encoding="utf-8").split()
 )
 _SCRIPT = Path(__file__).with_name("slurm-local")
 _SECONDS = 120

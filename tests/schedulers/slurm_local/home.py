@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
+from tests.schedulers.slurm_local.callers import CALLER, open_home, spec
 
 from areal_actors.core.remote import Listener
 from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
-from tests.schedulers.slurm_local.callers import CALLER, open_home, spec
 
 
 async def _be_home(address: str, directory: Path, names: Sequence[str]) -> None:

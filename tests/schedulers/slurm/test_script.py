@@ -88,6 +88,7 @@ def test_what_is_not_asked_for_is_not_said():
 
     assert not [word for word in ("--mem", "--gpus", "--gres", "--partition", "--account") if word in bare]
     assert "--no-requeue" in bare
+    assert "--exclude=n[1-3],n7" in create_arguments(evolve(REQUEST, avoided=("n7",)), SITE)
     assert "--gres=gpu:2" in create_arguments(REQUEST, SlurmConfig(gpu_option=GpuOption.GRES))
     assert "gpu" not in " ".join(create_arguments(REQUEST, SlurmConfig(gpu_option=GpuOption.NONE)))
 

@@ -50,7 +50,7 @@ def shared() -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(shared: Cluster, tmp_path: Path) -> Iterator[Cluster]:
     """The cluster with all its nodes; afterwards, no job and no process of this test is left."""
-    shared.resume()
+    shared.mend()
     yield shared
 
     assert shared.queue() == []
@@ -170,7 +170,7 @@ async def test_a_node_that_crashes_is_noticed_at_once_and_its_job_runs_elsewhere
 
 
 async def test_a_node_that_crashes_for_good_ends_its_job(hosts, tmp_path):
-    """Where the cluster is not to start it again, it has ended, and another one can be placed at once."""
+    """Where the cluster is not to start it again, it has ended, and another one can be placed elsewhere at once."""
     async with (
         open_home(hosts.address) as (listener, home),
         open_scheduler(hosts, tmp_path, max_requeues=0) as scheduler,
@@ -181,13 +181,43 @@ async def test_a_node_that_crashes_for_good_ends_its_job(hosts, tmp_path):
                 await wait_state(placement, PlacementState.RUNNING)
                 node = node_of(placement)
                 await act(hosts, "crash-node", node)
-                async with scheduler.place(spec(home, life=1)):
-                    await wait_for(listener, "caller-0", 1)
+                async with scheduler.place(spec(home, life=1)) as successor:
+                    with anyio.fail_after(20):
+                        await wait_for(listener, "caller-0", 1)
+                    await wait_state(successor, PlacementState.RUNNING)
                     ended = await placement.wait_ended()
+                    others = node_of(successor)
                 await act(hosts, "start-node", node)
 
+    assert others != node
     assert "NODE_FAIL" in ended.reason
     assert ended.exit_code is None
+
+
+async def test_a_job_of_a_dead_node_is_left_to_the_cluster(hosts, tmp_path):
+    """Its end cannot be confirmed: leaving does not wait for the cluster to give the node up, which is avoided."""
+    async with (
+        open_home(hosts.address) as (listener, home),
+        open_scheduler(hosts, tmp_path, completing_seconds=2.0) as scheduler,
+    ):
+        with anyio.fail_after(60):
+            async with scheduler.place(spec(home)) as placement:
+                await listener.wait_for("caller-0")
+                await wait_state(placement, PlacementState.RUNNING)
+                node = node_of(placement)
+                await act(hosts, "crash-node", node)
+                with anyio.fail_after(15):
+                    await placement.stop(grace=0)
+            async with scheduler.place(spec(home, life=1)) as successor:
+                await wait_for(listener, "caller-0", 1)
+                await wait_state(successor, PlacementState.RUNNING)
+                others = node_of(successor)
+                while any(name.endswith(".0 COMPLETING") for name in await to_thread.run_sync(hosts.queue)):
+                    await anyio.sleep(0.5)
+            await act(hosts, "start-node", node)
+
+    assert "does not confirm" in placement.status.reason
+    assert others != node
 
 
 async def test_a_short_cut_is_mended_by_the_same_life(hosts, tmp_path):
@@ -267,7 +297,7 @@ async def test_a_controller_killed_just_after_a_start_makes_no_two(cluster, tmp_
                 await act(cluster, "kill-ctld")
                 await act(cluster, "start-ctld")
                 await anyio.sleep(5)
-                await to_thread.run_sync(cluster.resume)
+                await to_thread.run_sync(cluster.mend)
                 await listener.wait_for("caller-0")
                 await anyio.sleep(2)
     assert_no_two_lives_at_once(tmp_path)

@@ -89,8 +89,9 @@ class Cluster:
         """``name state`` of every job that has not ended."""
         return self.run("squeue", "-h", "-o", "%j %T").splitlines()
 
-    def resume(self) -> None:
-        """Have every node take work again."""
+    def mend(self) -> None:
+        """Start what has ended, and have every node take work again."""
+        self.act("start")
         for line in self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").splitlines():
             node, state = line.split()
             if state.startswith(("drain", "drng", "down")):

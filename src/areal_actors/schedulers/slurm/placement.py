@@ -89,8 +89,13 @@ class SlurmPlacement:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing of it is left."""
-        return self._final is not None
+        """Whether nothing of it is left, even where its node had not confirmed that for long."""
+        return self.record.ended is not None
+
+    @property
+    def node(self) -> str:
+        """Where it runs, or was when it was last seen."""
+        return "" if self._view is None else self._view.nodes
 
     @property
     def status(self) -> PlacementStatus:
@@ -122,6 +127,7 @@ class SlurmPlacement:
     async def refuse(self, why: str) -> None:
         """There is no such job, and will not be."""
         self._final = PlacementStatus(state=PlacementState.ENDED, reason=why)
+        self.record = evolve(self.record, ended=why)
         self._gone.set()
         await to_thread.run_sync(self._files.remove_bootstrap, self.name)
         await to_thread.run_sync(self._files.forget_record, self.name)
@@ -132,7 +138,7 @@ class SlurmPlacement:
 
     async def see(self, row: JobRow | None, *, now: float) -> None:
         """The queue was read, and had this line for the job, or none."""
-        if self._view is None or self._final is not None:
+        if self._view is None or self.is_gone:
             return
         self._silence = ""
         patience = self._config.lost_seconds if self._config.max_requeues and not self._is_unwanted else 0.0
@@ -178,7 +184,7 @@ class SlurmPlacement:
             return None
 
     async def _keep_end(self, status: PlacementStatus) -> None:
-        self._final = status
+        self._final = self._final or status
         self.record = evolve(self.record, ended=status.reason.partition("\n")[0])
         await to_thread.run_sync(self._files.write_record, self.record)
         await to_thread.run_sync(self._files.remove_bootstrap, self.name)
@@ -208,6 +214,7 @@ class SlurmPlacement:
         if self._view is not None and self._view.course is Course.RUNNING and grace > 0:
             await self._warn(self._view.job, grace)
         why = "it did not end"
+        began = anyio.current_time()
         with anyio.move_on_after(self._config.cancel_timeout_seconds):
             while self._final is None:
                 try:
@@ -215,6 +222,9 @@ class SlurmPlacement:
                 except SchedulerError as error:
                     why = str(error)
                 await self._wait_gone(_ASK_AGAIN_SECONDS)
+                view, waited = self._view, anyio.current_time() - began
+                if view is not None and view.state == "COMPLETING" and waited >= self._config.completing_seconds:
+                    self._leave(view)
         if self._final is None:
             raise SchedulerError(
                 f"job {self.record.job or self.name} of {self.spec.name} may still run: {why}. When the cluster "
@@ -237,7 +247,15 @@ class SlurmPlacement:
         if self.record.job is None and not await self._commands.list_jobs((self.name,)):
             await self._keep_end(PlacementStatus(state=PlacementState.ENDED, reason="it was never taken"))
 
+    def _leave(self, view: JobView) -> None:
+        """Its node does not answer. The job is cancelled; what may still run there knows that it has lost home."""
+        words = f"job {view.job} is cancelled, and {view.nodes or 'its node'} does not confirm that it has ended"
+        logger.warning("%s; the node is avoided until the cluster has given it up", words)
+        self._final = PlacementStatus(state=PlacementState.ENDED, where=to_status(view).where, reason=words)
+        self._gone.set()
+
     async def _wait_gone(self, seconds: float) -> None:
+        seconds = min(seconds, self._config.completing_seconds)
         pause = _FIRST_LOOK_SECONDS
         with anyio.move_on_after(seconds):
             while self._final is None:

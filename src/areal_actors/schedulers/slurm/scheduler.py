@@ -59,6 +59,7 @@ class SlurmScheduler:
         self._jitter, self._module = jitter, module
         self._run = secrets.token_hex(_RUN_BYTES)
         self._placements: dict[str, SlurmPlacement] = {}
+        self._left: set[str] = set()
         self._reading = anyio.Lock()
         self._num_silences = 0
 
@@ -133,7 +134,8 @@ class SlurmScheduler:
             try:
                 await placement.stop(grace=_STOP_GRACE_SECONDS)
             finally:
-                del self._placements[request.name]
+                self._left.add(request.name)
+                self._prune()
 
     # ------------------------------------------------------------------------------------------- submitting
 
@@ -147,6 +149,7 @@ class SlurmScheduler:
             log=self._logs / f"{name}.log",
             working_directory=(spec.working_directory or Path.cwd()).absolute(),
             resources=spec.resources,
+            avoided=self._find_avoided(spec.name),
             python=spec.python,
             module=self._module,
         )
@@ -242,6 +245,22 @@ class SlurmScheduler:
                 return
             for one in living:
                 await _show(one, rows)
+            self._prune()
+
+    def _prune(self) -> None:
+        """Forget what was left, once nothing of it is. Until then its node is avoided."""
+        for name in [name for name in self._left if self._placements[name].is_gone]:
+            self._left.remove(name)
+            del self._placements[name]
+
+    def _find_avoided(self, worker: str) -> tuple[str, ...]:
+        """Nodes that do not confirm the end of a job, and those of earlier lives: whoever needs another doubts them."""
+        doubted = [
+            one.node
+            for name, one in self._placements.items()
+            if not one.is_gone and (name in self._left or one.spec.name == worker)
+        ]
+        return tuple(sorted({node for node in doubted if node}))
 
     async def _cancel_strays(self, rows: Sequence[JobRow]) -> None:
         """Jobs of a name that another job has: a submission that was given up came late."""

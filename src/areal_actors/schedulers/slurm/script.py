@@ -80,6 +80,8 @@ class JobRequest:
     log: Path
     working_directory: Path
     resources: Resources = field(factory=Resources)
+    avoided: tuple[str, ...] = ()
+    """Nodes that do not answer, as far as home knows; the cluster may take minutes to find out."""
     python: Path | None = None
     """``None``: this one, or ``python3`` in a container."""
     module: str = "areal_actors.worker"
@@ -112,18 +114,18 @@ def create_arguments(request: JobRequest, config: SlurmConfig) -> tuple[str, ...
         f"--output={_file_pattern(request.log)}",
         f"--chdir={request.working_directory}",
         "--export=ALL",
-        *_site_arguments(config),
+        *_site_arguments(config, request.avoided),
         *config.extra_arguments,
     )
 
 
-def _site_arguments(config: SlurmConfig) -> list[str]:
+def _site_arguments(config: SlurmConfig, avoided: tuple[str, ...]) -> list[str]:
     given = {
         "partition": config.partition,
         "account": config.account,
         "qos": config.qos,
         "constraint": config.constraint,
-        "exclude": config.exclude,
+        "exclude": ",".join([*([config.exclude] if config.exclude else []), *avoided]) or None,
         "reservation": config.reservation,
     }
     return [f"--{option}={value}" for option, value in given.items() if value is not None]

@@ -153,6 +153,9 @@ class SlurmConfig:
     """How long a controller that does not answer is asked to take a job."""
     cancel_timeout_seconds: float = field(default=120.0, validator=gt(0))
     """How long leaving waits until jobs are gone; longer than the cluster's KillWait."""
+    completing_seconds: float = field(default=60.0, validator=gt(0))
+    """A cancelled job whose node does not confirm its end for so long is left to the cluster, and its node is avoided
+    until the cluster has given it up. Longer than KillWait."""
     lost_seconds: float = field(default=60.0, validator=gt(0))
     """A job that has not been in the queue for so long, and has left no word, counts as lost."""
     preflight_seconds: float = field(default=60.0, validator=gt(0))

@@ -18,7 +18,7 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio import to_thread
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from tests.schedulers.slurm_local.callers import SECRET, open_home, open_scheduler, spec
 from tests.schedulers.slurm_local.cluster import ROOT, Cluster, open_cluster, why_no_namespaces, why_not
 
@@ -68,6 +68,11 @@ def hosts(cluster: Cluster) -> Cluster:
 async def act(cluster: Cluster, *words: str) -> None:
     """Break or mend something, while the event loop goes on."""
     await to_thread.run_sync(lambda: cluster.act(*words))
+
+
+def invoke(cluster: Cluster, *words: str) -> Result:
+    """``areal-actors slurm``."""
+    return CliRunner().invoke(cli, ["slurm", *words], env=cluster.environment)
 
 
 async def wait_for(listener: Listener, name: str, life: int) -> None:
@@ -399,11 +404,11 @@ async def test_nothing_is_left_of_a_home_that_was_killed(cluster, tmp_path):
     with anyio.fail_after(4 + 5 + 5 + 5):
         while await to_thread.run_sync(cluster.queue) or cluster.processes(f"{tmp_path}/slurm/bootstrap"):
             await anyio.sleep(0.2)
-    reaped = CliRunner().invoke(cli, ["slurm", "reap", str(tmp_path)], env=cluster.environment)
+    reaped = await to_thread.run_sync(invoke, cluster, "reap", str(tmp_path))
 
     assert reaped.exit_code == 0, reaped.output
     assert "Ended: " in reaped.stdout
-    listed = CliRunner().invoke(cli, ["slurm", "status", str(tmp_path), "--json"], env=cluster.environment)
+    listed = await to_thread.run_sync(invoke, cluster, "status", str(tmp_path), "--json")
     assert '"gone"' in listed.stdout
     assert '"RUNNING"' not in listed.stdout
 

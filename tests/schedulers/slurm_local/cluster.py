@@ -90,10 +90,12 @@ class Cluster:
         return self.run("squeue", "-h", "-o", "%j %T").splitlines()
 
     def mend(self) -> None:
-        """Start what has ended, and have every node take work again."""
-        self.act("start")
+        """Start the daemons that have ended, and have every node take work again."""
+        self.act("start-ctld")
         for line in self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").splitlines():
             node, state = line.split()
+            if state.endswith("*") or state.startswith("down"):
+                self.act("start-node", node)
             if state.startswith(("drain", "drng", "down")):
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.act("wait")

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -144,6 +146,19 @@ def simulation(session: nox.Session) -> None:
     """Simulate 10,000 sessions on 1,000 engines, and say what saturates first (minutes). ``-- validate``: check it."""
     install(session, "test")
     session.run("python", "-m", "benchmarks.simulation", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
+
+
+@nox.session
+def slurm(session: nox.Session) -> None:
+    """Break a real Slurm cluster of four nodes, as root, and train on it. Installs Debian's packages."""
+    install(session, "test")
+    packages = Path("tests", "schedulers", "slurm_local", "packages.txt").read_text(encoding="utf-8").split()
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        environment = {"DEBIAN_FRONTEND": "noninteractive"}
+        session.run("apt-get", "update", external=True)
+        session.run("apt-get", "install", "-y", "--no-install-recommends", *packages, env=environment, external=True)
+    tests = [f"tests/schedulers/slurm_local/{name}.py" for name in ("chaos", "training")]
+    session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

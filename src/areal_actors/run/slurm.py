@@ -1,0 +1,140 @@
+"""``areal-actors slurm``: what runs have left on a cluster, from their records, and how to end it.
+
+Records lie in the directories of runs (``schedulers.slurm.files``); how the jobs fare is asked of the cluster. A run
+whose home lives ends its jobs itself: ``reap`` leaves it alone, ``cancel`` does not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+from attrs import asdict, frozen
+from rich.console import Console
+from rich.table import Table
+
+from areal_actors.schedulers.slurm import JobRecord, SlurmCommands, SlurmFiles, cancel_records, find_slurm_files
+from areal_actors.schedulers.slurm.queue import JobRow
+
+__all__ = ["KnownJob", "cancel_jobs", "format_jobs", "format_json", "list_known_jobs", "reap_jobs"]
+
+logger = logging.getLogger(__name__)
+
+_CANCEL_SECONDS = 120.0
+
+
+@frozen(kw_only=True)
+class KnownJob:
+    """A job on record, and how it fares now."""
+
+    run: str
+    """The directory of its run."""
+    name: str
+    worker: str
+    life: int
+    job: int | None
+    state: str
+    """As Slurm says it; ``gone`` if it has ended, ``missing`` if the cluster does not know it."""
+    nodes: str = ""
+    time_left: str = ""
+    reason: str = ""
+    created_at: float = 0.0
+
+
+def list_known_jobs(root: Path) -> tuple[KnownJob, ...]:
+    """The jobs of a run directory, or of all runs below it.
+
+    Raises:
+        SchedulerError: some jobs have not ended, and the cluster does not say how they fare.
+    """
+    found: list[KnownJob] = []
+    for files in find_slurm_files(root):
+        records = files.read_records()
+        rows = _ask_queue([one for one in records if one.ended is None])
+        found += [_know(files, record, rows) for record in records]
+    return tuple(found)
+
+
+def _ask_queue(records: Sequence[JobRecord]) -> dict[str, JobRow]:
+    if not records:
+        return {}
+    commands = _commands()
+    rows = anyio.run(commands.list_jobs, [one.name for one in records])
+    return {row.name: row for row in rows}
+
+
+def _commands() -> SlurmCommands:
+    commands = SlurmCommands()
+    commands.check()
+    return commands
+
+
+def _know(files: SlurmFiles, record: JobRecord, rows: dict[str, JobRow]) -> KnownJob:
+    row = rows.get(record.name)
+    return KnownJob(
+        run=str(files.path.parent),
+        name=record.name,
+        worker=record.worker,
+        life=record.life,
+        job=record.job if row is None else row.job,
+        state="gone" if record.ended is not None else "missing" if row is None else row.state,
+        nodes="" if row is None else row.nodes,
+        time_left="" if row is None else row.time_left,
+        reason=record.ended or ("" if row is None else row.reason),
+        created_at=record.created_at,
+    )
+
+
+def cancel_jobs(root: Path) -> tuple[JobRecord, ...]:
+    """End every job of a run directory, or of all runs below it. Raises ``SchedulerError`` if some may still run."""
+    return tuple(record for files in find_slurm_files(root) for record in _cancel(files))
+
+
+def reap_jobs(root: Path) -> tuple[JobRecord, ...]:
+    """End the jobs of runs whose home is gone. Raises ``SchedulerError`` if some may still run."""
+    ended: list[JobRecord] = []
+    for files in find_slurm_files(root):
+        if files.is_held:
+            logger.warning("%s is left alone: its run lives", files.path.parent)
+            continue
+        with files.hold():
+            ended += _cancel(files)
+    return tuple(ended)
+
+
+def _cancel(files: SlurmFiles) -> tuple[JobRecord, ...]:
+    if all(record.ended is not None for record in files.read_records()):
+        return ()
+    commands = _commands()
+
+    async def cancel() -> tuple[JobRecord, ...]:
+        return await cancel_records(files, commands, timeout_seconds=_CANCEL_SECONDS)
+
+    return anyio.run(cancel)
+
+
+def format_json(jobs: Sequence[KnownJob]) -> str:
+    """For programs: a list of objects."""
+    rows: list[dict[str, Any]] = [asdict(job) for job in jobs]
+    return json.dumps(rows, indent=2)
+
+
+def format_jobs(jobs: Sequence[KnownJob]) -> str:
+    """A table for people."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("RUN", "WORKER", "LIFE", "JOB", "STATE", "NODES", "LEFT", "SUBMITTED", "REASON"):
+        table.add_column(column, overflow="fold")
+    for one in jobs:
+        submitted = datetime.fromtimestamp(one.created_at, tz=UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+        job = "-" if one.job is None else str(one.job)
+        cells = (one.run, one.worker, str(one.life), job, one.state, one.nodes, one.time_left, submitted, one.reason)
+        table.add_row(*cells)
+    console = Console(width=200, no_color=True)
+    with console.capture() as captured:
+        console.print(table, markup=False)
+    return captured.get().rstrip()

@@ -1,0 +1,173 @@
+"""Slurm's commands, each a process of its own with a time limit and a clean environment, on either event loop.
+
+What they print is read in ``queue``. A controller that does not answer keeps sbatch waiting for seconds, squeue for a
+quarter of a minute, and for ever while munge hangs: hence the limit. And it means that nobody knows what has become of
+a submission: the ``Doubtful``, which is neither taken nor refused, is looked for by its name before it is tried again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+
+import anyio
+from attrs import field, frozen
+
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.slurm.queue import (
+    QUEUE_FORMAT,
+    JobReport,
+    JobRow,
+    parse_job,
+    parse_queue,
+    parse_submitted,
+)
+
+__all__ = ["Doubtful", "Refused", "SlurmCommands", "Submitted", "clean_environment"]
+
+_FOREIGN = re.compile(
+    r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SINFO|SCONTROL|SSTAT|PMI|PMIX|PMI2)_.*"
+    r"|PMI\w*|(CUDA|HIP|ROCR|GPU)_(VISIBLE_DEVICES|DEVICE_ORDINAL)|ZE_AFFINITY_MASK|AREAL_BOOTSTRAP|AREAL_ADMIN_KEY"
+)
+_KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
+_UNSURE = re.compile(
+    r"timed out|unable to contact|zero bytes|connection (refused|reset)|communication|protocol authentication"
+    r"|slurm_(receive|send)_?|temporarily unable|resource temporarily unavailable|munge",
+    re.IGNORECASE,
+)
+_NEEDED = ("sbatch", "squeue", "scancel", "scontrol")
+_INVALID_JOB = "Invalid job id"
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what Slurm's commands take as options, what belongs to another job, and our own secrets.
+
+    A home that is itself a job, or a shell with ``SBATCH_EXCLUSIVE=1``, would change every job otherwise.
+    """
+    return {name: value for name, value in environment.items() if name in _KEPT or not _FOREIGN.fullmatch(name)}
+
+
+@frozen(kw_only=True)
+class Submitted:
+    """The controller has taken the job."""
+
+    job: int
+
+
+@frozen(kw_only=True)
+class Refused:
+    """The controller has answered, and will not have it."""
+
+    why: str
+
+
+@frozen(kw_only=True)
+class Doubtful:
+    """Nobody knows whether the controller has taken it."""
+
+    why: str
+
+
+@frozen(kw_only=True)
+class _Answer:
+    status: int
+    output: str
+    errors: str
+
+
+@frozen(kw_only=True)
+class SlurmCommands:
+    """The cluster, as its user sees it. Every method may raise ``SchedulerError``: no answer, or one that says no."""
+
+    environment: Mapping[str, str] = field(factory=lambda: dict(os.environ), repr=False)
+    timeout_seconds: float = 20.0
+    user: str = field(factory=lambda: str(os.getuid()))
+
+    def check(self) -> None:
+        """Raises ``SchedulerError`` where Slurm is not installed."""
+        missing = [command for command in _NEEDED if shutil.which(command, path=self._path) is None]
+        if missing:
+            raise SchedulerError(
+                f"Slurm is not installed here: {', '.join(missing)} cannot be found in PATH. Run this where jobs can "
+                "be submitted, such as a login node, with Slurm's bin directory in PATH (often `module load slurm`)."
+            )
+
+    async def submit(
+        self, arguments: Sequence[str], script: str, *, environment: Mapping[str, str] | None = None
+    ) -> Submitted | Refused | Doubtful:
+        """Hand a job in. The job's environment is that of this object, cleaned, with ``environment``."""
+        try:
+            answer = await self._run("sbatch", *arguments, text=script, environment=environment or {})
+        except SchedulerError as error:
+            return Doubtful(why=str(error))
+        job = parse_submitted(answer.output) if answer.status == 0 else None
+        if job is not None:
+            return Submitted(job=job)
+        why = answer.errors or answer.output or f"sbatch ended with status {answer.status} and said nothing"
+        return Doubtful(why=why) if answer.status == 0 or _UNSURE.search(why) else Refused(why=why)
+
+    async def list_jobs(self, names: Sequence[str]) -> tuple[JobRow, ...]:
+        """Jobs of these names, also those that have ended lately."""
+        rows = await self._ask(
+            "squeue", "--noheader", "--states=all", f"--user={self.user}", f"--format={QUEUE_FORMAT}",
+            f"--name={','.join(names)}",
+        )  # fmt: skip
+        found = parse_queue(rows)
+        if rows.strip() and not found:
+            raise SchedulerError(f"squeue said what cannot be read: {rows.strip()[:200]!r}")
+        return tuple(row for row in found if row.name in names)
+
+    async def cancel(self, job: int) -> None:
+        """End a job: SIGTERM, and SIGKILL after the cluster's KillWait. One that is over is fine."""
+        await self._ask("scancel", str(job), fine=_INVALID_JOB)
+
+    async def cancel_named(self, name: str) -> None:
+        """End whatever of this user has this exact name. Nothing may have it."""
+        await self._ask("scancel", f"--user={self.user}", f"--name={name}")
+
+    async def warn(self, job: int) -> None:
+        """SIGTERM to the steps of a running job, and no more."""
+        await self._ask("scancel", "--signal=TERM", str(job), fine=_INVALID_JOB)
+
+    async def describe(self, job: int) -> JobReport | None:
+        """What the controller remembers of one job; ``None`` if it knows no such job."""
+        return parse_job(await self._ask("scontrol", "show", "job", "--oneliner", str(job), fine=_INVALID_JOB))
+
+    async def start_now(self, job: int) -> None:
+        """A job that was put back into the queue would wait for two minutes otherwise."""
+        await self._ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    async def _ask(self, command: str, *arguments: str, fine: str = "\0") -> str:
+        answer = await self._run(command, *arguments)
+        if answer.status != 0 and fine not in answer.errors:
+            raise SchedulerError(f"{command} failed with status {answer.status}: {answer.errors or answer.output}")
+        return answer.output
+
+    async def _run(
+        self, command: str, *arguments: str, text: str = "", environment: Mapping[str, str] | None = None
+    ) -> _Answer:
+        program = shutil.which(command, path=self._path)
+        if program is None:
+            raise SchedulerError(f"{command} cannot be found in PATH; is Slurm installed here?")
+        variables = {**clean_environment(self.environment), **(environment or {})}
+        try:
+            with anyio.fail_after(self.timeout_seconds):
+                # In a session of its own: Ctrl-C is for us, and must not cut a submission in two.
+                done = await anyio.run_process(
+                    [program, *arguments], input=text.encode(), env=variables, check=False, start_new_session=True
+                )
+        except TimeoutError:
+            raise SchedulerError(f"{command} did not answer within {self.timeout_seconds:g} s") from None
+        except OSError as error:
+            raise SchedulerError(f"{command} cannot be run: {error}") from None
+        return _Answer(status=done.returncode, output=_text(done.stdout), errors=_text(done.stderr))
+
+    @property
+    def _path(self) -> str:
+        return self.environment.get("PATH", os.defpath)
+
+
+def _text(said: bytes) -> str:
+    return said.decode(errors="replace").strip()

@@ -1,0 +1,188 @@
+"""What home and jobs leave for each other in a directory that they share, and what is left of a home that was killed.
+
+::
+
+    slurm/                      its owner's alone
+      home                      locked by the home that lives
+      jobs/<name>.json          a record of intent: written before a job is submitted, closed at its end
+      bootstrap/<name>.json     whom the worker shall call, with the secret; gone when the job is
+      stop/<name>               the job is not wanted any longer: it does not begin, and does not ask to run again
+      exit/<job>-<restarts>     how each of a job's lives ended, written by its script
+      scripts/<name>.sh         what was submitted, for people
+
+Everything here blocks, on a file system that may be slow: call it on a thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import cattrs
+from attrs import asdict, frozen
+
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.base import WorkerSpec
+from areal_actors.schedulers.slurm.queue import ExitStatus, parse_exit_record
+
+__all__ = ["JobRecord", "SlurmFiles", "find_slurm_files"]
+
+_DIRECTORIES = ("jobs", "bootstrap", "stop", "exit", "scripts")
+
+
+@frozen(kw_only=True)
+class JobRecord:
+    """That a job was meant to be, which one it became, and whether it is known to be gone."""
+
+    name: str
+    worker: str
+    life: int
+    created_at: float
+    """Seconds since 1970."""
+    job: int | None = None
+    """``None``: it is not known whether the job was taken."""
+    ended: str | None = None
+    """How it ended; ``None`` while that is not known."""
+
+
+@frozen(kw_only=True)
+class SlurmFiles:
+    """The files of the jobs of one run. What cannot be written raises ``SchedulerError``."""
+
+    path: Path
+
+    def create(self) -> None:
+        """Make the directories, for their owner alone. Raises ``SchedulerError``."""
+        with _on_disk():
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in _DIRECTORIES:
+                (self.path / name).mkdir(mode=0o700, exist_ok=True)
+            status = self.path.stat()
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise SchedulerError(f"others can enter {self.path}, where secrets are to lie; chmod 700 {self.path}")
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Be the only home of this directory while the block lasts. Raises ``SchedulerError`` if another one lives."""
+        with (self.path / "home").open("a+", encoding="utf-8") as file:
+            if not _lock(file):
+                file.seek(0)
+                raise SchedulerError(
+                    f"{file.read().strip() or 'another process'} is home to the jobs of {self.path}; end that run "
+                    "first, or use another trial_name."
+                )
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a home lives here."""
+        with (self.path / "home").open("a+", encoding="utf-8") as file:
+            return not _lock(file)
+
+    # ----------------------------------------------------------------------------------------------- records
+
+    def write_record(self, record: JobRecord) -> None:
+        """Keep a record so that it outlives this machine."""
+        _write_durably(self.path / "jobs" / f"{record.name}.json", json.dumps(asdict(record)))
+
+    def forget_record(self, name: str) -> None:
+        """There is no such job, and never was."""
+        with _on_disk():
+            (self.path / "jobs" / f"{name}.json").unlink(missing_ok=True)
+
+    def read_records(self) -> tuple[JobRecord, ...]:
+        """All records, oldest first; what is no record is left out."""
+        found = [_read_record(path) for path in (self.path / "jobs").glob("*.json")]
+        return tuple(sorted((one for one in found if one is not None), key=lambda one: (one.created_at, one.name)))
+
+    # ----------------------------------------------------------------------------------------------- one job
+
+    def write_bootstrap(self, name: str, spec: WorkerSpec) -> None:
+        """Tell the worker where home is. Its life is the first one: a restart of the job adds to it."""
+        words: dict[str, Any] = {
+            "name": spec.name,
+            "life": spec.life,
+            "addresses": list(spec.home.addresses),
+            "secret": spec.home.secret.hex(),
+        }
+        _write_durably(self.path / "bootstrap" / f"{name}.json", json.dumps(words))
+
+    def write_script(self, name: str, script: str) -> None:
+        """Keep what is submitted."""
+        with _on_disk():
+            (self.path / "scripts" / f"{name}.sh").write_text(script, encoding="utf-8")
+
+    def mark_stopped(self, name: str) -> None:
+        """Have the job not begin, and not ask to run again."""
+        with _on_disk():
+            (self.path / "stop" / name).touch()
+
+    def remove_bootstrap(self, name: str) -> None:
+        """The secret is not needed any more."""
+        with _on_disk():
+            (self.path / "bootstrap" / f"{name}.json").unlink(missing_ok=True)
+
+    def read_exit(self, job: int) -> ExitStatus | None:
+        """How the latest life of a job ended, if its script could say so."""
+        found = []
+        for path in (self.path / "exit").glob(f"{job}-*"):
+            restarts = path.name.rpartition("-")[2]
+            if restarts.isdecimal():
+                with suppress(OSError):
+                    found.append(parse_exit_record(path.read_text(errors="replace"), restarts=int(restarts)))
+        return max((one for one in found if one is not None), key=lambda one: one.restarts, default=None)
+
+
+def find_slurm_files(root: Path) -> tuple[SlurmFiles, ...]:
+    """Those of a run directory, or of every run below a file root."""
+    directories = [root, *sorted(root.glob("*")), *sorted(root.glob("*/*"))]
+    return tuple(SlurmFiles(path=one / "slurm") for one in directories if (one / "slurm" / "jobs").is_dir())
+
+
+def _read_record(path: Path) -> JobRecord | None:
+    try:
+        return cattrs.structure(json.loads(path.read_text(encoding="utf-8")), JobRecord)
+    except (OSError, ValueError, TypeError, cattrs.BaseValidationError):
+        return None
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _on_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SchedulerError(f"the files of jobs cannot be written: {error}") from None
+
+
+def _write_durably(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with _on_disk():
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

@@ -1,0 +1,148 @@
+"""What Slurm's commands print, as values. Pure, and never surprised: what cannot be read is left out or UNKNOWN.
+
+The queue is read in a format of our own, by ``squeue -o``, which has been the same for many versions; the JSON of Slurm
+changes with each. Names of our jobs hold none of the separators.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+
+from attrs import frozen
+
+__all__ = [
+    "QUEUE_FORMAT",
+    "Course",
+    "ExitStatus",
+    "JobReport",
+    "JobRow",
+    "course_of",
+    "parse_exit_record",
+    "parse_job",
+    "parse_queue",
+    "parse_submitted",
+]
+
+QUEUE_FORMAT = "%i|%j|%T|%N|%S|%e|%L|%r"
+"""Job, name, state, nodes, start, end, time left, reason: what may hold anything comes last."""
+
+_NUM_COLUMNS = QUEUE_FORMAT.count("|") + 1
+
+
+class Course(StrEnum):
+    """What the word for a job's state means to whoever waits for it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+    DOUBTFUL = "doubtful"
+    """It has ended, unless the cluster is about to start it again."""
+    UNKNOWN = "unknown"
+    """A word that is not known here."""
+
+
+_WORDS = {
+    Course.WAITING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT RESV_DEL_HOLD",
+    Course.RUNNING: "RUNNING SUSPENDED COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED POWER_UP_NODE",
+    Course.ENDED: "COMPLETED CANCELLED FAILED TIMEOUT DEADLINE BOOT_FAIL OUT_OF_MEMORY LAUNCH_FAILED",
+    Course.DOUBTFUL: "NODE_FAIL PREEMPTED REVOKED RECONFIG_FAIL",
+}
+_COURSES = {word: course for course, words in _WORDS.items() for word in words.split()}
+
+
+def course_of(state: str) -> Course:
+    """What a state means: the first word counts (``CANCELLED by 0``), without a ``+`` at its end."""
+    words = state.split()
+    return _COURSES.get(words[0].rstrip("+").upper(), Course.UNKNOWN) if words else Course.UNKNOWN
+
+
+@frozen(kw_only=True)
+class JobRow:
+    """One line of the queue."""
+
+    job: int
+    name: str
+    state: str
+    nodes: str = ""
+    start: str = ""
+    end: str = ""
+    time_left: str = ""
+    reason: str = ""
+
+    @property
+    def course(self) -> Course:
+        """What its state means."""
+        return course_of(self.state)
+
+
+def parse_queue(text: str) -> tuple[JobRow, ...]:
+    """The lines of ``squeue -h -o QUEUE_FORMAT``; those that are none are left out."""
+    rows = [line.split("|", _NUM_COLUMNS - 1) for line in text.splitlines()]
+    return tuple(_row(row) for row in rows if len(row) == _NUM_COLUMNS and re.fullmatch(r"[0-9]{1,18}", row[0].strip()))
+
+
+def _row(columns: Sequence[str]) -> JobRow:
+    job, name, state, nodes, start, end, left, reason = (column.strip() for column in columns)
+    return JobRow(
+        job=int(job), name=name, state=state, nodes=nodes, start=start, end=end, time_left=left, reason=reason
+    )
+
+
+def parse_submitted(text: str) -> int | None:
+    """The job that ``sbatch --parsable`` names in its last line, up to the name of the cluster."""
+    lines = text.split("\n")
+    found = [line.partition(";")[0].strip() for line in lines if line.strip()]
+    return int(found[-1]) if found and re.fullmatch(r"[0-9]{1,18}", found[-1]) else None
+
+
+@frozen(kw_only=True)
+class ExitStatus:
+    """How a job ended. ``code`` is negative for a signal; ``restarts`` says which of its lives."""
+
+    code: int
+    restarts: int = 0
+    node: str = ""
+
+
+@frozen(kw_only=True)
+class JobReport:
+    """What the controller remembers of one job."""
+
+    state: str
+    exit: ExitStatus
+    reason: str = ""
+
+    @property
+    def course(self) -> Course:
+        """What its state means."""
+        return course_of(self.state)
+
+
+def parse_job(text: str) -> JobReport | None:
+    """A job from ``scontrol show job --oneliner``, where ``ExitCode`` is status:signal; ``None`` for anything else."""
+    found = dict(re.findall(r"(?<!\S)(JobState|ExitCode|Restarts|BatchHost|Reason)=(\S*)", text))
+    code = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", found.get("ExitCode", ""))
+    if code is None or "JobState" not in found:
+        return None
+    restarts = found.get("Restarts", "")
+    status = ExitStatus(
+        code=-int(code[2]) if int(code[2]) else _signed(int(code[1])),
+        restarts=int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0,
+        node=found.get("BatchHost", ""),
+    )
+    return JobReport(state=found["JobState"], exit=status, reason=found.get("Reason", ""))
+
+
+def parse_exit_record(text: str, *, restarts: int = 0) -> ExitStatus | None:
+    """What the script has left: status, time, node."""
+    words = text.split()
+    if not words or not re.fullmatch(r"[0-9]{1,3}", words[0]):
+        return None
+    return ExitStatus(code=_signed(int(words[0])), restarts=restarts, node=words[2] if len(words) > 2 else "")  # noqa: PLR2004
+
+
+def _signed(status: int) -> int:
+    """A shell says 128 + N for signal N."""
+    return 128 - status if 128 < status <= 128 + 64 else status  # noqa: PLR2004

@@ -1,0 +1,73 @@
+"""Ending what is on record, without the home that submitted it: for the next home, and for people."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import anyio
+from anyio import to_thread
+from attrs import evolve
+
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.slurm.commands import SlurmCommands
+from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
+from areal_actors.schedulers.slurm.queue import Course, JobRow
+
+__all__ = ["cancel_records"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.3
+_ASK_AGAIN_LOOKS = 30
+
+
+async def cancel_records(
+    files: SlurmFiles, commands: SlurmCommands, *, timeout_seconds: float
+) -> tuple[JobRecord, ...]:
+    """End every job of ``files`` that is not known to have ended; returns their records, closed. Again is fine.
+
+    Raises:
+        SchedulerError: some are still there, or the cluster does not answer.
+    """
+    records = [one for one in await to_thread.run_sync(files.read_records) if one.ended is None]
+    for record in records:
+        await to_thread.run_sync(files.mark_stopped, record.name)
+    left = {record.name: record for record in records}
+    why = ""
+    with anyio.move_on_after(timeout_seconds):
+        num_looks = 0
+        while left:
+            try:
+                if num_looks % _ASK_AGAIN_LOOKS == 0:
+                    await _cancel_all(commands, list(left.values()))
+                rows = await commands.list_jobs(list(left))
+            except SchedulerError as error:
+                why = str(error)
+            else:
+                num_looks += 1
+                why = ""
+                await _close(files, left, rows)
+            if left:
+                await anyio.sleep(_LOOK_SECONDS)
+    if left:
+        raise SchedulerError(f"{len(left)} jobs may still run ({', '.join(left)}): {why or 'they do not end'}")
+    return tuple(evolve(record, ended="cancelled") for record in records)
+
+
+async def _cancel_all(commands: SlurmCommands, records: Sequence[JobRecord]) -> None:
+    for record in records:
+        if record.job is not None:
+            await commands.cancel(record.job)
+        await commands.cancel_named(record.name)
+
+
+async def _close(files: SlurmFiles, left: dict[str, JobRecord], rows: Sequence[JobRow]) -> None:
+    """Strike out those of which nothing is left."""
+    for name, record in list(left.items()):
+        states = [row.course for row in rows if row.name == name]
+        if all(state in (Course.ENDED, Course.DOUBTFUL) for state in states):
+            ended = next((row.state for row in rows if row.name == name), "cancelled")
+            await to_thread.run_sync(files.write_record, evolve(record, ended=f"found and ended: {ended}"))
+            await to_thread.run_sync(files.remove_bootstrap, name)
+            del left[name]

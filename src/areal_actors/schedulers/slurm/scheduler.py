@@ -1,0 +1,288 @@
+"""Workers as jobs of a Slurm cluster, one job each, of which nothing is left when home leaves.
+
+A job is on record before it is submitted, so that what a home leaves that was killed can be found and ended: by the
+next home of the same directory, or by ``areal-actors slurm reap``. The queue is read once for all jobs, off the event
+loop; a cluster that does not answer is no reason to give up a job, nor to submit another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+from areal_actors.core.remote.transport import unwrapped
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.base import WorkerSpec
+from areal_actors.schedulers.slurm.commands import Doubtful, Refused, SlurmCommands, Submitted
+from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
+from areal_actors.schedulers.slurm.placement import SlurmPlacement
+from areal_actors.schedulers.slurm.queue import Course, JobRow
+from areal_actors.schedulers.slurm.reaping import cancel_records
+from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
+from areal_actors.schedulers.slurm.settings import SlurmConfig
+
+__all__ = ["SlurmScheduler"]
+
+logger = logging.getLogger(__name__)
+
+_RUN_BYTES = 8
+_STOP_GRACE_SECONDS = 0.0
+_RETRY_SECONDS = 2.0
+_NUM_LOOKS = 2
+"""A submission whose outcome is not known counts as not taken when the queue has been without it so often."""
+
+
+class SlurmScheduler:
+    """Places workers. Made by ``open``."""
+
+    def __init__(
+        self,
+        config: SlurmConfig,
+        *,
+        files: SlurmFiles,
+        logs: Path,
+        commands: SlurmCommands,
+        jitter: Callable[[], float],
+        module: str,
+    ) -> None:
+        self._config, self._files, self._logs, self._commands = config, files, logs, commands
+        self._jitter, self._module = jitter, module
+        self._run = secrets.token_hex(_RUN_BYTES)
+        self._placements: dict[str, SlurmPlacement] = {}
+        self._left: set[str] = set()
+        self._reading = anyio.Lock()
+        self._num_silences = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        config: SlurmConfig | None = None,
+        *,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        jitter: Callable[[], float] = random.random,
+        module: str = "areal_actors.worker",
+    ) -> AsyncIterator[SlurmScheduler]:
+        """Be home to the jobs of a run directory while the block lasts.
+
+        Args:
+            config: settings of the cluster.
+            directory: the run directory, on a file system that home shares with the nodes.
+            environment: what jobs get, cleaned of Slurm's own variables; that of this process without it.
+            jitter: from 0 to 1, so that many homes do not ask at the same moment.
+            module: what a worker's interpreter runs.
+
+        Raises:
+            SchedulerError: Slurm is not installed, another home lives in this directory, or an earlier one has left
+                jobs that cannot be ended.
+        """
+        config = config or SlurmConfig()
+        commands = SlurmCommands(
+            environment=dict(os.environ if environment is None else environment),
+            timeout_seconds=config.command_timeout_seconds,
+        )
+        commands.check()
+        files = SlurmFiles(path=Path(await anyio.Path(directory).absolute()) / "slurm")
+        await to_thread.run_sync(files.create)
+        logs = files.path.parent / "logs"
+        await to_thread.run_sync(partial(logs.mkdir, exist_ok=True))
+        self = cls(config, files=files, logs=logs, commands=commands, jitter=jitter, module=module)
+        with files.hold():
+            await cancel_records(files, commands, timeout_seconds=config.cancel_timeout_seconds)
+            async with self._watching():
+                yield self
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "slurm"
+
+    @property
+    def num_silences(self) -> int:
+        """How often the queue could not be read."""
+        return self._num_silences
+
+    @asynccontextmanager
+    async def place(self, spec: WorkerSpec) -> AsyncIterator[SlurmPlacement]:
+        """Submit a worker for the length of the block. When the block is left, its job is gone.
+
+        Raises:
+            SchedulerError: the cluster refuses the job, or cannot be heard; or, at the end, the job may still run.
+        """
+        request = self._request(spec)
+        if request.name in self._placements:
+            raise SchedulerError(f"{spec.name} has been placed in its life {spec.life} already; give it the next one")
+        placement = self._create(spec, request)
+        self._placements[request.name] = placement
+        try:
+            # A submission that is cut in two may have been taken: it is bounded by its own time limits instead.
+            with anyio.CancelScope(shield=True):
+                await self._submit(placement, request)
+            yield placement
+        finally:
+            try:
+                await placement.stop(grace=_STOP_GRACE_SECONDS)
+            finally:
+                self._left.add(request.name)
+                self._prune()
+
+    # ------------------------------------------------------------------------------------------- submitting
+
+    def _request(self, spec: WorkerSpec) -> JobRequest:
+        name = spec.name if not spec.life else f"{spec.name}.{spec.life}"
+        return JobRequest(
+            run=self._run,
+            worker=spec.name,
+            life=spec.life,
+            directory=self._files.path,
+            log=self._logs / f"{name}.log",
+            working_directory=(spec.working_directory or Path.cwd()).absolute(),
+            resources=spec.resources,
+            avoided=self._find_avoided(spec.name),
+            python=spec.python,
+            module=self._module,
+        )
+
+    def _create(self, spec: WorkerSpec, request: JobRequest) -> SlurmPlacement:
+        return SlurmPlacement(
+            spec,
+            record=JobRecord(name=request.name, worker=spec.name, life=spec.life, created_at=time.time()),
+            log=request.log,
+            files=self._files,
+            commands=self._commands,
+            config=self._config,
+            queue=self,
+        )
+
+    async def _submit(self, placement: SlurmPlacement, request: JobRequest) -> None:
+        script = render_script(request, self._config)
+        await to_thread.run_sync(self._prepare, placement, script)
+        arguments = create_arguments(request, self._config)
+        deadline = anyio.current_time() + self._config.submit_timeout_seconds
+        while True:
+            environment = placement.spec.environment
+            outcome = await self._commands.submit(arguments, script, environment=environment)
+            if isinstance(outcome, Doubtful):
+                logger.warning("it is not known whether %s was taken: %s", request.name, outcome.why)
+                placement.doubt(outcome.why)
+                outcome = await self._find(request.name, deadline) or outcome
+            if isinstance(outcome, Submitted):
+                await placement.begin(outcome.job)
+                logger.info("%s is job %d", placement.spec.name, outcome.job)
+                return
+            if isinstance(outcome, Refused):
+                await placement.refuse(outcome.why)
+                raise SchedulerError(f"the cluster refuses {placement.spec.name}: {outcome.why} {_hint(request)}")
+            if anyio.current_time() >= deadline:
+                raise SchedulerError(f"{placement.spec.name} could not be submitted: {outcome.why}")
+
+    def _prepare(self, placement: SlurmPlacement, script: str) -> None:
+        self._files.write_script(placement.name, script)
+        self._files.write_bootstrap(placement.name, placement.spec)
+        self._files.write_record(placement.record)
+
+    async def _find(self, name: str, deadline: float) -> Submitted | None:
+        """The job of this name, once the queue can be read; ``None`` if there is none, or time is up."""
+        num_looks = 0
+        while num_looks < _NUM_LOOKS and anyio.current_time() < deadline:
+            try:
+                rows = await self._commands.list_jobs((name,))
+            except SchedulerError as error:
+                logger.warning("%s", error)
+            else:
+                if rows:
+                    return Submitted(job=max(row.job for row in rows))
+                num_looks += 1
+            await anyio.sleep(_RETRY_SECONDS)
+        return None
+
+    # ------------------------------------------------------------------------------------------- watching
+
+    @asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        body: list[BaseException] = []
+        with unwrapped(body):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch)
+                try:
+                    yield
+                except BaseException as error:
+                    body.append(error)
+                    raise
+                finally:
+                    tasks.cancel_scope.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await anyio.sleep(self._config.poll_seconds * (0.75 + self._jitter() / 2))
+            await self.look()
+
+    async def look(self) -> None:
+        """Read the queue once, and tell every placement. What goes wrong is counted, and not raised."""
+        async with self._reading:
+            living = [one for one in self._placements.values() if one.job is not None and not one.is_gone]
+            if not living:
+                return
+            try:
+                rows = await self._commands.list_jobs([one.name for one in living])
+                await self._cancel_strays(rows)
+            except SchedulerError as error:
+                self._num_silences += 1
+                logger.warning("the state of %d jobs is not known: %s", len(living), error)
+                for one in living:
+                    one.hear_nothing(str(error))
+                return
+            for one in living:
+                await _show(one, rows)
+            self._prune()
+
+    def _prune(self) -> None:
+        """Forget what was left, once nothing of it is. Until then its node is avoided."""
+        for name in [name for name in self._left if self._placements[name].is_gone]:
+            self._left.remove(name)
+            del self._placements[name]
+
+    def _find_avoided(self, worker: str) -> tuple[str, ...]:
+        """Nodes that do not confirm the end of a job, and those of earlier lives: whoever needs another doubts them."""
+        doubted = [
+            one.node
+            for name, one in self._placements.items()
+            if not one.is_gone and (name in self._left or one.spec.name == worker)
+        ]
+        return tuple(sorted({node for node in doubted if node}))
+
+    async def _cancel_strays(self, rows: Sequence[JobRow]) -> None:
+        """Jobs of a name that another job has: a submission that was given up came late."""
+        known = {one.job for one in self._placements.values()}
+        for row in rows:
+            if row.job not in known and row.course in (Course.WAITING, Course.RUNNING):
+                logger.warning("job %d is one too many for %s; it is cancelled", row.job, row.name)
+                await self._commands.cancel(row.job)
+
+
+async def _show(placement: SlurmPlacement, rows: Sequence[JobRow]) -> None:
+    try:
+        row = next((row for row in rows if row.job == placement.job), None)
+        await placement.see(row, now=anyio.current_time())
+    except SchedulerError as error:
+        placement.hear_nothing(str(error))
+
+
+def _hint(request: JobRequest) -> str:
+    needs = request.resources
+    memory = f", {needs.memory_mib} MiB" if needs.memory_mib else ""
+    return (
+        f"It asked for {needs.cpus} CPUs, {needs.gpus} GPUs{memory} on one node; `sinfo -o '%P %c %m %G %l'` shows "
+        "what there is. Change the resources of its role, or partition, account, qos, constraint in scheduler.slurm."
+    )

@@ -1,0 +1,192 @@
+"""What is handed to sbatch: its arguments, and the script that runs on the node. Pure: from one frozen request to text.
+
+The script is short on purpose. It starts one worker as a step, passes on the warning before the time limit, leaves a
+record of how the worker ended, and asks Slurm to run it again if the worker asks for that by its exit status
+(``schedulers.statuses``). It works with bash 4.4.
+
+Secrets are in neither: the worker finds them in a file that its owner alone can read, named by ``AREAL_BOOTSTRAP``.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from string import Template
+
+from attrs import field, frozen
+from attrs.validators import matches_re
+
+from areal_actors.schedulers.base import WORKER_NAME, Resources
+from areal_actors.schedulers.slurm.settings import ApptainerConfig, GpuOption, PyxisConfig, SlurmConfig
+from areal_actors.schedulers.statuses import RUN_AGAIN
+
+__all__ = ["JobRequest", "create_arguments", "render_script"]
+
+_SCRIPT = Template("""\
+#!/bin/bash
+# One worker of areal_actors: $name
+umask 077
+name=$quoted_name
+directory=$quoted_directory
+restarts=$${SLURM_RESTART_COUNT:-0}
+step=
+is_ending=0
+is_warned=0
+
+finish() {  # how it ended: status, time, node
+  local record="$$directory/exit/.$$SLURM_JOB_ID-$$restarts"
+  printf '%s %s %s\\n' "$$1" "$$(date +%s)" "$${SLURMD_NODENAME:-}" >"$$record" &&
+    mv "$$record" "$$directory/exit/$$SLURM_JOB_ID-$$restarts"
+}
+trap 'is_ending=1' TERM
+trap 'is_warned=1; [ -z "$$step" ] || kill -USR1 "$$step"' USR1
+
+if [ -e "$$directory/stop/$$name" ]; then
+  echo "This job was taken back before it began."
+  finish 0
+  exit 0
+fi
+${setup}export AREAL_BOOTSTRAP="$$directory/bootstrap/$$name.json"
+export SRUN_CPUS_PER_TASK=$cpus
+srun $step &
+step=$$!
+[ "$$is_warned" = 0 ] || kill -USR1 "$$step"
+while :; do
+  wait "$$step"
+  status=$$?
+  # A trap ends the wait before the step ends.
+  [ "$$status" -gt 128 ] && kill -0 "$$step" 2>/dev/null || break
+done
+
+finish "$$status"
+if [ "$$status" = $run_again ] && [ "$$is_ending" = 0 ] && [ "$$restarts" -lt $max_requeues ] &&
+  [ ! -e "$$directory/stop/$$name" ]; then
+  scontrol requeue "$$SLURM_JOB_ID"
+fi
+exit "$$status"
+""")
+
+
+@frozen(kw_only=True)
+class JobRequest:
+    """One worker as a job. ``run`` is unique, so that the job's name is. ``log`` receives what the job says."""
+
+    run: str = field(validator=matches_re(r"[0-9a-f]{16}"))
+    worker: str = field(validator=matches_re(WORKER_NAME))
+    life: int
+    directory: Path
+    """The files of the jobs of a run, shared with the nodes."""
+    log: Path
+    working_directory: Path
+    resources: Resources = field(factory=Resources)
+    avoided: tuple[str, ...] = ()
+    """Nodes that do not answer, as far as home knows; the cluster may take minutes to find out."""
+    python: Path | None = None
+    """``None``: this one, or ``python3`` in a container."""
+    module: str = "areal_actors.worker"
+    """What the interpreter runs, once it has been found that it can begin."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job: no other job of the cluster has it, before or after."""
+        return f"aa-{self.run}-{self.worker}.{self.life}"
+
+
+def create_arguments(request: JobRequest, config: SlurmConfig) -> tuple[str, ...]:
+    """The arguments of sbatch; the script goes to its standard input."""
+    gpus = request.resources.gpus
+    can_requeue = config.max_requeues > 0
+    return (
+        "--parsable",
+        f"--job-name={request.name}",
+        f"--comment=areal_actors run={request.run} worker={request.worker} life={request.life}",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={request.resources.cpus}",
+        *([f"--mem={request.resources.memory_mib}M"] if request.resources.memory_mib else []),
+        *([f"--gpus-per-node={gpus}"] if gpus and config.gpu_option is GpuOption.GPUS_PER_NODE else []),
+        *([f"--gres=gpu:{gpus}"] if gpus and config.gpu_option is GpuOption.GRES else []),
+        f"--time={config.time_minutes}",
+        f"--signal=B:USR1@{config.margin_seconds}",
+        "--requeue" if can_requeue else "--no-requeue",
+        "--open-mode=append",
+        f"--output={_file_pattern(request.log)}",
+        f"--chdir={request.working_directory}",
+        "--export=ALL",
+        *_site_arguments(config, request.avoided),
+        *config.extra_arguments,
+    )
+
+
+def _site_arguments(config: SlurmConfig, avoided: tuple[str, ...]) -> list[str]:
+    given = {
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "exclude": ",".join([*([config.exclude] if config.exclude else []), *avoided]) or None,
+        "reservation": config.reservation,
+    }
+    return [f"--{option}={value}" for option, value in given.items() if value is not None]
+
+
+def _file_pattern(path: Path) -> str:
+    return str(path).replace("%", "%%")
+
+
+def render_script(request: JobRequest, config: SlurmConfig) -> str:
+    """The script that the node runs."""
+    return _SCRIPT.substitute(
+        name=request.name,
+        quoted_name=shlex.quote(request.name),
+        quoted_directory=shlex.quote(str(request.directory)),
+        setup="".join(f"{line}\n" for line in ("", *config.setup)),
+        cpus=request.resources.cpus,
+        step=" \\\n  ".join(_step(request, config)),
+        run_again=RUN_AGAIN,
+        max_requeues=config.max_requeues,
+    )
+
+
+def _step(request: JobRequest, config: SlurmConfig) -> list[str]:
+    """Options of srun, and the command, quoted. ``--mpi=none``, because the default of a site may be absent."""
+    options = [
+        "--export=ALL",
+        "--nodes=1 --ntasks=1",
+        f"--cpus-per-task={request.resources.cpus}",
+        "--mpi=none --kill-on-bad-exit=0 --unbuffered",
+    ]
+    python = request.python or Path("python3" if config.container else sys.executable)
+    command = [str(python), "-m", "areal_actors.schedulers.preflight", str(config.preflight_seconds), request.module]
+    if isinstance(config.container, PyxisConfig):
+        options += _quoted(_pyxis_options(config.container, request))
+    elif isinstance(config.container, ApptainerConfig):
+        command = [*_apptainer(config.container, request), *command]
+    return [*options, " ".join(_quoted(command))]
+
+
+def _pyxis_options(container: PyxisConfig, request: JobRequest) -> list[str]:
+    mounts = [*(f"{path}:{path}" for path in _needed_paths(request)), *container.mounts]
+    return [
+        f"--container-image={container.image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={request.working_directory}",
+        "--no-container-mount-home",
+        "--container-env=AREAL_BOOTSTRAP",
+    ]
+
+
+def _apptainer(container: ApptainerConfig, request: JobRequest) -> list[str]:
+    mounts = [*map(str, _needed_paths(request)), *container.mounts]
+    binds = [word for mount in mounts for word in ("--bind", mount)]
+    graphics = ["--nv"] if request.resources.gpus else []
+    return ["apptainer", "exec", *graphics, *binds, "--pwd", str(request.working_directory), container.image]
+
+
+def _needed_paths(request: JobRequest) -> list[Path]:
+    return sorted({request.directory.parent, request.working_directory})
+
+
+def _quoted(words: list[str]) -> list[str]:
+    return [shlex.quote(word) for word in words]

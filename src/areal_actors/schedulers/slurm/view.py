@@ -1,0 +1,105 @@
+"""One job as it has been seen, look by look: pure, so that every course of events can be tried.
+
+A look at the queue gives a row, or none although the queue was read. What is not certain stays uncertain: a job that is
+absent, or that lost its node, may be back at the next look, and only patience turns it into one that has ended.
+"""
+
+from __future__ import annotations
+
+from attrs import evolve, frozen
+
+from areal_actors.schedulers.base import PlacementState, PlacementStatus
+from areal_actors.schedulers.slurm.queue import Course, JobRow
+
+__all__ = ["JobView", "observe", "to_status"]
+
+_STATES = {
+    Course.WAITING: PlacementState.PENDING,
+    Course.RUNNING: PlacementState.RUNNING,
+    Course.ENDED: PlacementState.ENDED,
+    Course.DOUBTFUL: PlacementState.UNKNOWN,
+    Course.UNKNOWN: PlacementState.UNKNOWN,
+}
+_ADVICE = {
+    "ReqNodeNotAvail": "nodes that it needs are drained, down or reserved",
+    "Resources": "it waits for free nodes",
+    "Priority": "others come first",
+    "BeginTime": "it was put back into the queue, and waits there for a while",
+    "PartitionConfig": "no node of the partition has what it asks for, and it would wait for ever",
+    "BadConstraints": "no node has what it asks for, and it would wait for ever",
+    "PartitionNodeLimit": "it asks for more than the partition has",
+    "PartitionTimeLimit": "it asks for more time than the partition allows: scheduler.slurm.time_minutes",
+    "AssocGrpGRES": "the account has used up its GPUs",
+    "QOSMaxJobsPerUserLimit": "the qos allows no more jobs at once",
+}
+
+
+@frozen(kw_only=True)
+class JobView:
+    """What is known of a job. ``has_run`` is since it last waited, ``doubtful_since`` since when it is in doubt."""
+
+    job: int
+    course: Course = Course.WAITING
+    state: str = ""
+    nodes: str = ""
+    reason: str = ""
+    has_run: bool = False
+    num_restarts: int = 0
+    doubtful_since: float | None = None
+
+
+def observe(view: JobView, row: JobRow | None, *, now: float, patience: float) -> JobView:
+    """The view after one more look at the queue, which had ``row`` for this job, or nothing.
+
+    Args:
+        view: what was known.
+        row: the job's line; ``None`` if the queue was read and had none.
+        now: seconds, of any clock.
+        patience: how long a job that was last seen in doubt is given to be started again.
+    """
+    if view.course is Course.ENDED:
+        return view
+    if row is None or row.course is Course.DOUBTFUL:
+        return _doubt(view, row, now=now, patience=patience)
+    is_restart = row.course is Course.WAITING and view.has_run
+    return JobView(
+        job=view.job,
+        course=row.course,
+        state=row.state,
+        nodes=row.nodes if row.course is not Course.WAITING else "",
+        reason=row.reason,
+        has_run=row.course is Course.RUNNING or (view.has_run and not is_restart),
+        num_restarts=view.num_restarts + is_restart,
+    )
+
+
+def _doubt(view: JobView, row: JobRow | None, *, now: float, patience: float) -> JobView:
+    since = now if view.doubtful_since is None else view.doubtful_since
+    is_over = row is not None and now - since >= patience
+    return evolve(
+        view,
+        course=Course.ENDED if is_over else Course.DOUBTFUL,
+        state="" if row is None else row.state,
+        nodes=view.nodes if row is None else row.nodes or view.nodes,
+        reason="it is not in the queue" if row is None else row.reason,
+        doubtful_since=since,
+    )
+
+
+def to_status(view: JobView) -> PlacementStatus:
+    """The view in the words of every scheduler, without how the job ended."""
+    where = f"job {view.job}" + (f" on {view.nodes}" if view.nodes else "")
+    return PlacementStatus(
+        state=_STATES[view.course],
+        where=where,
+        reason=_explain(view),
+        is_requeued=view.course is Course.WAITING and view.num_restarts > 0,
+    )
+
+
+def _explain(view: JobView) -> str:
+    reason = "" if view.reason in ("None", "(null)") else view.reason
+    advice = next((text for word, text in _ADVICE.items() if reason.startswith(word)), "")
+    said = f"{reason} ({advice})" if advice else reason
+    is_plain = view.course in (Course.WAITING, Course.RUNNING) and view.state in ("PENDING", "RUNNING", "")
+    return said if is_plain else ": ".join(part for part in (view.state, said) if part)

@@ -1,0 +1,132 @@
+"""Slurm's commands as processes: clean, bounded, and told apart by what they say. Programs are small scripts."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import anyio
+import pytest
+
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.slurm.commands import (
+    Doubtful,
+    Refused,
+    SlurmCommands,
+    Submitted,
+    clean_environment,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+def commands(directory, *, timeout_seconds=5.0, environment=None, **programs):
+    """Commands whose programs are these scripts."""
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        program = directory / name
+        program.write_text(f"#!/bin/bash\n{programs.get(name, 'exit 0')}\n")
+        program.chmod(0o755)
+    path = {"PATH": f"{directory}:{os.environ['PATH']}"}
+    return SlurmCommands(environment=path | (environment or {}), timeout_seconds=timeout_seconds, user="1000")
+
+
+def test_the_environment_is_cleaned():
+    """Of options in disguise, of another job's devices, and of secrets; not of what finds the cluster."""
+    kept = {"SLURM_CONF": "c", "SLURM_JWT": "j", "PATH": "p", "HOME": "h", "PYTHONPATH": "s", "SLURMISH": "x"}
+    leaked = (
+        "SLURM_JOB_ID SLURM_CPU_BIND SBATCH_EXCLUSIVE SBATCH_PARTITION SRUN_CPUS_PER_TASK SALLOC_X SQUEUE_FORMAT "
+        "SCANCEL_STATE SINFO_FORMAT SACCT_FORMAT PMI_RANK PMIX_RANK PMI2_X CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES "
+        "GPU_DEVICE_ORDINAL AREAL_BOOTSTRAP AREAL_ADMIN_KEY SLURMD_NODENAME"
+    )
+
+    assert kept == clean_environment(kept | dict.fromkeys(leaked.split(), "x"))
+
+
+async def test_commands_see_the_clean_environment_and_the_script(tmp_path):
+    """What the job is to have is there beside it; the script comes on standard input."""
+    one = commands(
+        tmp_path,
+        environment={"SBATCH_HOLD": "1"},
+        sbatch='cat >"$0.in"; env >"$0.env"; printf "%s\\n" "$@" >"$0.args"; echo "9;n"',
+    )
+    found = await one.submit(("--a b", "--c"), "the script", environment={"KEY": "v"})
+
+    assert Submitted(job=9) == found
+    assert "the script" == (tmp_path / "sbatch.in").read_text()
+    assert "--a b\n--c\n" == (tmp_path / "sbatch.args").read_text()
+    environment = (tmp_path / "sbatch.env").read_text().splitlines()
+    assert "KEY=v" in environment
+    assert not [line for line in environment if line.startswith("SBATCH_")]
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ("echo 12", Submitted),
+        ("echo 'sbatch: error: Invalid partition name specified' >&2; exit 1", Refused),
+        ("exit 1", Refused),
+        ("echo 'Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1", Doubtful),
+        ("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", Doubtful),
+        ("echo 'Batch job submission failed: Protocol authentication error' >&2; exit 1", Doubtful),
+        ("echo welcome to the cluster", Doubtful),
+        ("exec sleep 60", Doubtful),
+    ],
+)
+async def test_what_becomes_of_a_submission_is_told_apart(tmp_path, script, kind):
+    """Taken, refused, or nobody knows: only a refusal may be taken for one."""
+    found = await commands(tmp_path, timeout_seconds=0.5, sbatch=f"cat >/dev/null; {script}").submit((), "x")
+
+    assert kind is type(found)
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["echo slurm_load_jobs error >&2; exit 1", "echo '%%|garbage'", "exec sleep 60", "head -c 9999 /dev/urandom"],
+)
+async def test_a_queue_that_cannot_be_read_is_no_empty_queue(tmp_path, script):
+    """It raises, within its time limit."""
+    with pytest.raises(SchedulerError, match="squeue"):
+        await commands(tmp_path, timeout_seconds=0.5, squeue=script).list_jobs(("x",))
+
+
+async def test_jobs_of_others_are_left_out(tmp_path):
+    """Whatever a cluster makes of the filter."""
+    said = r"printf '1|mine|RUNNING|n1|||1:00|None\n2|other|RUNNING|n1|||1:00|None\n'"
+
+    assert [1] == [row.job for row in await commands(tmp_path, squeue=said).list_jobs(("mine",))]
+    assert () == await commands(tmp_path).list_jobs(("mine",))
+
+
+async def test_a_job_that_is_over_is_cancelled_without_complaint(tmp_path):
+    """Its number is not known any more; another failure is one."""
+    over = commands(
+        tmp_path, scancel="echo 'scancel: error: Kill job error on job id 7: Invalid job id specified' >&2; exit 1"
+    )
+    await over.cancel(7)
+    with pytest.raises(SchedulerError, match=r"scancel failed.*contact"):
+        await commands(tmp_path, scancel="echo 'unable to contact' >&2; exit 8").cancel(7)
+
+
+async def test_the_event_loop_goes_on_while_a_command_hangs(tmp_path):
+    """A hanging squeue costs its time limit, and no tick."""
+    one = commands(tmp_path, timeout_seconds=0.5, squeue="exec sleep 60")
+    ticks = []
+
+    async def tick():
+        while True:
+            ticks.append(time.monotonic())
+            await anyio.sleep(0.01)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tick)
+        with pytest.raises(SchedulerError, match=r"within 0.5 s"):
+            await one.list_jobs(("x",))
+        tasks.cancel_scope.cancel()
+
+    assert len(ticks) >= 5
+
+
+def test_no_slurm_is_said_so(tmp_path):
+    """With what to do."""
+    with pytest.raises(SchedulerError, match=r"Slurm is not installed here: sbatch.*login node"):
+        SlurmCommands(environment={"PATH": str(tmp_path)}).check()

@@ -1,0 +1,131 @@
+"""What Slurm prints, as values: recorded lines, every known state, and garbage."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.schedulers.slurm.queue import (
+    Course,
+    ExitStatus,
+    JobRow,
+    course_of,
+    parse_exit_record,
+    parse_job,
+    parse_queue,
+    parse_submitted,
+)
+
+# As printed by Slurm 22.05.8.
+QUEUE = """\
+5|aa-0123456789abcdef-generation-1.0|CANCELLED|slx01|2026-11-21T13:28:35|2026-11-21T13:28:40|364-23:59:55|None
+7|aa-0123456789abcdef-trainer.2|PENDING||N/A|N/A|10:00|Resources
+8|x|RUNNING|slx[01-02]|2026-11-21T13:28:45|2026-11-21T13:28:46|UNLIMITED|None
+9|x|PENDING||N/A|N/A|10:00|Nodes required for job are DOWN, DRAINED | or reserved
+"""
+JOB = (
+    "JobId=6 JobName=t.sh UserId=root(0) GroupId=root(0) MCS_label=N/A JobState={state} Reason=None Dependency=(null) "
+    "Requeue=0 Restarts=2 BatchFlag=1 Reboot=0 ExitCode={code} RunTime=00:00:01 Partition=main BatchHost=slx01"
+)
+STATES = {
+    Course.WAITING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT",
+    Course.RUNNING: "RUNNING SUSPENDED COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED",
+    Course.ENDED: "COMPLETED CANCELLED FAILED TIMEOUT DEADLINE BOOT_FAIL OUT_OF_MEMORY",
+    Course.DOUBTFUL: "NODE_FAIL PREEMPTED REVOKED",
+    Course.UNKNOWN: "LEVITATING",
+}
+
+
+def test_recorded_lines_are_read():
+    """Every column; a reason may hold anything."""
+    rows = parse_queue(QUEUE)
+
+    assert [5, 7, 8, 9] == [row.job for row in rows]
+    assert JobRow(
+        job=7, name="aa-0123456789abcdef-trainer.2", state="PENDING", nodes="", start="N/A", end="N/A",
+        time_left="10:00", reason="Resources",
+    ) == rows[1]  # fmt: skip
+    assert "slx[01-02]" == rows[2].nodes
+    assert "Nodes required for job are DOWN, DRAINED | or reserved" == rows[3].reason
+
+
+@pytest.mark.parametrize(("state", "course"), [(s, c) for c, states in STATES.items() for s in states.split()])
+def test_every_base_state_has_a_meaning(state, course):
+    """Also with what sacct puts behind it."""
+    assert course is course_of(state)
+    assert course is course_of(f"{state}+")
+    assert course is course_of(f"{state} by 0")
+
+
+@given(text=st.text())
+def test_garbage_never_raises(text):
+    """Whatever is printed, there is an answer."""
+    parse_queue(text)
+    parse_submitted(text)
+    parse_job(text)
+    parse_exit_record(text)
+
+    assert course_of(text) in Course
+
+
+_fields = st.text(
+    st.characters(codec="ascii", exclude_characters="|\r\n\x0b\x0c\x1c\x1d\x1e\x85", categories=["L", "N"])
+)
+
+
+@given(rows=st.lists(st.tuples(st.integers(0, 10**9), *([_fields] * 7))), noise=st.lists(st.text("ab|[]", max_size=9)))
+def test_what_is_written_is_read(rows, noise):
+    """Rows come back as they are, whatever lies between them."""
+    lines = ["|".join(map(str, row)) for row in rows]
+
+    found = parse_queue("\n".join([*noise, *lines]))
+
+    assert [(row[0], row[1], row[7]) for row in rows] == [(row.job, row.name, row.reason) for row in found]
+
+
+@pytest.mark.parametrize(
+    ("said", "job"),
+    [
+        ("31", 31),
+        ("31;north", 31),
+        ("sbatch: a site's greeting\n32\n", 32),
+        ("", None),
+        ("Submitted batch job 7", None),
+    ],
+)
+def test_the_number_of_a_job_is_found(said, job):
+    """The last line counts, up to the name of the cluster."""
+    assert job == parse_submitted(said)
+
+
+@pytest.mark.parametrize(
+    ("state", "printed", "code"),
+    [
+        ("FAILED", "3:0", 3),
+        ("FAILED", "0:9", -9),
+        ("COMPLETED", "0:0", 0),
+        ("FAILED", "0:53", -53),
+        ("FAILED", "143:0", -15),
+    ],
+)
+def test_how_a_job_ended_is_read(state, printed, code):
+    """Status and signal, the count of restarts, the node."""
+    found = parse_job(JOB.format(state=state, code=printed))
+
+    assert found is not None
+    assert ExitStatus(code=code, restarts=2, node="slx01") == found.exit
+    assert state == found.state
+
+
+def test_no_job_is_no_job():
+    """Also where somebody named a job to look like one."""
+    assert parse_job("slurm_load_jobs error: Invalid job id specified") is None
+    assert parse_job("JobName=ExitCode=0:0") is None
+
+
+def test_the_record_of_the_script_is_read():
+    """Status, time, node; a status above 128 is a signal."""
+    assert ExitStatus(code=75, restarts=1, node="n1") == parse_exit_record("75 1795267689 n1\n", restarts=1)
+    assert ExitStatus(code=-9) == parse_exit_record("137 1795267689")
+    assert parse_exit_record("") is None

@@ -1,0 +1,71 @@
+"""Homes, schedulers and specifications for ``caller``, the worker of these tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.schedulers.slurm_local.cluster import ROOT, Cluster
+
+from areal_actors.core.remote import Limits, Listener, listen
+from areal_actors.schedulers.base import Home, Resources, WorkerSpec
+from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
+
+__all__ = ["CALLER", "SECRET", "open_home", "open_scheduler", "spec"]
+
+CALLER = "tests.schedulers.slurm_local.caller"
+SECRET = b"known to both sides, nobody else"
+_LIMITS = Limits(heartbeat_seconds=0.3, silence_seconds=1.5)
+_SETTINGS = {
+    "poll_seconds": 0.3,
+    "time_minutes": 10,
+    "margin_seconds": 60,
+    "preflight_seconds": 5.0,
+    "command_timeout_seconds": 5.0,
+}
+
+
+@asynccontextmanager
+async def open_scheduler(
+    cluster: Cluster, directory: Path, *, environment: Mapping[str, str] | None = None, **settings: Any
+) -> AsyncIterator[SlurmScheduler]:
+    """A scheduler of the cluster whose workers are callers."""
+    async with SlurmScheduler.open(
+        SlurmConfig(**(_SETTINGS | settings)),
+        directory=directory,
+        environment=cluster.environment | (environment or {}),
+        module=CALLER,
+    ) as scheduler:
+        yield scheduler
+
+
+@asynccontextmanager
+async def open_home(address: str) -> AsyncIterator[tuple[Listener, Home]]:
+    """A listener that callers find, and how they find it."""
+    async with listen(address, secret=SECRET, node="home", limits=_LIMITS) as listener:
+        yield listener, Home(addresses=(listener.address,), secret=SECRET)
+
+
+def spec(
+    home: Home,
+    name: str = "caller-0",
+    *,
+    order: str = "",
+    lease: float = 4.0,
+    environment: Mapping[str, str] | None = None,
+    resources: Resources | None = None,
+    life: int = 0,
+) -> WorkerSpec:
+    """A caller that is told ``order``, and leaves when it has been without home for ``lease`` seconds."""
+    return WorkerSpec(
+        name=name,
+        home=home,
+        life=life,
+        environment={"CALLER_ORDER": order, "CALLER_LEASE": str(lease), **(environment or {})},
+        resources=resources or Resources(),
+        python=Path(sys.executable),
+        working_directory=ROOT,
+    )

@@ -1,0 +1,76 @@
+"""Whether a worker can begin: said in one line, by a process that becomes the worker if it can."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import anyio
+import pytest
+
+from areal_actors.core.remote import listen
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.preflight import check, read_home
+from areal_actors.schedulers.statuses import NOT_BEGUN
+
+SECRET = b"known to both sides, nobody else"
+
+pytestmark = pytest.mark.anyio
+
+
+def bootstrap(directory, *, address="tcp://127.0.0.1:9", secret=SECRET, mode=0o600, words=None):
+    """The file that a worker is told of."""
+    for name in ("exit", "bootstrap"):
+        (directory / name).mkdir(exist_ok=True)
+    path = directory / "bootstrap" / "x.json"
+    told = {"name": "x", "life": 0, "addresses": [address], "secret": secret.hex()} if words is None else words
+    path.write_text(json.dumps(told))
+    path.chmod(mode)
+    return str(path)
+
+
+async def test_a_home_that_answers_is_enough(tmp_path):
+    """The secret is known, the directory can be written, and nothing is left in it."""
+    async with listen("tcp://127.0.0.1:0", secret=SECRET) as listener:
+        await check(bootstrap(tmp_path, address=listener.address), 5)
+
+    assert list((tmp_path / "exit").iterdir()) == []
+
+
+async def test_what_is_amiss_is_said(tmp_path):
+    """Nobody there, another secret, no file, a file for everybody, no words in it, a directory that is not there."""
+    async with listen("tcp://127.0.0.1:0", secret=b"another secret, just as long...") as listener:
+        with pytest.raises(SchedulerError, match=r"cannot be reached.*does not know the secret"):
+            await check(bootstrap(tmp_path, address=listener.address), 0.2)
+    with pytest.raises(SchedulerError, match=r"cannot be reached.*tcp://127.0.0.1:9"):
+        await check(bootstrap(tmp_path), 0.2)
+    with pytest.raises(SchedulerError, match="others can read"):
+        read_home(bootstrap(tmp_path, mode=0o644))
+    with pytest.raises(SchedulerError, match="file system"):
+        read_home(str(tmp_path / "nothing"))
+    with pytest.raises(SchedulerError, match="names no file"):
+        read_home("")
+    path = bootstrap(tmp_path, words=[])
+    with pytest.raises(SchedulerError, match="where home is"):
+        read_home(path)
+    path = bootstrap(tmp_path)
+    (tmp_path / "exit").rmdir()
+    with pytest.raises(SchedulerError, match="cannot be written"):
+        await check(path, 0.2)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_the_process_becomes_the_worker_or_says_why_not(tmp_path):
+    """As a job starts it."""
+    environment = {**os.environ, "AREAL_BOOTSTRAP": bootstrap(tmp_path)}
+    command = [sys.executable, "-m", "areal_actors.schedulers.preflight", "0.2", "platform"]
+    refused = await anyio.run_process(command, env=environment, check=False)
+    async with listen("tcp://127.0.0.1:0", secret=SECRET) as listener:
+        environment["AREAL_BOOTSTRAP"] = bootstrap(tmp_path, address=listener.address)
+        became = await anyio.run_process(command, env=environment, check=False)
+
+    assert refused.returncode == NOT_BEGUN
+    assert refused.stderr.decode().startswith("preflight: home cannot be reached")
+    assert became.returncode == 0, became.stderr
+    assert b"Linux" in became.stdout or became.stdout

@@ -43,6 +43,7 @@
     ├── SchedulerError              a worker that cannot be placed, or a cluster that refuses   (run)
     ├── CheckpointError             a checkpoint that cannot be written or does not fit         (trainer)
     ├── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
+    ├── GangError                   a process that trains along is gone, or does not answer     (trainer)
     └── TrainingStalled             no groups to train came in time                             (trainer)
 
 A message says what happened, to what, and what to do about it. HTTP statuses are attributes, chosen so that
@@ -70,6 +71,7 @@ __all__ = [
     "EngineError",
     "EpisodeError",
     "ExportError",
+    "GangError",
     "GenerationAborted",
     "IdempotencyMismatch",
     "InvalidRequest",
@@ -383,6 +385,10 @@ class CheckpointError(ArealError):
 
 class TrainingDiverged(ArealError):
     """The loss or the gradient norm is not a finite number."""
+
+
+class GangError(ArealError):
+    """The processes that train one policy together have lost one another, or do not hold the same policy."""
 
 
 class TrainingStalled(ArealError):

@@ -19,6 +19,8 @@ __all__ = [
     "CaptureConfig",
     "ComputeDtype",
     "Decay",
+    "GangBackend",
+    "GangConfig",
     "KlConfig",
     "KlEstimator",
     "KlPlace",
@@ -246,6 +248,30 @@ class CaptureConfig:
     max_bad_fraction: float = field(default=0.1, validator=_fraction)
 
 
+class GangBackend(StrEnum):
+    """What the processes of a gang talk through."""
+
+    AUTO = "auto"
+    """``nccl`` where there is a GPU, ``gloo`` elsewhere."""
+    GLOO = "gloo"
+    """On CPUs."""
+    NCCL = "nccl"
+    """On GPUs, one for each process."""
+
+
+@frozen(kw_only=True)
+class GangConfig:
+    """Several processes that hold a part of the weights each, and compute a part of each step.
+
+    ``num_processes`` counts the first one, the run itself. A process that is not answered within ``timeout_seconds`` in
+    the middle of a step takes the others for lost.
+    """
+
+    num_processes: int = field(default=1, validator=[instance_of(int), _positive])
+    backend: GangBackend = GangBackend.AUTO
+    timeout_seconds: float = field(default=300.0, validator=_positive)
+
+
 @frozen(kw_only=True)
 class TrainerConfig:
     """One training step: how groups become updates.
@@ -260,6 +286,7 @@ class TrainerConfig:
     advantages: AdvantageConfig = field(factory=AdvantageConfig)
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
     capture: CaptureConfig = field(factory=CaptureConfig)
+    gang: GangConfig = field(factory=GangConfig)
     layout: Layout = Layout.TREE
     max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
     dtype: ComputeDtype = ComputeDtype.AUTO

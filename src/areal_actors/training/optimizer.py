@@ -1,4 +1,4 @@
-"""AdamW with a schedule and a bound on the gradient. The weights it keeps are float32.
+"""AdamW with a schedule and a bound on the gradient. The weights it keeps are float32, whole or spread over ranks.
 
 An update either happens whole or not at all: a gradient that is not finite raises ``TrainingDiverged`` before anything
 moved.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from areal_actors.errors import CheckpointError, TrainingDiverged
 from areal_actors.training.config import Decay, OptimizerConfig
+from areal_actors.training.sharding import gather, scatter
 
 __all__ = ["Optimizer", "learning_rate"]
 
@@ -60,7 +61,7 @@ class Optimizer:
 
         Raises ``TrainingDiverged`` if the norm is not finite; weights and moments are then as they were.
         """
-        norm = torch.nn.utils.get_total_norm(self._gradients())
+        norm = gather(torch.nn.utils.get_total_norm(self._gradients()))
         if not torch.isfinite(norm):
             raise TrainingDiverged(
                 f"The gradient of update {self.num_updates + 1} has the norm {float(norm)}; the weights were not "
@@ -99,7 +100,10 @@ class Optimizer:
             parameter = self._parameters.get(name)
             if parameter is None or (what in _MOMENTS and parameter.shape != value.shape):
                 raise CheckpointError(f"The checkpoint's optimiser state {key} does not fit the model.")
-            moments.setdefault(parameter, {})[what] = value.clone().to(parameter.device)
+            owned = value.clone()
+            if what in _MOMENTS:
+                owned = scatter(owned, parameter)
+            moments.setdefault(parameter, {})[what] = owned.to(parameter.device)
         self._adam.state.clear()
         self._adam.state.update(moments)
         self.num_updates = num_updates

@@ -2,14 +2,13 @@
 
 One step: penalties in the reward, advantages, rows, then for each update the forward passes, the objective, the
 backward passes and AdamW. Everything blocks; an actor runs it on a thread. Rewards, staleness limits and publication
-of weights are decided elsewhere.
+of weights are decided elsewhere. In a gang each rank has a trainer of its own, and all are asked for the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,20 @@ from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.capture import CaptureGate, CaptureWatch
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
 from areal_actors.training.config import Aggregation, KlPlace, Layout, TrainerConfig
-from areal_actors.training.forward import TokenScores, score_pack
+from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.generators import generator_states, set_generator_states
 from areal_actors.training.memory import release_free_memory
 from areal_actors.training.objective import Objective, TokenSums, create_objective
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_tree
+from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.penalties import estimate_kl, penalise_kl, penalise_overlong
 from areal_actors.training.precision import compute_dtype
+from areal_actors.training.sharding import gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
 from areal_actors.training.support import require_plain_head, require_tree_support
-from areal_actors.training.terms import Terms
 from areal_actors.training.tree_attention import use_tree_attention
-from areal_actors.training.weights import distinct_tensors, load_weights
+from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
 
 __all__ = ["PolicyTrainer"]
 
@@ -75,13 +75,14 @@ class PolicyTrainer:
         self.config = config or TrainerConfig()
         self.model = model.float().eval()
         self.version = 0
-        self._reference = reference.eval() if reference is not None else None
+        self._scorer = Scorer(self.model)
+        self._reference = Scorer(reference.eval()) if reference is not None else None
+        self.gang = Gang.alone()
         self._objective = objective or create_objective(self.config.objective)
         self._dtype = compute_dtype(self.config.dtype, model.device)
         self.expect_engine(dtype="float32")
         self._check()
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = Optimizer(trained, self.config.optimizer)
+        self._optimizer = self._create_optimizer()
 
     def expect_engine(self, *, dtype: str) -> None:
         """Say what the engine computes in, which bounds how far its log-probabilities may be from the trainer's."""
@@ -91,8 +92,30 @@ class PolicyTrainer:
             is_float32=dtype == "float32" and self._dtype is torch.float32,
         )
 
+    def join(self, gang: Gang) -> None:
+        """Hold a part of the weights from now on, and compute a part of each step.
+
+        All ranks of ``gang`` do so, with the same weights, version and configuration; from then on all of them have to
+        be asked for the same things in the same order: steps, log-probabilities, weights and checkpoints.
+
+        Raises ``GangError`` if they do not hold the same.
+        """
+        with gang.guard():
+            moments = self._optimizer.state_dict()
+            state = {"weights": self.model.state_dict(), "moments of the optimiser": moments}
+            digests = {what: digest(tensors) for what, tensors in state.items()}
+            digests |= {"configuration": digest({}, repr(self.config)), "version": self.version}
+            gang.require_equal(list(digests.values()), list(digests))
+            for scorer in filter(None, (self._scorer, self._reference)):
+                shard(scorer, gang)
+            self.gang, num_updates = gang, self._optimizer.num_updates
+            self._dtype = compute_dtype(self.config.dtype, self.model.device)
+            self._optimizer = self._create_optimizer()
+            self._optimizer.load_state_dict(moments, num_updates=num_updates)
+
     # ------------------------------------------------------------------------------------------------ training
 
+    @guarded
     def train_step(self, groups: Sequence[Group], *, max_staleness: int | None = None) -> StepStatistics:
         """Update the weights from ``groups`` and advance ``version`` by one.
 
@@ -132,11 +155,17 @@ class PolicyTrainer:
         Only the first update of a step is watched: after it, no row is of the present weights any more.
         """
         packs, num_skipped = self._packs(batch)
-        loss, sums = self._accumulate(batch, packs, watch)
-        self._judge(watch)
+        self._optimizer.zero_grad()
+        found = self._passes.accumulate(self._scorer, self._objective, batch, packs)
+        if not np.isfinite(found.loss):
+            self._optimizer.zero_grad()
+            raise TrainingDiverged(
+                f"The loss of step {self.version + 1} is {found.loss}; the weights were not changed."
+            )
+        self._judge(watch, batch, packs, found.raw_logprobs)
         return _Update(
-            loss=loss,
-            sums=sums,
+            loss=found.loss,
+            sums=found.sums,
             grad_norm=self._optimizer.step(),
             num_skipped=num_skipped,
             num_packed=sum(pack.num_tokens for pack in packs),
@@ -151,15 +180,20 @@ class PolicyTrainer:
         watch.expect([row for row in rows if row.trajectory.session not in restored])
         return watch
 
-    def _judge(self, watch: CaptureWatch | None) -> None:
+    def _judge(
+        self, watch: CaptureWatch | None, batch: Batch, packs: Sequence[Pack], raw_logprobs: Sequence[Floats]
+    ) -> None:
         if watch is None:
             return
+        for pack, values in zip(packs, raw_logprobs, strict=True):
+            watch.note(batch.rows, pack.rows, values)
         try:
             watch.judge()
         except CaptureViolation:
             self._optimizer.zero_grad()
             raise
 
+    @guarded
     def logprobs(self, trajectories: Sequence[Trajectory], *, is_raw: bool = False) -> list[Floats]:
         """Log-probabilities of the trained tokens under the present weights, float32 [T] for each row, 0 off the mask.
 
@@ -172,31 +206,53 @@ class PolicyTrainer:
             for found in branches
             for branch in found
         ]
-        scored = iter(self._score_rows(self.model, rows, is_raw=is_raw))
+        scored = iter(self._score_rows(self._scorer, rows, is_raw=is_raw))
         result = [np.zeros(row.num_tokens, dtype=np.float32) for row in trajectories]
         for values, found in zip(result, branches, strict=True):
             for branch in found:  # a token is scored in one branch, and 0 in the others
                 values[branch.places] += next(scored)
         return result
 
+    @guarded
     def state_dict(self) -> dict[str, Tensor]:
-        """All weights by name, shared with the model: they change with the next ``train_step``."""
-        return dict(self.model.state_dict())
+        """All weights by name, shared with the model: they change with the next ``train_step``.
+
+        In a gang they are gathered, on the CPU and for the first rank alone; the others have none.
+        """
+        if self.gang.is_alone:
+            return dict(self.model.state_dict())
+        whole = self._gather(distinct_tensors(self.model))
+        return {name: whole[own] for name, own in tied_names(self.model).items()} if whole else {}
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, directory: Path, *, counters: Mapping[str, Any] | None = None, num_kept: int = 2) -> Checkpoint:
         """Write a checkpoint below ``directory``, with the caller's JSON ``counters``, and keep the last ``num_kept``.
 
+        In a gang the first rank does so, and the others call ``help_save``. Gangs of any size write the same files.
+
         Raises ``CheckpointError`` if it cannot be written; older ones are untouched then.
         """
         own = {"num_updates": self._optimizer.num_updates, "caller": dict(counters or {})}
-        parts = {
-            "model": distinct_tensors(self.model),
-            "optimizer": self._optimizer.state_dict(),
-            "rng": generator_states(),
-        }
+        parts = self.help_save() | {"rng": generator_states()}
         return save_checkpoint(directory, step=self.version, parts=parts, counters=own, num_kept=num_kept)
+
+    @guarded
+    def help_save(self) -> dict[str, dict[str, Tensor]]:
+        """Gather what a checkpoint holds, with all ranks; it is whole on the first one, and empty on the others."""
+        model = self._gather(distinct_tensors(self.model))
+        return {"model": model, "optimizer": self._gather(self._optimizer.state_dict())}
+
+    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, on the CPU in a gang; for its first rank."""
+        if self.gang.is_alone:
+            return dict(tensors)
+        whole = {}
+        for name, tensor in tensors.items():
+            found = gather(tensor)  # one after another: the other ranks have no room for all of them
+            if self.gang.rank == 0:
+                whole[name] = found.detach().to("cpu", copy=True)
+        return whole
 
     def restore(self, directory: Path) -> Mapping[str, Any] | None:
         """Go on from the latest complete checkpoint below ``directory``, exactly; returns its caller's counters.
@@ -245,7 +301,8 @@ class PolicyTrainer:
         """KL estimates between the present weights and the reference, by ``id`` of the trajectory."""
         trajectories = [row for group in groups for episode in group.episodes for row in episode.trajectories]
         rows = [TrainingRow(trajectory=row, advantages=np.zeros(row.num_tokens)) for row in trajectories]
-        policy, reference = self._score_rows(self.model, rows), self._score_rows(self._reference, rows)
+        assert self._reference is not None, "checked when the trainer was made"
+        policy, reference = self._score_rows(self._scorer, rows), self._score_rows(self._reference, rows)
         estimator = self.config.objective.kl.estimator
         return {
             id(row): estimate_kl(torch.tensor(now), torch.tensor(then), estimator).numpy()
@@ -263,7 +320,7 @@ class PolicyTrainer:
             return [evolve(row, proximal=self._centre(row.trajectory)) for row in rows]
         if self.config.num_epochs * self.config.num_minibatches == 1:
             return rows  # one update: the weights before it are those of its own forward pass
-        scored = self._score_rows(self.model, rows, watch)
+        scored = self._score_rows(self._scorer, rows, watch)
         return [evolve(row, proximal=found) for row, found in zip(rows, scored, strict=True)]
 
     def _centre(self, row: Trajectory) -> Floats:
@@ -302,72 +359,27 @@ class PolicyTrainer:
         pack = pack_tree if self.config.layout is Layout.TREE else pack_flat
         return pack(rows, chosen, max_tokens=self.config.max_packed_tokens)
 
-    # ----------------------------------------------------------------------------------------- forward, backward
-
-    def _accumulate(self, batch: Batch, packs: Sequence[Pack], watch: CaptureWatch | None) -> tuple[float, TokenSums]:
-        """Gradients of the whole update, pass by pass; returns its loss and sums."""
-        self._optimizer.zero_grad()
-        total, sums = 0.0, TokenSums()
-        for pack in packs:
-            scores = self._score(self.model, pack)
-            result = self._objective(scores, self._terms(batch, pack, scores))
-            loss = float(result.loss.detach())
-            if not np.isfinite(loss):
-                self._optimizer.zero_grad()
-                raise TrainingDiverged(f"The loss of step {self.version + 1} is {loss}; the weights were not changed.")
-            torch.autograd.backward(result.loss)
-            total, sums = total + loss, sums + result.sums
-            if watch is not None:
-                watch.note(batch.rows, pack.rows, scores.raw_logprobs.cpu().numpy())
-        return total, sums
-
-    def _terms(self, batch: Batch, pack: Pack, scores: TokenScores) -> Terms:
-        tokens = batch.tokens_of(pack.rows)
-        counts = [int(batch.offsets[row + 1] - batch.offsets[row]) for row in pack.rows]
-
-        def pick(values: Floats) -> Tensor:
-            return torch.from_numpy(values[tokens]).to(self.model.device)
-
-        return Terms(
-            advantages=pick(batch.advantages),
-            weights=pick(batch.weights),
-            behaviour=pick(batch.behaviour),
-            proximal=scores.logprobs.detach() if batch.proximal is None else pick(batch.proximal),
-            reference=None if batch.reference is None else pick(batch.reference),
-            rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(self.model.device),
-            num_rows=len(counts),
-        )
-
-    def _score(self, model: Any, pack: Pack) -> TokenScores:
-        if pack.input_ids.max() >= self.model.config.vocab_size or pack.input_ids.min() < 0:
-            raise CaptureViolation(
-                f"A row has the token id {pack.input_ids.max()}, beyond the model's {self.model.config.vocab_size} "
-                "ids: engine and trainer do not hold the same model."
-            )
-        with self._precision():
-            return score_pack(model, pack, temperature=self.config.temperature)
-
-    @torch.no_grad()
     def _score_rows(
-        self, model: Any, rows: Sequence[TrainingRow], watch: CaptureWatch | None = None, *, is_raw: bool = False
+        self, scorer: Scorer, rows: Sequence[TrainingRow], watch: CaptureWatch | None = None, *, is_raw: bool = False
     ) -> list[Floats]:
-        """Log-probabilities float32 [T] of each row's trained tokens under ``model``; ``is_raw``: at temperature 1."""
+        """Log-probabilities float32 [T] of each row's trained tokens by ``scorer``; ``is_raw``: at temperature 1."""
         result: list[Floats] = [np.zeros(row.trajectory.num_tokens, dtype=np.float32) for row in rows]
-        trained = [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens]
-        for pack in self._pack(rows, trained):
-            scores = self._score(model, pack)
-            values = (scores.raw_logprobs if is_raw else scores.logprobs).cpu().numpy()
+        packs = self._pack(rows, [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens])
+        for pack, (logprobs, raw) in zip(packs, self._passes.score(scorer, packs), strict=True):
             if watch is not None:
-                watch.note(rows, pack.rows, scores.raw_logprobs.cpu().numpy())
+                watch.note(rows, pack.rows, raw)
             bounds = np.cumsum([len(rows[index].positions) for index in pack.rows])[:-1]
-            for index, part in zip(pack.rows, np.split(values, bounds), strict=True):
+            for index, part in zip(pack.rows, np.split(raw if is_raw else logprobs, bounds), strict=True):
                 result[index][rows[index].positions] = part
         return result
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.model.device.type, dtype=self._dtype)
+    @property
+    def _passes(self) -> Passes:
+        return Passes(gang=self.gang, dtype=self._dtype, temperature=self.config.temperature)
+
+    def _create_optimizer(self) -> Optimizer:
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return Optimizer(trained, self.config.optimizer)
 
     # ------------------------------------------------------------------------------------------------- checks
 
@@ -376,7 +388,7 @@ class PolicyTrainer:
             raise ConfigError(
                 "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
             )
-        for model in filter(None, (self.model, self._reference)):
+        for model in [scorer.model for scorer in (self._scorer, self._reference) if scorer is not None]:
             require_plain_head(model)
             if self.config.layout is Layout.TREE:
                 use_tree_attention(model)

@@ -6,17 +6,20 @@ import json
 import shutil
 from collections.abc import Mapping
 from fnmatch import fnmatch
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from areal_actors.errors import CheckpointError
 from areal_actors.training.checkpoints import Checkpoint
 from areal_actors.training.directories import atomic_directory
+from areal_actors.training.sharding import scatter
 
-__all__ = ["distinct_tensors", "export_model", "load_weights"]
+__all__ = ["digest", "distinct_tensors", "export_model", "load_weights", "tied_names"]
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -57,8 +60,24 @@ def export_model(
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:
     """Each tensor of the model once: tied weights have one name."""
-    unique = {tensor.data_ptr(): name for name, tensor in reversed(model.state_dict().items())}
-    return {name: tensor for name, tensor in model.state_dict().items() if unique[tensor.data_ptr()] == name}
+    names = tied_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if names[name] == name}
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """For each tensor of the model the name that it has in ``distinct_tensors``."""
+    tensors = model.state_dict(keep_vars=True)
+    first = {_identity(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: first[_identity(tensor)] for name, tensor in tensors.items()}
+
+
+def digest(tensors: Mapping[str, Tensor], text: str = "") -> int:
+    """A number below 2**48 that is another one for other tensors, names or ``text``."""
+    found = sha256(text.encode())
+    for name, tensor in tensors.items():
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(found.digest()[:6], "big")
 
 
 @torch.no_grad()
@@ -70,7 +89,12 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
     if misfits:
         raise CheckpointError(f"{checkpoint.path} is of another model: {', '.join(sorted(misfits)[:5])} do not fit.")
     for name, tensor in own.items():
-        tensor.copy_(saved[name])
+        tensor.copy_(scatter(saved[name], tensor))
+
+
+def _identity(tensor: Tensor) -> int:
+    """The same for tensors with the same contents; those that are spread over ranks have no address of their own."""
+    return id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
 def _converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

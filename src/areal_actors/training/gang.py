@@ -1,0 +1,227 @@
+"""Several processes that train one policy: how they find one another, add up what they know, and notice a loss.
+
+Each of them, a *rank*, holds a part of the weights (``sharding``) and computes its share of the passes (``shares``);
+all do the same things in the same order, which whoever leads them sees to. What they exchange is numbers alone, by
+``torch.distributed``: a rank that is killed breaks the others' connections at once, and one that is stuck is given up
+after a time, both as ``GangError``. A gang that has lost one of its ranks is of no more use.
+
+A process has one gang at a time, since ``torch.distributed`` has one group. ``Gang.alone`` is one that needs nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from ipaddress import ip_address
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from areal_actors.errors import ArealError, ConfigError, GangError
+from areal_actors.training.config import GangBackend, GangConfig
+from areal_actors.training.packing import Pack
+from areal_actors.training.shares import deal
+
+__all__ = ["Gang", "connect_store", "guarded", "open_store"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Doubles = npt.NDArray[np.float64]
+
+
+def open_store(host: str, config: GangConfig) -> dist.TCPStore:
+    """Where the ranks meet: listens at ``host`` of this machine, and nowhere else; ``port`` is any free one."""
+    # A socket that is bound already: by itself the store would listen at all addresses of the machine.
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        config.num_processes,
+        is_master=True,
+        timeout=timedelta(seconds=config.timeout_seconds),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect_store(host: str, port: int, config: GangConfig) -> dist.TCPStore:
+    """The store that rank 0 has opened. Raises ``GangError`` if nobody answers there."""
+    timeout = timedelta(seconds=config.timeout_seconds)
+    try:
+        return dist.TCPStore(host, port, config.num_processes, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise GangError(f"The first rank does not answer at {host}:{port}: {_first_line(error)}") from error
+
+
+class Gang:
+    """One rank's view of its gang. Made by ``alone`` and ``form``."""
+
+    def __init__(self, *, rank: int, size: int, device: torch.device | None) -> None:
+        self.rank, self.size = rank, size
+        self.device = device
+        """Where this rank computes; ``None`` for a gang of one leaves the model where it is."""
+        self._threads_before: int | None = None
+        self._is_closed = False
+
+    @classmethod
+    def alone(cls) -> Gang:
+        """One process, which exchanges nothing."""
+        return cls(rank=0, size=1, device=None)
+
+    @classmethod
+    def form(cls, store: dist.TCPStore, *, rank: int, config: GangConfig) -> Gang:
+        """Meet the other ranks at ``store``; returns once all are there. To be closed.
+
+        Raises ``GangError`` if they are not there in time, and ``ConfigError`` for a backend that this machine has not.
+        """
+        backend = _backend(config)
+        gang = cls(rank=rank, size=config.num_processes, device=_device(backend, rank))
+        with _gloo_at(store.host), gang.guard():
+            dist.init_process_group(
+                str(backend),
+                store=store,
+                rank=rank,
+                world_size=gang.size,
+                timeout=timedelta(seconds=config.timeout_seconds),
+            )
+        if backend is GangBackend.GLOO and _is_loopback(store.host):  # the cores of one machine are shared
+            gang._threads_before = torch.get_num_threads()
+            torch.set_num_threads(max(1, gang._threads_before // gang.size))
+        return gang
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to exchange anything with."""
+        return self.size == 1
+
+    def share(self, packs: Sequence[Pack]) -> tuple[int | None, ...]:
+        """Indices of the ``packs`` that this rank computes; ``None`` is a pass that only keeps the others company."""
+        return deal([pack.input_ids.size for pack in packs], num_ranks=self.size)[self.rank]
+
+    def sum(self, values: Doubles) -> Doubles:
+        """The sum over the ranks of arrays [n], the same bits on each of them."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Doubles) -> Doubles:
+        """The largest of the ranks' values, for arrays [n]."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def require_equal(self, digests: Sequence[int], names: Sequence[str]) -> None:
+        """Raise ``GangError`` on all ranks if one of ``digests`` (below 2**52) is another on another rank."""
+        own = np.array(digests, dtype=np.float64)
+        extremes = self.max(np.concatenate([own, -own]))
+        differing = [name for name, low, high in zip(names, -extremes[len(own) :], extremes, strict=False) if low < high]
+        if differing:
+            raise GangError(
+                f"The {self.size} processes of the gang differ in {', '.join(differing)}. Give them the same program, "
+                "configuration, model and checkpoint, and start again."
+            )
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """What is done together. A gang of which one rank failed by itself is over, for this rank as well.
+
+        The others learn it when this process ends, or when their time runs out. Raises ``GangError`` for connections
+        that broke and time that ran out.
+        """
+        if self._is_closed:
+            raise GangError(f"The gang of rank {self.rank} is closed; resume from the last checkpoint with a new one.")
+        try:
+            yield
+        except ArealError:  # a verdict, which all ranks come to
+            raise
+        except BaseException as error:
+            self.close()
+            if self.is_alone or not _is_of_connections(error):
+                raise
+            raise GangError(f"Rank {self.rank} of {self.size} has lost the others: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Leave. Twice is fine."""
+        if self.is_alone or self._is_closed:
+            return
+        self._is_closed = True
+        if dist.is_initialized():
+            dist.distributed_c10d._get_default_group().abort()
+            dist.destroy_process_group()
+        # Groups are numbered, and a number is used up by one that nobody came to: the next would not be found.
+        distributed_c10d._world.group_count = 0  # noqa: SLF001
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+
+    def _reduce(self, values: Doubles, operation: dist.ReduceOp.RedOpType) -> Doubles:
+        if self.is_alone:
+            return values
+        tensor = torch.from_numpy(values.copy()).to(self.device)
+        dist.all_reduce(tensor, op=operation)
+        return tensor.cpu().numpy()
+
+
+def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method that all ranks call, of what has a ``gang``: see ``Gang.guard``."""
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.gang.guard():
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def _backend(config: GangConfig) -> GangBackend:
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    if config.backend is GangBackend.NCCL and not has_nccl:
+        raise ConfigError("trainer.gang.backend: nccl needs GPUs, and this process sees none; use gloo")
+    if config.backend is GangBackend.AUTO:
+        return GangBackend.NCCL if has_nccl else GangBackend.GLOO
+    return config.backend
+
+
+def _device(backend: GangBackend, rank: int) -> torch.device:
+    """A GPU of its own for each rank of a machine, dealt out in order."""
+    if backend is GangBackend.GLOO:
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def _gloo_at(host: str) -> Iterator[None]:
+    """Have gloo listen on the loopback interface where all ranks are on one machine, and there only."""
+    name = "GLOO_SOCKET_IFNAME"
+    if sys.platform != "linux" or name in os.environ or not _is_loopback(host):
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_of_connections(error: BaseException) -> bool:
+    """Gloo's errors have no class of their own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,172 @@
+"""Forward and backward passes of one update, over one process or a gang: what goes in and comes out is the same.
+
+Every rank is given all passes, computes its share of them, and learns what the others found. Where it has fewer than
+the others it computes one token that nothing depends on, since a pass over weights that are spread over ranks needs
+all of them. What the passes are for is known by ``trainer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import asdict, field, frozen
+from torch import Tensor
+
+from areal_actors.domain import Floats
+from areal_actors.errors import CaptureViolation
+from areal_actors.training.batch import Batch
+from areal_actors.training.forward import TokenScores, score_pack
+from areal_actors.training.gang import Gang
+from areal_actors.training.objective import Objective, TokenSums
+from areal_actors.training.packing import Pack
+from areal_actors.training.sharding import free_gathered
+from areal_actors.training.terms import Terms
+
+__all__ = ["Accumulated", "Passes", "Scorer"]
+
+_MAXIMA = ("importance_max", "behaviour_gap_max")
+"""What of ``TokenSums`` does not add up."""
+_NOTHING = np.zeros(0, dtype=np.int64)
+_COMPANY = Pack(
+    input_ids=np.zeros((1, 1), dtype=np.int64),
+    position_ids=np.zeros((1, 1), dtype=np.int64),
+    segments=None,
+    rows=(),
+    sources=_NOTHING,
+    targets=_NOTHING,
+    num_tokens=0,
+)
+"""A pass that trains nothing."""
+
+
+class Scorer(torch.nn.Module):
+    """A model as the trainer uses it. Calling it is what ranks gather its weights for."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The fields of ``TokenScores``, in a form that hooks on gradients see."""
+        found = score_pack(self.model, pack, temperature=temperature)
+        return found.logprobs, found.entropies, found.raw_logprobs
+
+
+@frozen(kw_only=True)
+class Accumulated:
+    """What the passes of an update found. ``raw_logprobs`` are float32 [n] for each of them."""
+
+    loss: float
+    sums: TokenSums
+    raw_logprobs: tuple[Floats, ...] = field(eq=False)
+
+
+@frozen(kw_only=True)
+class Passes:
+    """Computes packs in ``dtype``. All ranks of ``gang`` do the same with the same packs."""
+
+    gang: Gang
+    dtype: torch.dtype
+    temperature: float
+
+    def accumulate(self, scorer: Scorer, objective: Objective, batch: Batch, packs: Sequence[Pack]) -> Accumulated:
+        """Add the gradients of all ``packs`` to those of the weights.
+
+        Raises ``CaptureViolation`` for ids that the model does not have, before anything is computed.
+        """
+        _check_ids(scorer.model, packs)
+        raw = [np.zeros(len(pack.targets), dtype=np.float32) for pack in packs]
+        total, sums = 0.0, TokenSums()
+        for index in self.gang.share(packs):
+            pack = _COMPANY if index is None else packs[index]
+            scores = self._score(scorer, pack)
+            if index is None:
+                torch.autograd.backward(0.0 * scores.logprobs.sum())
+                continue
+            result = objective(scores, _terms(batch, pack, scores))
+            torch.autograd.backward(result.loss)
+            total, sums = total + float(result.loss.detach()), sums + result.sums
+            raw[index] = scores.raw_logprobs.cpu().numpy()
+        return Accumulated(loss=self._sum(total), sums=self._combine(sums), raw_logprobs=self._fill_in(raw))
+
+    @torch.no_grad()
+    def score(self, scorer: Scorer, packs: Sequence[Pack]) -> tuple[tuple[Floats, Floats], ...]:
+        """Log-probabilities and those at temperature 1, float32 [n] for the trained tokens of each pack.
+
+        Raises ``CaptureViolation`` as ``accumulate`` does.
+        """
+        _check_ids(scorer.model, packs)
+        found = [np.zeros((2, len(pack.targets)), dtype=np.float32) for pack in packs]
+        for index in self.gang.share(packs):
+            scores = self._score(scorer, _COMPANY if index is None else packs[index])
+            if index is not None:
+                found[index] = torch.stack([scores.logprobs, scores.raw_logprobs]).cpu().numpy()
+        free_gathered(scorer)
+        flat = self._fill_in([values.reshape(-1) for values in found])
+        halves = (np.split(values, 2) for values in flat)
+        return tuple((logprobs, raw) for logprobs, raw in halves)
+
+    def _score(self, scorer: Scorer, pack: Pack) -> TokenScores:
+        with self._precision(scorer.model.device.type):
+            logprobs, entropies, raw = scorer(pack, self.temperature)
+        return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw)
+
+    def _precision(self, device_type: str) -> AbstractContextManager[Any]:
+        if self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type, dtype=self.dtype)
+
+    # ------------------------------------------------------------------------------------------ what all ranks know
+
+    def _sum(self, value: float) -> float:
+        return float(self.gang.sum(np.array([value]))[0])
+
+    def _combine(self, sums: TokenSums) -> TokenSums:
+        if self.gang.is_alone:
+            return sums
+        values = asdict(sums)
+        maxima = self.gang.max(np.array([values.pop(name) for name in _MAXIMA]))
+        totals = dict(zip(values, self.gang.sum(np.array(list(values.values()), dtype=np.float64)), strict=True))
+        num_tokens = int(totals.pop("num_tokens"))
+        rest = {name: float(value) for name, value in (totals | dict(zip(_MAXIMA, maxima, strict=True))).items()}
+        return TokenSums(num_tokens=num_tokens, **rest)
+
+    def _fill_in(self, parts: Sequence[Floats]) -> tuple[Floats, ...]:
+        """Arrays of which each rank has some, and zeros in the place of the others: all of them, exactly."""
+        if self.gang.is_alone:
+            return tuple(parts)
+        whole = np.concatenate([np.zeros(0), *parts])  # float64, which holds every float32
+        bounds = np.cumsum([len(part) for part in parts])[:-1]
+        return tuple(np.split(self.gang.sum(whole).astype(np.float32), bounds)) if parts else ()
+
+
+def _terms(batch: Batch, pack: Pack, scores: TokenScores) -> Terms:
+    tokens, device = batch.tokens_of(pack.rows), scores.logprobs.device
+    counts = [int(batch.offsets[row + 1] - batch.offsets[row]) for row in pack.rows]
+
+    def pick(values: Floats) -> Tensor:
+        return torch.from_numpy(values[tokens]).to(device)
+
+    return Terms(
+        advantages=pick(batch.advantages),
+        weights=pick(batch.weights),
+        behaviour=pick(batch.behaviour),
+        proximal=scores.logprobs.detach() if batch.proximal is None else pick(batch.proximal),
+        reference=None if batch.reference is None else pick(batch.reference),
+        rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),
+        num_rows=len(counts),
+    )
+
+
+def _check_ids(model: Any, packs: Sequence[Pack]) -> None:
+    vocab_size = model.config.vocab_size
+    for pack in packs:
+        if pack.input_ids.max() >= vocab_size or pack.input_ids.min() < 0:
+            raise CaptureViolation(
+                f"A row has the token id {pack.input_ids.max()}, beyond the model's {vocab_size} ids: engine and trainer "
+                "do not hold the same model."
+            )

@@ -1,0 +1,160 @@
+"""What the ranks of a gang do in tests: the same function in each process, told by one line of JSON.
+
+``python -m tests.training.gangs`` is a rank that plays what its standard input says, one case a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from areal_actors.errors import ArealError
+from areal_actors.training.config import (
+    ComputeDtype,
+    GangBackend,
+    GangConfig,
+    KlConfig,
+    KlPlace,
+    Layout,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from areal_actors.training.gang import Gang, connect_store, open_store
+from areal_actors.training.sharding import gather
+from areal_actors.training.trainer import PolicyTrainer
+from tests.training.conftest import _make_agent_group, _make_model
+
+ROOT = Path(__file__).parents[2]
+GANG = GangConfig(num_processes=2, backend=GangBackend.GLOO, timeout_seconds=20)
+
+
+class OtherRank:
+    """A process that plays rank 1 of each case."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.gangs"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        )
+
+    @contextlib.contextmanager
+    def meet(self, case: Mapping[str, Any], config: GangConfig = GANG) -> Iterator[Gang]:
+        """Rank 0 of a gang whose rank 1 plays ``case``."""
+        store = open_store("127.0.0.1", config)
+        self.tell({"port": store.port, "timeout": config.timeout_seconds, **case})
+        gang = Gang.form(store, rank=0, config=config)
+        try:
+            yield gang
+        finally:
+            gang.close()
+
+    def tell(self, case: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """What rank 1 says at the end of a case."""
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def config_of(case: Mapping[str, Any]) -> TrainerConfig:
+    place = case.get("kl")
+    kl = KlConfig() if place is None else KlConfig(coefficient=0.1, place=KlPlace(place))
+    return TrainerConfig(
+        dtype=ComputeDtype.FLOAT32,
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.01),
+        objective=evolve(ObjectiveConfig(), kl=kl),
+        layout=Layout(case.get("layout", "tree")),
+        max_packed_tokens=case.get("max_packed_tokens", 40),
+        num_epochs=case.get("epochs", 1),
+        num_minibatches=case.get("minibatches", 1),
+        gang=GANG,
+    )
+
+
+def create_trainer(case: Mapping[str, Any]) -> PolicyTrainer:
+    kind = case.get("model", "llama")
+    reference = _make_model(kind, seed=1) if "kl" in case else None
+    trainer = PolicyTrainer(_make_model(kind, seed=case.get("seed", 0)), config_of(case), reference=reference)
+    if "checkpoint" in case:
+        trainer.restore(Path(case["checkpoint"]))
+    return trainer
+
+
+def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
+    """Some steps; what they reported, the gradients of each update, and the log-probabilities and weights after it."""
+    gradients: list[dict[str, torch.Tensor]] = []
+    update = trainer._optimizer.step
+
+    def step() -> float:
+        found = trainer._optimizer._parameters.items()
+        gradients.append({name: gather(p.grad).clone() for name, p in found if p.grad is not None})
+        return update()
+
+    trainer._optimizer.step = step  # type: ignore[method-assign]
+    num_groups = case.get("groups", 3)
+    steps = []
+    for number in range(case.get("steps", 2)):
+        if (case.get("dies"), trainer.gang.rank) == (number, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (case.get("hangs"), trainer.gang.rank) == (number, 1):
+            sys.stdin.readline()
+        groups = [_make_agent_group(10 * number + index) for index in range(num_groups)]
+        if case.get("poison") == number:
+            with torch.no_grad():
+                next(trainer.model.parameters()).fill_(float("inf"))
+        steps.append(trainer.train_step(groups))
+    groups = [_make_agent_group(seed) for seed in range(num_groups)]
+    rows = [row for group in groups for episode in group.episodes for row in episode.trajectories]
+    logprobs = trainer.logprobs(rows)
+    if "save" in case:
+        parts = (trainer.save(Path(case["save"])),) if trainer.gang.rank == 0 else (trainer.help_save(),)
+        assert parts
+    return {"steps": steps, "gradients": gradients, "logprobs": logprobs, "weights": trainer.state_dict()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        case = {"steps": 2} | json.loads(line)
+        config = evolve(GANG, timeout_seconds=case["timeout"])
+        problem = ""
+        gang = Gang.alone()
+        try:
+            gang = Gang.form(connect_store("127.0.0.1", case["port"], config), rank=1, config=config)
+            trainer = create_trainer(case | case.get("other", {}))
+            trainer.join(gang)
+            if case["steps"] == 0:
+                trainer.restore(Path(case["checkpoint"]))
+            play(trainer, case)
+        except ArealError as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            gang.close()
+        print(json.dumps({"problem": problem}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Two real processes train as one: the same losses, gradients, weights and files; and neither waits for a dead one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from attrs import asdict, evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.errors import ConfigError, GangError, TrainingDiverged
+from areal_actors.training.checkpoints import find_latest
+from areal_actors.training.config import GangBackend, GangConfig
+from areal_actors.training.gang import Gang, connect_store, open_store
+from areal_actors.training.shares import deal
+from tests.training.gangs import GANG, OtherRank, create_trainer, play
+
+CASES = {
+    "tree": {"steps": 3},
+    "flat": {"layout": "flat", "model": "qwen2"},
+    "several updates": {"epochs": 2, "minibatches": 2},
+    "a penalty in the loss": {"kl": "loss"},
+    "a penalty in the reward": {"kl": "reward", "layout": "flat"},
+    "fewer passes than ranks": {"groups": 1, "max_packed_tokens": 10_000},
+}
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[OtherRank]:
+    """A second process for all cases: it takes seconds to load torch."""
+    rank = OtherRank()
+    yield rank
+    rank.end()
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 6))
+def test_every_pass_is_in_one_share(sizes, num_ranks):
+    """Each once, in shares of one length, and no round without work; no rank has a larger pass than one of a round before."""
+    shares = deal(sizes, num_ranks=num_ranks)
+
+    dealt = [index for share in shares for index in share if index is not None]
+    assert list(range(len(sizes))) == sorted(dealt)
+    assert num_ranks == len(shares)
+    assert {-(-len(sizes) // num_ranks)} == {len(share) for share in shares}
+    rounds = [[sizes[index] for index in found if index is not None] for found in zip(*shares, strict=True)]
+    assert all(min(before) >= max(after) for before, after in zip(rounds, rounds[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_as_one(other, name):
+    """Losses, norms, gradients, log-probabilities and weights after some steps are those of one process."""
+    case = CASES[name]
+    expected = play(create_trainer(case), case)
+
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        found = play(trainer, case)
+
+    assert {"problem": ""} == other.hear()
+    for own, one in zip(found["steps"], expected["steps"], strict=True):
+        assert_alike(own, one)
+    assert error_of(found["gradients"][0], expected["gradients"][0]) <= 1e-6
+    # AdamW divides by what may be tiny: a rounding in one update is more than that in the next.
+    for own, one in zip(found["gradients"], expected["gradients"], strict=True):
+        assert error_of(own, one) <= 1e-5
+    assert error_of(found["weights"], expected["weights"]) <= 1e-6
+    for own, one in zip(found["logprobs"], expected["logprobs"], strict=True):
+        np.testing.assert_allclose(own, one, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path):
+    """What two have saved one restores, and what one has saved two restore, bit for bit: weights, moments and version."""
+    case = {"steps": 2, "save": str(tmp_path / "two")}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        play(trainer, case)
+    assert {"problem": ""} == other.hear()
+
+    alone = create_trainer({"checkpoint": str(tmp_path / "two"), "seed": 1})
+    alone.save(tmp_path / "one")
+    case = {"steps": 0, "checkpoint": str(tmp_path / "one"), "seed": 1, "save": str(tmp_path / "two again")}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        trainer.restore(tmp_path / "one")  # also when the weights are spread already
+        play(trainer, case)
+    assert {"problem": ""} == other.hear()
+
+    saved = [find_latest(tmp_path / name) for name in ("two", "one", "two again")]
+    assert [2, 2, 2] == [checkpoint.step for checkpoint in saved]
+    for part in ("model", "optimizer"):
+        first, *rest = [checkpoint.load(part) for checkpoint in saved]
+        for found in rest:
+            assert first.keys() == found.keys()
+            assert all(torch.equal(first[name], found[name]) for name in first)
+
+
+def test_a_loss_that_is_no_number_is_one_verdict(other):
+    """All ranks refuse the update, and none waits for another."""
+    case = {"poison": 1}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        with pytest.raises(TrainingDiverged, match="step 2"):
+            play(trainer, case)
+        assert other.hear()["problem"].startswith("TrainingDiverged: The loss of step 2")
+
+
+def test_what_is_not_the_same_is_named(other):
+    """Ranks with other weights, or another configuration, do not begin."""
+    with other.meet({"other": {"seed": 3, "epochs": 2}}) as gang, pytest.raises(GangError, match="weights, configur"):
+        create_trainer({}).join(gang)
+    assert "differ in weights, configuration." in other.hear()["problem"]
+
+
+def test_a_rank_that_does_nothing_is_given_up(other):
+    """Not for ever is waited for a rank that lives and does not come."""
+    config = evolve(GANG, timeout_seconds=2)
+    case = {"hangs": 1}
+    with other.meet(case, config) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        with pytest.raises(GangError, match="Rank 0 of 2 has lost the others"):
+            play(trainer, case)
+        other.tell({})  # it goes on, and finds nobody
+
+    assert other.hear()["problem"].startswith("GangError: Rank 1 of 2 has lost the others")
+
+
+def test_nobody_at_the_store():
+    """A gang that nobody comes to, and a store that is not there, are named errors after the timeout."""
+    config = GangConfig(num_processes=2, timeout_seconds=0.5, backend=GangBackend.GLOO)
+    with pytest.raises(GangError, match="Rank 0 of 2 has lost the others"):
+        Gang.form(open_store("127.0.0.1", config), rank=0, config=config)
+    with pytest.raises(GangError, match=r"does not answer at 127\.0\.0\.1:1"):
+        connect_store("127.0.0.1", 1, config)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_nccl_needs_gpus():
+    """The backend that was asked for is not replaced in silence."""
+    config = GangConfig(num_processes=2, timeout_seconds=0.5, backend=GangBackend.NCCL)
+    with pytest.raises(ConfigError, match=r"trainer\.gang\.backend"):
+        Gang.form(open_store("127.0.0.1", config), rank=0, config=config)
+
+
+def test_a_killed_rank_is_a_named_error_in_bounded_time():
+    """The others' connections break with it: nothing waits, and the weights can be had from the last checkpoint."""
+    other = OtherRank()
+    case = {"dies": 1}
+    try:
+        with other.meet(case, evolve(GANG, timeout_seconds=100)) as gang:
+            trainer = create_trainer(case)
+            trainer.join(gang)
+            started = time.monotonic()
+            with pytest.raises(GangError, match="Rank 0 of 2 has lost the others"):
+                play(trainer, case)
+            with pytest.raises(GangError):
+                trainer.state_dict()
+    finally:
+        other.end()
+
+    assert time.monotonic() - started < 60
+
+
+def assert_alike(own, one):
+    """Statistics of two steps, to rounding."""
+    assert (one.version, one.num_packed_tokens) == (own.version, own.num_packed_tokens)
+    assert asdict(one.data) == pytest.approx(asdict(own.data), rel=1e-5)
+    for name in ("loss", "grad_norm", "entropy", "approximate_kl", "reference_kl", "importance_max", "behaviour_gap_max"):
+        assert getattr(one, name) == pytest.approx(getattr(own, name), rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+def error_of(own, one):
+    """The norm of the difference of some tensors over the norm."""
+    assert one.keys() == own.keys()
+    difference = sum(float((own[name] - one[name]).square().sum()) for name in one)
+    return (difference / sum(float(value.square().sum()) for value in one.values())) ** 0.5

@@ -4,8 +4,9 @@ It is told on its standard input what to be, as one line of JSON, because a comm
 machine and an order holds secrets. Once it serves, it says so in one line of JSON on its standard output. It ends when
 its standard input does: then whoever started it is gone.
 
-So far there is one part that can live apart: a proxy, which owns no facts and asks the actors of the service for all
-it says. Who starts it is ``run.proxies``.
+These parts can live apart:
+
+* ``proxy``: it owns no facts and asks the actors of the service for all it says. Who starts it is ``run.proxies``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> None:
     """Be what the first line of standard input says, until there is no more of it."""
     order = json.loads(sys.stdin.readline())
     with logging_to_stream():
-        anyio.run(_serve_proxy, order)
+        anyio.run(_ROLES[order["role"]], order)
 
 
 async def _serve_proxy(order: Mapping[str, Any]) -> None:
@@ -49,12 +50,7 @@ async def _serve_proxy(order: Mapping[str, Any]) -> None:
     ):
         serving = await system.spawn(_create_proxy(config, order, peer, renderer), name="proxy")
         endpoint = await serving.ask(DescribeEndpoint())
-        print(json.dumps({"url": endpoint.url}), flush=True)  # noqa: T201 - the line that is waited for
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_until_orphaned, tasks.cancel_scope)
-            tasks.start_soon(_until_signalled, tasks.cancel_scope)
-            await peer.wait_closed()
-            tasks.cancel_scope.cancel()
+        await _stay(peer, {"url": endpoint.url})
 
 
 def _load_renderer(config: RunConfig) -> Renderer:
@@ -74,6 +70,16 @@ def _create_proxy(config: RunConfig, order: Mapping[str, Any], peer: Peer, rende
     )
 
 
+async def _stay(peer: Peer, ready: Mapping[str, Any]) -> None:
+    """Say that we serve; until nobody is connected, whoever started us is gone, or we are asked to leave."""
+    print(json.dumps(ready), flush=True)  # noqa: T201 - the line that is waited for
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_until_orphaned, tasks.cancel_scope)
+        tasks.start_soon(_until_signalled, tasks.cancel_scope)
+        await peer.wait_closed()
+        tasks.cancel_scope.cancel()
+
+
 async def _until_orphaned(scope: anyio.CancelScope) -> None:
     """A read on a thread cannot be cancelled; it is left behind when the process ends for another reason."""
     await to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
@@ -85,6 +91,9 @@ async def _until_signalled(scope: anyio.CancelScope) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for _ in signals:
             scope.cancel()
+
+
+_ROLES = {"proxy": _serve_proxy}
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class _Order:
 
     def to_line(self, name: str) -> bytes:
         told = {
+            "role": "proxy",
             "name": name,
             "address": self.address,
             "secret": self.secret,

@@ -601,6 +601,41 @@ class AwaitTraining(Message[Training, TrainingSummary]):
     """Wait for the end of training."""
 
 
+class Ranks:
+    """Address of a process that trains along: one rank of a gang, beside the first, which is the trainer's.
+
+    All ranks are asked for the same, in the same order; the answer says that it is done.
+    """
+
+
+@frozen(kw_only=True)
+class JoinGang(Message[Ranks, None]):
+    """Meet the other ranks at the store that the first one has opened, and hold a part of the weights from then on.
+
+    ``engine_dtype`` is what the engine computes in. Raises ``GangError`` if the ranks do not hold the same policy.
+    """
+
+    host: str
+    port: int
+    rank: int
+    engine_dtype: str
+
+
+@frozen(kw_only=True)
+class TrainAlong(Message[Ranks, None]):
+    """Take a step on ``groups``. What the first rank refuses is refused here as well, and is no error of this rank."""
+
+    groups: tuple[Group, ...]
+    max_staleness: int | None = None
+
+
+@frozen(kw_only=True)
+class GatherWeights(Message[Ranks, None]):
+    """Give the first rank this one's part of the weights, and ``with_moments`` that of the optimiser's state."""
+
+    with_moments: bool = False
+
+
 # ------------------------------------------------------------------------------------------------- progress
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from attrs import evolve
+from tests.training.conftest import _make_agent_group, _make_model
 
 from areal_actors.errors import ArealError
 from areal_actors.training.config import (
@@ -33,7 +34,6 @@ from areal_actors.training.config import (
 from areal_actors.training.gang import Gang, connect_store, open_store
 from areal_actors.training.sharding import gather
 from areal_actors.training.trainer import PolicyTrainer
-from tests.training.conftest import _make_agent_group, _make_model
 
 ROOT = Path(__file__).parents[2]
 GANG = GangConfig(num_processes=2, backend=GangBackend.GLOO, timeout_seconds=20)
@@ -153,7 +153,7 @@ def main() -> None:
             problem = f"{type(error).__name__}: {error}"
         finally:
             gang.close()
-        print(json.dumps({"problem": problem}), flush=True)
+        print(json.dumps({"problem": problem}), flush=True)  # noqa: T201 - what the first rank hears
 
 
 if __name__ == "__main__":

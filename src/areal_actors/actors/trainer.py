@@ -6,9 +6,10 @@ One step::
                                                                  │
                         checkpoint, if due ◀─ StepFinished ◀─ Evaluate, if due
 
-Agents keep running all the while. The arithmetic of a step is ``training``; how stale a group may be is asked for with
-each lease. A checkpoint holds the weights, the optimiser, the position in the data and what this actor counts, so
-that a resumed run goes on where it was. It is written after the news of its step, which a resumed run does not tell.
+Agents keep running all the while. Where several processes train, this one leads them (``gang``). The arithmetic of a
+step is ``training``; how stale a group may be is asked for with each lease. A checkpoint holds the weights, the
+optimiser, the position in the data and what this actor counts, so that a resumed run goes on where it was. It is
+written after the news of its step, which a resumed run does not tell.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 import anyio
 from attrs import asdict, frozen
 
+from areal_actors.actors.gang import GangMembers, LedPolicy
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.core import Actor, Context, OwnThread, Ref
 from areal_actors.domain import DataPosition, Group
@@ -78,6 +80,7 @@ class TrainerActor(Actor[Training]):
 
     Rows that cannot be true are written below ``captures``. ``publisher`` makes snapshots of the weights; by default
     they are lent to an engine in this process.
+    ``members`` train along, from the first step on.
     """
 
     def __init__(
@@ -90,9 +93,11 @@ class TrainerActor(Actor[Training]):
         counters: Mapping[str, Any] | None = None,
         captures: Path | None = None,
         publisher: Publisher | None = None,
+        members: GangMembers | None = None,
     ) -> None:
         self._policy = policy
         self._publisher = publisher or MemoryPublisher()
+        self._members = members or GangMembers()
         self._peers = peers
         self._plan = plan
         self._checkpoints = checkpoints
@@ -107,13 +112,16 @@ class TrainerActor(Actor[Training]):
         self._measured = (0.0, 0)
         self._saved_version: int | None = policy.version if self._is_resumed else None
         self._thread: OwnThread
+        self._led: LedPolicy
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Train while the actor lives."""
         async with OwnThread.open() as self._thread:
+            self._led = LedPolicy(self._policy, self._thread, self._members)
             context.tasks.start_soon(self._train)
             yield
+            self._thread.post(self._policy.gang.close)
 
     @RequestStop.handler
     async def request_stop(self, message: RequestStop) -> None:
@@ -131,6 +139,7 @@ class TrainerActor(Actor[Training]):
     # ------------------------------------------------------------------------------------------------ the loop
 
     async def _train(self) -> None:
+        await self._led.join()
         await self._publish()
         await self._speed()
         if not self._is_resumed:
@@ -171,9 +180,7 @@ class TrainerActor(Actor[Training]):
     async def _train_on(self, lease: Lease) -> StepStatistics:
         """Update the weights. What stops the run because of its rows leaves a checkpoint, and the rows."""
         try:
-            return await self._thread.run(
-                lambda: self._policy.train_step(lease.groups, max_staleness=self._plan.max_staleness)
-            )
+            return await self._led.train_step(lease.groups, max_staleness=self._plan.max_staleness)
         except CaptureViolation as violation:
             if self._captures is not None:
                 path = self._captures / f"step-{self._policy.version + 1}.jsonl"
@@ -218,7 +225,7 @@ class TrainerActor(Actor[Training]):
     # ------------------------------------------------------------------------------------------------- its parts
 
     async def _publish(self) -> None:
-        snapshot = await self._thread.run(lambda: self._publisher.publish(self._policy))
+        snapshot = await self._led.publish(self._publisher)
         await self._peers.generation.ask(PublishWeights(snapshot=snapshot))
 
     def _is_evaluation_due(self, *, is_over: bool) -> bool:
@@ -250,9 +257,7 @@ class TrainerActor(Actor[Training]):
         if self._peers.progress is not None:
             await self._peers.progress.ask(phase)  # once it is answered, all news that came before has been written
         counters = {"position": asdict(self._position), "average": self._average.state()}
-        await self._thread.run(
-            lambda: self._policy.save(self._checkpoints, counters=counters, num_kept=self._plan.checkpoint.keep)
-        )
+        await self._led.save(self._checkpoints, counters=counters, num_kept=self._plan.checkpoint.keep)
         self._saved_version = self._policy.version
         await self._peers.exports.ask(SaveVersion(version=self._policy.version))
 

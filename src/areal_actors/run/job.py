@@ -23,7 +23,7 @@ from areal_actors.workflows import import_reference
 if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["Job", "directory_of", "load_job", "prepare_directory"]
+__all__ = ["Job", "create_policy", "directory_of", "load_job", "prepare_directory"]
 
 _log = get_logger(__name__)
 
@@ -82,7 +82,7 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
     model = resolve_model(config.model)
     tokenizer = model if config.tokenizer is None else resolve_model(config.tokenizer)
     renderer = load_renderer(tokenizer.path, config=config.renderer)
-    policy = _create_policy(config, model)
+    policy = create_policy(config, model)
     counters = policy.restore(directory.checkpoints) if resume else None
     if resume and counters is None and not is_external:
         raise CheckpointError(
@@ -100,7 +100,8 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
     )
 
 
-def _create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
+def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
+    """The policy that a run begins with, on the CPU, as every process that trains it makes it."""
     from areal_actors.training.trainer import PolicyTrainer
 
     needs_reference = config.trainer.objective.kl.coefficient > 0

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from typing import Any
 
 from anyio import to_thread
 from attrs import frozen
 
+from areal_actors.actors.gang import GangMembers
 from areal_actors.actors.intake import IntakeConfig
 from areal_actors.actors.progress import Listener, ProgressReporter
 from areal_actors.actors.rollouts import Peers, RolloutRunner
@@ -39,7 +41,7 @@ from areal_actors.messages import (
     Training,
     TrainingSummary,
 )
-from areal_actors.models import resolve_tokenizer
+from areal_actors.models import load_policy, resolve_tokenizer
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.capture import check_engine
 from areal_actors.run.exporting import save_weights
@@ -48,9 +50,12 @@ from areal_actors.run.inference import Inference, InferenceConfig, open_actors
 from areal_actors.run.job import Job
 from areal_actors.run.models import open_engine
 from areal_actors.run.proxies import open_proxies
+from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.signals import stop_on_signals
 from areal_actors.telemetry import get_logger
+from areal_actors.training.checkpoints import find_latest
 from areal_actors.training.publication import Publisher, create_publisher
+from areal_actors.training.weights import load_weights
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
 __all__ = ["Learning", "learn"]
@@ -72,15 +77,18 @@ class Learning:
     journal: Journal | None = None
     announce: Callable[[Inference], Awaitable[None]] | None = None
     is_handling_signals: bool = False
+    open_ranks: RankOpener = open_ranks
+    """Starts the other processes of a gang that trains together."""
 
 
 async def learn(job: Job, learning: Learning) -> None:
     """Open everything, train until the end, and save the results."""
     async with AsyncExitStack() as stack:
+        members = await stack.enter_async_context(learning.open_ranks(job))
         inference = await stack.enter_async_context(_open_inference(job, learning))
         assert inference.progress is not None
         rollouts = await _spawn_runner(job, learning, inference, stack)
-        training = await _spawn_trainer(job, inference, rollouts)
+        training = await _spawn_trainer(job, inference, rollouts, members)
         if learning.is_handling_signals:  # the process is ours
             stack.enter_context(settled_heap())
         proxies = open_proxies(
@@ -181,7 +189,9 @@ async def _spawn_runner(
     return await inference.system.spawn(runner, name="rollouts")
 
 
-async def _spawn_trainer(job: Job, inference: Inference, rollouts: Ref[Rollouts] | None) -> Ref[Training]:
+async def _spawn_trainer(
+    job: Job, inference: Inference, rollouts: Ref[Rollouts] | None, members: GangMembers
+) -> Ref[Training]:
     trainer = TrainerActor(
         policy=job.policy,
         peers=TrainingPeers(
@@ -196,6 +206,7 @@ async def _spawn_trainer(job: Job, inference: Inference, rollouts: Ref[Rollouts]
         counters=job.counters,
         captures=job.directory.captures,
         publisher=await _create_publisher(job, inference),
+        members=members,
     )
     return await inference.system.spawn(trainer, name="trainer")
 
@@ -225,5 +236,15 @@ def _describe_end(job: Job, summary: TrainingSummary) -> str:
 
 def _export(job: Job) -> None:
     tokenizer = resolve_tokenizer(job.config.tokenizer or job.config.model)
-    save_weights(job.policy.model, job.directory, tokenizer=tokenizer, step=job.policy.version)
+    model = job.policy.model if job.policy.gang.is_alone else _load_trained(job)
+    save_weights(model, job.directory, tokenizer=tokenizer, step=job.policy.version)
     _log.info("model_saved", model=job.directory.model, path=str(job.directory.weights))
+
+
+def _load_trained(job: Job) -> Any:
+    """The model as the last checkpoint has it: this process holds but a part of it."""
+    checkpoint = find_latest(job.directory.checkpoints)
+    assert checkpoint is not None, "training ends with one"
+    model = load_policy(job.model.path)
+    load_weights(model, checkpoint)
+    return model

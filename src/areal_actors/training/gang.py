@@ -120,7 +120,9 @@ class Gang:
         """Raise ``GangError`` on all ranks if one of ``digests`` (below 2**52) is another on another rank."""
         own = np.array(digests, dtype=np.float64)
         extremes = self.max(np.concatenate([own, -own]))
-        differing = [name for name, low, high in zip(names, -extremes[len(own) :], extremes, strict=False) if low < high]
+        differing = [
+            name for name, low, high in zip(names, -extremes[len(own) :], extremes, strict=False) if low < high
+        ]
         if differing:
             raise GangError(
                 f"The {self.size} processes of the gang differ in {', '.join(differing)}. Give them the same program, "
@@ -152,7 +154,7 @@ class Gang:
             return
         self._is_closed = True
         if dist.is_initialized():
-            dist.distributed_c10d._get_default_group().abort()
+            distributed_c10d._get_default_group().abort()  # noqa: SLF001 - no other way to end what hangs
             dist.destroy_process_group()
         # Groups are numbered, and a number is used up by one that nobody came to: the next would not be found.
         distributed_c10d._world.group_count = 0  # noqa: SLF001

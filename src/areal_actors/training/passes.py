@@ -167,6 +167,6 @@ def _check_ids(model: Any, packs: Sequence[Pack]) -> None:
     for pack in packs:
         if pack.input_ids.max() >= vocab_size or pack.input_ids.min() < 0:
             raise CaptureViolation(
-                f"A row has the token id {pack.input_ids.max()}, beyond the model's {vocab_size} ids: engine and trainer "
-                "do not hold the same model."
+                f"A row has the token id {pack.input_ids.max()}, beyond the model's {vocab_size} ids: engine and "
+                "trainer do not hold the same model."
             )

@@ -16,6 +16,6 @@ def deal(sizes: Sequence[int], *, num_ranks: int) -> tuple[tuple[int | None, ...
 
     Every pass is in one share, once, and all shares are of one length.
     """
-    order: list[int | None] = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    order += [None] * (-len(order) % num_ranks)
+    by_size = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    order = [*by_size, *[None] * (-len(by_size) % num_ranks)]
     return tuple(tuple(order[rank::num_ranks]) for rank in range(num_ranks))

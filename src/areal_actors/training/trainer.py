@@ -86,6 +86,7 @@ class PolicyTrainer:
 
     def expect_engine(self, *, dtype: str) -> None:
         """Say what the engine computes in, which bounds how far its log-probabilities may be from the trainer's."""
+        self.engine_dtype = dtype
         self.gate = CaptureGate.create(
             self.config.capture,
             vocab_size=self.model.config.vocab_size,

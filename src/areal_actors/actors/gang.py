@@ -1,0 +1,176 @@
+"""A training gang as actors: what each of its other ranks answers for, and how the first one leads them.
+
+The trainer owns rank 0 and asks nobody else what to do; each operation is passed on to the other ranks before it begins
+here, and is over when it is over everywhere. Where their processes run, and who starts them, is decided elsewhere
+(``run.ranks``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+from attrs import field, frozen
+
+from areal_actors.core import Actor, Context, OwnThread, Ref
+from areal_actors.domain import Group, Snapshot
+from areal_actors.errors import ArealError, GangError
+from areal_actors.messages import GatherWeights, JoinGang, Ranks, TrainAlong
+from areal_actors.telemetry import get_logger
+from areal_actors.training.gang import Gang, connect_store, open_store
+from areal_actors.training.publication import Publisher
+from areal_actors.training.statistics import StepStatistics
+from areal_actors.training.trainer import PolicyTrainer
+
+__all__ = ["GangMembers", "LedPolicy", "RankActor"]
+
+_log = get_logger(__name__)
+
+R = TypeVar("R")
+Asked = JoinGang | TrainAlong | GatherWeights
+
+_LAST_WORDS_SECONDS = 2.0
+"""How long is waited, once a step has failed here, for what the other ranks say about it."""
+
+
+@frozen(kw_only=True)
+class GangMembers:
+    """The ranks beside the first one, which reach it at ``host``; ``whereabouts`` tells people where each one runs."""
+
+    ranks: tuple[Ref[Ranks], ...] = ()
+    host: str = "127.0.0.1"
+    whereabouts: tuple[str, ...] = field(default=())
+
+
+class RankActor(Actor[Ranks]):
+    """One rank beside the first: it has a trainer of its own and does what it is asked, on one thread."""
+
+    def __init__(self, policy: PolicyTrainer) -> None:
+        self._policy = policy
+        self._thread: OwnThread
+        self.failed = anyio.Event()
+        """Set when this rank is of no more use; its process has to end, so that the others learn it."""
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:  # noqa: ARG002
+        """Leave the gang at the end."""
+        async with OwnThread.open() as self._thread:
+            yield
+            self._thread.post(self._policy.gang.close)
+
+    @JoinGang.handler
+    async def join_gang(self, message: JoinGang) -> None:
+        """Meet the others."""
+
+        def join() -> None:
+            config = self._policy.config.gang
+            store = connect_store(message.host, message.port, config)
+            self._policy.expect_engine(dtype=message.engine_dtype)
+            self._policy.join(Gang.form(store, rank=message.rank, config=config))
+
+        await self._do(join)
+
+    @TrainAlong.handler
+    async def train_along(self, message: TrainAlong) -> None:
+        """Compute this rank's share of a step."""
+        await self._do(lambda: self._policy.train_step(message.groups, max_staleness=message.max_staleness))
+
+    @GatherWeights.handler
+    async def gather_weights(self, message: GatherWeights) -> None:
+        """Give what this rank has."""
+        await self._do(self._policy.help_save if message.with_moments else self._policy.state_dict)
+
+    async def _do(self, action: Callable[[], object]) -> None:
+        try:
+            await self._thread.run(action)
+        except BaseException as error:
+            if not _is_verdict(error):
+                _log.error("rank_failed", error=f"{type(error).__name__}: {error}")
+                self.failed.set()
+                raise
+
+
+class LedPolicy:
+    """The policy as its trainer uses it: each operation on a thread, and by all ranks of the gang, if there is one."""
+
+    def __init__(self, policy: PolicyTrainer, thread: OwnThread, members: GangMembers) -> None:
+        self._policy = policy
+        self._thread = thread
+        self._members = members
+
+    async def join(self) -> None:
+        """Form the gang. Raises ``GangError`` if a rank does not come, or holds another policy."""
+        if not self._members.ranks:
+            return
+        config, host = self._policy.config.gang, self._members.host
+        store = await self._thread.run(lambda: open_store(host, config))
+        wanted = [
+            JoinGang(host=host, port=store.port, rank=rank, engine_dtype=self._policy.engine_dtype)
+            for rank in range(1, config.num_processes)
+        ]
+        await self._together(wanted, lambda: self._policy.join(Gang.form(store, rank=0, config=config)))
+        _log.info("gang_formed", num_processes=config.num_processes, device=str(self._policy.gang.device))
+
+    async def train_step(self, groups: Sequence[Group], *, max_staleness: int | None) -> StepStatistics:
+        """See ``PolicyTrainer.train_step``. Raises ``GangError`` if a rank was lost on the way."""
+        wanted = TrainAlong(groups=tuple(groups), max_staleness=max_staleness)
+        return await self._all(wanted, lambda: self._policy.train_step(groups, max_staleness=max_staleness))
+
+    async def publish(self, publisher: Publisher) -> Snapshot:
+        """See ``Publisher.publish``."""
+        return await self._all(GatherWeights(), lambda: publisher.publish(self._policy))
+
+    async def save(self, directory: Path, *, counters: Mapping[str, Any], num_kept: int) -> None:
+        """See ``PolicyTrainer.save``."""
+        await self._all(
+            GatherWeights(with_moments=True),
+            lambda: self._policy.save(directory, counters=counters, num_kept=num_kept),
+        )
+
+    async def _all(self, wanted: Asked, action: Callable[[], R]) -> R:
+        return await self._together([wanted] * len(self._members.ranks), action)
+
+    async def _together(self, wanted: Sequence[Asked], action: Callable[[], R]) -> R:
+        """Ask each rank for its part, and do our own meanwhile. What we are refused for, they are as well."""
+        problems: dict[int, ArealError] = {}
+        result: list[R] = []
+        own: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            for number, (ref, message) in enumerate(zip(self._members.ranks, wanted, strict=True)):
+                tasks.start_soon(_ask, ref, message, number, problems)
+            try:
+                result.append(await self._thread.run(action))
+            except Exception as error:  # noqa: BLE001 - raised below, once the ranks were heard
+                own = error
+                if not _is_verdict(error):
+                    tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_SECONDS
+        if own is not None and not isinstance(own, GangError):
+            raise own
+        for number, problem in problems.items():
+            if not isinstance(problem, GangError):
+                raise GangError(self._describe(number, problem)) from own
+        if own is not None:
+            raise own
+        return result[0]
+
+    def _describe(self, number: int, problem: ArealError) -> str:
+        where = f" ({self._members.whereabouts[number]})" if number < len(self._members.whereabouts) else ""
+        return (
+            f"Rank {number + 1} of the {len(self._members.ranks) + 1} processes that train together failed{where}: "
+            f"{problem} Resume from the last checkpoint, with as many processes as you like."
+        )
+
+
+async def _ask(ref: Ref[Ranks], message: Asked, number: int, problems: dict[int, ArealError]) -> None:
+    try:
+        await ref.ask(message)
+    except ArealError as error:
+        problems[number] = error
+
+
+def _is_verdict(error: BaseException) -> bool:
+    """Whether all ranks come to it by themselves, from the same groups and the same sums."""
+    return isinstance(error, ArealError) and not isinstance(error, GangError)

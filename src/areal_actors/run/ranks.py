@@ -1,0 +1,119 @@
+"""The other ranks of a training gang: child processes of the run, which end with it.
+
+Each is started as ``areal_actors.worker``, makes the same policy from the same files, and offers its actor over a unix
+socket. ``RankOpener`` is what a scheduler has to do to have them run elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from tempfile import TemporaryDirectory
+
+import anyio
+from anyio import to_thread
+from anyio.streams.buffered import BufferedByteReceiveStream
+from attrs import field, frozen
+
+from areal_actors.actors.gang import GangMembers
+from areal_actors.core.remote import Listener, listen
+from areal_actors.errors import GangError
+from areal_actors.messages import Ranks
+from areal_actors.run.job import Job
+from areal_actors.workflows.processes import BoundedLog, Child
+
+__all__ = ["RankOpener", "open_ranks"]
+
+RankOpener = Callable[[Job], AbstractAsyncContextManager[GangMembers]]
+"""Starts ``trainer.gang.num_processes - 1`` ranks for the length of a block."""
+
+_START_SECONDS = 300.0
+_MAX_LINE = 64 * 1024
+
+
+@frozen(kw_only=True)
+class _Order:
+    """What a rank is told on its standard input."""
+
+    address: str
+    secret: bytes = field(repr=False)
+    job: Job
+
+    def to_line(self, name: str) -> bytes:
+        told = {
+            "role": "rank",
+            "name": name,
+            "address": self.address,
+            "secret": self.secret.hex(),
+            "config": str(self.job.directory.config),
+            "checkpoints": str(self.job.directory.checkpoints),
+            "is_resumed": self.job.counters is not None,
+        }
+        return json.dumps(told).encode() + b"\n"
+
+
+@asynccontextmanager
+async def open_ranks(job: Job) -> AsyncIterator[GangMembers]:
+    """Start the ranks on this machine, side by side, and wait until each has its policy.
+
+    What they say is in ``logs`` of the run's directory. Raises ``GangError`` if one does not come up.
+    """
+    num_more = job.config.trainer.gang.num_processes - 1
+    if num_more == 0:
+        yield GangMembers()
+        return
+    secret = secrets.token_bytes(32)
+    async with AsyncExitStack() as stack:
+        # A path of its own: that of a run may be longer than the name of a socket can be.
+        directory = stack.enter_context(TemporaryDirectory(prefix="areal-"))
+        address = f"unix:{directory}/ranks.sock"
+        listener = await stack.enter_async_context(listen(address, secret=secret))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        order = _Order(address=address, secret=secret, job=job)
+        names = [f"rank-{number}" for number in range(1, num_more + 1)]
+        children = [await stack.enter_async_context(_child(job, name)) for name in names]
+        for child in children:
+            tasks.start_soon(child.listen)
+        async with anyio.create_task_group() as starting:
+            for name, child in zip(names, children, strict=True):
+                starting.start_soon(_start, child, order, name)
+        yield await _members(job, listener, names, children)
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _child(job: Job, name: str) -> AsyncIterator[Child]:
+    log = await to_thread.run_sync(BoundedLog, job.directory.path / "logs" / f"{name}.log")
+    child = await Child.start(lambda _: [sys.executable, "-m", "areal_actors.worker"], log=log)
+    try:
+        yield child
+    finally:
+        await child.kill()
+
+
+async def _start(child: Child, order: _Order, name: str) -> None:
+    """Until the rank says that it serves."""
+    assert child.process.stdin is not None
+    assert child.process.stdout is not None
+    try:
+        await child.process.stdin.send(order.to_line(name))
+        with anyio.fail_after(_START_SECONDS):
+            await BufferedByteReceiveStream(child.process.stdout).receive_until(b"\n", _MAX_LINE)
+    except (OSError, TimeoutError, anyio.BrokenResourceError, anyio.IncompleteRead, anyio.EndOfStream) as error:
+        await child.kill()
+        raise GangError(f"{name} of the training gang did not come up. {child.describe_end()}") from error
+
+
+async def _members(job: Job, listener: Listener, names: list[str], children: list[Child]) -> GangMembers:
+    peers = [await listener.wait_for(name) for name in names]
+    logs = job.directory.path / "logs"
+    return GangMembers(
+        ranks=tuple(peer.ref(Ranks, "rank") for peer in peers),
+        whereabouts=tuple(
+            f"process {child.process.pid}, which says more in {logs / name}.log"
+            for name, child in zip(names, children, strict=True)
+        ),
+    )

@@ -19,7 +19,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import field, frozen
 
 from areal_actors.actors.gang import GangMembers
-from areal_actors.core.remote import Listener, listen
+from areal_actors.core import Ref
+from areal_actors.core.remote import Listener, Peer, listen
 from areal_actors.errors import GangError
 from areal_actors.messages import Ranks
 from areal_actors.run.job import Job
@@ -31,6 +32,7 @@ RankOpener = Callable[[Job], AbstractAsyncContextManager[GangMembers]]
 """Starts ``trainer.gang.num_processes - 1`` ranks for the length of a block."""
 
 _START_SECONDS = 300.0
+_POLL_SECONDS = 0.01
 _MAX_LINE = 64 * 1024
 
 
@@ -108,12 +110,20 @@ async def _start(child: Child, order: _Order, name: str) -> None:
 
 
 async def _members(job: Job, listener: Listener, names: list[str], children: list[Child]) -> GangMembers:
-    peers = [await listener.wait_for(name) for name in names]
+    refs = [await _ref(await listener.wait_for(name)) for name in names]
     logs = job.directory.path / "logs"
     return GangMembers(
-        ranks=tuple(peer.ref(Ranks, "rank") for peer in peers),
+        ranks=tuple(refs),
         whereabouts=tuple(
             f"process {child.process.pid}, which says more in {logs / name}.log"
             for name, child in zip(names, children, strict=True)
         ),
     )
+
+
+async def _ref(peer: Peer) -> Ref[Ranks]:
+    """What a node exposes is told right after it has connected."""
+    with anyio.fail_after(_START_SECONDS):
+        while peer.is_connected and "rank" not in peer.exposed:
+            await anyio.sleep(_POLL_SECONDS)
+    return peer.ref(Ranks, "rank")

@@ -30,7 +30,7 @@ MEMBERS, PROMPT, FIRST, TOOL, SECOND = 8, 250, 40, 20, 20
 
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
     """Figures of the random model and, where a path is given, of a pretrained one."""
-    results = _measure("random-10M", _random_model, rounds=2 if quick else 5)
+    results = _measure("random-10M", create_model, rounds=2 if quick else 5)
     path = os.environ.get("AREAL_MODEL_PATH")
     if path:
         results += _measure("pretrained", partial(AutoModelForCausalLM.from_pretrained, path), rounds=1 if quick else 3)
@@ -131,7 +131,8 @@ def _create_episodes(rows: Sequence[Trajectory]) -> tuple[Episode, ...]:
     )
 
 
-def _random_model() -> LlamaForCausalLM:
+def create_model() -> LlamaForCausalLM:
+    """A random Llama of ten million parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=8192,

@@ -77,7 +77,10 @@ def _kill_children() -> None:
 
 def test_a_worker_ends_with_whoever_started_it():
     """Its standard input closes, also when nothing can be connected to."""
-    order = b'{"role": "proxy", "name": "p", "address": "unix:/nowhere/at/all.sock", "secret": "00", "config": "none.yaml", "port": 0}\n'
+    order = (
+        b'{"role": "proxy", "name": "p", "address": "unix:/nowhere/at/all.sock", "secret": "00", '
+        b'"config": "none.yaml", "port": 0}\n'
+    )
     ended = subprocess.run(
         [sys.executable, "-m", "areal_actors.worker"], input=order, capture_output=True, timeout=60, check=False
     )

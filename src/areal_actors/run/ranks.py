@@ -124,6 +124,6 @@ async def _members(job: Job, listener: Listener, names: list[str], children: lis
 async def _ref(peer: Peer) -> Ref[Ranks]:
     """What a node exposes is told right after it has connected."""
     with anyio.fail_after(_START_SECONDS):
-        while peer.is_connected and "rank" not in peer.exposed:
+        while peer.is_connected and "rank" not in peer.exposed:  # noqa: ASYNC110 - nobody tells when
             await anyio.sleep(_POLL_SECONDS)
     return peer.ref(Ranks, "rank")

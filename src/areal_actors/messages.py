@@ -7,7 +7,7 @@
       ▼
     Accounts
       ▲ asks
-    Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training
+    Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training ──leads──▶ Ranks
       ├──borrows──▶ Models (each with Sessions and Generation of its own)
       │                ▲                                            │ ▲
       │                │ collects                             tells │ │ leases

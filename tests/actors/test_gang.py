@@ -17,6 +17,7 @@ from areal_actors.actors.gang import GangMembers, LedPolicy
 from areal_actors.core import Actor, ActorSystem, OwnThread
 from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
 from areal_actors.messages import GatherWeights, JoinGang, Ranks, TrainAlong
+from areal_actors.training.gang import Gang
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +64,9 @@ async def led(*members: Member, step: object = "statistics") -> AsyncIterator[Le
             raise step
         return step, groups, max_staleness
 
-    policy = SimpleNamespace(train_step=train_step, save=lambda *_, **__: None, state_dict=lambda: {"w": 1})
+    policy = SimpleNamespace(
+        gang=Gang.alone(), train_step=train_step, save=lambda *_, **__: None, state_dict=lambda: {"w": 1}
+    )
     async with ActorSystem.open() as system, OwnThread.open() as thread:
         ranks = [await system.spawn(member, name=f"rank-{number}") for number, member in enumerate(members, start=1)]
         where = tuple(f"process {number}" for number in range(len(ranks)))

@@ -36,7 +36,7 @@ from areal_actors.training.sharding import gather
 from areal_actors.training.trainer import PolicyTrainer
 
 ROOT = Path(__file__).parents[2]
-GANG = GangConfig(num_processes=2, backend=GangBackend.GLOO, timeout_seconds=20)
+GANG = GangConfig(num_processes=2, backend=GangBackend.GLOO, timeout_seconds=60)
 
 
 class OtherRank:
@@ -137,6 +137,7 @@ def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    print("{}", flush=True)  # noqa: T201 - ready
     for line in sys.stdin:
         case = {"steps": 2} | json.loads(line)
         config = evolve(GANG, timeout_seconds=case["timeout"])

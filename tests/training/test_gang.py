@@ -34,6 +34,7 @@ CASES = {
 def other() -> Iterator[OtherRank]:
     """A second process for all cases, the last of which kills it: it takes seconds to load torch."""
     rank = OtherRank()
+    rank.hear()  # it is there: no case has to wait for that
     yield rank
     rank.end()
 
@@ -122,7 +123,7 @@ def test_what_is_not_the_same_is_named(other):
 
 def test_a_rank_that_does_nothing_is_given_up(other):
     """Not for ever is waited for a rank that lives and does not come."""
-    config = evolve(GANG, timeout_seconds=2)
+    config = evolve(GANG, timeout_seconds=5)
     case = {"hangs": 1}
     with other.meet(case, config) as gang:
         trainer = create_trainer(case)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+from anyio import to_thread
 from attrs import field, frozen
 
 from areal_actors.core import Actor, Context, OwnThread, Ref
@@ -140,7 +141,7 @@ class LedPolicy:
         own: Exception | None = None
         async with anyio.create_task_group() as tasks:
             for number, (ref, message) in enumerate(zip(self._members.ranks, wanted, strict=True)):
-                tasks.start_soon(_ask, ref, message, number, problems)
+                tasks.start_soon(self._ask, ref, message, number, problems)
             try:
                 result.append(await self._thread.run(action))
             except Exception as error:  # noqa: BLE001 - raised below, once the ranks were heard
@@ -156,19 +157,19 @@ class LedPolicy:
             raise own
         return result[0]
 
+    async def _ask(self, ref: Ref[Ranks], message: Asked, number: int, problems: dict[int, ArealError]) -> None:
+        try:
+            await ref.ask(message)
+        except ArealError as error:
+            problems[number] = error
+            await to_thread.run_sync(self._policy.gang.abort)
+
     def _describe(self, number: int, problem: ArealError) -> str:
         where = f" ({self._members.whereabouts[number]})" if number < len(self._members.whereabouts) else ""
         return (
             f"Rank {number + 1} of the {len(self._members.ranks) + 1} processes that train together failed{where}: "
             f"{problem} Resume from the last checkpoint, with as many processes as you like."
         )
-
-
-async def _ask(ref: Ref[Ranks], message: Asked, number: int, problems: dict[int, ArealError]) -> None:
-    try:
-        await ref.ask(message)
-    except ArealError as error:
-        problems[number] = error
 
 
 def _is_verdict(error: BaseException) -> bool:

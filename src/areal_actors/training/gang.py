@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from ipaddress import ip_address
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]  # exported, not declared
 
 from areal_actors.errors import ArealError, ConfigError, GangError
 from areal_actors.training.config import GangBackend, GangConfig
@@ -38,12 +38,12 @@ R = TypeVar("R")
 Doubles = npt.NDArray[np.float64]
 
 
-def open_store(host: str, config: GangConfig) -> dist.TCPStore:
+def open_store(host: str, config: GangConfig) -> TCPStore:
     """Where the ranks meet: listens at ``host`` of this machine, and nowhere else; ``port`` is any free one."""
     # A socket that is bound already: by itself the store would listen at all addresses of the machine.
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         host,
         port,
         config.num_processes,
@@ -54,11 +54,11 @@ def open_store(host: str, config: GangConfig) -> dist.TCPStore:
     )
 
 
-def connect_store(host: str, port: int, config: GangConfig) -> dist.TCPStore:
+def connect_store(host: str, port: int, config: GangConfig) -> TCPStore:
     """The store that rank 0 has opened. Raises ``GangError`` if nobody answers there."""
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
-        return dist.TCPStore(host, port, config.num_processes, is_master=False, timeout=timeout)
+        return TCPStore(host, port, config.num_processes, is_master=False, timeout=timeout)
     except RuntimeError as error:
         raise GangError(f"The first rank does not answer at {host}:{port}: {_first_line(error)}") from error
 
@@ -79,7 +79,7 @@ class Gang:
         return cls(rank=0, size=1, device=None)
 
     @classmethod
-    def form(cls, store: dist.TCPStore, *, rank: int, config: GangConfig) -> Gang:
+    def form(cls, store: TCPStore, *, rank: int, config: GangConfig) -> Gang:
         """Meet the other ranks at ``store``; returns once all are there. To be closed.
 
         Raises ``GangError`` if they are not there in time, and ``ConfigError`` for a backend that this machine has not.
@@ -148,13 +148,19 @@ class Gang:
                 raise
             raise GangError(f"Rank {self.rank} of {self.size} has lost the others: {_first_line(error)}") from error
 
+    def abort(self) -> None:
+        """Wake this rank, from any thread, where it waits for one that is gone: nccl does not see that by itself."""
+        with suppress(RuntimeError, ValueError):  # it may be over at this moment
+            if not self.is_alone and not self._is_closed:
+                distributed_c10d._get_default_group().abort()  # noqa: SLF001 - no other way to end what hangs
+
     def close(self) -> None:
         """Leave. Twice is fine."""
         if self.is_alone or self._is_closed:
             return
+        self.abort()
         self._is_closed = True
         if dist.is_initialized():
-            distributed_c10d._get_default_group().abort()  # noqa: SLF001 - no other way to end what hangs
             dist.destroy_process_group()
         # Groups are numbered, and a number is used up by one that nobody came to: the next would not be found.
         distributed_c10d._world.group_count = 0  # noqa: SLF001
@@ -174,7 +180,7 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
     """A method that all ranks call, of what has a ``gang``: see ``Gang.guard``."""
 
     @wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.gang.guard():
             return method(self, *args, **kwargs)
 

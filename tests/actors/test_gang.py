@@ -15,9 +15,11 @@ import pytest
 from areal_actors.actors import gang
 from areal_actors.actors.gang import GangMembers, LedPolicy
 from areal_actors.core import Actor, ActorSystem, OwnThread
+from areal_actors.domain import Snapshot
 from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
 from areal_actors.messages import GatherWeights, JoinGang, Ranks, TrainAlong
 from areal_actors.training.gang import Gang
+from areal_actors.training.publication import MemoryPublisher
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +67,7 @@ async def led(*members: Member, step: object = "statistics") -> AsyncIterator[Le
         return step, groups, max_staleness
 
     policy = SimpleNamespace(
-        gang=Gang.alone(), train_step=train_step, save=lambda *_, **__: None, state_dict=lambda: {"w": 1}
+        gang=Gang.alone(), train_step=train_step, save=lambda *_, **__: None, state_dict=lambda: {"w": 1}, version=7
     )
     async with ActorSystem.open() as system, OwnThread.open() as thread:
         ranks = [await system.spawn(member, name=f"rank-{number}") for number, member in enumerate(members, start=1)]
@@ -78,12 +80,12 @@ async def test_all_ranks_are_asked_for_the_same_in_the_same_order(tmp_path):
     members = Member(), Member()
     async with led(*members) as policy:
         found = await policy.train_step([], max_staleness=3)
-        weights = await policy.state_dict()
+        snapshot = await policy.publish(MemoryPublisher())
         await policy.save(tmp_path, counters={}, num_kept=1)
 
     wanted = [TrainAlong(groups=(), max_staleness=3), GatherWeights(), GatherWeights(with_moments=True)]
     assert ("statistics", [], 3) == found
-    assert {"w": 1} == weights
+    assert Snapshot(version=7, state={"w": 1}) == snapshot
     assert [wanted, wanted] == [member.asked for member in members]
 
 

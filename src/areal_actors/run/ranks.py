@@ -32,7 +32,6 @@ RankOpener = Callable[[Job], AbstractAsyncContextManager[GangMembers]]
 """Starts ``trainer.gang.num_processes - 1`` ranks for the length of a block."""
 
 _START_SECONDS = 300.0
-_POLL_SECONDS = 0.01
 _MAX_LINE = 64 * 1024
 
 
@@ -124,6 +123,5 @@ async def _members(job: Job, listener: Listener, names: list[str], children: lis
 async def _ref(peer: Peer) -> Ref[Ranks]:
     """What a node exposes is told right after it has connected."""
     with anyio.fail_after(_START_SECONDS):
-        while peer.is_connected and "rank" not in peer.exposed:  # noqa: ASYNC110 - nobody tells when
-            await anyio.sleep(_POLL_SECONDS)
+        await peer.wait_exposed("rank")
     return peer.ref(Ranks, "rank")

@@ -69,8 +69,8 @@ class Completion:
     """What an engine sampled for one prompt; all arrays have the length of ``token_ids``.
 
     ``logprobs`` are of the distribution that was sampled from (after temperature, penalties and truncation) and
-    ``raw_logprobs`` of the plain softmax; ``versions`` are those of the weights that sampled each token. A stop token
-    is included as it was sampled. ``top_logprobs`` holds a tuple per token where the request asked for alternatives.
+    ``raw_logprobs`` of the plain softmax, NaN where the engine does not know them; ``versions`` are those of the weights
+    that sampled each token. A stop token is included as it was sampled. ``top_logprobs`` holds a tuple per token where the request asked for alternatives.
     """
 
     token_ids: Ints = field(converter=as_ints, eq=array_equality)
@@ -104,7 +104,8 @@ class EngineRequest:
 class Chunk:
     """Tokens that were sampled since the last chunk, all under one version; the last chunk carries ``finish``.
 
-    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered as it was sampled.
+    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered as it was sampled. A raw
+    log-probability that the engine does not know is NaN.
     ``num_cached_tokens`` of the prompt came from the prefix cache (set in the first chunk).
     """
 
@@ -151,6 +152,9 @@ class EngineInfo:
     ``context_length`` bounds prompt plus output, ``vocab_size`` bounds the ids that it accepts.
 
     ``logprobs_follow_truncation`` tells whether reported log-probabilities are those after top-p, top-k and min-p.
+    ``knows_raw_logprobs`` tells whether it knows those of the plain softmax whatever was asked for; if not, they are
+    NaN wherever a temperature other than 1, a penalty or a bias moves what is sampled from.
+    ``samples_follow_keys`` tells whether equal keys, prompts and weights give equal tokens.
     ``has_grammars`` tells whether it can hold what it samples to a grammar.
     """
 
@@ -162,6 +166,8 @@ class EngineInfo:
     device: str
     max_concurrent: int
     logprobs_follow_truncation: bool = True
+    knows_raw_logprobs: bool = True
+    samples_follow_keys: bool = True
     has_grammars: bool = False
 
 

@@ -21,7 +21,10 @@ __all__ = ["Delta", "ServerDialect", "ServerFacts", "VersionSpan"]
 
 @frozen(kw_only=True)
 class ServerFacts:
-    """What a server says of itself. ``weight_version`` is the label of its weights, as it was given to it."""
+    """What a server says of itself. ``weight_version`` is the label of its weights, as it was given to it.
+
+    ``vocab_size`` is 0 where it does not tell. With ``has_grammars``, it takes every ``Grammar``.
+    """
 
     software: str
     """Name and version, such as ``sglang 0.5.23``."""
@@ -31,6 +34,7 @@ class ServerFacts:
     context_length: int
     dtype: str
     max_concurrent: int
+    has_grammars: bool = False
 
 
 @frozen(kw_only=True)
@@ -49,6 +53,9 @@ class Delta:
     ``logprobs`` are of the distribution that was sampled from, as far as the server tells; ``raw_logprobs`` are those
     at temperature 1 without truncation, NaN where the server does not tell. A server that names versions at the end
     alone gives ``spans``, of the whole request, with ``finish``.
+
+    ``server_version`` is the label of the server's weights while it said this, where it tells: not certainly that of
+    the tokens, but one that was never published gives away a server that was started again.
     """
 
     token_ids: Ints = field(converter=as_ints, eq=False)
@@ -58,6 +65,7 @@ class Delta:
     finish: FinishReason | None = None
     spans: tuple[VersionSpan, ...] = ()
     num_cached_tokens: int = 0
+    server_version: str | None = None
 
 
 class ServerDialect(Protocol):

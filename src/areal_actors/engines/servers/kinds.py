@@ -1,0 +1,46 @@
+"""The kinds of servers that there are: one line each, with its dialect and the command that starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from attrs import frozen
+
+from areal_actors.engines.servers.config import Backend
+from areal_actors.engines.servers.dialect import ServerDialect
+
+__all__ = ["KINDS", "ServerKind"]
+
+
+@frozen(kw_only=True)
+class ServerKind:
+    """A kind of server. ``dialect`` is ``module:Class``, imported when it is first needed.
+
+    ``module`` is what ``python -m`` starts, and ``describe_place(model, host, port)`` the arguments that tell it what to
+    serve, and where.
+    """
+
+    dialect: str
+    module: tuple[str, ...]
+    describe_place: Callable[[Path, str, int], tuple[str, ...]]
+
+    def create_dialect(self) -> ServerDialect:
+        """A dialect; they hold no state."""
+        module, _, name = self.dialect.partition(":")
+        return cast("ServerDialect", getattr(import_module(module), name)())
+
+
+def _sglang_place(model: Path, host: str, port: int) -> tuple[str, ...]:
+    return ("--model-path", str(model), "--host", host, "--port", str(port))
+
+
+KINDS: Mapping[Backend, ServerKind] = {
+    Backend.SGLANG: ServerKind(
+        dialect="areal_actors.engines.servers.sglang:SGLangDialect",
+        module=("sglang.launch_server",),
+        describe_place=_sglang_place,
+    ),
+}

@@ -27,10 +27,10 @@ class ServerKind:
     module: tuple[str, ...]
     describe_place: Callable[[Path, str, int], tuple[str, ...]]
 
-    def create_dialect(self) -> ServerDialect:
-        """A dialect; they hold no state."""
+    def create_dialect(self, added_tokens: Mapping[str, int]) -> ServerDialect:
+        """The dialect. ``added_tokens`` are texts and ids of the tokenizer's added tokens: grammars may need them."""
         module, _, name = self.dialect.partition(":")
-        return cast("ServerDialect", getattr(import_module(module), name)())
+        return cast("ServerDialect", getattr(import_module(module), name)(added_tokens=added_tokens))
 
 
 def _sglang_place(model: Path, host: str, port: int) -> tuple[str, ...]:

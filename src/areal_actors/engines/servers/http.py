@@ -1,0 +1,121 @@
+"""What all dialects do with HTTP: ask, read streams of events, and say who failed and what it said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from attrs import frozen
+
+from areal_actors.errors import EngineError
+
+__all__ = ["Answer", "ask", "create_client", "describe_failure", "open_events"]
+
+_CONNECT_SECONDS = 10.0
+_MAX_SAID = 400
+"""Characters of an answer that an error repeats."""
+
+
+@frozen
+class Answer:
+    """What a server said. ``document`` is ``None`` where there is no JSON."""
+
+    status: int
+    text: str
+    document: Any
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the status says so."""
+        return self.status >= httpx.codes.BAD_REQUEST
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request is at fault, and would be everywhere."""
+        return self.status in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
+
+    @property
+    def said(self) -> str:
+        """The message in it, if that can be found, and not too much of it."""
+        found = self.document
+        for name in ("error", "message", "detail"):
+            if isinstance(found, Mapping) and found.get(name):
+                found = found[name]
+        return (found if isinstance(found, str) and found else self.text)[:_MAX_SAID]
+
+
+def create_client(url: str, *, api_key: str | None, read_timeout_seconds: float) -> httpx.AsyncClient:
+    """A client of one server. It ignores proxies of the environment, which would not find a server on this machine."""
+    return httpx.AsyncClient(
+        base_url=url.rstrip("/"),
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        timeout=httpx.Timeout(read_timeout_seconds, connect=_CONNECT_SECONDS),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        trust_env=False,
+    )
+
+
+async def ask(client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+    """One request and its whole answer, whatever its status. Raises ``EngineError`` if none comes."""
+    try:
+        response = await client.request(method, path, json=body)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineError(_unreachable(client, path, error)) from error
+    return _answer(response)
+
+
+def describe_failure(client: httpx.AsyncClient, path: str, answer: Answer) -> str:
+    """A sentence about an answer that should have been another."""
+    return f"{client.base_url}{path.lstrip('/')} answered {answer.status}: {answer.said}"
+
+
+@asynccontextmanager
+async def open_events(
+    client: httpx.AsyncClient, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[AsyncIterator[Any] | Answer]:
+    """The JSON documents of a stream of server-sent events, up to ``[DONE]``; or the answer, if it is an error.
+
+    Leaving the block hangs up. Reading raises ``EngineError`` when the stream breaks, ends without ``[DONE]``, or is
+    none.
+    """
+    try:
+        async with client.stream("POST", path, json=body, headers=headers) as response:
+            if response.is_error:
+                await response.aread()
+                yield _answer(response)
+            else:
+                yield _read_events(client, path, response)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineError(_unreachable(client, path, error)) from error
+
+
+async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Response) -> AsyncIterator[Any]:
+    try:
+        async for line in response.aiter_lines():
+            kind, _, data = line.partition(":")
+            if kind != "data":
+                continue
+            if data.strip() == "[DONE]":
+                return
+            yield json.loads(data)
+    except (httpx.HTTPError, httpx.StreamError) as error:
+        raise EngineError(_unreachable(client, path, error)) from error
+    except ValueError as error:
+        raise EngineError(f"{client.base_url}{path.lstrip('/')} streams what is no JSON: {error}") from error
+    raise EngineError(f"{client.base_url}{path.lstrip('/')} cut its stream off.")
+
+
+def _unreachable(client: httpx.AsyncClient, path: str, error: Exception) -> str:
+    what = str(error) or type(error).__name__
+    return f"{client.base_url}{path.lstrip('/')} cannot be reached: {what}"
+
+
+def _answer(response: httpx.Response) -> Answer:
+    try:
+        document = response.json()
+    except ValueError:
+        document = None
+    return Answer(response.status_code, response.text, document)

@@ -1,0 +1,265 @@
+"""The words of SGLang: its native HTTP interface, from version 0.5.21 on.
+
+* ``/generate`` takes ids and streams ids. Log-probabilities are those of ``softmax(logits / T)`` before top-p, top-k and
+  min-p; the plain ones are known where nothing but truncation is asked for at T = 1.
+* ``ignore_eos`` would switch off our stop tokens, too. It is sent where there are none; elsewhere the server also stops
+  at its model's own end token, and the engine goes on from there if that was not asked for.
+* Requests are paused with ``retract``: their keys and values are dropped and computed anew, so that nothing of the old
+  weights is left in the cache.
+* Versions are named at the end, as spans.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from attrs import field, frozen
+
+from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
+from areal_actors.engines.lark import format_lark
+from areal_actors.engines.servers.dialect import Delta, ServerFacts, VersionSpan
+from areal_actors.engines.servers.http import Answer, ask, describe_failure, open_events
+from areal_actors.errors import EngineError, InvalidRequest, ModelError
+
+__all__ = ["OLDEST", "SGLangDialect"]
+
+OLDEST = (0, 5, 21)
+"""The first version that names versions by spans and tells whether it is alive while it is paused."""
+
+ROUTING_HEADER = "x-smg-routing-key"
+"""What SGLang's gateway keeps sessions together by."""
+
+_PAUSES = {PauseMode.KEEP: "retract", PauseMode.WAIT: "retract", PauseMode.ABORT: "abort"}
+
+
+@frozen(kw_only=True)
+class SGLangDialect:
+    """As ``ServerDialect``. ``added_tokens`` are texts and ids that grammars may need as tokens."""
+
+    added_tokens: Mapping[str, int] = field(factory=dict)
+
+    @property
+    def name(self) -> str:
+        """``sglang``."""
+        return "sglang"
+
+    async def describe(self, client: httpx.AsyncClient) -> ServerFacts:
+        """Ask who it is; see ``ServerDialect.describe``."""
+        info, model = await _get(client, "/server_info"), await _get(client, "/model_info")
+        models = await _get(client, "/v1/models")
+        version = str(info.get("version", ""))
+        if _parse_version(version) < OLDEST:
+            raise EngineError(
+                f"{client.base_url} runs SGLang {version or 'of an unknown version'}; "
+                f"{'.'.join(map(str, OLDEST))} is the oldest that tells which weights sampled which token. Update it."
+            )
+        try:
+            return _facts(version, info, model, models)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(f"{client.base_url} does not describe itself as SGLang does: {error!r}") from error
+
+    async def is_ready(self, client: httpx.AsyncClient) -> bool:
+        """Whether it answers. ``/ready`` and ``/health`` would say no, or nothing, while it is paused."""
+        try:
+            return not (await ask(client, "GET", "/model_info")).is_error
+        except EngineError:
+            return False
+
+    def check(self, request: EngineRequest) -> None:
+        """Nothing that we send is ignored."""
+
+    @asynccontextmanager
+    async def generate(
+        self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str
+    ) -> AsyncIterator[AsyncIterator[Delta]]:
+        """Open a generation; see ``ServerDialect.generate``."""
+        headers = {ROUTING_HEADER: routing_key} if routing_key else None
+        async with open_events(client, "/generate", self._format(request), headers=headers) as events:
+            if isinstance(events, Answer):
+                raise _failure(client, events)
+            async with aclosing(_read(client, request, events)) as deltas:
+                yield deltas
+
+    def _format(self, request: EngineRequest) -> dict[str, Any]:
+        return {
+            "rid": request.id,
+            "input_ids": request.prompt.tolist(),
+            "stream": True,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": request.sampling.top_logprobs,
+            "sampling_params": self._format_sampling(request),
+        }
+
+    def _format_sampling(self, request: EngineRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        stop_ids = sorted({*request.stop_token_ids, *sampling.stop_token_ids})
+        body: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "frequency_penalty": sampling.frequency_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop),
+            "stop_token_ids": stop_ids,
+            "ignore_eos": not stop_ids,
+            "skip_special_tokens": False,
+        }
+        if sampling.logit_bias:
+            body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
+        if request.grammar is not None:
+            body["ebnf"] = format_lark(request.grammar, tokens=self.added_tokens)
+        return body
+
+    async def abort(self, client: httpx.AsyncClient, request_id: str) -> None:
+        """End a generation."""
+        await _command(client, "/abort_request", {"rid": request_id})
+
+    async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
+        """Stop sampling; the engine sees to it that ``WAIT`` has nothing to wait for."""
+        await _command(client, "/pause_generation", {"mode": _PAUSES[mode]})
+
+    async def resume(self, client: httpx.AsyncClient) -> None:
+        """Go on sampling."""
+        await _command(client, "/continue_generation", {})
+
+    async def update_from_disk(self, client: httpx.AsyncClient, path: Path, *, version: str) -> None:
+        """Load safetensors; see ``ServerDialect.update_from_disk``."""
+        body = {"model_path": str(path), "weight_version": version, "flush_cache": True}
+        answer = await ask(client, "POST", "/update_weights_from_disk", body)
+        succeeded = isinstance(answer.document, Mapping) and answer.document.get("success")
+        if succeeded and not answer.is_error:
+            return
+        if answer.is_refusal or (isinstance(answer.document, Mapping) and not answer.is_error):
+            raise ModelError(f"{client.base_url} refuses the weights in {path}: {answer.said} The old weights stay.")
+        raise EngineError(describe_failure(client, "/update_weights_from_disk", answer))
+
+
+# ----------------------------------------------------------------------------------------------------- asking
+
+
+async def _get(client: httpx.AsyncClient, path: str) -> Mapping[str, Any]:
+    answer = await ask(client, "GET", path)
+    if answer.is_error or not isinstance(answer.document, Mapping):
+        raise EngineError(f"{describe_failure(client, path, answer)}; it is no SGLang server of a version we know.")
+    return answer.document
+
+
+async def _command(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> None:
+    answer = await ask(client, "POST", path, body)
+    if answer.is_error:
+        raise EngineError(describe_failure(client, path, answer))
+
+
+def _facts(
+    version: str, info: Mapping[str, Any], model: Mapping[str, Any], models: Mapping[str, Any]
+) -> ServerFacts:
+    path = Path(model["model_path"])
+    # A prompt may have fewer tokens than the model could attend to: the server keeps some room.
+    lengths = [info.get("max_req_input_len"), models["data"][0].get("max_model_len")]
+    states = info.get("internal_states") or [{}]
+    concurrent = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests") or 256
+    return ServerFacts(
+        software=f"sglang {version}",
+        model=str(path),
+        weight_version=str(model["weight_version"]),
+        vocab_size=0,
+        context_length=min(int(length) for length in lengths if length),
+        dtype=str(info["dtype"]),
+        max_concurrent=int(concurrent) * int(info.get("dp_size") or 1),
+        has_grammars=info.get("grammar_backend") == "llguidance",
+    )
+
+
+def _parse_version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncIterator[Delta]:
+    """What is new in each event, whether the server repeats itself in each, as it does by default, or not."""
+    num_seen = 0
+    async for event in events:
+        try:
+            if event.get("error"):
+                raise _failure(client, _as_answer(event))
+            delta = _parse(client, request, event, num_seen)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{client.base_url}generate streams what SGLang does not: {error!r}") from error
+        num_seen += len(delta.token_ids)
+        yield delta
+        if delta.finish is not None:
+            return
+    raise EngineError(f"{client.base_url}generate ended its stream without a reason.")
+
+
+def _parse(client: httpx.AsyncClient, request: EngineRequest, event: Mapping[str, Any], num_seen: int) -> Delta:
+    meta = event["meta_info"]
+    finish = _parse_finish(client, meta["finish_reason"])
+    num_new = int(meta.get("completion_tokens", num_seen)) - num_seen
+    ids = _last(event["output_ids"], num_new)
+    found = _last(meta.get("output_token_logprobs") or (), num_new)
+    if [entry[1] for entry in found] != list(ids):
+        raise ValueError(f"log-probabilities of other tokens than {ids}")
+    logprobs = [min(entry[0], 0.0) for entry in found]
+    is_plain = _is_plain(request)
+    tops = _last(meta.get("output_top_logprobs") or (), num_new) if request.sampling.top_logprobs else ()
+    return Delta(
+        token_ids=ids,
+        logprobs=[0.0] * num_new if request.sampling.temperature == 0 else logprobs,
+        raw_logprobs=logprobs if is_plain else [float("nan")] * num_new,
+        top_logprobs=tuple(tuple(TopLogprob(token_id=e[1], logprob=e[0]) for e in top or ()) for top in tops),
+        finish=finish,
+        spans=tuple(
+            VersionSpan(version=str(span["version"]), start=span["start"], end=span["end"])
+            for span in meta.get("weight_versions") or ()
+        ),
+        num_cached_tokens=int(meta.get("cached_tokens") or 0),
+        server_version=str(meta["weight_version"]),
+    )
+
+
+def _last(values: Sequence[Any], number: int) -> Sequence[Any]:
+    if not 0 <= number <= len(values):
+        raise ValueError(f"{number} new tokens, and {len(values)} in the event")
+    return values[len(values) - number :]
+
+
+def _parse_finish(client: httpx.AsyncClient, reason: Mapping[str, Any] | None) -> FinishReason | None:
+    if reason is None:
+        return None
+    if reason["type"] == "abort" and reason.get("status_code"):
+        raise _failure(client, Answer(int(reason["status_code"]), json.dumps(reason), reason))
+    return FinishReason(reason["type"])
+
+
+def _as_answer(event: Mapping[str, Any]) -> Answer:
+    error = event["error"]
+    status = error.get("code") if isinstance(error, Mapping) else None
+    return Answer(status if isinstance(status, int) else 500, json.dumps(event), event)
+
+
+def _failure(client: httpx.AsyncClient, answer: Answer) -> Exception:
+    if answer.is_refusal:
+        return InvalidRequest(f"The inference server refuses the request: {answer.said}")
+    return EngineError(describe_failure(client, "/generate", answer))
+
+
+def _is_plain(request: EngineRequest) -> bool:
+    """Whether what is reported is the plain softmax: it is that of the temperature, before anything is cut off."""
+    sampling = request.sampling
+    neutral = Sampling()
+    names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+    is_moved = any(getattr(sampling, name) != getattr(neutral, name) for name in names)
+    return sampling.temperature in (0.0, 1.0) and not is_moved and request.grammar is None

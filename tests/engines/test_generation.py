@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from areal_actors.domain import FinishReason, SampleKey, Sampling
 from areal_actors.engines.base import EngineInfo, EngineRequest
+from areal_actors.engines.requests import validate_request
 from areal_actors.engines.torch.generation import (
     Generation,
     Sampled,
     StopScanner,
     create_uniforms,
-    validate_request,
 )
 from areal_actors.errors import ContextLengthExceeded, InvalidRequest
 

@@ -101,11 +101,14 @@ def join_ids(chunks: Sequence[Chunk]) -> list[int]:
 
 
 async def check_chunks_are_well_formed(subject: Subject) -> None:
-    """Arrays of a chunk agree in length, log-probabilities are at most 0, only the last has a finish or is empty."""
+    """Arrays of a chunk agree in length, log-probabilities are at most 0, only the last has a finish or is empty.
+
+    A plain log-probability may be unknown, and is NaN then.
+    """
     chunks = await collect(subject.engine, create_request(subject))
 
     assert all(len(c.token_ids) == len(c.logprobs) == len(c.raw_logprobs) for c in chunks)
-    assert all((c.logprobs <= 0).all() and (c.raw_logprobs <= 0).all() for c in chunks)
+    assert all((c.logprobs <= 0).all() and not (c.raw_logprobs > 0).any() for c in chunks)
     assert all(c.finish is None and len(c.token_ids) for c in chunks[:-1])
     assert chunks[-1].finish is not None
     assert all(0 <= i < subject.engine.info.vocab_size for i in join_ids(chunks))
@@ -121,15 +124,18 @@ async def check_ends_at_max_new_tokens(subject: Subject) -> None:
 
 async def check_stop_token_is_delivered(subject: Subject) -> None:
     """A stop token ends a generation with STOP and is the last token delivered."""
-    free = join_ids(await collect(subject.engine, create_request(subject)))
-    chunks = await collect(subject.engine, create_request(subject, stop_token_ids=(free[2],)))
+    settings = {} if subject.engine.info.samples_follow_keys else {"temperature": 0.0}
+    free = join_ids(await collect(subject.engine, create_request(subject, **settings)))
+    chunks = await collect(subject.engine, create_request(subject, stop_token_ids=(free[2],), **settings))
 
     assert free[: free.index(free[2]) + 1] == join_ids(chunks)
     assert chunks[-1].finish is FinishReason.STOP
 
 
 async def check_samples_follow_the_key(subject: Subject) -> None:
-    """Equal keys, prompts and weights give equal tokens, whatever runs beside them."""
+    """Equal keys, prompts and weights give equal tokens, whatever runs beside them, if the engine says so."""
+    if not subject.engine.info.samples_follow_keys:
+        return
     alone = join_ids(await collect(subject.engine, create_request(subject, path=(1,))))
     results: dict[int, list[int]] = {}
 
@@ -291,6 +297,18 @@ async def check_logprobs_are_recomputable(subject: Subject) -> None:
 _ANSWER = InOrder(parts=(Exactly(text="Is it? "), JsonText(schema={"enum": ["yes", "no", 3]})))
 
 
+async def check_plain_logprobs_are_right_or_unknown(subject: Subject) -> None:
+    """At another temperature, plain log-probabilities are still those of the model, or NaN if the engine says so."""
+    chunks = await collect(subject.engine, create_request(subject, path=("plain",), temperature=0.6))
+    found = np.concatenate([c.raw_logprobs for c in chunks])
+
+    assert not np.isnan(found).any() or not subject.engine.info.knows_raw_logprobs
+    if subject.recompute is not None:
+        expected = subject.recompute(subject.prompt, as_ints(join_ids(chunks)))
+        known = ~np.isnan(found)
+        np.testing.assert_allclose(found[known], expected[known], atol=subject.tolerance, rtol=0)
+
+
 async def check_grammars_are_matched(subject: Subject) -> None:
     """What is sampled under a grammar matches it and ends with a stop token; without grammars it is refused."""
     if not subject.engine.info.has_grammars:
@@ -343,6 +361,7 @@ ENGINE_CHECKS: tuple[Check, ...] = (
     check_pause_aborts,
     check_load_stamps_versions,
     check_logprobs_are_recomputable,
+    check_plain_logprobs_are_right_or_unknown,
     check_grammars_are_matched,
     check_grammars_are_cut_by_length,
     check_broken_grammars_are_refused,

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, le, optional
+from attrs.validators import ge, gt, le
 
 __all__ = ["Backend", "ServerConfig"]
 
@@ -46,7 +46,7 @@ class ServerConfig:
     start_timeout_seconds: float = field(default=900.0, validator=gt(0))
     """How long a server may take until it answers."""
     publish_directory: Path | None = None
-    """Where weights are written for the servers, which must see it by the same path; without it, in the run directory."""
+    """Where weights are written for the servers, which see it by the same path; in the run directory without it."""
     update_timeout_seconds: float = field(default=600.0, validator=gt(0))
     """How long a server may take to load weights, or to pause."""
     read_timeout_seconds: float = field(default=3600.0, validator=gt(0))
@@ -56,6 +56,4 @@ class ServerConfig:
     health_timeout_seconds: float = field(default=10.0, validator=gt(0))
     """How long it may take to say so."""
     max_failures: int = field(default=3, validator=ge(1))
-    """So many servers in a row may fail a request, or die of it, before it fails; what was sampled is kept meanwhile."""
-    max_concurrent: int | None = field(default=None, validator=optional(ge(1)))
-    """Requests at once at one server; as many as it says it runs without it."""
+    """So many servers in a row may fail a request, or die of it, before it fails."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
+import anyio
 import httpx
 from attrs import frozen
 
@@ -87,14 +88,16 @@ async def open_events(
                 await response.aread()
                 yield _answer(response)
             else:
-                yield _read_events(client, path, response)
+                async with aclosing(_read_events(client, path, response)) as events:
+                    yield events
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EngineError(_unreachable(client, path, error)) from error
 
 
-async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Response) -> AsyncIterator[Any]:
+async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Response) -> AsyncGenerator[Any]:
+    lines = response.aiter_lines()
     try:
-        async for line in response.aiter_lines():
+        async for line in lines:
             kind, _, data = line.partition(":")
             if kind != "data":
                 continue
@@ -105,7 +108,20 @@ async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Res
         raise EngineError(_unreachable(client, path, error)) from error
     except ValueError as error:
         raise EngineError(f"{client.base_url}{path.lstrip('/')} streams what is no JSON: {error}") from error
+    finally:
+        await _end(lines)
     raise EngineError(f"{client.base_url}{path.lstrip('/')} cut its stream off.")
+
+
+async def _end(lines: AsyncIterator[str]) -> None:
+    """End what is read from the middle: cancelled where it waits for the socket, every generator of httpx's is over.
+
+    Closing the outermost would leave those inside to the garbage collector, which trio calls by its name.
+    """
+    with anyio.CancelScope() as scope, suppress(httpx.HTTPError, httpx.StreamError):
+        scope.cancel()
+        async for _ in lines:
+            pass
 
 
 def _unreachable(client: httpx.AsyncClient, path: str, error: Exception) -> str:

@@ -19,8 +19,8 @@ __all__ = ["KINDS", "ServerKind"]
 class ServerKind:
     """A kind of server. ``dialect`` is ``module:Class``, imported when it is first needed.
 
-    ``module`` is what ``python -m`` starts, and ``describe_place(model, host, port)`` the arguments that tell it what to
-    serve, and where.
+    ``module`` is what ``python -m`` starts, and ``describe_place(model, host, port)`` the arguments that tell it what
+    to serve, and where.
     """
 
     dialect: str

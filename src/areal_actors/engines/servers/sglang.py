@@ -1,9 +1,9 @@
 """The words of SGLang: its native HTTP interface, from version 0.5.21 on.
 
-* ``/generate`` takes ids and streams ids. Log-probabilities are those of ``softmax(logits / T)`` before top-p, top-k and
-  min-p; the plain ones are known where nothing but truncation is asked for at T = 1.
-* ``ignore_eos`` would switch off our stop tokens, too. It is sent where there are none; elsewhere the server also stops
-  at its model's own end token, and the engine goes on from there if that was not asked for.
+* ``/generate`` takes ids and streams ids. Log-probabilities are those of ``softmax(logits / T)`` before top-p, top-k
+  and min-p; the plain ones are known where nothing but truncation is asked for at T = 1.
+* ``ignore_eos`` would switch off our stop tokens, too. It is sent where there are none; elsewhere the server also
+  stops at its model's own end token, and the engine goes on from there if that was not asked for.
 * Requests are paused with ``retract``: their keys and values are dropped and computed anew, so that nothing of the old
   weights is left in the cache.
 * Versions are named at the end, as spans.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -160,9 +160,7 @@ async def _command(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]
         raise EngineError(describe_failure(client, path, answer))
 
 
-def _facts(
-    version: str, info: Mapping[str, Any], model: Mapping[str, Any], models: Mapping[str, Any]
-) -> ServerFacts:
+def _facts(version: str, info: Mapping[str, Any], model: Mapping[str, Any], models: Mapping[str, Any]) -> ServerFacts:
     path = Path(model["model_path"])
     # A prompt may have fewer tokens than the model could attend to: the server keeps some room.
     lengths = [info.get("max_req_input_len"), models["data"][0].get("max_model_len")]
@@ -187,7 +185,7 @@ def _parse_version(text: str) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncIterator[Delta]:
+async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncGenerator[Delta]:
     """What is new in each event, whether the server repeats itself in each, as it does by default, or not."""
     num_seen = 0
     async for event in events:
@@ -217,7 +215,7 @@ def _parse(client: httpx.AsyncClient, request: EngineRequest, event: Mapping[str
     tops = _last(meta.get("output_top_logprobs") or (), num_new) if request.sampling.top_logprobs else ()
     return Delta(
         token_ids=ids,
-        logprobs=[0.0] * num_new if request.sampling.temperature == 0 else logprobs,
+        logprobs=logprobs,
         raw_logprobs=logprobs if is_plain else [float("nan")] * num_new,
         top_logprobs=tuple(tuple(TopLogprob(token_id=e[1], logprob=e[0]) for e in top or ()) for top in tops),
         finish=finish,

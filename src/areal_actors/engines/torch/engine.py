@@ -22,10 +22,11 @@ from attrs import define, evolve, field
 from safetensors import SafetensorError
 
 from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
+from areal_actors.engines.requests import find_stop_ids, validate_request
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.engines.torch.constraint import Constraint, GrammarCompiler
 from areal_actors.engines.torch.forward import Forward, create_forward
-from areal_actors.engines.torch.generation import Decode, Generation, Sampled, find_stop_ids, validate_request
+from areal_actors.engines.torch.generation import Decode, Generation, Sampled
 from areal_actors.engines.torch.worker import (
     Abort,
     Close,

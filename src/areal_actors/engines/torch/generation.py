@@ -6,7 +6,6 @@ Owned by the engine's thread; nothing here waits or touches tensors. Who runs wh
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,14 +14,14 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from areal_actors.domain import FinishReason, Ints, SampleKey, Sampling, TopLogprob
-from areal_actors.engines.base import EngineInfo, EngineRequest
-from areal_actors.errors import ContextLengthExceeded, InvalidRequest
+from areal_actors.engines.base import EngineRequest
+from areal_actors.engines.requests import find_stop_ids
 
 if TYPE_CHECKING:
     from areal_actors.engines.torch.constraint import Constraint
     from areal_actors.engines.torch.scheduler import Slot
 
-__all__ = ["Decode", "Generation", "Sampled", "StopScanner", "create_uniforms", "find_stop_ids", "validate_request"]
+__all__ = ["Decode", "Generation", "Sampled", "StopScanner", "create_uniforms"]
 
 Decode = Callable[[Sequence[int]], str]
 """From token ids to text, as a tokenizer's ``decode``."""
@@ -167,58 +166,3 @@ class Generation:
         """Whether nothing can follow but a stop token, and there is none, or no room for it."""
         constraint = self.constraint
         return constraint is not None and constraint.is_over and (self.length >= self.limit or not constraint.has_stop)
-
-
-def find_stop_ids(request: EngineRequest) -> frozenset[int]:
-    """The ids that end this generation: the renderer's and the client's own."""
-    return frozenset((*request.stop_token_ids, *request.sampling.stop_token_ids))
-
-
-def validate_request(request: EngineRequest, info: EngineInfo, *, can_decode: bool) -> None:
-    """Refuse by name what this engine cannot do.
-
-    Raises:
-        ContextLengthExceeded: the prompt leaves no room for one token.
-        InvalidRequest: no prompt, ids outside the vocabulary, or sampling parameters that mean nothing.
-    """
-    if len(request.prompt) == 0:
-        raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")
-    if len(request.prompt) >= info.context_length:
-        raise ContextLengthExceeded(num_tokens=len(request.prompt), max_tokens=info.context_length)
-    _validate_ids("prompt", request.prompt, info.vocab_size)
-    _validate_sampling(request.sampling, info.vocab_size, can_decode=can_decode)
-
-
-def _validate_ids(name: str, ids: npt.ArrayLike, vocab_size: int) -> None:
-    array = np.asarray(ids)
-    wrong = array[(array < 0) | (array >= vocab_size)]
-    if len(wrong):
-        raise InvalidRequest(
-            f"Token id {int(wrong[0])} is outside the model's vocabulary of {vocab_size}; "
-            "tokenize with this model's own tokenizer.",
-            param=name,
-        )
-
-
-def _validate_sampling(sampling: Sampling, vocab_size: int, *, can_decode: bool) -> None:
-    in_range = {
-        "temperature": math.isfinite(sampling.temperature) and sampling.temperature >= 0,
-        "top_p": 0 < sampling.top_p <= 1,
-        "top_k": sampling.top_k >= 0,
-        "min_p": 0 <= sampling.min_p <= 1,
-        "max_new_tokens": sampling.max_new_tokens >= 1,
-        "frequency_penalty": math.isfinite(sampling.frequency_penalty),
-        "presence_penalty": math.isfinite(sampling.presence_penalty),
-        "repetition_penalty": math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0,
-        "top_logprobs": 0 <= sampling.top_logprobs <= vocab_size,
-        "logit_bias": all(math.isfinite(bias) for _, bias in sampling.logit_bias),
-        "stop": all(sampling.stop),
-    }
-    for name, is_fine in in_range.items():
-        if not is_fine:
-            raise InvalidRequest(f"{name} = {getattr(sampling, name)!r} cannot be sampled with.", param=name)
-    _validate_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
-    if sampling.stop and not can_decode:
-        raise InvalidRequest(
-            "Stop strings need a tokenizer, and this engine was opened without one; send stop_token_ids.", param="stop"
-        )

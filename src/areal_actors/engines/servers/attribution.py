@@ -1,0 +1,116 @@
+"""Which weights sampled which token: from the deltas of one attempt at one server to chunks that are stamped exactly.
+
+A server that names versions at the end alone leaves open, after weights were loaded, from which token on they count.
+So tokens are passed on while no load has begun since the attempt did: they can only be of the version that was served
+then. From the first load on they are held back until the server has named its spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from attrs import define, evolve, field
+
+from areal_actors.domain import Chunk, FinishReason, Ints
+from areal_actors.engines.servers.dialect import Delta, VersionSpan
+from areal_actors.errors import EngineError
+
+__all__ = ["Attribution"]
+
+_UNKNOWN = -1
+
+
+@define(eq=False)
+class Attribution:
+    """The tokens of one attempt that began under ``version``."""
+
+    version: int
+    num_delivered: int = 0
+    _held: list[Delta] = field(factory=list)
+
+    def take(self, delta: Delta, *, is_settled: bool) -> tuple[Chunk, ...]:
+        """What may be passed on now; after the last delta, that is everything.
+
+        ``is_settled`` tells that no load has begun since the attempt did. Raises ``EngineError`` where the server says
+        that other weights sampled, or does not say which did; what was passed on before is right all the same.
+        """
+        if delta.finish is None:
+            if is_settled:
+                self._check_label(delta)
+                return self._pass_on(delta, np.full(len(delta.token_ids), self.version))
+            self._held.append(delta)
+            return ()
+        whole = _join([*self._held, delta])
+        num_all = self.num_delivered + len(whole.token_ids)
+        versions = _read_spans(delta.spans, num_all)
+        if is_settled and not delta.spans:
+            self._check_label(delta)
+            versions = np.full(num_all, self.version)
+        if (versions == _UNKNOWN).any() or (versions[: self.num_delivered] != self.version).any():
+            raise EngineError(
+                f"The server names the weights {[(s.version, s.start, s.end) for s in delta.spans]} for {num_all} "
+                f"tokens, of which {self.num_delivered} were sampled by version {self.version}."
+            )
+        return self._pass_on(whole, versions[self.num_delivered :])
+
+    def _check_label(self, delta: Delta) -> None:
+        if delta.server_version not in (None, str(self.version)):
+            raise EngineError(
+                f"The server has weights {delta.server_version!r} where version {self.version} was loaded; it has been "
+                "started again."
+            )
+
+    def _pass_on(self, delta: Delta, versions: Ints) -> tuple[Chunk, ...]:
+        """A chunk for each run of equal versions; the last has the finish."""
+        is_first = self.num_delivered == 0
+        self.num_delivered += len(versions)
+        bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+        chunks = [_cut(delta, start, end, int(versions[start])) for start, end in pairwise(bounds) if start < end]
+        if delta.finish is not None and not chunks:
+            chunks = [_cut(delta, 0, 0, self.version)]
+        return tuple(
+            _with(
+                chunk,
+                finish=delta.finish if chunk is chunks[-1] else None,
+                num_cached=delta.num_cached_tokens if is_first and chunk is chunks[0] else 0,
+            )
+            for chunk in chunks
+        )
+
+
+def _read_spans(spans: Sequence[VersionSpan], num_tokens: int) -> Ints:
+    """The version of each token, ``_UNKNOWN`` where no span has it or its label is no version of ours."""
+    versions = np.full(num_tokens, _UNKNOWN, dtype=np.int32)
+    for span in spans:
+        versions[max(span.start, 0) : max(span.end, 0)] = int(span.version) if span.version.isdecimal() else _UNKNOWN
+    return versions
+
+
+def _join(deltas: Sequence[Delta]) -> Delta:
+    last = deltas[-1]
+    return Delta(
+        token_ids=np.concatenate([delta.token_ids for delta in deltas]),
+        logprobs=np.concatenate([delta.logprobs for delta in deltas]),
+        raw_logprobs=np.concatenate([delta.raw_logprobs for delta in deltas]),
+        top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
+        finish=last.finish,
+        spans=last.spans,
+        num_cached_tokens=deltas[0].num_cached_tokens,
+        server_version=last.server_version,
+    )
+
+
+def _cut(delta: Delta, start: int, end: int, version: int) -> Chunk:
+    return Chunk(
+        token_ids=delta.token_ids[start:end],
+        logprobs=delta.logprobs[start:end],
+        raw_logprobs=delta.raw_logprobs[start:end],
+        version=version,
+        top_logprobs=delta.top_logprobs[start:end],
+    )
+
+
+def _with(chunk: Chunk, *, finish: FinishReason | None, num_cached: int) -> Chunk:
+    return evolve(chunk, finish=finish, num_cached_tokens=num_cached)

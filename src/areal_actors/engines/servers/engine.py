@@ -1,0 +1,406 @@
+"""Servers as an engine: ``ServerEngine``, the one authority over their pauses and weights.
+
+A generation is one or several *attempts*. An attempt ends with the generation, or because its server was lost, or was
+told by somebody else to end it; then the next one, at whichever server has the present weights by then, goes on after
+the tokens that are known already (``generation``). A server's stream is read when the consumer asks for a chunk, and no
+sooner. What weights sampled a token is found out in ``attribution``, which server is asked in ``pool``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import httpx
+from anyio import to_thread
+from attrs import evolve
+
+from areal_actors.core.remote.transport import unwrapped
+from areal_actors.domain import FinishReason
+from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
+from areal_actors.engines.requests import validate_request
+from areal_actors.engines.servers.attribution import Attribution
+from areal_actors.engines.servers.config import ServerConfig
+from areal_actors.engines.servers.dialect import ServerDialect
+from areal_actors.engines.servers.generation import Run, empty_chunk
+from areal_actors.engines.servers.http import create_client
+from areal_actors.engines.servers.pool import Server, ServerPool, open_servers, read_key
+from areal_actors.engines.servers.publishing import Publisher
+from areal_actors.errors import EngineError, InvalidRequest, ModelError, UnsupportedParameter
+
+__all__ = ["Diagnose", "ServerEngine"]
+
+_ABORT_SECONDS = 5.0
+"""How long a server may take to hear that nobody wants its answer any more."""
+_BACK_OFF_SECONDS = 0.05
+"""Before a request that failed is tried again; doubled each time."""
+
+Diagnose = Callable[[str], str | None]
+"""Why the server at this URL has no process, from whoever started it; ``None`` while it has one."""
+
+
+class ServerEngine:
+    """An ``Engine`` of servers that speak one dialect. Opened with ``open``, on asyncio or trio.
+
+    A server that fails is met with another attempt; after ``max_failures`` of them without a new token, a generation
+    raises ``EngineError``. Samples do not follow keys.
+    """
+
+    def __init__(self, pool: ServerPool, publisher: Publisher, info: EngineInfo, config: ServerConfig) -> None:
+        """Use ``open``."""
+        self._pool = pool
+        self._publisher = publisher
+        self._info = info
+        self._config = config
+        self._dialect = pool.dialect
+        self._gateway: httpx.AsyncClient | None = None
+        self._runs: dict[str, Run] = {}
+        self._placed: dict[Run, Server] = {}
+        self._statistics = EngineStatistics()
+        self._busy_since = 0.0
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        dialect: ServerDialect,
+        config: ServerConfig,
+        *,
+        urls: Sequence[str],
+        model: Path,
+        snapshot: Snapshot,
+        publish_directory: Path,
+        diagnose: Diagnose = lambda _: None,
+    ) -> AsyncIterator[ServerEngine]:
+        """Open an engine of the servers at ``urls``, once all of them serve ``snapshot``.
+
+        Args:
+            dialect: how they are spoken to.
+            config: its ``urls`` are not looked at.
+            urls: at least one.
+            model: the directory of the model that they serve, for its vocabulary and its shapes.
+            snapshot: the weights to begin with; loaded into every server, whatever it had.
+            publish_directory: where weights are written for them; they must see it by the same path.
+            diagnose: tells of those whose process ended; opening fails with what it says.
+
+        Raises:
+            EngineError: a server is too old, has died, or was not ready within ``start_timeout_seconds``.
+            ModelError: a server refuses the snapshot.
+        """
+        publisher = Publisher(config.publish_directory or publish_directory, model)
+        await to_thread.run_sync(publisher.remove_leftovers)
+        try:
+            weights = await to_thread.run_sync(publisher.write, snapshot)
+            async with (
+                open_servers(urls, config) as servers,
+                _watched(ServerPool(dialect=dialect, config=config, servers=servers, weights=weights)) as pool,
+                _open_gateway(config) as gateway,
+            ):
+                await _wait_until_ready(pool, config, diagnose)
+                info = _describe(pool, model)
+                publisher.dtype = info.dtype
+                engine = cls(pool, publisher, info, config)
+                engine._gateway = gateway
+                yield engine
+        finally:
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(publisher.close)
+
+    # ------------------------------------------------------------------------------------------ the protocol
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts that do not change while the engine is open."""
+        return self._info
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token will be sampled with."""
+        return self._pool.weights.version
+
+    @asynccontextmanager
+    async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """Open a generation; see ``Engine.generate``."""
+        validate_request(request, self._info, can_decode=True)
+        self._dialect.check(request)
+        if request.grammar is not None and not self._info.has_grammars:
+            raise UnsupportedParameter(
+                f"The servers of {self._info.name} cannot hold answers to a grammar; see how to start them."
+            )
+        if request.id in self._runs:
+            raise InvalidRequest(
+                f"A generation with the id {request.id!r} is running; give each its own id.", param="id"
+            )
+        run = self._runs[request.id] = Run.create(request, context_length=self._info.context_length)
+        self._count(prompt_tokens=len(request.prompt))
+        try:
+            async with aclosing(self._generate(run)) as chunks:
+                yield chunks
+        finally:
+            del self._runs[request.id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a generation with ``FinishReason.ABORT``; what was sampled is delivered. Unknown ids are ignored."""
+        await anyio.lowlevel.checkpoint()
+        run = self._runs.get(request_id)
+        if run is not None:
+            run.is_aborted = True
+            self._pool.notify()
+            await self._end_attempt(run)
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        """Return when no token will be sampled until ``resume``.
+
+        In mode ``WAIT`` those are waited for that a server has been asked for; they end if their consumers read.
+        Cancelled, it leaves the engine pausing: call ``resume``.
+        """
+        pool = self._pool
+        pool.is_paused = True
+        if mode is PauseMode.ABORT:
+            await self._abort_placed()
+        while mode is PauseMode.WAIT and self._placed and pool.is_paused:
+            await pool.changed.wait()
+        async with pool.control:
+            if pool.is_paused:
+                await pool.pause()
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        self._pool.is_paused = False
+        async with self._pool.control:
+            if not self._pool.is_paused:
+                await self._pool.resume()
+        self._pool.notify()
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """Change the weights between two tokens; see ``Engine.load``.
+
+        If no server is left, it waits for one that comes back, and raises ``EngineError`` if none does. Cancelled, it
+        returns after the load has ended all the same.
+        """
+        with anyio.CancelScope(shield=True):
+            weights = await to_thread.run_sync(self._publisher.write, snapshot)
+            try:
+                async with self._pool.control:
+                    await self._pool.load(weights)
+            finally:
+                await to_thread.run_sync(self._publisher.keep_only, self._pool.weights)
+        await self._wait_for_server()
+
+    def statistics(self) -> EngineStatistics:
+        """Counters, at once. ``running`` are those that a server has been asked for."""
+        return evolve(
+            self._statistics,
+            running=len(self._placed),
+            waiting=len(self._runs) - len(self._placed),
+            busy_seconds=self._statistics.busy_seconds + self._busy_seconds,
+        )
+
+    # --------------------------------------------------------------------------------------------- generating
+
+    async def _generate(self, run: Run) -> AsyncGenerator[Chunk]:
+        while not run.is_over:
+            try:
+                server = await self._place(run)
+                if server is None:
+                    break
+                num_known = len(run.token_ids)
+                async with aclosing(self._attempt(run, server)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                _check_progress(run, num_known, server)
+            except EngineError as error:
+                if run.is_aborted:
+                    break
+                run.fail(error, max_failures=self._config.max_failures)
+                await anyio.sleep(_BACK_OFF_SECONDS * 2**run.num_failures)
+            if not run.is_over and (finish := run.find_end()) is not None:
+                run.is_over = True
+                yield empty_chunk(finish, version=self.version)
+        if not run.is_over:
+            run.is_over = True
+            self._count(aborted=1)
+            yield empty_chunk(FinishReason.ABORT, version=self.version)
+
+    async def _place(self, run: Run) -> Server | None:
+        """The server for the next attempt, when the engine is not paused; ``None`` if the run was aborted meanwhile."""
+        while not run.is_aborted:
+            if self._pool.is_held:
+                await self._pool.changed.wait()
+                continue
+            server = self._pool.choose(run.request.routing_key or run.request.id)
+            if server is not None:
+                return server
+            await self._wait_for_server()
+        return None
+
+    async def _wait_for_server(self) -> None:
+        with anyio.move_on_after(self._config.start_timeout_seconds):
+            while not self._pool.serving:
+                await self._pool.changed.wait()
+            return
+        reasons = "; ".join(str(server.failure or f"{server.url} does not answer") for server in self._pool.servers)
+        raise EngineError(
+            f"No server of {self._info.name} was ready within {self._config.start_timeout_seconds:g} s: {reasons}"
+        )
+
+    async def _attempt(self, run: Run, server: Server) -> AsyncGenerator[Chunk]:
+        """What one server samples, up to the end of its stream."""
+        request, num_loads = run.begin_attempt(), self._pool.num_loads
+        attribution = Attribution(self.version)
+        has_ended = False
+        self._enter(run, server)
+        try:
+            client = self._gateway or server.generating
+            async with self._dialect.generate(client, request, routing_key=request.routing_key) as deltas:
+                async for delta in deltas:
+                    has_ended = delta.finish is not None
+                    is_settled = self._pool.num_loads == num_loads
+                    for chunk in attribution.take(delta, is_settled=is_settled):
+                        yield self._take(run, chunk)
+        except EngineError:
+            self._suspect(server)
+            raise
+        finally:
+            if not has_ended:
+                await self._end_attempt(run)
+            self._leave(run)
+
+    def _suspect(self, server: Server) -> None:
+        """Behind a gateway, any of them may have failed."""
+        for each in self._pool.servers if self._gateway is not None else (server,):
+            each.suspect()
+
+    async def _end_attempt(self, run: Run) -> None:
+        """Tell the server, if there is one, that its answer is not wanted. Cannot be cancelled, and takes its time."""
+        server = self._placed.get(run)
+        if server is None or run.attempt_id is None:
+            return
+        asked = self._pool.servers if self._gateway is not None else (server,)
+        with anyio.move_on_after(_ABORT_SECONDS, shield=True):
+            for each in asked:
+                with suppress(EngineError):
+                    await self._dialect.abort(each.control, run.attempt_id)
+
+    async def _abort_placed(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for run in tuple(self._placed):
+                run.was_interrupted = True
+                tasks.start_soon(self._end_attempt, run)
+
+    # ------------------------------------------------------------------------------------------------- counting
+
+    def _enter(self, run: Run, server: Server) -> None:
+        if not self._placed:
+            self._busy_since = anyio.current_time()
+        self._placed[run] = server
+        run.was_interrupted = False
+
+    def _leave(self, run: Run) -> None:
+        if len(self._placed) == 1:
+            self._count(busy_seconds=self._busy_seconds)
+        del self._placed[run]
+        self._pool.notify()
+
+    @property
+    def _busy_seconds(self) -> float:
+        return anyio.current_time() - self._busy_since if self._placed else 0.0
+
+    def _take(self, run: Run, chunk: Chunk) -> Chunk:
+        taken = run.take(chunk)
+        self._count(
+            sampled_tokens=len(taken.token_ids),
+            cached_tokens=taken.num_cached_tokens,
+            aborted=int(taken.finish is FinishReason.ABORT),
+        )
+        return taken
+
+    def _count(self, **increments: float) -> None:
+        old = self._statistics
+        self._statistics = evolve(old, **{name: getattr(old, name) + more for name, more in increments.items()})
+
+
+def _check_progress(run: Run, num_known: int, server: Server) -> None:
+    """Somebody may end attempts at a server again and again, before they have sampled a token."""
+    if not (run.is_over or run.was_interrupted or len(run.token_ids) > num_known):
+        raise EngineError(f"{server.url} ended the generation without a token.")
+
+
+# ------------------------------------------------------------------------------------------------------- opening
+
+
+@asynccontextmanager
+async def _watched(pool: ServerPool) -> AsyncIterator[ServerPool]:
+    """Look after all servers while the block lasts."""
+    body: list[BaseException] = []
+    with unwrapped(body):
+        async with anyio.create_task_group() as tasks:
+            for server in pool.servers:
+                tasks.start_soon(pool.watch, server)
+            try:
+                yield pool
+            except BaseException as error:
+                body.append(error)
+                raise
+            tasks.cancel_scope.cancel()
+
+
+async def _wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Diagnose) -> None:
+    """Until all servers serve. Raises ``EngineError`` or ``ModelError`` for one that never will."""
+    with anyio.move_on_after(config.start_timeout_seconds):
+        while len(pool.serving) < len(pool.servers):
+            for server in pool.servers:
+                _raise_if_hopeless(server, diagnose)
+            await pool.changed.wait()
+        return
+    missing = [server.url for server in pool.servers if not server.is_serving]
+    raise EngineError(
+        f"{', '.join(missing)} did not answer within {config.start_timeout_seconds:g} s (start_timeout_seconds). "
+        "Check that the servers run, and that this machine reaches them."
+    )
+
+
+def _raise_if_hopeless(server: Server, diagnose: Diagnose) -> None:
+    if server.failure is not None:
+        raise server.failure
+    if not server.is_serving and (reason := diagnose(server.url)) is not None:
+        raise EngineError(f"The server at {server.url} has ended before it was ready. {reason}")
+
+
+def _describe(pool: ServerPool, model: Path) -> EngineInfo:
+    facts = [server.facts for server in pool.servers if server.facts is not None]
+    return EngineInfo(
+        name=facts[0].software,
+        model=str(model),
+        vocab_size=_read_vocab_size(model),
+        context_length=min(each.context_length for each in facts),
+        dtype=facts[0].dtype,
+        device="server",
+        max_concurrent=sum(each.max_concurrent for each in facts),
+        logprobs_follow_truncation=False,
+        knows_raw_logprobs=False,
+        samples_follow_keys=False,
+        has_grammars=all(each.has_grammars for each in facts),
+    )
+
+
+def _read_vocab_size(model: Path) -> int:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
+
+
+@asynccontextmanager
+async def _open_gateway(config: ServerConfig) -> AsyncIterator[httpx.AsyncClient | None]:
+    if config.gateway_url is None:
+        yield None
+        return
+    seconds = config.read_timeout_seconds
+    async with create_client(config.gateway_url, api_key=read_key(config), read_timeout_seconds=seconds) as client:
+        yield client

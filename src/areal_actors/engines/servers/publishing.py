@@ -1,0 +1,175 @@
+"""Weights on their way to servers: a directory of safetensors for each version, whole or not there at all.
+
+What was not written here is not removed here. Our own directories go as soon as no server may need them any more: the
+one of the present version stays, because a server that comes back asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from attrs import define, field, frozen
+
+from areal_actors.domain import Snapshot
+from areal_actors.errors import ModelError
+
+__all__ = ["Publisher", "Weights"]
+
+_FILE = "model.safetensors"
+_COPIED = ("config.json", "generation_config.json")
+_DTYPES = ("float32", "bfloat16", "float16")
+_MAX_NAMED = 5
+
+
+@frozen(kw_only=True)
+class Weights:
+    """A version that servers can load from ``path``."""
+
+    version: int
+    path: Path
+
+    @property
+    def label(self) -> str:
+        """What servers call it."""
+        return str(self.version)
+
+
+@define
+class Publisher:
+    """Writes snapshots below ``directory``, in the dtype of the servers. All methods block on the disk.
+
+    ``model`` is the directory that the servers began with; its shapes are those that weights must have.
+    """
+
+    directory: Path
+    model: Path
+    dtype: str = ""
+    _own: Path = field(init=False)
+    _numbers: count[int] = field(factory=count, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._own = self.directory / f"weights-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+
+    def write(self, snapshot: Snapshot) -> Weights:
+        """Make ``snapshot`` readable for servers.
+
+        Raises ``ModelError`` if it does not fit the model, or cannot be written.
+        """
+        if snapshot.path is not None and snapshot.state is None:
+            path = snapshot.path.absolute()
+            _check_shapes(snapshot.version, _read_shapes(path), _read_shapes(self.model))
+            return Weights(version=snapshot.version, path=path)
+        if snapshot.state is None:
+            raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
+        return self._write(snapshot.version, snapshot.state)
+
+    def _write(self, version: int, state: Mapping[str, Any]) -> Weights:
+        tensors = self._convert(state)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        _check_shapes(version, shapes, _read_shapes(self.model))
+        target = self._own / f"{version}-{next(self._numbers)}"
+        partial = target.with_suffix(".partial")
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        try:
+            partial.mkdir(parents=True)
+            save_file(tensors, partial / _FILE, metadata={"format": "pt"})
+            for name in _COPIED:
+                if (self.model / name).is_file():
+                    shutil.copyfile(self.model / name, partial / name)
+            partial.rename(target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ModelError(
+                f"Version {version} cannot be written to {target}: {error}. Free space, or set publish_directory."
+            ) from error
+        return Weights(version=version, path=target)
+
+    def _convert(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Each tensor once, by its first name: servers tie by themselves what is tied."""
+        import torch
+
+        dtype = getattr(torch, self.dtype) if self.dtype in _DTYPES else None
+        seen: set[int] = set()
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in state.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ModelError(f"{name} of the snapshot is a {type(tensor).__name__} and no tensor.")
+            if tensor.data_ptr() in seen and tensor.numel():
+                continue
+            seen.add(tensor.data_ptr())
+            target = dtype if tensor.is_floating_point() else None
+            tensors[name] = tensor.detach().to("cpu", target or tensor.dtype).contiguous()
+        return tensors
+
+    def keep_only(self, weights: Weights) -> None:
+        """Remove what was written here, but for ``weights``."""
+        if self._own.is_dir():
+            for path in self._own.iterdir():
+                if path != weights.path:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what processes of this machine left that were killed."""
+        for path in self.directory.glob(f"weights-{socket.gethostname()}-*-*"):
+            process = path.name.rsplit("-", 2)[1]
+            if process.isdecimal() and not _is_alive(int(process)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove all that was written here."""
+        shutil.rmtree(self._own, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _check_shapes(version: int, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Servers keep in silence what a snapshot does not have; so what is missing is said here."""
+    problems = [
+        f"{name} is missing" if name not in found else f"{name} is {found[name]}, not {shape}"
+        for name, shape in wanted.items()
+        if found.get(name) != shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+        raise ModelError(
+            f"Snapshot of version {version} does not fit the model of the servers: "
+            f"{'; '.join(problems[:_MAX_NAMED])}{more}. Publish the weights of the same architecture; the old weights "
+            "stay."
+        )
+
+
+def _read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the safetensors of a directory, from their headers alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no *.safetensors files; save the model there with save_pretrained.")
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header = json.loads(stream.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            shapes |= {name: tuple(entry["shape"]) for name, entry in entries.items()}
+        except (OSError, ValueError, KeyError, struct.error, MemoryError) as error:
+            raise ModelError(f"{file} cannot be read: {error}. Save it again; the old weights stay.") from error
+    return shapes

@@ -119,3 +119,23 @@ def test_rows_of_restored_sessions_are_not_computed_again(make_model, make_agent
     assert refusal(trainer, [group]).kind == CaptureFault.UNEXPLAINED_LOGPROBS
     assert refusal(trainer, [evolve(restored, episodes=(newer,))]).kind == CaptureFault.WRONG_VERSION
     assert trainer.train_step([restored]).version == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"objective": ObjectiveConfig(is_decoupled=False)}])
+def test_unknown_plain_logprobs_are_not_held_against_a_row(make_model, make_agent_group, make_group, settings):
+    """An engine that knows no plain log-probability of a token says NaN; others of the row are compared all the same."""
+    trainer = PolicyTrainer(make_model(), evolve(PLAIN, **settings))
+    group = sampled(trainer, make_agent_group(0), make_group)
+    rows = [episode.trajectories[0] for episode in group.episodes]
+    first = [np.flatnonzero(row.loss_mask)[:1] for row in rows]
+    unknown = [
+        np.where(np.arange(len(row.input_ids)) == at, np.nan, row.raw_logprobs)
+        for row, at in zip(rows, first, strict=True)
+    ]
+    partly = [evolve(row, raw_logprobs=raw) for row, raw in zip(rows, unknown, strict=True)]
+    wrong = [evolve(row, raw_logprobs=raw - (raw < 0)) for row, raw in zip(rows, unknown, strict=True)]
+    wholly = [evolve(row, raw_logprobs=np.where(row.loss_mask == 1, np.nan, 0)) for row in rows]
+
+    assert refusal(trainer, [make_group(wrong)]).kind == CaptureFault.UNEXPLAINED_LOGPROBS
+    assert np.isfinite(trainer.train_step([make_group(partly)]).loss)
+    assert np.isfinite(trainer.train_step([make_group([evolve(row, versions=row.versions) for row in wholly])]).loss)

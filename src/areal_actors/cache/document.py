@@ -11,7 +11,7 @@
 
 A tree's row has ``predecessors`` and ``position_ids`` in its ``tensor_dict``. A document with such a row has version 2,
 because a reader that does not know them would take branches for one sequence. ``raw_logprobs`` beside ``turns`` are
-those of the plain softmax, where they are known. The tensors of a row have a leading axis of one row, names and dtypes
+those of the plain softmax, ``null`` for a token whose own an engine did not know. The tensors of a row have a leading axis of one row, names and dtypes
 as in ``arrays``. A float32 is written as the double that equals it, so that reading gives the same bits; ``reward`` is
 a double.
 """
@@ -19,13 +19,14 @@ a double.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan
 from typing import Any
 
 import numpy as np
 
 from areal_actors.cache.arrays import to_arrays
 from areal_actors.cache.export import Exported
-from areal_actors.domain import InteractionId, SessionId, Trajectory, Untrained, UntrainedReason, is_tree_order
+from areal_actors.domain import Floats, InteractionId, SessionId, Trajectory, Untrained, UntrainedReason, is_tree_order
 from areal_actors.errors import ExportError
 
 __all__ = ["FORMAT", "VERSION", "from_document", "to_document"]
@@ -38,7 +39,8 @@ VERSION = 2
 def to_document(exported: Exported) -> dict[str, Any]:
     """``exported`` in plain dicts, lists, strings and numbers.
 
-    Raises ``ExportError`` if a log-probability or return is not finite, since JSON cannot say so.
+    Raises ``ExportError`` if a log-probability or return is not finite, since JSON cannot say so. Only a plain
+    log-probability may be unknown (NaN).
     """
     return {
         "format": FORMAT,
@@ -56,9 +58,10 @@ def _format_row(row: Trajectory) -> dict[str, Any]:
     arrays = to_arrays([row])
     columns = {"logprobs": row.logprobs, "returns": row.returns, "raw_logprobs": row.raw_logprobs}
     for name, column in columns.items():
-        if column is not None and not np.isfinite(column).all():
+        is_fine = column is None or np.isfinite(column) | (np.isnan(column) & (name == "raw_logprobs"))
+        if not np.all(is_fine):
             raise ExportError(f"The {name} of interaction {row.interactions[-1]} are not finite; do not train on it.")
-    raw = {} if row.raw_logprobs is None else {"raw_logprobs": row.raw_logprobs.tolist()}
+    raw = {} if row.raw_logprobs is None else {"raw_logprobs": _format_unknown(row.raw_logprobs)}
     return {
         "interaction_id": row.interactions[-1],
         "reward": row.reward,
@@ -68,6 +71,11 @@ def _format_row(row: Trajectory) -> dict[str, Any]:
         **raw,
         "tensor_dict": {name: array.tolist() for name, array in arrays.items()},
     }
+
+
+def _format_unknown(values: Floats) -> list[float | None]:
+    """``None`` where an engine did not know a value: JSON cannot say NaN."""
+    return [None if isnan(value) else value for value in values.tolist()]
 
 
 def from_document(document: Mapping[str, Any]) -> Exported:

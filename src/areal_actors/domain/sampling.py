@@ -69,8 +69,9 @@ class Completion:
     """What an engine sampled for one prompt; all arrays have the length of ``token_ids``.
 
     ``logprobs`` are of the distribution that was sampled from (after temperature, penalties and truncation) and
-    ``raw_logprobs`` of the plain softmax, NaN where the engine does not know them; ``versions`` are those of the weights
-    that sampled each token. A stop token is included as it was sampled. ``top_logprobs`` holds a tuple per token where the request asked for alternatives.
+    ``raw_logprobs`` of the plain softmax, NaN where the engine does not know them; ``versions`` are those of the
+    weights that sampled each token. A stop token is included as it was sampled. ``top_logprobs`` holds a tuple per
+    token where the request asked for alternatives.
     """
 
     token_ids: Ints = field(converter=as_ints, eq=array_equality)

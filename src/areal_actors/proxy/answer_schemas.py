@@ -79,7 +79,7 @@ _TRAJECTORY = one_object(
         "returns": list_of({"type": "number"}),
         "turns": _TOKENS,
         "predecessors": _TOKENS,
-        "raw_logprobs": list_of({"type": "number"}),
+        "raw_logprobs": list_of({"type": ["number", "null"]}),
     },
     "predecessors",
     "raw_logprobs",

@@ -124,9 +124,10 @@ async def check_ends_at_max_new_tokens(subject: Subject) -> None:
 
 async def check_stop_token_is_delivered(subject: Subject) -> None:
     """A stop token ends a generation with STOP and is the last token delivered."""
-    settings = {} if subject.engine.info.samples_follow_keys else {"temperature": 0.0}
-    free = join_ids(await collect(subject.engine, create_request(subject, **settings)))
-    chunks = await collect(subject.engine, create_request(subject, stop_token_ids=(free[2],), **settings))
+    temperature = 1.0 if subject.engine.info.samples_follow_keys else 0.0
+    free = join_ids(await collect(subject.engine, create_request(subject, temperature=temperature)))
+    stopping = create_request(subject, stop_token_ids=(free[2],), temperature=temperature)
+    chunks = await collect(subject.engine, stopping)
 
     assert free[: free.index(free[2]) + 1] == join_ids(chunks)
     assert chunks[-1].finish is FinishReason.STOP

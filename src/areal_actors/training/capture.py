@@ -7,8 +7,9 @@ log-probabilities that the training pass itself computes for them, which costs n
 are compared, those of the softmax at temperature 1: truncation, penalties and grammars move what was sampled from, and
 leave these as they are. So a forced token, whose log-probability is 0, is no reason for an alarm.
 
-Rows that do not say their plain log-probabilities (of workflows that make tensors by themselves), and tokens of older
-weights, cannot be recomputed; of the latter, whole answers of one and the same log-probability are bad.
+Rows that do not say their plain log-probabilities (of workflows that make tensors by themselves), tokens of which the
+engine did not know them (NaN), and tokens of older weights, cannot be recomputed; of the last, whole answers of one and
+the same log-probability are bad.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class CaptureGate:
             yield CaptureFault.UNKNOWN_IDS, f"has the token id {wrong}, and the model's are below {self.vocab_size}"
         for name, column in (("logprobs", row.logprobs), ("raw_logprobs", row.raw_logprobs)):
             values = np.zeros(0) if column is None else column[trained]
-            wrong_values = values[~np.isfinite(values) | (values > LOGPROB_SLACK)]
+            is_unknown = np.isnan(values) if name == "raw_logprobs" else np.zeros(len(values), bool)
+            wrong_values = values[(~np.isfinite(values) & ~is_unknown) | (values > LOGPROB_SLACK)]
             if len(wrong_values):
                 yield CaptureFault.IMPOSSIBLE_LOGPROBS, f"has {wrong_values[0]} among its {name}"
         versions = row.versions[trained]
@@ -140,6 +142,7 @@ class CaptureWatch:
             if reported is None or seen is None:
                 continue
             is_own = row.trajectory.versions[row.positions] == self.version
+            is_own &= ~np.isnan(reported[row.positions])
             if is_own.any():
                 seen.gap = float(np.abs(values - reported[row.positions])[is_own].mean())
                 seen.recomputed = values
@@ -172,7 +175,10 @@ class CaptureWatch:
 
 
 def _is_judged_alone(row: Trajectory) -> bool:
-    return row.raw_logprobs is not None and row.num_trained_tokens >= _MIN_TOKENS
+    """Whether its plain log-probabilities are known, and there are enough of them."""
+    if row.raw_logprobs is None or row.num_trained_tokens < _MIN_TOKENS:
+        return False
+    return not bool(np.isnan(row.raw_logprobs[row.loss_mask == 1]).any())
 
 
 def _is_constant(row: TrainingRow) -> bool:

@@ -17,7 +17,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
+from areal_actors.domain import Floats, Group, Trajectory, as_floats, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.training.advantages import GroupAdvantages, compute_advantages
 from areal_actors.training.batch import Batch, TrainingRow
@@ -330,7 +330,9 @@ class PolicyTrainer:
         Of a forced or truncated token, the probability that it was sampled with is another function: the ratio to it
         begins below the clip, whatever the weights, and would be clipped for what nobody changed.
         """
-        return row.logprobs if row.raw_logprobs is None or self.config.temperature != 1.0 else row.raw_logprobs
+        if row.raw_logprobs is None or self.config.temperature != 1.0:
+            return row.logprobs
+        return as_floats(np.where(np.isnan(row.raw_logprobs), row.logprobs, row.raw_logprobs))
 
     def _updates(self, rows: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         """The rows of each update: groups dealt out evenly, in an order drawn from seed, version and epoch only."""

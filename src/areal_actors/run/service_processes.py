@@ -2,7 +2,7 @@
 
 A service finds everything in one file of settings, and prints its address as a line of JSON when it listens. It makes
 its admin key itself, which is read from its directory; no secret is on a command line. The group of a process ends with
-this one, however that ends (``workflows.processes``).
+this one, however that ends (``core.children``).
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@
 
 A tree's row has ``predecessors`` and ``position_ids`` in its ``tensor_dict``. A document with such a row has version 2,
 because a reader that does not know them would take branches for one sequence. ``raw_logprobs`` beside ``turns`` are
-those of the plain softmax, ``null`` for a token whose own an engine did not know. The tensors of a row have a leading axis of one row, names and dtypes
-as in ``arrays``. A float32 is written as the double that equals it, so that reading gives the same bits; ``reward`` is
-a double.
+those of the plain softmax, ``null`` for a token whose own an engine did not know. The tensors of a row have a leading
+axis of one row, names and dtypes as in ``arrays``. A float32 is written as the double that equals it, so that reading
+gives the same bits; ``reward`` is a double.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory
 from areal_actors.datasets import DataPath, DatasetConfig, ProblemsReference
+from areal_actors.engines.servers.config import Backend, ServedEngine, ServerConfig
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
@@ -101,6 +102,8 @@ class AgentConfig:
 class RolloutConfig:
     """Which agent runs on the problems, how often, and how far it may run ahead of training."""
 
+    backend: Backend = Backend.TORCH
+    """What generates: torch is the embedded engine, with the settings of engine; sglang and vllm are servers."""
     workflow: WorkflowReference | CommandConfig | None = None
     """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}.
     With serve, it is run on the problems of eval_dataset only."""
@@ -182,6 +185,8 @@ class RunConfig:
     host: HostConfig = field(factory=HostConfig)
     gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
+    sglang: ServerConfig = field(factory=ServerConfig)
+    vllm: ServerConfig = field(factory=ServerConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)
     users: UsersConfig = field(factory=UsersConfig)
@@ -221,6 +226,13 @@ class RunConfig:
     def trained_models(self) -> ModelsConfig:
         """What the host of trained models needs: they are looked for where this run writes its own."""
         return evolve(self.models, fileroot=self.models.fileroot or self.fileroot)
+
+    def served_engine(self, directory: Path) -> ServedEngine | None:
+        """The servers that generate, with their logs and weights in ``directory``; ``None`` for the embedded engine."""
+        servers = {Backend.SGLANG: self.sglang, Backend.VLLM: self.vllm}.get(self.rollout.backend)
+        if servers is None:
+            return None
+        return ServedEngine(backend=self.rollout.backend, config=servers, directory=directory)
 
     @property
     def intake(self) -> IntakeConfig:

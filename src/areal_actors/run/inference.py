@@ -27,6 +27,7 @@ from areal_actors.cache.journal.recovery import Leftovers
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
 from areal_actors.engines import Engine
+from areal_actors.engines.servers.config import ServedEngine
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.errors import ActorStopped
 from areal_actors.messages import (
@@ -72,6 +73,8 @@ class InferenceConfig:
     """
 
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
+    servers: ServedEngine | None = None
+    """What answers in the place of the embedded engine, which trained models have all the same."""
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)
     sessions: SessionsConfig = field(factory=SessionsConfig)
@@ -282,7 +285,7 @@ async def open_inference(model: str | Path, config: InferenceConfig | None = Non
     files = await to_thread.run_sync(resolve_model, str(model))
     renderer = await to_thread.run_sync(lambda: load_renderer(files.path, config=config.renderer))
     async with (
-        open_engine(config.engine, model=files.path, renderer=renderer) as engine,
+        open_engine(config.servers or config.engine, model=files.path, renderer=renderer) as engine,
         open_actors(config, engine=engine, renderer=renderer) as inference,
     ):
         yield inference

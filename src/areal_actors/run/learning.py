@@ -124,7 +124,13 @@ async def _open_inference(job: Job, learning: Learning) -> AsyncIterator[Inferen
     )
     version = job.policy.version
     async with (
-        open_engine(config.engine, model=job.policy.model, renderer=job.renderer, version=version) as engine,
+        open_engine(
+            config.served_engine(job.directory.path) or config.engine,
+            model=job.policy.model,
+            renderer=job.renderer,
+            version=version,
+            files=job.model.path,
+        ) as engine,
         open_actors(
             settings,
             engine=engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from areal_actors.actors.models import ModelStack
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
 from areal_actors.core import ActorSystem
 from areal_actors.domain import TrainedModel
-from areal_actors.engines import Engine
+from areal_actors.engines import Engine, Snapshot
+from areal_actors.engines.servers.config import ServedEngine
+from areal_actors.engines.servers.kinds import KINDS
 from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.errors import ModelError
 from areal_actors.models import resolve_model
 from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
 
@@ -25,16 +28,69 @@ __all__ = ["ModelOpener", "open_engine"]
 
 @asynccontextmanager
 async def open_engine(
-    config: TorchEngineConfig, *, model: Any, renderer: Renderer, version: int = 0
+    config: TorchEngineConfig | ServedEngine,
+    *,
+    model: Any,
+    renderer: Renderer,
+    version: int = 0,
+    files: Path | None = None,
 ) -> AsyncIterator[Engine]:
-    """The embedded engine for ``model``: a transformers model (shared with nobody) or its directory."""
+    """The engine for ``model``: a transformers model (shared with nobody) or its directory.
+
+    ``files`` is the directory that the model came from, where it is not one: servers are started with it, and given
+    the weights of ``model``.
+    """
+    tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
+    if isinstance(config, ServedEngine):
+        snapshot = _snapshot(model, version)
+        async with _open_served(config, snapshot, files=files or snapshot.path, tokenizer=tokenizer) as served:
+            yield served
+        return
     from areal_actors.engines.torch import TorchEngine
 
-    tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
     async with TorchEngine.open(
         config, model=model, decode=renderer.decode, tokenizer=tokenizer, version=version
     ) as engine:
         yield engine
+
+
+def _snapshot(model: Any, version: int) -> Snapshot:
+    if isinstance(model, str | Path):
+        return Snapshot(version=version, path=Path(model))
+    return Snapshot(version=version, state=model.state_dict())
+
+
+@asynccontextmanager
+async def _open_served(
+    served: ServedEngine, snapshot: Snapshot, *, files: Path | None, tokenizer: Any
+) -> AsyncIterator[Engine]:
+    from areal_actors.engines.servers.engine import ServerEngine
+    from areal_actors.engines.servers.launching import launch_servers
+
+    if files is None:
+        raise ModelError("Servers need the directory of the model that they serve; name it beside the model.")
+    kind, config = KINDS[served.backend], served.config
+    async with AsyncExitStack() as stack:
+        urls, diagnose = config.urls, None
+        if not urls:
+            logs = served.directory / "logs"
+            launched = await stack.enter_async_context(launch_servers(kind, config, model=files, logs=logs))
+            urls, diagnose = launched.urls, launched.diagnose
+        opening = ServerEngine.open(
+            kind.create_dialect(_added_tokens(tokenizer)),
+            config,
+            urls=urls,
+            model=files,
+            snapshot=snapshot,
+            publish_directory=served.directory / "published",
+            diagnose=diagnose,
+        )
+        yield await stack.enter_async_context(opening)
+
+
+def _added_tokens(tokenizer: Any) -> dict[str, int]:
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items()}
 
 
 @frozen(kw_only=True)

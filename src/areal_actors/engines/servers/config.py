@@ -9,7 +9,7 @@ from pathlib import Path
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
-__all__ = ["Backend", "ServerConfig"]
+__all__ = ["Backend", "ServedEngine", "ServerConfig"]
 
 
 class Backend(StrEnum):
@@ -57,3 +57,12 @@ class ServerConfig:
     """How long it may take to say so."""
     max_failures: int = field(default=3, validator=ge(1))
     """So many servers in a row may fail a request, or die of it, before it fails."""
+
+
+@frozen(kw_only=True)
+class ServedEngine:
+    """Servers of one kind as the engine of a run, which keeps their logs and weights in ``directory``."""
+
+    backend: Backend
+    config: ServerConfig
+    directory: Path

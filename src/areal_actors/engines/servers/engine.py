@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 
 import anyio
@@ -58,6 +59,7 @@ class ServerEngine:
         self._config = config
         self._dialect = pool.dialect
         self._gateway: httpx.AsyncClient | None = None
+        self._diagnose: Diagnose = _know_nothing
         self._runs: dict[str, Run] = {}
         self._placed: dict[Run, Server] = {}
         self._statistics = EngineStatistics()
@@ -74,7 +76,7 @@ class ServerEngine:
         model: Path,
         snapshot: Snapshot,
         publish_directory: Path,
-        diagnose: Diagnose = lambda _: None,
+        diagnose: Diagnose | None = None,
     ) -> AsyncIterator[ServerEngine]:
         """Open an engine of the servers at ``urls``, once all of them serve ``snapshot``.
 
@@ -100,11 +102,12 @@ class ServerEngine:
                 _watched(ServerPool(dialect=dialect, config=config, servers=servers, weights=weights)) as pool,
                 _open_gateway(config) as gateway,
             ):
+                diagnose = diagnose or _know_nothing
                 await _wait_until_ready(pool, config, diagnose)
                 info = _describe(pool, model)
                 publisher.dtype = info.dtype
                 engine = cls(pool, publisher, info, config)
-                engine._gateway = gateway
+                engine._gateway, engine._diagnose = gateway, diagnose
                 yield engine
         finally:
             with anyio.CancelScope(shield=True):
@@ -232,7 +235,7 @@ class ServerEngine:
             if self._pool.is_held:
                 await self._pool.changed.wait()
                 continue
-            server = self._pool.choose(run.request.routing_key or run.request.id)
+            server = self._pool.choose(run.routing_key)
             if server is not None:
                 return server
             await self._wait_for_server()
@@ -243,7 +246,10 @@ class ServerEngine:
             while not self._pool.serving:
                 await self._pool.changed.wait()
             return
-        reasons = "; ".join(str(server.failure or f"{server.url} does not answer") for server in self._pool.servers)
+        reasons = "; ".join(
+            str(server.failure or f"{server.url} does not answer. {self._diagnose(server.url) or ''}").strip()
+            for server in self._pool.servers
+        )
         raise EngineError(
             f"No server of {self._info.name} was ready within {self._config.start_timeout_seconds:g} s: {reasons}"
         )
@@ -251,12 +257,14 @@ class ServerEngine:
     async def _attempt(self, run: Run, server: Server) -> AsyncGenerator[Chunk]:
         """What one server samples, up to the end of its stream."""
         request, num_loads = run.begin_attempt(), self._pool.num_loads
+        # The name of a session opens it; a server has no need to know it.
+        routing_key = blake2b(run.routing_key.encode(), digest_size=16).hexdigest()
         attribution = Attribution(self.version)
         has_ended = False
         self._enter(run, server)
         try:
             client = self._gateway or server.generating
-            async with self._dialect.generate(client, request, routing_key=request.routing_key) as deltas:
+            async with self._dialect.generate(client, request, routing_key=routing_key) as deltas:
                 async for delta in deltas:
                     has_ended = delta.finish is not None
                     is_settled = self._pool.num_loads == num_loads
@@ -322,6 +330,10 @@ class ServerEngine:
     def _count(self, **increments: float) -> None:
         old = self._statistics
         self._statistics = evolve(old, **{name: getattr(old, name) + more for name, more in increments.items()})
+
+
+def _know_nothing(_: str) -> None:
+    return None
 
 
 def _check_progress(run: Run, num_known: int, server: Server) -> None:

@@ -42,6 +42,11 @@ class Run:
         room = context_length - len(request.prompt)
         return cls(request, min(request.sampling.max_new_tokens, room), find_stop_ids(request))
 
+    @property
+    def routing_key(self) -> str:
+        """What keeps the requests of a session together."""
+        return self.request.routing_key or self.request.id
+
     def begin_attempt(self) -> EngineRequest:
         """What is asked of the next server: to go on after what is known.
 

@@ -1,0 +1,144 @@
+"""Servers that are started here: child processes in a Python of the user's choice, started again when they die.
+
+A server keeps its port for as long as the block lasts. Whether it is ready, and which weights it needs, ``pool`` finds
+out; here it is only seen to it that there is a process, and remembered how the last one ended. What servers say goes to
+a log of their own, the end of which is part of the error when one never comes up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+from attrs import define, field
+
+from areal_actors.core.children import BoundedLog, Child
+from areal_actors.core.remote.transport import unwrapped
+from areal_actors.engines.servers.config import ServerConfig
+from areal_actors.engines.servers.kinds import ServerKind
+from areal_actors.errors import EngineError
+from areal_actors.telemetry import get_logger
+
+__all__ = ["LaunchedServers", "format_command", "launch_servers"]
+
+_log = get_logger(__name__)
+
+HOST = "127.0.0.1"
+"""Servers that are started here have no key; so nobody else may reach them."""
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+_HEALTHY_SECONDS = 60.0
+"""Who lived for so long is started again at once when it dies."""
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables of this process's Python, which is another one."""
+
+
+@define(eq=False)
+class LaunchedServers:
+    """Servers that are kept running. ``ends`` tells of each how its last process ended, if one did."""
+
+    urls: tuple[str, ...]
+    ends: dict[str, str] = field(factory=dict)
+    processes: dict[str, int] = field(factory=dict)
+    """The process of each that has one."""
+
+    def diagnose(self, url: str) -> str | None:
+        """How the last process of ``url`` ended; ``None`` if none did."""
+        return self.ends.get(url)
+
+
+def format_command(kind: ServerKind, config: ServerConfig, *, model: Path, port: int) -> list[str]:
+    """What starts a server of ``kind`` for ``model``."""
+    program = config.command or (config.python, "-m", *kind.module)
+    return [*program, *kind.describe_place(model, HOST, port), *config.arguments]
+
+
+@asynccontextmanager
+async def launch_servers(
+    kind: ServerKind, config: ServerConfig, *, model: Path, logs: Path
+) -> AsyncIterator[LaunchedServers]:
+    """Keep ``config.num_servers`` running while the block lasts; their whole process groups end with it.
+
+    Raises ``EngineError`` for a program that does not exist.
+    """
+    ports = _choose_ports(config)
+    launched = LaunchedServers(urls=tuple(f"http://{HOST}:{port}" for port in ports))
+    body: list[BaseException] = []
+    with unwrapped(body):
+        async with anyio.create_task_group() as tasks:
+            try:
+                for number, (url, port) in enumerate(zip(launched.urls, ports, strict=True)):
+                    command = format_command(kind, config, model=model, port=port)
+                    keeper = _Keeper(launched, url, command, config, BoundedLog(logs / f"server-{number}.log"))
+                    await tasks.start(keeper.run)
+                yield launched
+            except BaseException as error:
+                body.append(error)
+                raise
+            tasks.cancel_scope.cancel()
+
+
+@define(eq=False)
+class _Keeper:
+    """One server, one process after another."""
+
+    launched: LaunchedServers
+    url: str
+    command: list[str]
+    config: ServerConfig
+    log: BoundedLog
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            began = anyio.current_time()
+            await self._live(task_status)
+            task_status = anyio.TASK_STATUS_IGNORED
+            _log.warning("server_died", url=self.url, reason=self.launched.ends[self.url])
+            has_been_well = anyio.current_time() - began > _HEALTHY_SECONDS
+            pause = _FIRST_PAUSE_SECONDS if has_been_well else min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            await anyio.sleep(pause)
+
+    async def _live(self, task_status: anyio.abc.TaskStatus[None]) -> None:
+        child = await self._start()
+        try:
+            self.launched.processes[self.url] = child.process.pid
+            task_status.started()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(child.listen)
+                await child.wait_for_leader()
+                await child.process.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            del self.launched.processes[self.url]
+            await child.kill()
+        self.launched.ends[self.url] = child.describe_end()
+
+    async def _start(self) -> Child:
+        # What it says on stdout goes where its errors go.
+        command = ["/bin/sh", "-c", 'exec "$@" >&2', "sh", *self.command]
+        try:
+            return await Child.start(lambda _: command, log=self.log, environment=_environment(self.config.environment))
+        except OSError as error:
+            raise EngineError(f"The server cannot be started by {' '.join(self.command[:3])}: {error}") from error
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OURS} | dict(more)
+
+
+def _choose_ports(config: ServerConfig) -> tuple[int, ...]:
+    if config.port:
+        return tuple(range(config.port, config.port + config.num_servers))
+    sockets = [socket.socket() for _ in range(config.num_servers)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return tuple(int(each.getsockname()[1]) for each in sockets)
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,360 @@
+"""A server that speaks SGLang's native HTTP interface over any engine, with all the ways in which real ones die.
+
+It streams as SGLang does: each event repeats what came before, versions are named in the last one, a pause with
+``retract`` keeps requests, and weights are loaded from disk under a label::
+
+    async with open_sglang_server(engine, model=directory) as server:
+        async with ServerEngine.open(SGLangDialect(), ServerConfig(), urls=[server.url], ...) as remote:
+            ...
+            await server.kill()
+            await server.start()
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from attrs import define, field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from areal_actors.core.remote.transport import unwrapped
+from areal_actors.domain import SampleKey, Sampling
+from areal_actors.engines.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
+from areal_actors.errors import InvalidRequest, ModelError
+from areal_actors.proxy.server import listen, serve
+
+__all__ = ["FakeSGLang", "Fault", "open_sglang_server"]
+
+UNLABELLED = "default"
+"""What a server calls the weights that it started with."""
+
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
+
+
+class Fault(StrEnum):
+    """What goes wrong with one request to generate."""
+
+    ERROR = "error"
+    """An answer 500."""
+    GARBAGE = "garbage"
+    """A stream of something else."""
+    CUT = "cut"
+    """The stream ends after two tokens."""
+    SILENCE = "silence"
+    """The stream says nothing after two tokens, for ever."""
+    FOREIGN_ABORT = "foreign_abort"
+    """Somebody else ends it after two tokens."""
+    DEATH = "death"
+    """The server dies after two tokens."""
+
+
+@define(eq=False)
+class FakeSGLang:
+    """A server that can be killed and started again, on one port. ``faults`` happen to the next requests, in order.
+
+    ``paths`` keeps what was asked, ``bodies`` what was to be generated, ``routing_keys`` the headers that came with it.
+    """
+
+    engine: Engine
+    model: Path
+    version: str
+    tasks: TaskGroup
+    end_token_id: int | None = None
+    is_incremental: bool = False
+    port: int = 0
+    faults: deque[Fault] = field(factory=deque)
+    paths: list[str] = field(factory=list)
+    bodies: list[dict[str, Any]] = field(factory=list)
+    routing_keys: list[str | None] = field(factory=list)
+    _labels: dict[int, str] = field(factory=dict)
+    _label: str = UNLABELLED
+    _streams: set[anyio.CancelScope] = field(factory=set)
+    _dying: anyio.Event = field(factory=anyio.Event)
+    _ended: anyio.Event | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens, or did."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def label(self) -> str:
+        """What it calls its weights."""
+        return self._label
+
+    async def start(self) -> None:
+        """Listen, with the weights that the model's directory has. On the same port as before."""
+        await self.engine.resume()
+        await self._load(self.model, UNLABELLED)
+        listener = listen("127.0.0.1", self.port, section="server")
+        self.port = listener.getsockname()[1]
+        self._dying, self._ended = anyio.Event(), anyio.Event()
+        self.tasks.start_soon(self._serve, listener, self._dying, self._ended)
+
+    async def kill(self) -> None:
+        """Be gone, in the middle of everything."""
+        self._die()
+        if self._ended is not None:
+            with anyio.CancelScope(shield=True):
+                await self._ended.wait()
+
+    async def _serve(self, listener: Any, dying: anyio.Event, ended: anyio.Event) -> None:
+        try:
+            with anyio.CancelScope(shield=True):  # Hypercorn does not like to be cancelled; ``kill`` ends it
+                await serve(self._create_app(), listener, shutdown=dying.wait)
+        finally:
+            ended.set()
+
+    def _die(self) -> None:
+        self._dying.set()
+        for stream in self._streams:
+            stream.cancel()
+
+    def _create_app(self) -> Starlette:
+        routes = {
+            "/model_info": self._model_info,
+            "/server_info": self._server_info,
+            "/v1/models": self._models,
+            "/generate": self._generate,
+            "/abort_request": self._abort,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/update_weights_from_disk": self._update,
+        }
+        return Starlette(routes=[Route(path, handler, methods=["GET", "POST"]) for path, handler in routes.items()])
+
+    # ---------------------------------------------------------------------------------------------- facts
+
+    async def _model_info(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        return JSONResponse({"model_path": str(self.model), "weight_version": self._label})
+
+    async def _server_info(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        info = self.engine.info
+        document = {
+            "version": self.version,
+            "dtype": info.dtype,
+            "max_req_input_len": info.context_length,
+            "grammar_backend": "xgrammar",
+            "internal_states": [{"effective_max_running_requests_per_dp": info.max_concurrent}],
+        }
+        return JSONResponse(document)
+
+    async def _models(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        return JSONResponse({"data": [{"id": str(self.model), "max_model_len": self.engine.info.context_length}]})
+
+    # -------------------------------------------------------------------------------------------- control
+
+    async def _abort(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        await self.engine.abort((await request.json())["rid"])
+        return Response()
+
+    async def _pause(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        mode = (await request.json())["mode"]
+        await self.engine.pause(PauseMode.ABORT if mode == "abort" else PauseMode.KEEP)
+        return JSONResponse({"status": "ok"})
+
+    async def _continue(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        await self.engine.resume()
+        return JSONResponse({"status": "ok"})
+
+    async def _update(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        body = await request.json()
+        try:
+            await self._load(Path(body["model_path"]), body["weight_version"])
+        except ModelError as error:
+            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+        return JSONResponse({"success": True, "message": "Succeeded to update model weights."})
+
+    async def _load(self, path: Path, label: str) -> None:
+        version = self.engine.version + 1
+        await self.engine.load(Snapshot(version=version, path=path))
+        self._labels[version] = self._label = label
+
+    # ----------------------------------------------------------------------------------------- generating
+
+    async def _generate(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        body = await request.json()
+        self.bodies.append(body)
+        self.routing_keys.append(request.headers.get("x-smg-routing-key"))
+        fault = self.faults.popleft() if self.faults else None
+        if fault is Fault.ERROR:
+            return JSONResponse({"error": {"message": "out of memory"}}, status_code=500)
+        if max(body["input_ids"]) >= self.engine.info.vocab_size:
+            self._die()
+        return _Events(self, self._stream(body, fault))
+
+    async def _stream(self, body: Mapping[str, Any], fault: Fault | None) -> AsyncGenerator[str]:
+        if fault is Fault.GARBAGE:
+            yield "data: <html>\n\n"
+            return
+        said = _Said(body=body, is_incremental=self.is_incremental)
+        try:
+            async with self.engine.generate(_parse(body, self.end_token_id)) as chunks:
+                async for chunk in chunks:
+                    said.add(chunk, self._labels.get(chunk.version, UNLABELLED))
+                    yield said.event(chunk, self._label)
+                    if fault is not None and len(said.ids) > 1 and chunk.finish is None:
+                        if fault is Fault.FOREIGN_ABORT:
+                            await self.engine.abort(body["rid"])
+                            continue
+                        await self._fail(fault)
+                        return
+        except InvalidRequest as error:
+            yield f"data: {json.dumps({'error': {'message': str(error), 'code': 400}})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _fail(self, fault: Fault) -> None:
+        if fault is Fault.DEATH:
+            self._die()
+        if fault is not Fault.CUT:
+            await anyio.sleep_forever()
+
+
+class _Events(Response):
+    """A stream that breaks off when its server dies, and ends when its client hangs up."""
+
+    def __init__(self, server: FakeSGLang, events: AsyncGenerator[str]) -> None:
+        super().__init__()
+        self._streams = server._streams  # noqa: SLF001 - two halves of one thing
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Stream."""
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with anyio.create_task_group() as tasks, aclosing(self._events) as events:
+            self._streams.add(tasks.cancel_scope)
+            try:
+                tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                self._streams.discard(tasks.cancel_scope)
+                tasks.cancel_scope.cancel()
+
+
+async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+@define
+class _Said:
+    """What a stream has said, and how the next event says it."""
+
+    body: Mapping[str, Any]
+    is_incremental: bool
+    ids: list[int] = field(factory=list)
+    entries: list[list[Any]] = field(factory=list)
+    tops: list[list[list[Any]]] = field(factory=list)
+    spans: list[dict[str, Any]] = field(factory=list)
+
+    def add(self, chunk: Chunk, label: str) -> None:
+        start = len(self.ids)
+        temperature_is_one = self.body["sampling_params"]["temperature"] in (0.0, 1.0)
+        logprobs = chunk.raw_logprobs if temperature_is_one else chunk.logprobs
+        self.ids += chunk.token_ids.tolist()
+        self.entries += [
+            [value, token_id, None] for value, token_id in zip(logprobs.tolist(), chunk.token_ids.tolist(), strict=True)
+        ]
+        self.tops += [[[each.logprob, each.token_id, None] for each in top] for top in chunk.top_logprobs]
+        if self.spans and self.spans[-1]["version"] == label:
+            self.spans[-1]["end"] = len(self.ids)
+        elif len(self.ids) > start:
+            self.spans.append({"version": label, "start": start, "end": len(self.ids)})
+
+    def event(self, chunk: Chunk, label: str) -> str:
+        since = len(self.ids) - len(chunk.token_ids) if self.is_incremental else 0
+        finish = None if chunk.finish is None else {"type": str(chunk.finish)}
+        meta = {
+            "id": self.body["rid"],
+            "finish_reason": finish,
+            "weight_version": label,
+            "completion_tokens": len(self.ids),
+            "cached_tokens": chunk.num_cached_tokens,
+            "output_token_logprobs": self.entries[since:],
+            "output_top_logprobs": self.tops[since:],
+        }
+        if finish is not None:
+            meta["weight_versions"] = self.spans
+        return f"data: {json.dumps({'output_ids': self.ids[since:], 'meta_info': meta})}\n\n"
+
+
+def _parse(body: Mapping[str, Any], end_token_id: int | None) -> EngineRequest:
+    params = body["sampling_params"]
+    ends = [] if params["ignore_eos"] or end_token_id is None else [end_token_id]
+    sampling = Sampling(
+        **{name: params[name] for name in _SAMPLING},
+        top_k=max(params["top_k"], 0),
+        repetition_penalty=params["repetition_penalty"],
+        top_logprobs=body["top_logprobs_num"],
+    )
+    return EngineRequest(
+        id=body["rid"],
+        prompt=body["input_ids"],
+        sampling=sampling,
+        key=SampleKey(seed=0, path=(body["rid"],)),
+        stop_token_ids=tuple(() if params["ignore_eos"] else (*params["stop_token_ids"], *ends)),
+    )
+
+
+@asynccontextmanager
+async def open_sglang_server(
+    engine: Engine,
+    *,
+    model: Path,
+    version: str = "0.5.23",
+    end_token_id: int | None = None,
+    is_incremental: bool = False,
+) -> AsyncIterator[FakeSGLang]:
+    """Serve ``engine`` on a free port of this machine while the block lasts.
+
+    Args:
+        engine: open, and nobody else's: a server that starts again loads ``model`` into it.
+        model: the directory that it says it serves.
+        version: which SGLang it says it is.
+        end_token_id: ends whatever does not ignore it.
+        is_incremental: whether events leave out what earlier ones said.
+    """
+    body: list[BaseException] = []
+    with unwrapped(body):
+        async with anyio.create_task_group() as tasks:
+            server = FakeSGLang(
+                engine=engine,
+                model=model,
+                version=version,
+                tasks=tasks,
+                end_token_id=end_token_id,
+                is_incremental=is_incremental,
+            )
+            try:
+                await server.start()
+                yield server
+            except BaseException as error:
+                body.append(error)
+                raise
+            finally:
+                await server.kill()
+            tasks.cancel_scope.cancel()

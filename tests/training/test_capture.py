@@ -123,7 +123,7 @@ def test_rows_of_restored_sessions_are_not_computed_again(make_model, make_agent
 
 @pytest.mark.parametrize("settings", [{}, {"objective": ObjectiveConfig(is_decoupled=False)}])
 def test_unknown_plain_logprobs_are_not_held_against_a_row(make_model, make_agent_group, make_group, settings):
-    """An engine that knows no plain log-probability of a token says NaN; others of the row are compared all the same."""
+    """An engine that does not know one says NaN; the others of the row are compared all the same."""
     trainer = PolicyTrainer(make_model(), evolve(PLAIN, **settings))
     group = sampled(trainer, make_agent_group(0), make_group)
     rows = [episode.trajectories[0] for episode in group.episodes]

@@ -39,19 +39,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def script(prompt) -> list[int]:
     """Sixty tokens that count on from the last of the prompt, so that a gap or a repetition shows."""
-    return [3 + (int(prompt[-1]) + i + 1) % 300 for i in range(60)]
+    return [3 + (int(prompt[-1]) - 3 + i + 1) % 300 for i in range(60)]
 
 
 @asynccontextmanager
 async def open_house(
-    model: Path, tmp_path: Path, *, num_servers: int = 1, config: ServerConfig = CONFIG, permits: int | None = None, **options
+    model: Path,
+    tmp_path: Path,
+    *,
+    num_servers: int = 1,
+    config: ServerConfig = CONFIG,
+    is_gated: bool = False,
+    create_engine=EchoEngine,
+    **options,
 ) -> AsyncIterator[tuple[ServerEngine, list[FakeSGLang]]]:
     """An engine over fakes over echoes."""
     async with AsyncExitStack() as stack:
         servers = [
             await stack.enter_async_context(
                 open_sglang_server(
-                    EchoEngine(script, vocab_size=384, context_length=256, permits=permits), model=model, **options
+                    create_engine(script, vocab_size=384, context_length=256, is_gated=is_gated), model=model, **options
                 )
             )
             for _ in range(num_servers)
@@ -115,6 +122,244 @@ async def test_servers_keep_the_engine_contract(model: Path, tmp_path: Path, che
                 create_snapshot=lambda version: Snapshot(version=version, state=policy.state_dict()),
                 prompt=PROMPT,
                 recompute=recompute,
-                num_tokens=150,
+                num_tokens=100,
             )
         )
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("fault", [*Fault])
+async def test_an_answer_survives_its_server(model: Path, tmp_path: Path, fault: Fault) -> None:
+    """Whatever happens to the server, the answer is whole, without a gap and without a token twice."""
+    config = evolve(CONFIG, read_timeout_seconds=0.3)
+    async with open_house(model, tmp_path, num_servers=2, config=config, is_incremental=True) as (
+        engine,
+        servers,
+    ):
+        chosen = engine._pool.choose("r0").url
+        next(server for server in servers if server.url == chosen).faults.append(fault)
+        chunks = await collect(engine, ask())
+
+        assert ids_of(chunks) == WHOLE
+        assert chunks[-1].finish is FinishReason.LENGTH
+        assert {chunk.version for chunk in chunks} == {0}
+        assert engine.statistics().sampled_tokens == 40
+        assert engine.statistics().running == engine.statistics().waiting == 0
+
+
+async def test_a_request_does_not_kill_server_after_server(model: Path, tmp_path: Path) -> None:
+    """After so many failures without a token it fails itself, and the next one is served."""
+    async with open_house(model, tmp_path) as (engine, (server,)):
+        server.faults.extend([Fault.ERROR] * 3)
+        with pytest.raises(EngineError, match=r"3 times in a row.*out of memory"):
+            await collect(engine, ask())
+
+        assert ids_of(await collect(engine, ask())) == WHOLE
+
+
+async def test_a_server_that_comes_back_gets_the_weights_first(model: Path, tmp_path: Path) -> None:
+    """Killed in the middle of an answer and started again: the present weights, then the rest of the answer."""
+    async with open_house(model, tmp_path, is_gated=True) as (engine, (server,)):
+        server.engine.release(5)
+        await engine.load(Snapshot(version=7, path=model))
+        async with engine.generate(ask()) as chunks:
+            seen = [await anext(aiter(chunks)) for _ in range(5)]
+            await server.kill()
+            server.paths.clear()
+            await server.start()
+            server.engine.release(100)
+            seen += [chunk async for chunk in chunks]
+
+        assert ids_of(seen) == WHOLE
+        assert {chunk.version for chunk in seen} == {7}
+        assert server.label == "7"
+        assert server.paths.index("/update_weights_from_disk") < server.paths.index("/generate")
+        assert server.bodies[-1]["input_ids"] == [5, 6, 7, *WHOLE[:5]]
+
+
+async def test_a_server_that_nobody_saw_die_is_found_out(model: Path, tmp_path: Path) -> None:
+    """One that was started again between two looks has a label that we never gave: its tokens are not taken."""
+    async with open_house(model, tmp_path, config=evolve(CONFIG, health_interval_seconds=60)) as (engine, (server,)):
+        await server.kill()
+        await server.start()
+        chunks = await collect(engine, ask())
+
+        assert ids_of(chunks) == WHOLE
+        assert server.label == "0"
+
+
+async def test_sessions_stay_with_their_server(model: Path, tmp_path: Path) -> None:
+    """Requests of one session go to one server, by a name that does not open it; when it is gone, they move."""
+    async with open_house(model, tmp_path, num_servers=2) as (engine, servers):
+        for number in range(24):
+            await collect(engine, ask(number, routing_key=f"session-{number % 8}"))
+        keys = [set(server.routing_keys) for server in servers]
+        assert len(keys[0] | keys[1]) == 8
+        assert not keys[0] & keys[1]
+        assert not any("session" in key for key in keys[0] | keys[1])
+        gone = max(servers, key=lambda server: len(server.bodies))
+        await gone.kill()
+        for number in range(8):
+            assert ids_of(await collect(engine, ask(number, routing_key=f"session-{number}"))) == WHOLE
+
+
+# -------------------------------------------------------------------------------------------------------- weights
+
+
+async def test_versions_are_exact_to_the_token(model: Path, tmp_path: Path) -> None:
+    """Tokens sampled before a load have the old version, those after it the new one, however they were streamed."""
+    async with open_house(model, tmp_path, is_gated=True) as (engine, (server,)):
+        server.engine.release(5)
+        async with engine.generate(ask()) as chunks:
+            seen = [await anext(aiter(chunks)) for _ in range(2)]
+            while server.engine.statistics().sampled_tokens < 5:
+                await anyio.lowlevel.checkpoint()
+            await engine.load(Snapshot(version=1, path=model))
+            server.engine.release(100)
+            seen += [chunk async for chunk in chunks]
+        versions = [chunk.version for chunk in seen for _ in chunk.token_ids]
+
+        assert ids_of(seen) == WHOLE
+        assert versions == [0] * 5 + [1] * 35
+
+
+async def test_weights_that_do_not_fit_are_not_sent(model: Path, tmp_path: Path) -> None:
+    """Servers keep in silence what a snapshot lacks; so it is looked at before, and the old weights stay."""
+    state = load_policy(model).state_dict()
+    name = next(iter(state))
+    async with open_house(model, tmp_path) as (engine, (server,)):
+        server.paths.clear()
+        for broken in ({}, {**state, name: state[name][:5]}, {key: state[key] for key in list(state)[3:]}):
+            with pytest.raises(ModelError, match="does not fit"):
+                await engine.load(Snapshot(version=1, state=broken))
+        with pytest.raises(ModelError, match="safetensors"):
+            await engine.load(Snapshot(version=1, path=tmp_path))
+
+        assert "/update_weights_from_disk" not in server.paths
+        assert engine.version == 0
+        assert ids_of(await collect(engine, ask())) == WHOLE
+
+
+class Refusing(EchoEngine):
+    """Refuses weights while it is told to."""
+
+    is_refusing = False
+
+    async def load(self, snapshot: Snapshot) -> None:
+        if self.is_refusing:
+            raise ModelError("no room")
+        await super().load(snapshot)
+
+
+async def test_weights_that_one_server_refuses_are_nobodys(model: Path, tmp_path: Path) -> None:
+    """Those that took them get the old ones back, under the old label, and nothing that was published stays."""
+    async with open_house(model, tmp_path, num_servers=2, create_engine=Refusing) as (engine, servers):
+        servers[1].engine.is_refusing = True
+        with pytest.raises(ModelError, match="no room"):
+            await engine.load(Snapshot(version=1, state=load_policy(model).state_dict()))
+
+        assert [server.label for server in servers] == ["0", "0"]
+        assert engine.version == 0
+        assert not list((tmp_path / "published").glob("*/*"))
+        for number in range(4):
+            assert ids_of(await collect(engine, ask(number, routing_key=str(number)))) == WHOLE
+
+
+async def test_only_the_present_weights_are_kept_on_disk(model: Path, tmp_path: Path) -> None:
+    """Of all that was published one directory stays, and none once the engine is closed."""
+    state = load_policy(model).state_dict()
+    async with open_house(model, tmp_path) as (engine, _):
+        for version in (1, 2, 3):
+            await engine.load(Snapshot(version=version, state=state))
+            (kept,) = (tmp_path / "published").glob("*/*")
+
+            assert kept.name.startswith(f"{version}-")
+            assert (kept / "config.json").exists()
+    assert not list((tmp_path / "published").iterdir())
+
+
+async def test_a_server_that_was_away_is_loaded_before_it_is_asked(model: Path, tmp_path: Path) -> None:
+    """A load does not wait for the dead; they get the weights when they are back, before they are asked."""
+    async with open_house(model, tmp_path, num_servers=2) as (engine, servers):
+        await servers[0].kill()
+        await engine.load(Snapshot(version=5, path=model))
+        await engine.pause()
+        await servers[0].start()
+        await engine.resume()
+        await servers[1].kill()
+
+        assert {chunk.version for n in range(6) for chunk in await collect(engine, ask(n, routing_key=str(n)))} == {5}
+
+
+# --------------------------------------------------------------------------------------------------- what is sent
+
+
+async def test_what_would_kill_a_server_is_not_sent(model: Path, tmp_path: Path) -> None:
+    """An id beyond the vocabulary is refused here."""
+    async with open_house(model, tmp_path) as (engine, (server,)):
+        with pytest.raises(InvalidRequest, match="384 is outside"):
+            await collect(engine, evolve(ask(), prompt=[384]))
+
+        assert not server.bodies
+
+
+async def test_the_models_own_end_token_does_not_end_what_goes_on(model: Path, tmp_path: Path) -> None:
+    """A server stops at the end token of its model; if nobody asked for that, the answer goes on behind it."""
+    async with open_house(model, tmp_path, end_token_id=WHOLE[10]) as (engine, (server,)):
+        chunks = await collect(engine, evolve(ask(), stop_token_ids=(WHOLE[20],)))
+
+        assert ids_of(chunks) == WHOLE[:21]
+        assert chunks[-1].finish is FinishReason.STOP
+        assert len(server.bodies) == 2
+
+
+async def test_two_generations_of_one_id_are_refused(model: Path, tmp_path: Path) -> None:
+    """Abort could not tell them apart."""
+    async with open_house(model, tmp_path) as (engine, _), engine.generate(ask()):
+        with pytest.raises(InvalidRequest, match="is running"):
+            await collect(engine, ask())
+
+
+async def test_what_waits_for_a_pause_can_be_aborted(model: Path, tmp_path: Path) -> None:
+    """No server has heard of it yet."""
+    async with open_house(model, tmp_path) as (engine, (server,)):
+        await engine.pause(PauseMode.ABORT)
+        async with anyio.create_task_group() as tasks, engine.generate(ask()) as chunks:
+            tasks.start_soon(engine.abort, "r0")
+            assert [chunk.finish async for chunk in chunks] == [FinishReason.ABORT]
+
+        assert not server.bodies
+
+
+# ------------------------------------------------------------------------------------------------------- opening
+
+
+async def test_a_server_that_is_too_old_is_named(model: Path, tmp_path: Path) -> None:
+    """With the version that would do."""
+    with pytest.raises(EngineError, match=r"SGLang 0\.5\.19; 0\.5\.21 is the oldest"):
+        async with open_house(model, tmp_path, version="0.5.19"):
+            pass
+
+
+async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
+    """Within the time that it has."""
+    config = evolve(CONFIG, start_timeout_seconds=0.2)
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:1 did not answer within 0\.2 s"):
+        async with ServerEngine.open(
+            SGLangDialect(),
+            config,
+            urls=["http://127.0.0.1:1"],
+            model=model,
+            snapshot=Snapshot(version=0, path=model),
+            publish_directory=tmp_path,
+        ):
+            pass
+
+
+async def test_errors_of_the_block_are_raised_as_they_are(model: Path, tmp_path: Path) -> None:
+    """Not in the group of the tasks that look after servers."""
+    with pytest.raises(ZeroDivisionError):
+        async with open_house(model, tmp_path):
+            raise ZeroDivisionError

@@ -1,0 +1,250 @@
+"""A real SGLang server on a CPU: ``python -m tests.engines.servers.real_sglang --python ENVIRONMENT/bin/python``.
+
+The server is started as a run starts it (``launching``), and the same engine speaks to it. Figures are printed; what
+must hold is asserted.
+"""
+
+# ruff: noqa: T201, ASYNC110 - a program for people, and nobody tells when a server has sampled enough
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import numpy as np
+import torch
+from attrs import frozen
+
+from areal_actors.domain import EngineRequest, FinishReason, SampleKey, Sampling, as_floats
+from areal_actors.engines.base import Snapshot
+from areal_actors.engines.servers.config import Backend, ServerConfig
+from areal_actors.engines.servers.engine import ServerEngine
+from areal_actors.engines.servers.kinds import KINDS
+from areal_actors.engines.servers.launching import LaunchedServers, launch_servers
+from areal_actors.models import load_policy, resolve_model
+from areal_actors.rendering import load_renderer
+from areal_actors.testing.engine_contract import ENGINE_CHECKS, Subject, collect
+
+HERE = Path(__file__).parent
+ARGUMENTS = (
+    *("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "65536", "--max-running-requests", "64"),
+    *("--skip-server-warmup", "--incremental-streaming-output", "--grammar-backend", "llguidance"),
+)
+TOLERANCE = 1e-4
+
+
+@frozen(kw_only=True)
+class House:
+    """A server, an engine, and the model on our side."""
+
+    engine: ServerEngine
+    launched: LaunchedServers
+    policy: torch.nn.Module
+    subject: Subject
+
+    def gap(self, chunks) -> float:
+        """The largest difference between the server's log-probabilities and ours."""
+        ids = [int(token_id) for chunk in chunks for token_id in chunk.token_ids]
+        found = np.concatenate([chunk.raw_logprobs for chunk in chunks])
+        return float(np.abs(found - self.subject.recompute(self.subject.prompt, np.asarray(ids))).max())
+
+
+def create_config(python: str, *, num_servers: int = 1) -> ServerConfig:
+    return ServerConfig(
+        command=(python, str(HERE / "sglang_cpu.py")),
+        arguments=ARGUMENTS,
+        environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        num_servers=num_servers,
+        health_interval_seconds=0.5,
+    )
+
+
+@asynccontextmanager
+async def open_house(config: ServerConfig, directory: Path) -> AsyncIterator[House]:
+    path = resolve_model("tiny").path
+    policy, renderer = load_policy(path).float().eval(), load_renderer(path)
+
+    def recompute(prompt, output):
+        ids = torch.tensor(np.concatenate([prompt, output]), dtype=torch.long)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(policy(ids[None]).logits[0, len(prompt) - 1 : -1].float(), -1)
+        return as_floats(logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
+
+    kind = KINDS[Backend.SGLANG]
+    added = {token.content: index for index, token in renderer.tokenizer.get_added_tokens_decoder().items()}
+    async with (
+        launch_servers(kind, config, model=path, logs=directory / "logs") as launched,
+        ServerEngine.open(
+            kind.create_dialect(added),
+            config,
+            urls=launched.urls,
+            model=path,
+            snapshot=Snapshot(version=0, path=path),
+            publish_directory=directory / "published",
+            diagnose=launched.diagnose,
+        ) as engine,
+    ):
+        subject = Subject(
+            engine=engine,
+            create_snapshot=lambda version: Snapshot(version=version, state=policy.state_dict()),
+            prompt=np.random.default_rng(3).integers(3, 384, 40),
+            num_tokens=300,
+            recompute=recompute,
+            tolerance=TOLERANCE,
+            decode=renderer.decode,
+            stop_token_ids=(2,),
+        )
+        yield House(engine=engine, launched=launched, policy=policy, subject=subject)
+
+
+def ask(house: House, name: str, *, num_tokens: int = 200) -> EngineRequest:
+    return EngineRequest(
+        id=name,
+        prompt=house.subject.prompt,
+        sampling=Sampling(max_new_tokens=num_tokens),
+        key=SampleKey(seed=0),
+        routing_key=name,
+    )
+
+
+async def wait_for_tokens(house: House, number: int) -> None:
+    """Until so many were sampled; fewer than are asked for, so that somebody still runs."""
+    while house.engine.statistics().sampled_tokens < number:
+        await anyio.sleep(0.005)
+
+
+async def check_contract(house: House) -> None:
+    """Everything that holds for an engine."""
+    for check in ENGINE_CHECKS:
+        with anyio.fail_after(120):
+            await check(house.subject)
+        print(f"  {check.__name__}")
+
+
+async def check_published_weights(house: House) -> None:
+    """Five versions, each other weights: what the server says of its tokens is what we compute."""
+    gaps, latencies = [], []
+    for _ in range(5):
+        with torch.no_grad():
+            for parameter in house.policy.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        version, began = house.engine.version + 1, time.perf_counter()
+        await house.engine.load(house.subject.create_snapshot(version))
+        async with house.engine.generate(ask(house, f"published-{version}")) as chunks:
+            seen = [await anext(aiter(chunks))]
+            latencies.append(time.perf_counter() - began)
+            seen += [chunk async for chunk in chunks]
+        assert {chunk.version for chunk in seen} == {version}
+        gaps.append(house.gap(seen))
+    print(f"  largest difference of log-probabilities {max(gaps):.2g}, of {TOLERANCE:g}")
+    print(f"  from publish to the first token of the new version {min(latencies):.3f} to {max(latencies):.3f} s")
+    assert max(gaps) <= TOLERANCE
+
+
+async def check_load_under_load(house: House) -> None:
+    """Eight generations while weights change and sampling pauses: whole, with versions that only grow."""
+    answers: dict[str, list] = {}
+
+    async def run(name: str) -> None:
+        answers[name] = await collect(house.engine, ask(house, name, num_tokens=400))
+
+    first, before = house.engine.version, house.engine.statistics().sampled_tokens
+    async with anyio.create_task_group() as tasks:
+        for number in range(8):
+            tasks.start_soon(run, f"loaded-{number}")
+        for version in (first + 1, first + 2):
+            await wait_for_tokens(house, before + 400 * (version - first))
+            await house.engine.pause()
+            await house.engine.resume()
+            await house.engine.load(house.subject.create_snapshot(version))
+    for chunks in answers.values():
+        versions = [chunk.version for chunk in chunks]
+        assert versions == sorted(versions)
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 400
+        assert house.gap(chunks) <= TOLERANCE  # the weights are the same under each of these versions
+    mixed = sum(len({chunk.version for chunk in chunks}) > 1 for chunks in answers.values())
+    print(f"  {mixed} of {len(answers)} answers have tokens of several versions")
+
+
+async def check_death(house: House) -> None:
+    """Kill -9 in the middle of eight answers: started again, given the present weights, and every answer whole."""
+    answers: list = []
+
+    async def run(name: str) -> None:
+        answers.append(await collect(house.engine, ask(house, name, num_tokens=400)))
+
+    began = time.perf_counter()
+    async with anyio.create_task_group() as tasks:
+        for number in range(8):
+            tasks.start_soon(run, f"killed-{number}")
+        before = house.engine.statistics().sampled_tokens
+        await wait_for_tokens(house, before + 400)
+        os.killpg(next(iter(house.launched.processes.values())), signal.SIGKILL)
+    gaps = [house.gap(chunks) for chunks in answers]
+    assert len(answers) == 8
+    assert all(chunks[-1].finish is FinishReason.LENGTH for chunks in answers)
+    assert all(sum(len(chunk.token_ids) for chunk in chunks) == 400 for chunks in answers)
+    assert max(gaps) <= TOLERANCE
+    print(f"  {len(answers)} answers whole after {time.perf_counter() - began:.1f} s, difference {max(gaps):.2g}")
+
+
+def check_training(config: ServerConfig, directory: Path) -> None:
+    """A run of three steps, each published: the trainer computes what the server said."""
+    servers = {
+        "command": list(config.command),
+        "arguments": list(config.arguments),
+        "environment": dict(config.environment),
+        "health_interval_seconds": 0.5,
+    }
+    arguments = ["examples/tiny.yaml", "rollout.backend=sglang", f"sglang={json.dumps(servers)}", "total_steps=3"]
+    arguments += [f"fileroot={directory}", "logging.display=plain"]
+    subprocess.run([sys.executable, "-m", "areal_actors", "train", *arguments], check=True)
+    records = [json.loads(line) for line in (directory / "tiny/trial/metrics.jsonl").read_text().splitlines()]
+    gaps = [record["behaviour_gap_max"] for record in records if record.get("behaviour_gap_max") is not None]
+    print(f"  largest difference between server and trainer over {len(gaps)} steps {max(gaps):.2g}")
+    assert max(gaps) <= TOLERANCE
+
+
+CHECKS = {
+    check.__name__.removeprefix("check_"): check
+    for check in (check_contract, check_published_weights, check_load_under_load, check_death)
+}
+
+
+async def check_server(config: ServerConfig, directory: Path, names: list[str]) -> None:
+    began = time.perf_counter()
+    async with open_house(config, directory) as house:
+        print(f"{house.engine.info.name} serves after {time.perf_counter() - began:.1f} s")
+        for name in names:
+            print(name)
+            await CHECKS[name](house)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", required=True, help="a Python that SGLang is installed for")
+    parser.add_argument("checks", nargs="*", choices=[*CHECKS, "training", []], help="all of them without any")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    config = create_config(options.python)
+    names = options.checks or [*CHECKS, "training"]
+    with tempfile.TemporaryDirectory() as directory:
+        if at_server := [name for name in names if name in CHECKS]:
+            anyio.run(check_server, config, Path(directory), at_server)
+        if "training" in names:
+            print("training")
+            check_training(config, Path(directory))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ sooner. What weights sampled a token is found out in ``attribution``, which serv
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +20,6 @@ import httpx
 from anyio import to_thread
 from attrs import evolve
 
-from areal_actors.core.remote.transport import unwrapped
 from areal_actors.domain import FinishReason
 from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.engines.requests import validate_request
@@ -28,20 +27,17 @@ from areal_actors.engines.servers.attribution import Attribution
 from areal_actors.engines.servers.config import ServerConfig
 from areal_actors.engines.servers.dialect import ServerDialect
 from areal_actors.engines.servers.generation import Run, empty_chunk
-from areal_actors.engines.servers.http import create_client
-from areal_actors.engines.servers.pool import Server, ServerPool, open_servers, read_key
+from areal_actors.engines.servers.opening import Diagnose, open_gateway, wait_until_ready, watched
+from areal_actors.engines.servers.pool import Server, ServerPool, open_servers
 from areal_actors.engines.servers.publishing import Publisher
 from areal_actors.errors import EngineError, InvalidRequest, ModelError, UnsupportedParameter
 
-__all__ = ["Diagnose", "ServerEngine"]
+__all__ = ["ServerEngine"]
 
 _ABORT_SECONDS = 5.0
 """How long a server may take to hear that nobody wants its answer any more."""
 _BACK_OFF_SECONDS = 0.05
 """Before a request that failed is tried again; doubled each time."""
-
-Diagnose = Callable[[str], str | None]
-"""Why the server at this URL has no process, from whoever started it; ``None`` while it has one."""
 
 
 class ServerEngine:
@@ -99,11 +95,11 @@ class ServerEngine:
             weights = await to_thread.run_sync(publisher.write, snapshot)
             async with (
                 open_servers(urls, config) as servers,
-                _watched(ServerPool(dialect=dialect, config=config, servers=servers, weights=weights)) as pool,
-                _open_gateway(config) as gateway,
+                watched(ServerPool(dialect=dialect, config=config, servers=servers, weights=weights)) as pool,
+                open_gateway(config) as gateway,
             ):
                 diagnose = diagnose or _know_nothing
-                await _wait_until_ready(pool, config, diagnose)
+                await wait_until_ready(pool, config, diagnose)
                 info = _describe(pool, model)
                 publisher.dtype = info.dtype
                 engine = cls(pool, publisher, info, config)
@@ -345,44 +341,6 @@ def _check_progress(run: Run, num_known: int, server: Server) -> None:
 # ------------------------------------------------------------------------------------------------------- opening
 
 
-@asynccontextmanager
-async def _watched(pool: ServerPool) -> AsyncIterator[ServerPool]:
-    """Look after all servers while the block lasts."""
-    body: list[BaseException] = []
-    with unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            for server in pool.servers:
-                tasks.start_soon(pool.watch, server)
-            try:
-                yield pool
-            except BaseException as error:
-                body.append(error)
-                raise
-            tasks.cancel_scope.cancel()
-
-
-async def _wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Diagnose) -> None:
-    """Until all servers serve. Raises ``EngineError`` or ``ModelError`` for one that never will."""
-    with anyio.move_on_after(config.start_timeout_seconds):
-        while len(pool.serving) < len(pool.servers):
-            for server in pool.servers:
-                _raise_if_hopeless(server, diagnose)
-            await pool.changed.wait()
-        return
-    missing = [server.url for server in pool.servers if not server.is_serving]
-    raise EngineError(
-        f"{', '.join(missing)} did not answer within {config.start_timeout_seconds:g} s (start_timeout_seconds). "
-        "Check that the servers run, and that this machine reaches them."
-    )
-
-
-def _raise_if_hopeless(server: Server, diagnose: Diagnose) -> None:
-    if server.failure is not None:
-        raise server.failure
-    if not server.is_serving and (reason := diagnose(server.url)) is not None:
-        raise EngineError(f"The server at {server.url} has ended before it was ready. {reason}")
-
-
 def _describe(pool: ServerPool, model: Path) -> EngineInfo:
     facts = [server.facts for server in pool.servers if server.facts is not None]
     return EngineInfo(
@@ -406,13 +364,3 @@ def _read_vocab_size(model: Path) -> int:
         return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
-
-
-@asynccontextmanager
-async def _open_gateway(config: ServerConfig) -> AsyncIterator[httpx.AsyncClient | None]:
-    if config.gateway_url is None:
-        yield None
-        return
-    seconds = config.read_timeout_seconds
-    async with create_client(config.gateway_url, api_key=read_key(config), read_timeout_seconds=seconds) as client:
-        yield client

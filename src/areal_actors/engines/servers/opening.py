@@ -1,0 +1,69 @@
+"""What surrounds servers from the moment they are named: watchers, a gateway, and the wait until all of them serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import httpx
+
+from areal_actors.core.remote.transport import unwrapped
+from areal_actors.engines.servers.config import ServerConfig
+from areal_actors.engines.servers.http import create_client
+from areal_actors.engines.servers.pool import Server, ServerPool, read_key
+from areal_actors.errors import EngineError
+
+__all__ = ["Diagnose", "open_gateway", "wait_until_ready", "watched"]
+
+Diagnose = Callable[[str], str | None]
+"""Why the server at this URL has no process, from whoever started it; ``None`` while it has one."""
+
+
+@asynccontextmanager
+async def watched(pool: ServerPool) -> AsyncIterator[ServerPool]:
+    """Look after all servers while the block lasts."""
+    body: list[BaseException] = []
+    with unwrapped(body):
+        async with anyio.create_task_group() as tasks:
+            for server in pool.servers:
+                tasks.start_soon(pool.watch, server)
+            try:
+                yield pool
+            except BaseException as error:
+                body.append(error)
+                raise
+            tasks.cancel_scope.cancel()
+
+
+async def wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Diagnose) -> None:
+    """Until all servers serve. Raises ``EngineError`` or ``ModelError`` for one that never will."""
+    with anyio.move_on_after(config.start_timeout_seconds):
+        while len(pool.serving) < len(pool.servers):
+            for server in pool.servers:
+                _raise_if_hopeless(server, diagnose)
+            await pool.changed.wait()
+        return
+    missing = [server.url for server in pool.servers if not server.is_serving]
+    raise EngineError(
+        f"{', '.join(missing)} did not answer within {config.start_timeout_seconds:g} s (start_timeout_seconds). "
+        "Check that the servers run, and that this machine reaches them."
+    )
+
+
+def _raise_if_hopeless(server: Server, diagnose: Diagnose) -> None:
+    if server.failure is not None:
+        raise server.failure
+    if not server.is_serving and (reason := diagnose(server.url)) is not None:
+        raise EngineError(f"The server at {server.url} has ended before it was ready. {reason}")
+
+
+@asynccontextmanager
+async def open_gateway(config: ServerConfig) -> AsyncIterator[httpx.AsyncClient | None]:
+    """A client of the gateway, if there is one."""
+    if config.gateway_url is None:
+        yield None
+        return
+    seconds = config.read_timeout_seconds
+    async with create_client(config.gateway_url, api_key=read_key(config), read_timeout_seconds=seconds) as client:
+        yield client

@@ -23,7 +23,8 @@ __all__ = ["Delta", "ServerDialect", "ServerFacts", "VersionSpan"]
 class ServerFacts:
     """What a server says of itself. ``weight_version`` is the label of its weights, as it was given to it.
 
-    ``vocab_size`` is 0 where it does not tell. With ``has_grammars``, it takes every ``Grammar``.
+    ``vocab_size`` is 0 where it does not tell. With ``has_grammars``, it takes every ``Grammar``;
+    ``logprobs_follow_truncation`` is as in ``EngineInfo``.
     """
 
     software: str
@@ -35,6 +36,7 @@ class ServerFacts:
     dtype: str
     max_concurrent: int
     has_grammars: bool = False
+    logprobs_follow_truncation: bool = False
 
 
 @frozen(kw_only=True)

@@ -351,7 +351,7 @@ def _describe(pool: ServerPool, model: Path) -> EngineInfo:
         dtype=facts[0].dtype,
         device="server",
         max_concurrent=sum(each.max_concurrent for each in facts),
-        logprobs_follow_truncation=False,
+        logprobs_follow_truncation=all(each.logprobs_follow_truncation for each in facts),
         knows_raw_logprobs=False,
         samples_follow_keys=False,
         has_grammars=all(each.has_grammars for each in facts),

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from attrs import frozen
+from attrs import field, frozen
 
 from areal_actors.engines.servers.config import Backend
 from areal_actors.engines.servers.dialect import ServerDialect
@@ -20,12 +20,13 @@ class ServerKind:
     """A kind of server. ``dialect`` is ``module:Class``, imported when it is first needed.
 
     ``module`` is what ``python -m`` starts, and ``describe_place(model, host, port)`` the arguments that tell it what
-    to serve, and where.
+    to serve, and where. It needs ``environment`` beside the variables that it is given anyway.
     """
 
     dialect: str
     module: tuple[str, ...]
     describe_place: Callable[[Path, str, int], tuple[str, ...]]
+    environment: Mapping[str, str] = field(factory=dict)
 
     def create_dialect(self, added_tokens: Mapping[str, int]) -> ServerDialect:
         """The dialect. ``added_tokens`` are texts and ids of the tokenizer's added tokens: grammars may need them."""
@@ -37,10 +38,22 @@ def _sglang_place(model: Path, host: str, port: int) -> tuple[str, ...]:
     return ("--model-path", str(model), "--host", host, "--port", str(port))
 
 
+def _vllm_place(model: Path, host: str, port: int) -> tuple[str, ...]:
+    place = ("--model", str(model), "--host", host, "--port", str(port))
+    return (*place, "--enable-scale-out", "--logprobs-mode", "processed_logprobs")
+
+
 KINDS: Mapping[Backend, ServerKind] = {
     Backend.SGLANG: ServerKind(
         dialect="areal_actors.engines.servers.sglang:SGLangDialect",
         module=("sglang.launch_server",),
         describe_place=_sglang_place,
+    ),
+    Backend.VLLM: ServerKind(
+        dialect="areal_actors.engines.servers.vllm:VllmDialect",
+        module=("vllm.entrypoints.openai.api_server",),
+        describe_place=_vllm_place,
+        # The routes that pause and update are those of its development mode.
+        environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
     ),
 }

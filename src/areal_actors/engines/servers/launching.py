@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-from attrs import define, field
+from attrs import define, evolve, field
 
 from areal_actors.core.children import BoundedLog, Child
 from areal_actors.core.remote.transport import unwrapped
@@ -65,6 +65,7 @@ async def launch_servers(
 
     Raises ``EngineError`` for a program that does not exist.
     """
+    config = evolve(config, environment={**kind.environment, **config.environment})
     ports = _choose_ports(config)
     launched = LaunchedServers(urls=tuple(f"http://{HOST}:{port}" for port in ports))
     body: list[BaseException] = []

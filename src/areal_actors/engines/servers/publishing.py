@@ -22,7 +22,7 @@ from attrs import define, field, frozen
 from areal_actors.domain import Snapshot
 from areal_actors.errors import ModelError
 
-__all__ = ["Publisher", "Weights"]
+__all__ = ["Publisher", "Weights", "read_shapes"]
 
 _FILE = "model.safetensors"
 _COPIED = ("config.json", "generation_config.json")
@@ -66,7 +66,7 @@ class Publisher:
         """
         if snapshot.path is not None and snapshot.state is None:
             path = snapshot.path.absolute()
-            _check_shapes(snapshot.version, _read_shapes(path), _read_shapes(self.model))
+            _check_shapes(snapshot.version, read_shapes(path), read_shapes(self.model))
             return Weights(version=snapshot.version, path=path)
         if snapshot.state is None:
             raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
@@ -75,7 +75,7 @@ class Publisher:
     def _write(self, version: int, state: Mapping[str, Any]) -> Weights:
         tensors = self._convert(state)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        _check_shapes(version, shapes, _read_shapes(self.model))
+        _check_shapes(version, shapes, read_shapes(self.model))
         target = self._own / f"{version}-{next(self._numbers)}"
         partial = target.with_suffix(".partial")
         from safetensors import SafetensorError
@@ -157,8 +157,11 @@ def _check_shapes(version: int, found: Mapping[str, tuple[int, ...]], wanted: Ma
         )
 
 
-def _read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the safetensors of a directory, from their headers alone."""
+def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the safetensors of a directory, from their headers alone.
+
+    Raises ``ModelError`` if there are none, or they are no such files.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(directory.glob("*.safetensors"))
     if not files:

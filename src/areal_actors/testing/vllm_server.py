@@ -135,8 +135,8 @@ class VllmServer:
         return StreamingResponse(events, media_type="text/event-stream")
 
     def _parse(self, body: Mapping[str, Any]) -> EngineRequest:
-        """Ids of requests need not be unique; ours of generations are."""
-        wanted = body["sampling_params"]
+        """Ids of requests need not be unique; ours of generations are. Nothing seeds them but their number."""
+        wanted, number = body["sampling_params"], next(self._ids)
         sampling = Sampling(
             max_new_tokens=wanted["max_tokens"],
             stop=tuple(wanted["stop"]),
@@ -146,10 +146,10 @@ class VllmServer:
             **{name: wanted[name] for name in _SAME},
         )
         return EngineRequest(
-            id=f"{body['request_id']}-{next(self._ids)}",
+            id=f"{body['request_id']}-{number}",
             prompt=body["token_ids"],
             sampling=sampling,
-            key=SampleKey(seed=wanted["seed"]),
+            key=SampleKey(seed=number),
         )
 
     async def _stream(self, name: str, request: EngineRequest, *, is_cut: bool) -> AsyncIterator[str]:

@@ -8,8 +8,8 @@ What was measured against a server of 0.32.0, and decided by it:
 * With ``--logprobs-mode processed_logprobs``, and we insist on it, log-probabilities are those that were sampled from:
   after penalties, bias, grammar, temperature, top-k, top-p and min-p. The plain ones are known where none of these is
   asked for. By default, they would be the plain ones, and nobody knew what was sampled from.
-* ``seed`` holds: equal seeds, prompts and weights gave equal tokens, in float32, whatever ran beside them. Where the
-  size of a batch changes what is computed, it cannot.
+* No ``seed`` is sent. Equal ones gave equal tokens, whatever ran beside them; but on a CPU a server dies of the first
+  seeded prompt that it has to compute in parts, which many have to be after weights were loaded.
 * An id outside the vocabulary is refused with a 400, or, in a stream, with an event after a 200; the server lives on.
   So is a prompt that leaves no room for a token. Unknown fields are ignored.
 * The end token of the model ends nothing (``ignore_eos``): what ends a generation is in ``stop_token_ids``.
@@ -32,7 +32,6 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ import httpx
 from anyio import to_thread
 from attrs import field, frozen
 
-from areal_actors.domain import EngineRequest, FinishReason, PauseMode, SampleKey, Sampling, TopLogprob
+from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
 from areal_actors.engines.lark import format_lark
 from areal_actors.engines.servers.dialect import Delta, ServerFacts, VersionSpan
 from areal_actors.engines.servers.http import Answer, ask, describe_failure, open_events
@@ -161,7 +160,6 @@ class VllmDialect:
             "frequency_penalty": sampling.frequency_penalty,
             "presence_penalty": sampling.presence_penalty,
             "repetition_penalty": sampling.repetition_penalty,
-            "seed": _create_seed(request.key),
             "stop": list(sampling.stop),
             "stop_token_ids": sorted({*request.stop_token_ids, *sampling.stop_token_ids}),
             # A grammar ends with the model's own end token, behind which nothing would hold what is sampled.
@@ -300,11 +298,6 @@ async def _command(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]
     answer = await ask(client, "POST", path, body)
     if answer.is_error or (isinstance(answer.document, Mapping) and answer.document.get("success") is False):
         raise EngineError(describe_failure(client, path, answer))
-
-
-def _create_seed(key: SampleKey) -> int:
-    """63 bits that follow from the key."""
-    return int.from_bytes(blake2b(repr((key.seed, key.path)).encode(), digest_size=8).digest()) >> 1
 
 
 def _failure(client: httpx.AsyncClient, answer: Answer) -> Exception:

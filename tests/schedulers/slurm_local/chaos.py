@@ -427,7 +427,7 @@ async def test_a_job_that_begins_after_its_home_was_killed_gives_its_node_back(c
             await anyio.sleep(0.2)
 
     assert (tmp_path / "slurm" / "exit" / f"{job}-0").read_text().startswith("76 ")
-    assert "home cannot be reached" in (tmp_path / "logs" / "a.log").read_text()
+    assert "home cannot be reached" in (tmp_path / "logs" / "workers" / "a.log").read_text()
 
 
 async def test_a_stopped_munge_costs_time_limits_and_nothing_else(cluster, tmp_path):

@@ -95,8 +95,8 @@ class SlurmScheduler:
         commands.check()
         files = SlurmFiles(path=Path(await anyio.Path(directory).absolute()) / "slurm")
         await to_thread.run_sync(files.create)
-        logs = files.path.parent / "logs"
-        await to_thread.run_sync(partial(logs.mkdir, exist_ok=True))
+        logs = files.path.parent / "logs" / "workers"
+        await to_thread.run_sync(partial(logs.mkdir, parents=True, exist_ok=True))
         self = cls(config, files=files, logs=logs, commands=commands, jitter=jitter, module=module)
         with files.hold():
             await cancel_records(files, commands, timeout_seconds=config.cancel_timeout_seconds)
@@ -140,13 +140,12 @@ class SlurmScheduler:
     # ------------------------------------------------------------------------------------------- submitting
 
     def _request(self, spec: WorkerSpec) -> JobRequest:
-        name = spec.name if not spec.life else f"{spec.name}.{spec.life}"
         return JobRequest(
             run=self._run,
             worker=spec.name,
             life=spec.life,
             directory=self._files.path,
-            log=self._logs / f"{name}.log",
+            log=self._logs / f"{spec.name}.log",
             working_directory=(spec.working_directory or Path.cwd()).absolute(),
             resources=spec.resources,
             avoided=self._find_avoided(spec.name),

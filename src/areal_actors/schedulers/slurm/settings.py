@@ -21,7 +21,6 @@ ALLOWED_ARGUMENTS = frozenset(
         "batch",
         "bb",
         "begin",
-        "clusters",
         "contiguous",
         "core-spec",
         "cores-per-socket",
@@ -67,21 +66,21 @@ _LINE = re.compile(r"[^\x00-\x1f\x7f]+")
 
 def _is_line(_: Any, attribute: Attribute[str], value: str) -> None:
     if not _LINE.fullmatch(value):
-        raise ValueError(f"{attribute.name} must be one line of text, not {value!r}")
+        raise ValueError(f"'{attribute.name}' must be one line of text, not {value!r}")
 
 
 def _is_word(_: Any, attribute: Attribute[str], value: str) -> None:
     if not _LINE.fullmatch(value) or any(map(str.isspace, value)):
-        raise ValueError(f"{attribute.name} must be a word as Slurm knows it, without spaces, not {value!r}")
+        raise ValueError(f"'{attribute.name}' must be a word as Slurm knows it, without spaces, not {value!r}")
 
 
 def _is_allowed(_: Any, attribute: Attribute[str], value: str) -> None:
     found = _ARGUMENT.fullmatch(value)
     if found is None or not _LINE.fullmatch(value):
-        raise ValueError(f"{attribute.name} must be written as --option or --option=value, not {value!r}")
+        raise ValueError(f"'{attribute.name}' must be written as --option or --option=value, not {value!r}")
     if found["option"] not in ALLOWED_ARGUMENTS:
         raise ValueError(
-            f"{attribute.name} cannot have --{found['option']}: it has a setting of its own, or would take the job out "
+            f"'{attribute.name}' cannot have --{found['option']}: it has a setting of its own, or would take the job out "
             f"of our hands. There are {', '.join(sorted(ALLOWED_ARGUMENTS))}"
         )
 
@@ -164,5 +163,5 @@ class SlurmConfig:
     def __attrs_post_init__(self) -> None:
         if self.margin_seconds >= self.time_minutes * 60:
             raise ValueError(
-                f"margin_seconds ({self.margin_seconds}) must be less than time_minutes ({self.time_minutes}) are"
+                f"'margin_seconds' must be less than time_minutes ({self.time_minutes}) are, not {self.margin_seconds}"
             )

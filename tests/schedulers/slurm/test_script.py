@@ -97,7 +97,7 @@ def test_what_is_not_asked_for_is_not_said():
     ("setting", "value", "words"),
     [
         ("extra_arguments", ("--output=x",), "has a setting of its own"),
-        ("extra_arguments", ("--wrap=x",), "out of our hands"),
+        ("extra_arguments", ("--wrap=x",), "of our hands"),
         ("extra_arguments", ("x",), "--option=value"),
         ("extra_arguments", ("--nice=1\n2",), "--option=value"),
         ("partition", "a b", "without spaces"),

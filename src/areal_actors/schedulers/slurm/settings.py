@@ -80,8 +80,8 @@ def _is_allowed(_: Any, attribute: Attribute[str], value: str) -> None:
         raise ValueError(f"'{attribute.name}' must be written as --option or --option=value, not {value!r}")
     if found["option"] not in ALLOWED_ARGUMENTS:
         raise ValueError(
-            f"'{attribute.name}' cannot have --{found['option']}: it has a setting of its own, or would take the job out "
-            f"of our hands. There are {', '.join(sorted(ALLOWED_ARGUMENTS))}"
+            f"'{attribute.name}' cannot have --{found['option']}: it has a setting of its own, or would take the job "
+            f"out of our hands. There are {', '.join(sorted(ALLOWED_ARGUMENTS))}"
         )
 
 

@@ -183,6 +183,13 @@ def simulation(session: nox.Session) -> None:
 
 
 @nox.session
+def placement(session: nox.Session) -> None:
+    """Run the tiny job with its parts in processes, kill each in turn, and home too; compare with a run in one."""
+    install(session, "test")
+    session.run("python", "-m", "tests.placement", env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+@nox.session
 def slurm(session: nox.Session) -> None:
     """Break a real Slurm cluster of four nodes, as root, and train on it. Installs Debian's packages."""
     install(session, "test")

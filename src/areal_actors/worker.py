@@ -1,131 +1,259 @@
-"""What a process runs that was started for one part of a service: ``python -m areal_actors.worker``.
+"""What a process runs that was started for one part of a run: ``python -m areal_actors.worker``.
 
-It is told on its standard input what to be, as one line of JSON, because a command line is seen by everybody on the
-machine and an order holds secrets. Once it serves, it says so in one line of JSON on its standard output. It ends when
-its standard input does: then whoever started it is gone.
+::
 
-These parts can live apart:
+    bootstrap ──▶ connect home ──▶ FetchOrder ──▶ open the role ──▶ ReportReady ──▶ KeepLease, again and again
 
-* ``proxy``: it owns no facts and asks the actors of the service for all it says. Who starts it is ``run.proxies``.
-* ``rank``: it trains along with the trainer, as one of several. Who starts it is ``run.ranks``.
+It is told who it is and where home is on its standard input or in a file (``schedulers.bootstrap``); at home it asks
+what to be. What a role is made of is ``run.roles``; who starts workers and misses them is ``run.upkeep``. A worker ends
+when it is told to, when its standard input does (then whoever started it is gone), when another life has taken its
+place, and when home was out of reach for longer than its lease.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import cycle
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import anyio
 from anyio import to_thread
-from attrs import evolve
 
-from areal_actors.config import RunConfig, load_config
-from areal_actors.core import ActorSystem
-from areal_actors.core.remote import Peer, connect
-from areal_actors.messages import Accounts, Capacity, DescribeEndpoint, Exports, Generation, Intake, Sessions
-from areal_actors.models import resolve_model
-from areal_actors.proxy import ProxyServer
-from areal_actors.rendering import Renderer, load_renderer
-from areal_actors.run.job import create_policy
-from areal_actors.telemetry import logging_to_stream
-
-if TYPE_CHECKING:
-    from areal_actors.training.trainer import PolicyTrainer
+from areal_actors.config import load_config
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.core.failure import leaves, root_cause
+from areal_actors.core.remote import Line, Listener, listen, standing
+from areal_actors.core.remote.codec import Codec
+from areal_actors.domain import Role
+from areal_actors.errors import ActorError, Conflict, NotFound
+from areal_actors.messages import (
+    AwaitReady,
+    AwaitTraining,
+    Directory,
+    FetchOrder,
+    KeepLease,
+    Order,
+    Report,
+    ReportFailure,
+    ReportReady,
+    RequestStop,
+    Training,
+)
+from areal_actors.run.endings import until_orphaned, until_signalled
+from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap, read_bootstrap
+from areal_actors.telemetry import get_logger, logging_to_stream
 
 __all__ = ["main"]
 
+_log = get_logger(__name__)
 
-def main() -> None:
-    """Be what the first line of standard input says, until there is no more of it."""
-    order = json.loads(sys.stdin.readline())
+P = TypeVar("P")
+
+_EXIT_FAILED = 1
+_EXIT_AGAIN = 75
+"""What was done is saved; another worker may go on with it."""
+_SIGNS_PER_LEASE = 4
+_LAST_WORDS_SECONDS = 2.0
+
+
+class _Left(Exception):
+    """The worker has saved what it had, and goes."""
+
+
+def main() -> NoReturn:
+    """Be what home says, until it is over."""
     with logging_to_stream():
-        anyio.run(_ROLES[order["role"]], order)
+        line = "" if BOOTSTRAP_VARIABLE in os.environ else sys.stdin.readline()
+        rank = _rank_order(line)
+        if rank is not None:
+            from areal_actors.run.rank_worker import serve_rank
+
+            anyio.run(serve_rank, rank)
+            sys.exit(0)
+        sys.exit(anyio.run(_live, read_bootstrap(line)))
 
 
-async def _serve_proxy(order: Mapping[str, Any]) -> None:
-    config = load_config(Path(order["config"]))
-    renderer = await to_thread.run_sync(_load_renderer, config)
-    async with (
-        connect(order["address"], secret=bytes.fromhex(order["secret"]), node=order["name"]) as peer,
-        ActorSystem.open() as system,
-    ):
-        serving = await system.spawn(_create_proxy(config, order, peer, renderer), name="proxy")
-        endpoint = await serving.ask(DescribeEndpoint())
-        await _stay(peer, {"url": endpoint.url})
+def _rank_order(line: str) -> Mapping[str, Any] | None:
+    """What a rank of a gang is told, which the first rank starts by itself (``run.ranks``)."""
+    try:
+        order = json.loads(line)
+    except ValueError:
+        return None
+    return order if isinstance(order, dict) and order.get("role") == "rank" else None
 
 
-async def _serve_rank(order: Mapping[str, Any]) -> None:
-    from areal_actors.actors.gang import RankActor  # torch takes seconds, and a proxy does without
-
-    policy = await to_thread.run_sync(_load_policy, order)
-    async with ActorSystem.open() as system:
-        actor = RankActor(policy)
-        rank = await system.spawn(actor, name="rank")
-        secret = bytes.fromhex(order["secret"])
-        async with connect(order["address"], secret=secret, node=order["name"], expose={"rank": rank}) as peer:
-            await _stay(peer, {"name": order["name"]}, failed=actor.failed)
-
-
-def _load_policy(order: Mapping[str, Any]) -> PolicyTrainer:
-    config = load_config(Path(order["config"]))
-    policy = create_policy(config, resolve_model(config.model))
-    if order["is_resumed"]:
-        policy.restore(Path(order["checkpoints"]))
-    return policy
-
-
-def _load_renderer(config: RunConfig) -> Renderer:
-    return load_renderer(resolve_model(config.tokenizer or config.model).path, config=config.renderer)
-
-
-def _create_proxy(config: RunConfig, order: Mapping[str, Any], peer: Peer, renderer: Renderer) -> ProxyServer:
-    return ProxyServer(
-        sessions=peer.ref(Sessions, "sessions"),
-        exports=peer.ref(Exports, "exports"),
-        capacity=peer.ref(Capacity, "capacity"),
-        generation=peer.ref(Generation, "generation"),
-        intake=peer.ref(Intake, "intake") if "intake" in peer.exposed else None,
-        accounts=peer.ref(Accounts, "accounts") if "accounts" in peer.exposed else None,
-        config=evolve(config.proxy, port=order["port"], admin_key=order["admin_key"]),
-        decode=renderer.decode,
-    )
-
-
-async def _stay(peer: Peer, ready: Mapping[str, Any], *, failed: anyio.Event | None = None) -> None:
-    """Say that we serve; until nobody is connected, whoever started us is gone, we are asked to leave, or we failed."""
-    print(json.dumps(ready), flush=True)  # noqa: T201 - the line that is waited for
+async def _live(bootstrap: Bootstrap) -> int:
+    """The whole life; returns the exit code."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_until_orphaned, tasks.cancel_scope)
-        tasks.start_soon(_until_signalled, tasks.cancel_scope)
-        if failed is not None:
-            tasks.start_soon(_until_failed, failed, tasks.cancel_scope)
-        await peer.wait_closed()
+        if BOOTSTRAP_VARIABLE not in os.environ:
+            tasks.start_soon(until_orphaned, tasks.cancel_scope)
+        tasks.start_soon(until_signalled, tasks.cancel_scope)
+        code = await _work(bootstrap)
         tasks.cancel_scope.cancel()
+        return code
+    return 0
 
 
-async def _until_orphaned(scope: anyio.CancelScope) -> None:
-    """A read on a thread cannot be cancelled; it is left behind when the process ends for another reason."""
-    await to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
-    scope.cancel()
+async def _work(bootstrap: Bootstrap) -> int:
+    addresses = cycle(bootstrap.addresses)
+
+    async def locate() -> str:
+        return next(addresses)
+
+    async with standing(
+        locate, secret=bootstrap.secret, node=bootstrap.name, incarnation=max(bootstrap.life, 1)
+    ) as home:
+        try:
+            await _serve(bootstrap, home)
+        except Exception as error:  # noqa: BLE001 - home is told, and the log has it all
+            if any(isinstance(leaf, _Left) for leaf in leaves(error)):
+                return _EXIT_AGAIN
+            _log.exception("worker_failed", worker=bootstrap.name)
+            await _confess(bootstrap, home, error)
+            return _EXIT_FAILED
+    return 0
 
 
-async def _until_failed(failed: anyio.Event, scope: anyio.CancelScope) -> None:
-    await failed.wait()
-    scope.cancel()
+async def _serve(bootstrap: Bootstrap, home: Line) -> None:
+    from areal_actors.run.roles import Post, open_role
+
+    directory = home.ref(Directory, "directory")
+    order = await directory.ask(FetchOrder(worker=bootstrap.name, life=bootstrap.life))
+    config = await to_thread.run_sync(load_config, order.config)
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        tasks.start_soon(_keep_lease, bootstrap, directory, order.lease_seconds)
+        lines = await stack.enter_async_context(_open_lines(bootstrap, order, home))
+        listener = await stack.enter_async_context(_listen(bootstrap, order))
+        system = await stack.enter_async_context(ActorSystem.open(name=bootstrap.name))
+        post = Post(config=config, order=order, system=system, find=_Finder(order, home, lines))
+        opened = await stack.enter_async_context(open_role(post))
+        for name, ref in opened.actors.items():
+            listener.expose(name, ref)
+        report = Report(address=listener.address, endpoint=opened.endpoint)
+        await directory.ask(ReportReady(worker=bootstrap.name, life=bootstrap.life, report=report))
+        _log.info("worker_serves", worker=bootstrap.name, life=bootstrap.life, address=listener.address)
+        await _until_warned(opened.actors.get("trainer"))
 
 
-async def _until_signalled(scope: anyio.CancelScope) -> None:
-    """Asked to leave, a proxy drains: what it answers may be finished, and what comes new is told to come again."""
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+async def _until_warned(training: Ref[Training] | None) -> None:
+    """A cluster that wants its node back says so before (SIGUSR1): a trainer saves what it has, and goes on elsewhere.
+
+    Others have nothing to save, and stay until they are ended.
+    """
+    from areal_actors.run.roles import LEAVING
+
+    with anyio.open_signal_receiver(signal.SIGUSR1) as signals:
         async for _ in signals:
-            scope.cancel()
+            if training is not None:
+                await training.tell(RequestStop(reason=LEAVING))
+                await training.ask(AwaitTraining())
+                raise _Left
 
 
-_ROLES = {"proxy": _serve_proxy, "rank": _serve_rank}
+class _Finder:
+    """See ``run.roles.Finder``."""
+
+    def __init__(self, order: Order, home: Line, lines: dict[Role, Line]) -> None:
+        self._order, self._home, self._lines = order, home, lines
+
+    async def __call__(self, protocol: type[P], name: str, /) -> Ref[P]:
+        """At home, or in the worker of the role that the actor belongs to."""
+        from areal_actors.run.roles import HOMES
+
+        role = HOMES[name]
+        is_at_home = role is None or role in self._order.at_home
+        return (self._home if is_at_home or role is None else self._lines[role]).ref(protocol, name)
+
+
+@asynccontextmanager
+async def _open_lines(bootstrap: Bootstrap, order: Order, home: Line) -> AsyncIterator[dict[Role, Line]]:
+    """A line to each worker whom this role asks."""
+    from areal_actors.run.roles import NEEDS
+
+    directory = home.ref(Directory, "directory")
+    lines: dict[Role, Line] = {}
+    async with AsyncExitStack() as stack:
+        for role in NEEDS[order.role]:
+            if role in order.at_home:
+                continue
+            target = f"{role}-0"
+            line = standing(
+                _Locator(directory, target),
+                secret=bootstrap.secret,
+                target=target,
+                node=bootstrap.name,
+                incarnation=max(bootstrap.life, 1),
+            )
+            lines[role] = await stack.enter_async_context(line)
+        yield lines
+
+
+class _Locator:
+    """Where a worker listens at present."""
+
+    def __init__(self, directory: Ref[Directory], worker: str) -> None:
+        self._directory, self._worker = directory, worker
+
+    async def __call__(self) -> str:
+        return (await self._directory.ask(AwaitReady(worker=self._worker))).address
+
+
+@asynccontextmanager
+async def _listen(bootstrap: Bootstrap, order: Order) -> AsyncIterator[Listener]:
+    address = order.listen or f"tcp://{_interface_to(bootstrap.addresses[0])}:0"
+    async with listen(
+        address, secret=bootstrap.secret, expose={}, node=bootstrap.name, incarnation=max(bootstrap.life, 1)
+    ) as listener:
+        yield listener
+
+
+def _interface_to(address: str) -> str:
+    """The address of this machine that others see when it connects to ``address``; nothing is sent."""
+    parts = urlsplit(address)
+    with socket.socket(
+        socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:
+        probe.connect((parts.hostname, parts.port))
+        host = str(probe.getsockname()[0])
+    return f"[{host}]" if ":" in host else host
+
+
+async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: float) -> None:
+    """Give signs of life. Raises ``Conflict`` or ``NotFound`` if they are not wanted, ``TimeoutError`` for no answer.
+
+    Whoever cannot be told that another has taken their place must take it that one has.
+    """
+    sign = KeepLease(worker=bootstrap.name, life=bootstrap.life)
+    while True:
+        with anyio.fail_after(seconds):
+            while True:
+                try:
+                    await directory.ask(sign)
+                    break
+                except (Conflict, NotFound):
+                    raise
+                except ActorError:
+                    await anyio.sleep(seconds / 20)
+        await anyio.sleep(seconds / _SIGNS_PER_LEASE)
+
+
+async def _confess(bootstrap: Bootstrap, home: Line, error: BaseException) -> None:
+    """Tell home why, if it listens."""
+    words: dict[str, Any] = Codec().error_to_data(root_cause(error), bootstrap.name)
+    message = ReportFailure(worker=bootstrap.name, life=bootstrap.life, error=words)
+    with anyio.move_on_after(_LAST_WORDS_SECONDS):
+        try:
+            await home.ref(Directory, "directory").ask(message)
+        except (ActorError, Conflict, NotFound):
+            _log.warning("home_was_not_told", worker=bootstrap.name)
 
 
 if __name__ == "__main__":

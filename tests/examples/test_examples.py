@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from areal_actors.config import load_config
+from areal_actors.domain import Role
 from areal_actors.run import Trainer
 from areal_actors.workflows import import_reference
 
@@ -104,3 +105,11 @@ def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend
     assert (1, 1) == (summary.steps, summary.version)
     assert not failures.exists() or not failures.read_text()
     assert [] == psutil.Process().children(recursive=True)
+
+
+def test_the_processes_of_a_machine_are_placed():
+    """The example names every role; ``nox -s placement`` runs it, as it takes a dozen processes."""
+    config = load_config(EXAMPLES / "local_processes.yaml")
+
+    assert set(Role) == set(config.scheduler.roles.placed)
+    assert load_config(EXAMPLES / "tiny.yaml").rollout == config.rollout

@@ -77,13 +77,17 @@ def _kill_children() -> None:
 
 def test_a_worker_ends_with_whoever_started_it():
     """Its standard input closes, also when nothing can be connected to."""
-    order = (
-        b'{"role": "proxy", "name": "p", "address": "unix:/nowhere/at/all.sock", "secret": "00", '
-        b'"config": "none.yaml", "port": 0}\n'
-    )
-    ended = subprocess.run(
-        [sys.executable, "-m", "areal_actors.worker"], input=order, capture_output=True, timeout=60, check=False
-    )
+    order = b'{"name": "p", "life": 1, "addresses": ["unix:/nowhere/at/all.sock"], "secret": "%s"}\n' % (b"00" * 32)
+    command = [sys.executable, "-m", "areal_actors.worker"]
+    ended = subprocess.run(command, input=order, capture_output=True, timeout=120, check=False)
 
-    assert ended.returncode != 0
-    assert b"none.yaml" in ended.stderr
+    assert ended.returncode == 0
+
+
+def test_a_worker_is_not_started_by_hand():
+    """What it is told cannot be read: it says who starts workers."""
+    command = [sys.executable, "-m", "areal_actors.worker"]
+    ended = subprocess.run(command, input=b"hello\n", capture_output=True, timeout=120, check=False)
+
+    assert ended.returncode == 1
+    assert b"areal-actors train, with scheduler.roles" in ended.stderr

@@ -47,6 +47,7 @@ from areal_actors.messages import (
     RequestStop,
     Rollouts,
     SaveVersion,
+    SaveWeights,
     StepFinished,
     Training,
     TrainingSummary,
@@ -79,8 +80,8 @@ class TrainerActor(Actor[Training]):
     """Owns the policy and its optimiser. ``counters`` are those of the checkpoint that a resumed run starts from.
 
     Rows that cannot be true are written below ``captures``. ``publisher`` makes snapshots of the weights; by default
-    they are lent to an engine in this process.
-    ``members`` train along, from the first step on.
+    they are lent to an engine in this process. ``members`` train along, from the first step on. ``save_weights`` writes
+    what was trained; it may block.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class TrainerActor(Actor[Training]):
         captures: Path | None = None,
         publisher: Publisher | None = None,
         members: GangMembers | None = None,
+        save_weights: Callable[[], object] | None = None,
     ) -> None:
         self._policy = policy
         self._publisher = publisher or MemoryPublisher()
@@ -102,6 +104,7 @@ class TrainerActor(Actor[Training]):
         self._plan = plan
         self._checkpoints = checkpoints
         self._captures = captures
+        self._save_weights = save_weights
         self._is_resumed = counters is not None
         self._average = _MovingAverage(plan.stop.smoothing, **(counters or {}).get("average", {}))
         self._position = parse_position(counters)
@@ -135,6 +138,12 @@ class TrainerActor(Actor[Training]):
         await self._ended.wait()
         assert self._summary is not None
         return self._summary
+
+    @SaveWeights.handler
+    async def save_weights(self, message: SaveWeights) -> None:  # noqa: ARG002
+        """Write them on the thread that trains."""
+        if self._save_weights is not None:
+            await self._thread.run(self._save_weights)
 
     # ------------------------------------------------------------------------------------------------ the loop
 

@@ -38,6 +38,7 @@ from areal_actors.engines.servers.config import Backend, ServedEngine, ServerCon
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
+from areal_actors.schedulers.config import SchedulerConfig
 from areal_actors.staleness import CapacityLimits
 from areal_actors.training.config import TrainerConfig
 from areal_actors.workflows import GenerationConfig
@@ -198,6 +199,7 @@ class RunConfig:
     capacity: CapacityConfig = field(factory=CapacityConfig)
     models: ModelsConfig = field(factory=ModelsConfig)
     logging: LoggingConfig = field(factory=LoggingConfig)
+    scheduler: SchedulerConfig = field(factory=SchedulerConfig)
 
     @property
     def run_directory(self) -> RunDirectory:

@@ -88,17 +88,24 @@ class Child:
         log: BoundedLog,
         environment: Mapping[str, str] | None = None,
         stdin: int | IO[Any] = PIPE,
+        directory: Path | None = None,
         is_gated: bool = False,
     ) -> Child:
         """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` for no program.
 
-        One that is gated reads a line from there, once, before it does anything that would have to be ended.
+        It works in ``directory``, or where this process does. One that is gated reads a line from the lifeline, once,
+        before it does anything that would have to be ended.
         """
         reader, writer = os.pipe()
         try:
             # Cancelled half-way, both event loops end what they have started.
             process = await anyio.open_process(
-                create_command(reader), stdin=stdin, env=environment, pass_fds=(reader,), start_new_session=True
+                create_command(reader),
+                stdin=stdin,
+                env=environment,
+                cwd=directory,
+                pass_fds=(reader,),
+                start_new_session=True,
             )
             _kill_with_us(reader, group=process.pid, gate=writer if is_gated else None)
         except BaseException:
@@ -146,8 +153,9 @@ class Child:
             return
         with anyio.CancelScope(shield=True):
             self._signal(signal.SIGTERM)
-            with anyio.move_on_after(grace_seconds):
-                await self.wait_for_leader()
+            if grace_seconds > 0:
+                with anyio.move_on_after(grace_seconds):
+                    await self.wait_for_leader()
             self.kill_rest()
             with anyio.move_on_after(LAST_WORDS_SECONDS):
                 await self._is_silent.wait()

@@ -14,7 +14,7 @@
       checkpoints/       what a resumed run goes on from
       weights/           the trained model, as transformers loads it
       logs/              run.jsonl: what happened; agents/<n>.log: what agents in processes print; service.log: what a
-                         service of a host prints
+                         service of a host prints; workers/<name>.log: what workers say
       tensorboard/       scalars
       report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
 """

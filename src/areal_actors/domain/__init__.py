@@ -51,6 +51,7 @@ from areal_actors.domain.grammar import (
 )
 from areal_actors.domain.models import TrainedModel, is_model_identifier
 from areal_actors.domain.predecessors import is_tree_order, tree_attention_mask, tree_position_ids
+from areal_actors.domain.roles import Role
 from areal_actors.domain.rows import DataPosition, Episode, Group, Problem, Trajectory, Untrained, UntrainedReason
 from areal_actors.domain.sampling import (
     Chunk,
@@ -113,6 +114,7 @@ __all__ = [
     "ReasoningDelta",
     "Repeated",
     "RewardSet",
+    "Role",
     "SampleKey",
     "Sampling",
     "ServiceState",

@@ -6,8 +6,10 @@ wrong later is named by the trainer's gate.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 from attrs import field, frozen
@@ -16,6 +18,7 @@ from areal_actors.domain import (
     LOGPROB_SLACK,
     CaptureFault,
     Chunk,
+    EngineInfo,
     EngineRequest,
     FinishReason,
     Floats,
@@ -25,10 +28,9 @@ from areal_actors.domain import (
     as_floats,
     as_ints,
 )
-from areal_actors.engines.base import Engine
 from areal_actors.errors import CaptureViolation
 
-__all__ = ["SELF_TEST_TOKENS", "Recompute", "check_capture"]
+__all__ = ["SELF_TEST_TOKENS", "CanSample", "Recompute", "check_capture"]
 
 SELF_TEST_TOKENS = 8
 """Enough to see that each token is predicted from the ones before it."""
@@ -39,8 +41,21 @@ Recompute = Callable[[Ints, Ints], Awaitable[Floats]]
 _ids = count()
 
 
+class CanSample(Protocol):
+    """What is looked at: an engine, or whatever stands for one that lives elsewhere."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """See ``Engine.info``."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+        """See ``Engine.generate``."""
+        ...
+
+
 async def check_capture(
-    engine: Engine, *, prompt: Ints, version: int, recompute: Recompute | None = None, tolerance: float = 1e-3
+    engine: CanSample, *, prompt: Ints, version: int, recompute: Recompute | None = None, tolerance: float = 1e-3
 ) -> None:
     """Sample after ``prompt`` and check ids, log-probabilities and versions.
 
@@ -91,7 +106,7 @@ class _Sampled:
         )
 
 
-async def _sample(engine: Engine, prompt: Ints) -> list[Chunk]:
+async def _sample(engine: CanSample, prompt: Ints) -> list[Chunk]:
     request = EngineRequest(
         id=f"self-test-{next(_ids)}",
         prompt=prompt,
@@ -120,7 +135,7 @@ def _complaints(sampled: _Sampled, *, vocab_size: int, version: int) -> Iterator
         yield CaptureFault.WRONG_VERSION, f"it gave tokens of version {sampled.versions[0]}, and {version} is served"
 
 
-def _violation(engine: Engine, kind: CaptureFault, what: str) -> CaptureViolation:
+def _violation(engine: CanSample, kind: CaptureFault, what: str) -> CaptureViolation:
     return CaptureViolation(
         f"The self-test of engine {engine.info.name} failed: {what}. Nothing was started; its answers could not be "
         "trained on.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from socket import socket
 
 from attrs import evolve
 from starlette.routing import BaseRoute
@@ -34,6 +35,8 @@ __all__ = ["ProxyServer"]
 class ProxyServer(Actor[Serving]):
     """HTTP in, messages out. The arguments are those of ``create_app``.
 
+    ``listener`` is a listening socket, in the place of one that is bound as ``config`` says.
+
     Raises:
         ConfigError: when it is spawned, if its address cannot be used.
     """
@@ -52,12 +55,14 @@ class ProxyServer(Actor[Serving]):
         decode: Callable[[Sequence[int]], str] | None = None,
         model: str = "policy",
         extra_routes: Sequence[BaseRoute] = (),
+        listener: socket | None = None,
     ) -> None:
         config = config or ProxyConfig()
         self._config = config
         self._admin_key = config.admin_key or create_admin_key()
         self._traffic = Traffic()
         self._url = ""
+        self._listener = listener
         self._app = create_app(
             sessions=sessions,
             exports=exports,
@@ -76,7 +81,7 @@ class ProxyServer(Actor[Serving]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Bind, and serve while the actor lives."""
-        listener = bind(self._config)
+        listener = self._listener or bind(self._config)
         try:
             self._url = url_of(listener, self._config.public_host)
             seconds = self._config.drain_seconds

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
 from anyio import to_thread
+from attrs import frozen
 
-from areal_actors.domain import ChatMessage, Floats, InteractionId, Ints, SessionId, Trajectory, as_floats
-from areal_actors.engines import Engine
-from areal_actors.engines.capture import check_capture
+from areal_actors.core import Ref
+from areal_actors.domain import (
+    ChatMessage,
+    Chunk,
+    EngineInfo,
+    EngineRequest,
+    Floats,
+    InteractionId,
+    Ints,
+    SessionId,
+    Trajectory,
+    as_floats,
+)
+from areal_actors.engines.capture import CanSample, check_capture
+from areal_actors.messages import DescribeEngine, Generate, Generation
 from areal_actors.rendering import Renderer
 
 if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["check_engine"]
+__all__ = ["check_engine", "check_generation"]
 
 
-async def check_engine(engine: Engine, *, policy: PolicyTrainer, renderer: Renderer) -> None:
+async def check_engine(engine: CanSample, *, policy: PolicyTrainer, renderer: Renderer) -> None:
     """Let the engine answer a few tokens, and recompute them with ``policy``, whose weights it has.
 
     From here on the policy knows what the engine computes in. Raises ``CaptureViolation`` with what is wrong. Does
@@ -35,6 +50,24 @@ async def check_engine(engine: Engine, *, policy: PolicyTrainer, renderer: Rende
     await check_capture(
         engine, prompt=prompt, version=policy.version, recompute=recompute, tolerance=policy.gate.tolerance
     )
+
+
+async def check_generation(generation: Ref[Generation], *, policy: PolicyTrainer, renderer: Renderer) -> None:
+    """As ``check_engine``, of an engine that lives elsewhere."""
+    view = await generation.ask(DescribeEngine())
+    await check_engine(_EngineElsewhere(generation, view.info), policy=policy, renderer=renderer)
+
+
+@frozen
+class _EngineElsewhere:
+    """An engine behind an actor."""
+
+    generation: Ref[Generation]
+    info: EngineInfo
+
+    def generate(self, request: EngineRequest) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+        """Ask the actor."""
+        return self.generation.stream(Generate(request=request))
 
 
 def _recompute(policy: PolicyTrainer, prompt: Ints, output: Ints) -> Floats:

@@ -12,23 +12,15 @@ from pathlib import Path
 
 import anyio
 from anyio import to_thread
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
-from areal_actors.actors.accounts import AccountKeeper, UsersConfig
-from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
-from areal_actors.actors.exporter import ExportConfig, Exporter
 from areal_actors.actors.generation import GenerationActor
-from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
-from areal_actors.actors.models import ModelHost, ModelsConfig
 from areal_actors.actors.progress import ProgressReporter
-from areal_actors.actors.sessions import SessionManager, SessionsConfig
-from areal_actors.cache.journal import Journal, NoJournal, as_of, recover, restate, restore_groups
+from areal_actors.cache.journal import Journal
 from areal_actors.cache.journal.recovery import Leftovers
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, InteractionId, SessionId
 from areal_actors.engines import Engine
-from areal_actors.engines.servers.config import ServedEngine
-from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.errors import ActorStopped
 from areal_actors.messages import (
     Accounts,
@@ -41,7 +33,6 @@ from areal_actors.messages import (
     ForgetSession,
     Generation,
     Intake,
-    Models,
     OpenSession,
     Progress,
     Serving,
@@ -49,51 +40,17 @@ from areal_actors.messages import (
     Sessions,
     SetReward,
 )
-from areal_actors.models import Catalogue, resolve_model
-from areal_actors.proxy import ProxyConfig, ProxyServer
-from areal_actors.rendering import Renderer, RendererConfig, load_renderer
+from areal_actors.models import resolve_model
+from areal_actors.proxy import ProxyServer
+from areal_actors.rendering import Renderer, load_renderer
 from areal_actors.run.by_hand import RolloutEngine, open_rollouts
-from areal_actors.run.models import ModelOpener, open_engine
-from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.run.models import open_engine
+from areal_actors.run.parts import InferenceConfig, spawn_models, spawn_session_actors
 from areal_actors.workflows import GenerationConfig
 
 __all__ = ["EmbeddedSession", "Inference", "InferenceConfig", "open_actors", "open_engine", "open_inference"]
 
 FORGET_SECONDS = 5.0
-
-UNLIMITED = 1_000_000
-"""Sessions that may be open where nobody trains on them."""
-
-
-@frozen(kw_only=True)
-class InferenceConfig:
-    """The settings of what answers agents. ``seed`` keys all samples.
-
-    Trained models answer beside the policy where ``models`` names a ``fileroot``.
-    """
-
-    engine: TorchEngineConfig = field(factory=TorchEngineConfig)
-    servers: ServedEngine | None = None
-    """What answers in the place of the embedded engine, which trained models have all the same."""
-    renderer: RendererConfig = field(factory=RendererConfig)
-    proxy: ProxyConfig = field(factory=ProxyConfig)
-    sessions: SessionsConfig = field(factory=SessionsConfig)
-    capacity: CapacityConfig = field(factory=CapacityConfig)
-    export: ExportConfig = field(factory=ExportConfig)
-    models: ModelsConfig = field(factory=ModelsConfig)
-    intake: IntakeConfig | None = None
-    """How external sessions are taken in; without it, they are only remembered and exported."""
-    limits: CapacityLimits = field(
-        factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
-    )
-    users: UsersConfig = field(factory=UsersConfig)
-    """Without a path, there are no users."""
-    seed: int = 0
-
-    @property
-    def opener(self) -> ModelOpener:
-        """What opens a trained model, with the settings of the policy."""
-        return ModelOpener(engine=self.engine, renderer=self.renderer, sessions=self.sessions, seed=self.seed)
 
 
 @frozen(kw_only=True)
@@ -191,57 +148,27 @@ async def open_actors(
     ``progress`` hears of the sessions that an intake takes in. What external agents do is written to ``journal``, and
     what it holds is restored first. Raises ``JournalError`` if it cannot be read.
     """
-    journal = journal or NoJournal()
-    told = [fact async for fact in journal.read()]
-    facts = [as_of(fact, version) for fact in told]
-    recovered, restored = recover(facts), restore_groups(facts, version=version)
-    again = restate(told, recovered, version=version)
-    if again:
-        await journal.write(*again)
-    leftovers = recovered.leftovers
-    del told, facts
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine), name="generation")
-        state = CapacityState.at_version(config.limits, version)
-        capacity = await system.spawn(CapacityGranter(state, config=config.capacity), name="capacity")
-        manager = SessionManager(
+        reporter = None if progress is None else await system.spawn(progress, name="progress")
+        actors = await spawn_session_actors(
+            system,
+            config,
             renderer=renderer,
             generation=generation,
-            capacity=capacity,
-            config=config.sessions,
-            seed=config.seed,
-            journal=journal,
-            recovered=recovered,
-        )
-        del recovered  # the manager owns the sessions from here on
-        sessions = await system.spawn(manager, name="sessions")
-        exporter = Exporter(
-            sessions=sessions,
-            capacity=capacity,
-            config=config.export,
+            version=version,
             start=start,
-            are_problems_external=config.intake is not None,
+            progress=reporter,
             journal=journal,
         )
-        exports = await system.spawn(exporter, name="exports")
-        reporter = None if progress is None else await system.spawn(progress, name="progress")
-        intake = None
-        if config.intake is not None:
-            peers = IntakePeers(sessions=sessions, exports=exports, capacity=capacity, progress=reporter)
-            settings = config.intake if start is None else evolve(config.intake, next_position=start.next)
-            keeper = IntakeKeeper(peers=peers, config=settings, journal=journal, restored=restored, version=version)
-            intake = await system.spawn(keeper, name="intake")
-        accounts = None
-        if config.users.path is not None:
-            accounts = await system.spawn(AccountKeeper(config.users.path, config=config.users), name="accounts")
-        models = await _spawn_models(system, config)
+        models = await spawn_models(system, config)
         proxy = ProxyServer(
-            sessions=sessions,
-            exports=exports,
-            capacity=capacity,
+            sessions=actors.sessions,
+            exports=actors.exports,
+            capacity=actors.capacity,
             generation=generation,
-            intake=intake,
-            accounts=accounts,
+            intake=actors.intake,
+            accounts=actors.accounts,
             models=models,
             config=config.proxy,
             decode=renderer.decode,
@@ -251,23 +178,16 @@ async def open_actors(
             system=system,
             renderer=renderer,
             endpoint=await serving.ask(DescribeEndpoint()),
-            sessions=sessions,
-            exports=exports,
-            capacity=capacity,
+            sessions=actors.sessions,
+            exports=actors.exports,
+            capacity=actors.capacity,
             generation=generation,
             serving=serving,
-            intake=intake,
+            intake=actors.intake,
             progress=reporter,
-            accounts=accounts,
-            leftovers=leftovers,
+            accounts=actors.accounts,
+            leftovers=actors.leftovers,
         )
-
-
-async def _spawn_models(system: ActorSystem, config: InferenceConfig) -> Ref[Models] | None:
-    if config.models.fileroot is None or not config.models.max_loaded:
-        return None
-    host = ModelHost(Catalogue(root=config.models.fileroot), config.opener, config=config.models)
-    return await system.spawn(host, name="models")
 
 
 @asynccontextmanager

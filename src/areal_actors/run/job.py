@@ -23,21 +23,37 @@ from areal_actors.workflows import import_reference
 if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["Job", "create_policy", "directory_of", "load_job", "prepare_directory"]
+__all__ = [
+    "Job",
+    "ProblemSets",
+    "create_policy",
+    "directory_of",
+    "load_job",
+    "load_problem_sets",
+    "load_rendering",
+    "prepare_directory",
+]
 
 _log = get_logger(__name__)
 
 
 @frozen(kw_only=True)
+class ProblemSets:
+    """What agents are run on. Without ``train``, external agents bring theirs."""
+
+    train: Problems | None = None
+    held_out: Problems | None = None
+
+
+@frozen(kw_only=True)
 class Job:
-    """What a run needs, loaded. Without ``problems``, external agents bring theirs."""
+    """What a run needs, loaded."""
 
     config: RunConfig
     directory: RunDirectory
     model: ModelFiles
     renderer: Renderer
-    problems: Problems | None
-    held_out: Problems | None
+    problems: ProblemSets
     policy: PolicyTrainer
     counters: Mapping[str, Any] | None = field(default=None)
     """Those of the checkpoint that the run goes on from."""
@@ -71,17 +87,9 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
     A service that was killed before its first checkpoint is resumed with the weights that it began with: what its
     agents did is in its journal. Raises ``CheckpointError`` for any other run without a checkpoint.
     """
-    problems = None
-    if config.dataset is not None and not is_external:
-        problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
-    held_out = None
-    if config.eval_dataset is not None:
-        held_out = load_problems(config.eval_dataset, import_reference=import_reference)
-    if problems is not None and held_out is not None:
-        _warn_of_overlap(problems, held_out)
+    problems = load_problem_sets(config, is_external=is_external)
     model = resolve_model(config.model)
-    tokenizer = model if config.tokenizer is None else resolve_model(config.tokenizer)
-    renderer = load_renderer(tokenizer.path, config=config.renderer)
+    renderer = load_rendering(config)
     policy = create_policy(config, model)
     counters = policy.restore(directory.checkpoints) if resume else None
     if resume and counters is None and not is_external:
@@ -94,10 +102,26 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
         model=model,
         renderer=renderer,
         problems=problems,
-        held_out=held_out,
         policy=policy,
         counters=counters,
     )
+
+
+def load_rendering(config: RunConfig) -> Renderer:
+    """What turns messages into ids and back."""
+    return load_renderer(resolve_model(config.tokenizer or config.model).path, config=config.renderer)
+
+
+def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
+    """Read the datasets; ``is_external`` ones bring their own problems to train on."""
+    problems = held_out = None
+    if config.dataset is not None and not is_external:
+        problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
+    if config.eval_dataset is not None:
+        held_out = load_problems(config.eval_dataset, import_reference=import_reference)
+    if problems is not None and held_out is not None:
+        _warn_of_overlap(problems, held_out)
+    return ProblemSets(train=problems, held_out=held_out)
 
 
 def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:

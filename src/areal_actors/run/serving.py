@@ -20,13 +20,15 @@ from attrs import evolve
 
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
+from areal_actors.domain import Role
 from areal_actors.messages import Endpoint
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.agents import prepare_agent
-from areal_actors.run.inference import Inference
 from areal_actors.run.job import directory_of, load_job, prepare_directory
 from areal_actors.run.journals import open_journal
 from areal_actors.run.learning import Learning, learn
+from areal_actors.run.placement import PlacedRun, run_placed
+from areal_actors.run.roles import has_rollouts
 from areal_actors.telemetry import get_logger, logging_to_file
 from areal_actors.training.config import Normalisation
 
@@ -83,18 +85,33 @@ class Server:
     ) -> RunSummary:
         """Serve inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
         config, directory = self.config, directory_of(self.config, run_dir)
-        has_evaluation = config.eval_dataset is not None and config.rollout.workflow is not None
-        opening = prepare_agent(config.rollout, logs=directory.agent_logs) if has_evaluation else nullcontext()
+        placed = config.scheduler.roles.placed
+        is_run_here = has_rollouts(config, is_service=True) and Role.ROLLOUT not in placed
+        opening = prepare_agent(config.rollout, logs=directory.agent_logs) if is_run_here else nullcontext()
         started = time.monotonic()
         prepare_directory(config, directory, resume=resume)
 
-        async def tell(inference: Inference) -> None:
-            await to_thread.run_sync(_keep_key, directory.admin_key, inference.endpoint.admin_key)
+        async def tell(endpoint: Endpoint) -> None:
+            await to_thread.run_sync(_keep_key, directory.admin_key, endpoint.admin_key)
             if announce is not None:
-                announce(inference.endpoint, directory)
+                announce(endpoint, directory)
 
         with logging_to_file(directory.log):
             _warn_of_singletons(config)
+            if placed:
+                async with opening as agent:
+                    run = PlacedRun(
+                        config=config,
+                        directory=directory,
+                        agent=agent,
+                        is_service=True,
+                        resume=resume,
+                        admin_key=_with_key(config.proxy, directory.admin_key).admin_key,
+                        announce=tell,
+                        is_handling_signals=is_handling_signals,
+                    )
+                    await run_placed(run)
+                return summarize_run(directory, seconds=time.monotonic() - started)
             async with opening as agent, open_journal(config.journal, directory) as journal:
                 load = partial(load_job, config, directory, resume=resume, is_external=True)
                 job = await to_thread.run_sync(load)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from anyio import to_thread
 
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunSummary, summarize_run
+from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.job import directory_of, load_job, prepare_directory
 from areal_actors.run.learning import Learning, learn
+from areal_actors.run.placement import PlacedRun, run_placed
 from areal_actors.telemetry import logging_to_file
 
 __all__ = ["RunSummary", "Trainer", "train"]
@@ -68,13 +72,30 @@ class Trainer:
         config = self.config
         _check_complete(config, has_workflow=workflow is not None)
         directory = directory_of(config, run_dir)
-        opening = prepare_agent(
-            config.rollout, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs
-        )
+        is_rollout_apart = Role.ROLLOUT in config.scheduler.roles.placed
+        if is_rollout_apart and workflow is not None:
+            raise ConfigError(
+                "scheduler.roles.rollout: the agent is run in another process, which cannot be given an object of this "
+                "one; name it in rollout.workflow, or leave the role at home"
+            )
+        prepare = partial(prepare_agent, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs)
+        opening = nullcontext() if is_rollout_apart else prepare(config.rollout)
         started = time.monotonic()
         prepare_directory(config, directory, resume=resume)
         with logging_to_file(directory.log):
             async with opening as agent:
+                if config.scheduler.roles.placed:
+                    await run_placed(
+                        PlacedRun(
+                            config=config,
+                            directory=directory,
+                            agent=agent,
+                            resume=resume,
+                            is_handling_signals=is_handling_signals,
+                        )
+                    )
+                    return summarize_run(directory, seconds=time.monotonic() - started)
+                assert agent is not None
                 job = await to_thread.run_sync(lambda: load_job(config, directory, resume=resume))
                 await learn(job, Learning(agent=agent, proxy=config.proxy, is_handling_signals=is_handling_signals))
         return summarize_run(directory, seconds=time.monotonic() - started)

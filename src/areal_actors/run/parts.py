@@ -1,0 +1,287 @@
+"""How the actors of a run are made of its configuration, wherever they live: at home or in workers.
+
+Who opens them around one another in one process is ``inference`` and ``learning``; which of them live where,
+``placement`` and ``roles``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from attrs import evolve, field, frozen
+
+from areal_actors.actors.accounts import AccountKeeper, UsersConfig
+from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
+from areal_actors.actors.exporter import ExportConfig, Exporter
+from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
+from areal_actors.actors.models import ModelHost, ModelsConfig
+from areal_actors.actors.progress import Listener, ProgressReporter
+from areal_actors.actors.rollouts import Peers, RolloutRunner
+from areal_actors.actors.sessions import SessionManager, SessionsConfig
+from areal_actors.cache.journal import Journal, NoJournal, as_of, recover, restate, restore_groups
+from areal_actors.cache.journal.recovery import Leftovers
+from areal_actors.config import RunConfig
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.dashboard import (
+    FailureWriter,
+    MetricsWriter,
+    RolloutDumper,
+    RunDirectory,
+    RunState,
+    SessionSampler,
+    TensorboardWriter,
+    create_display,
+)
+from areal_actors.dashboard.dumps import Decode
+from areal_actors.domain import DataPosition
+from areal_actors.engines.servers.config import ServedEngine
+from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.messages import (
+    Accounts,
+    Capacity,
+    DescribeEngine,
+    Endpoint,
+    Exports,
+    Generation,
+    Intake,
+    Models,
+    Progress,
+    Sessions,
+)
+from areal_actors.models import Catalogue, load_policy, resolve_model, resolve_tokenizer
+from areal_actors.proxy import ProxyConfig
+from areal_actors.rendering import Renderer, RendererConfig
+from areal_actors.run.exporting import save_weights
+from areal_actors.run.job import ProblemSets
+from areal_actors.run.models import ModelOpener
+from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.telemetry import get_logger
+from areal_actors.training.config import PublishBy
+from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
+
+if TYPE_CHECKING:
+    from areal_actors.training.publication import Publisher
+    from areal_actors.training.trainer import PolicyTrainer
+
+__all__ = [
+    "InferenceConfig",
+    "SessionActors",
+    "create_reporter",
+    "create_runner",
+    "export_policy",
+    "open_publisher",
+    "settings_of",
+    "spawn_models",
+    "spawn_session_actors",
+]
+
+_log = get_logger(__name__)
+
+UNLIMITED = 1_000_000
+"""Sessions that may be open where nobody trains on them."""
+
+
+@frozen(kw_only=True)
+class InferenceConfig:
+    """The settings of what answers agents. ``seed`` keys all samples.
+
+    Trained models answer beside the policy where ``models`` names a ``fileroot``.
+    """
+
+    engine: TorchEngineConfig = field(factory=TorchEngineConfig)
+    servers: ServedEngine | None = None
+    """What answers in the place of the embedded engine, which trained models have all the same."""
+    renderer: RendererConfig = field(factory=RendererConfig)
+    proxy: ProxyConfig = field(factory=ProxyConfig)
+    sessions: SessionsConfig = field(factory=SessionsConfig)
+    capacity: CapacityConfig = field(factory=CapacityConfig)
+    export: ExportConfig = field(factory=ExportConfig)
+    models: ModelsConfig = field(factory=ModelsConfig)
+    intake: IntakeConfig | None = None
+    """How external sessions are taken in; without it, they are only remembered and exported."""
+    limits: CapacityLimits = field(
+        factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
+    )
+    users: UsersConfig = field(factory=UsersConfig)
+    """Without a path, there are no users."""
+    seed: int = 0
+
+    @property
+    def opener(self) -> ModelOpener:
+        """What opens a trained model, with the settings of the policy."""
+        return ModelOpener(engine=self.engine, renderer=self.renderer, sessions=self.sessions, seed=self.seed)
+
+
+def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig | None) -> InferenceConfig:
+    """What answers agents during a run."""
+    return InferenceConfig(
+        engine=config.engine,
+        renderer=config.renderer,
+        proxy=proxy,
+        sessions=config.sessions,
+        capacity=config.capacity,
+        export=config.rollout.export,
+        models=config.trained_models,
+        intake=intake,
+        limits=config.limits,
+        users=config.user_accounts,
+        seed=config.seed,
+    )
+
+
+@frozen(kw_only=True)
+class SessionActors:
+    """What shares the journal. ``leftovers`` is what its earlier processes left to be done beside the sessions."""
+
+    sessions: Ref[Sessions]
+    exports: Ref[Exports]
+    capacity: Ref[Capacity]
+    intake: Ref[Intake] | None = None
+    accounts: Ref[Accounts] | None = None
+    leftovers: Leftovers = field(factory=Leftovers)
+
+
+async def spawn_session_actors(
+    system: ActorSystem,
+    config: InferenceConfig,
+    *,
+    renderer: Renderer,
+    generation: Ref[Generation],
+    version: int = 0,
+    start: DataPosition | None = None,
+    progress: Ref[Progress] | None = None,
+    journal: Journal | None = None,
+) -> SessionActors:
+    """Restore what ``journal`` holds, and spawn them. Raises ``JournalError`` if it cannot be read."""
+    journal = journal or NoJournal()
+    told = [fact async for fact in journal.read()]
+    facts = [as_of(fact, version) for fact in told]
+    recovered, restored = recover(facts), restore_groups(facts, version=version)
+    again = restate(told, recovered, version=version)
+    if again:
+        await journal.write(*again)
+    leftovers = recovered.leftovers
+    del told, facts
+    state = CapacityState.at_version(config.limits, version)
+    capacity = await system.spawn(CapacityGranter(state, config=config.capacity), name="capacity")
+    manager = SessionManager(
+        renderer=renderer,
+        generation=generation,
+        capacity=capacity,
+        config=config.sessions,
+        seed=config.seed,
+        journal=journal,
+        recovered=recovered,
+    )
+    del recovered  # the manager owns the sessions from here on
+    sessions = await system.spawn(manager, name="sessions")
+    exporter = Exporter(
+        sessions=sessions,
+        capacity=capacity,
+        config=config.export,
+        start=start,
+        are_problems_external=config.intake is not None,
+        journal=journal,
+    )
+    exports = await system.spawn(exporter, name="exports")
+    intake = None
+    if config.intake is not None:
+        peers = IntakePeers(sessions=sessions, exports=exports, capacity=capacity, progress=progress)
+        settings = config.intake if start is None else evolve(config.intake, next_position=start.next)
+        keeper = IntakeKeeper(peers=peers, config=settings, journal=journal, restored=restored, version=version)
+        intake = await system.spawn(keeper, name="intake")
+    accounts = None
+    if config.users.path is not None:
+        accounts = await system.spawn(AccountKeeper(config.users.path, config=config.users), name="accounts")
+    return SessionActors(
+        sessions=sessions, exports=exports, capacity=capacity, intake=intake, accounts=accounts, leftovers=leftovers
+    )
+
+
+async def spawn_models(system: ActorSystem, config: InferenceConfig) -> Ref[Models] | None:
+    """The host of trained models, where there may be some. It hands refs over: it lives where the proxy does."""
+    if config.models.fileroot is None or not config.models.max_loaded:
+        return None
+    host = ModelHost(Catalogue(root=config.models.fileroot), config.opener, config=config.models)
+    return await system.spawn(host, name="models")
+
+
+def create_reporter(
+    config: RunConfig, directory: RunDirectory, *, decode: Decode, resumed_step: int | None
+) -> ProgressReporter:
+    """Who writes and shows what happens."""
+    listeners: list[Listener] = [
+        MetricsWriter(directory.metrics, resumed_step=resumed_step),
+        FailureWriter(directory.failures, resumed_step=resumed_step),
+        SessionSampler(
+            directory.sessions, decode=decode, max_sessions=config.logging.max_sessions, resumed_step=resumed_step
+        ),
+    ]
+    display = create_display(
+        config.logging.display,
+        RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0),
+    )
+    if display is not None:
+        listeners.append(display)
+    if config.logging.tensorboard:
+        listeners.append(TensorboardWriter(directory.tensorboard, resumed_step=resumed_step))
+    if config.rollout.dump_to_file:
+        listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed_step))
+    return ProgressReporter(listeners)
+
+
+def create_runner(
+    config: RunConfig,
+    agent: Agent | RolloutWorkflow,
+    *,
+    peers: Peers,
+    endpoint: Endpoint,
+    http_client: httpx.AsyncClient,
+    engine: EpisodeEngine,
+    problems: ProblemSets,
+    start: DataPosition,
+) -> RolloutRunner:
+    """Who runs the agent on the problems, if there are any, and on those that are held out."""
+    return RolloutRunner(
+        agent=agent,
+        peers=peers,
+        endpoint=endpoint,
+        http_client=http_client,
+        engine=engine,
+        config=config.rollout.runner,
+        problem_at=None if problems.train is None else problems.train.at,
+        held_out=() if problems.held_out is None else problems.held_out.all(),
+        start=start,
+        seed=config.seed,
+    )
+
+
+async def open_publisher(
+    config: RunConfig, directory: RunDirectory, generation: Ref[Generation], *, by: PublishBy
+) -> Publisher:
+    """What publishes weights in the engine's dtype, so that it loads what it would have made of them itself."""
+    from areal_actors.training.publication import create_publisher
+
+    view = await generation.ask(DescribeEngine())
+    return create_publisher(by, root=directory.published, dtype=view.info.dtype, num_kept=config.trainer.publish_keep)
+
+
+def export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTrainer) -> None:
+    """Write the trained weights under the run's name. Blocks; raises ``CheckpointError``."""
+    tokenizer = resolve_tokenizer(config.tokenizer or config.model)
+    model = policy.model if policy.gang.is_alone else _load_trained(config, directory)
+    save_weights(model, directory, tokenizer=tokenizer, step=policy.version)
+    _log.info("model_saved", model=directory.model, path=str(directory.weights))
+
+
+def _load_trained(config: RunConfig, directory: RunDirectory) -> Any:
+    """The model as the last checkpoint has it: this process holds but a part of it."""
+    from areal_actors.training.checkpoints import find_latest
+    from areal_actors.training.weights import load_weights
+
+    checkpoint = find_latest(directory.checkpoints)
+    assert checkpoint is not None, "training ends with one"
+    model = load_policy(resolve_model(config.model).path)
+    load_weights(model, checkpoint)
+    return model

@@ -1,0 +1,337 @@
+"""The roles of a run, each opened where it is to live: in a worker, or at home.
+
+A role does not know where its neighbours are. It asks for a ref by name, and gets one that finds them wherever they
+live, and again after they have moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from anyio import to_thread
+from attrs import evolve, field, frozen
+
+from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.rollouts import Peers
+from areal_actors.client import create_agent_http_client
+from areal_actors.config import RunConfig
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.dashboard import RunDirectory
+from areal_actors.domain import Role
+from areal_actors.errors import CheckpointError
+from areal_actors.messages import (
+    Accounts,
+    AwaitEndpoint,
+    AwaitWeights,
+    Capacity,
+    DescribeEndpoint,
+    Directory,
+    Endpoint,
+    Exports,
+    Generation,
+    Intake,
+    Order,
+    Progress,
+    PublishWeights,
+    Rollouts,
+    Sessions,
+    WeightsPublished,
+)
+from areal_actors.models import resolve_model
+from areal_actors.proxy import ProxyServer
+from areal_actors.run.agents import prepare_agent
+from areal_actors.run.capture import check_generation
+from areal_actors.run.doorway import fetch_listener
+from areal_actors.run.job import Job, ProblemSets, create_policy, load_problem_sets, load_rendering
+from areal_actors.run.journals import open_journal
+from areal_actors.run.models import open_engine
+from areal_actors.run.parts import (
+    create_runner,
+    export_policy,
+    open_publisher,
+    settings_of,
+    spawn_models,
+    spawn_session_actors,
+)
+from areal_actors.run.ranks import open_ranks
+from areal_actors.training.config import PublishBy
+from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
+
+if TYPE_CHECKING:
+    from areal_actors.rendering import Renderer
+    from areal_actors.training.publication import Publisher
+    from areal_actors.training.trainer import PolicyTrainer
+
+__all__ = ["HOMES", "LEAVING", "NEEDS", "REPLICA", "Finder", "Opened", "Post", "has_rollouts", "open_role"]
+
+P = TypeVar("P")
+
+HOMES: Mapping[str, Role | None] = {
+    "directory": None,
+    "progress": None,
+    "generation": None,
+    "sessions": Role.SESSIONS,
+    "exports": Role.SESSIONS,
+    "capacity": Role.SESSIONS,
+    "intake": Role.SESSIONS,
+    "accounts": Role.SESSIONS,
+    "trainer": Role.TRAINER,
+    "rollouts": Role.ROLLOUT,
+    "proxy": Role.PROXY,
+}
+"""Which role an actor belongs to; ``None`` is home. Engines elsewhere are reached through the router at home."""
+
+NEEDS: Mapping[Role, tuple[Role, ...]] = {
+    Role.PROXY: (Role.SESSIONS,),
+    Role.SESSIONS: (),
+    Role.GENERATION: (),
+    Role.TRAINER: (Role.SESSIONS, Role.ROLLOUT),
+    Role.ROLLOUT: (Role.SESSIONS,),
+}
+"""Whom a role asks, besides those at home."""
+
+REPLICA = "replica"
+"""What a worker calls the actor of its engine."""
+
+
+LEAVING = "the trainer's worker was told to leave"
+"""Why training stops that goes on elsewhere."""
+
+
+class Finder(Protocol):
+    """Where refs come from."""
+
+    async def __call__(self, protocol: type[P], name: str, /) -> Ref[P]:
+        """The actor of this name, wherever it lives; one that is to live here is waited for."""
+        ...
+
+
+@frozen(kw_only=True)
+class Post:
+    """Where a role is opened, and what for."""
+
+    config: RunConfig
+    order: Order
+    system: ActorSystem
+    find: Finder
+    agent: Agent | RolloutWorkflow | None = None
+    """Whom to run, where somebody has given one; otherwise the configuration names it."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run's."""
+        return RunDirectory(path=self.order.directory)
+
+
+@frozen(kw_only=True)
+class Opened:
+    """What others may reach, by name."""
+
+    actors: Mapping[str, Ref[Any]] = field(factory=dict)
+    endpoint: Endpoint | None = None
+
+
+def has_rollouts(config: RunConfig, *, is_service: bool) -> bool:
+    """Whether agents of ours are run: in a service on held-out problems only."""
+    return not is_service or (config.eval_dataset is not None and config.rollout.workflow is not None)
+
+
+def open_role(post: Post) -> AbstractAsyncContextManager[Opened]:
+    """Open the role that ``post`` orders, for the length of a block. Raises what its parts raise."""
+    return _OPENERS[post.order.role](post)
+
+
+# ---------------------------------------------------------------------------------------------------- the roles
+
+
+@asynccontextmanager
+async def _open_proxy(post: Post) -> AsyncIterator[Opened]:
+    find, order = post.find, post.order
+    renderer = await to_thread.run_sync(load_rendering, post.config)
+    proxy_config = post.config.proxy
+    if order.endpoint is not None:  # others stand there already
+        port = urlsplit(order.endpoint.url).port or 0
+        proxy_config = evolve(proxy_config, port=port, admin_key=order.endpoint.admin_key)
+    settings = settings_of(post.config, proxy=proxy_config, intake=None)
+    proxy = ProxyServer(
+        sessions=await find(Sessions, "sessions"),
+        exports=await find(Exports, "exports"),
+        capacity=await find(Capacity, "capacity"),
+        generation=await find(Generation, "generation"),
+        intake=await find(Intake, "intake") if order.has_intake else None,
+        accounts=await find(Accounts, "accounts") if order.has_accounts else None,
+        models=await spawn_models(post.system, settings),
+        config=settings.proxy,
+        decode=renderer.decode,
+        listener=None if order.doorway is None else await fetch_listener(order.doorway),
+    )
+    serving = await post.system.spawn(proxy, name="proxy")
+    yield Opened(actors={"proxy": serving}, endpoint=await serving.ask(DescribeEndpoint()))
+
+
+@asynccontextmanager
+async def _open_sessions(post: Post) -> AsyncIterator[Opened]:
+    config, order, find = post.config, post.order, post.find
+    renderer = await to_thread.run_sync(load_rendering, config)
+    settings = settings_of(config, proxy=config.proxy, intake=config.intake if order.has_intake else None)
+    journal_of = open_journal(config.journal, post.directory) if order.has_intake else nullcontext()
+    async with journal_of as journal:
+        await (await find(Directory, "directory")).ask(AwaitWeights(attempt=order.attempt))
+        opened = await spawn_session_actors(
+            post.system,
+            settings,
+            renderer=renderer,
+            generation=await find(Generation, "generation"),
+            version=order.version,
+            start=order.start,
+            progress=await find(Progress, "progress"),
+            journal=journal,
+        )
+        found: dict[str, Ref[Any] | None] = {
+            "sessions": opened.sessions,
+            "exports": opened.exports,
+            "capacity": opened.capacity,
+            "intake": opened.intake,
+            "accounts": opened.accounts,
+        }
+        try:
+            yield Opened(actors={name: ref for name, ref in found.items() if ref is not None})
+        finally:
+            if journal is not None:
+                await post.system.stop()  # what they have begun is written down
+
+
+@asynccontextmanager
+async def _open_generation(post: Post) -> AsyncIterator[Opened]:
+    """An engine with the weights that training begins with, whatever is published later."""
+    config = post.config
+    files = await to_thread.run_sync(resolve_model, config.model)
+    renderer = await to_thread.run_sync(load_rendering, config)
+    served = config.served_engine(post.directory.path)
+    async with open_engine(served or config.engine, model=files.path, renderer=renderer) as engine:
+        replica = await post.system.spawn(GenerationActor(engine), name=REPLICA)
+        yield Opened(actors={REPLICA: replica})
+
+
+@asynccontextmanager
+async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
+    """The policy; engines have its weights, and have been tested against it, before anybody samples."""
+    from areal_actors.actors.trainer import TrainerActor, TrainingPeers
+
+    config, order, find = post.config, post.order, post.find
+    renderer = await to_thread.run_sync(load_rendering, config)
+    job = await to_thread.run_sync(_load_job, post, renderer)
+    policy = job.policy
+    generation = await find(Generation, "generation")
+    publisher = await _publish_first(post, policy, renderer)
+    peers = TrainingPeers(
+        exports=await find(Exports, "exports"),
+        generation=generation,
+        capacity=await find(Capacity, "capacity"),
+        rollouts=await find(Rollouts, "rollouts") if order.has_rollouts else None,
+        progress=await find(Progress, "progress"),
+    )
+    async with open_ranks(job) as members:
+        trainer = TrainerActor(
+            policy=policy,
+            peers=peers,
+            plan=config.plan,
+            checkpoints=post.directory.checkpoints,
+            counters=job.counters,
+            captures=post.directory.captures,
+            publisher=publisher,
+            members=members,
+            save_weights=partial(export_policy, config, post.directory, policy),
+        )
+        yield Opened(actors={"trainer": await post.system.spawn(trainer, name="trainer")})
+
+
+def _load_job(post: Post, renderer: Renderer) -> Job:
+    """What a trainer needs, and the other ranks of its gang."""
+    config, directory = post.config, post.directory
+    model = resolve_model(config.model)
+    policy, counters = create_policy(config, model), None
+    if post.order.checkpoint is not None:
+        counters = policy.restore(directory.checkpoints)
+        _check_version(post, policy.version)
+    return Job(
+        config=config,
+        directory=directory,
+        model=model,
+        renderer=renderer,
+        problems=ProblemSets(),
+        policy=policy,
+        counters=counters,
+    )
+
+
+def _check_version(post: Post, version: int) -> None:
+    if version != post.order.checkpoint:
+        raise CheckpointError(
+            f"The newest checkpoint in {post.directory.checkpoints} is of step {version}, and this attempt goes on "
+            f"from step {post.order.checkpoint}; somebody else writes there. Train one run in a directory."
+        )
+
+
+async def _publish_first(post: Post, policy: PolicyTrainer, renderer: Renderer) -> Publisher:
+    """Give engines the weights, and test them.
+
+    They come in the trainer's dtype: which one is theirs, engines tell once they serve.
+    """
+    from areal_actors.training.publication import create_publisher
+
+    config, by = post.config, _publish_by(post)
+    generation = await post.find(Generation, "generation")
+    first = create_publisher(by, root=post.directory.published, dtype="float32", num_kept=config.trainer.publish_keep)
+    snapshot = await to_thread.run_sync(first.publish, policy)
+    await generation.ask(PublishWeights(snapshot=snapshot))
+    await check_generation(generation, policy=policy, renderer=renderer)
+    await (await post.find(Directory, "directory")).ask(WeightsPublished(attempt=post.order.attempt))
+    return await open_publisher(config, post.directory, generation, by=by)
+
+
+def _publish_by(post: Post) -> PublishBy:
+    """Memory can be lent within one process only."""
+    are_together = {Role.GENERATION, Role.TRAINER} <= set(post.order.at_home)
+    return post.config.trainer.publish if are_together else PublishBy.DISK
+
+
+@asynccontextmanager
+async def _open_rollout(post: Post) -> AsyncIterator[Opened]:
+    config, order, find = post.config, post.order, post.find
+    problems = await to_thread.run_sync(lambda: load_problem_sets(config, is_external=order.has_intake))
+    renderer = await to_thread.run_sync(load_rendering, config)
+    if post.agent is not None:
+        opening: AbstractAsyncContextManager[Agent | RolloutWorkflow] = nullcontext(post.agent)
+    else:
+        opening = prepare_agent(config.rollout, logs=post.directory.agent_logs)
+    async with opening as agent, create_agent_http_client() as http_client:
+        runner = create_runner(
+            config,
+            agent,
+            peers=Peers(
+                sessions=await find(Sessions, "sessions"),
+                exports=await find(Exports, "exports"),
+                capacity=await find(Capacity, "capacity"),
+                progress=await find(Progress, "progress"),
+            ),
+            endpoint=await (await find(Directory, "directory")).ask(AwaitEndpoint()),
+            http_client=http_client,
+            engine=EpisodeEngine(await find(Generation, "generation"), renderer, gconfig=config.gconfig),
+            problems=problems,
+            start=order.start,
+        )
+        yield Opened(actors={"rollouts": await post.system.spawn(runner, name="rollouts")})
+
+
+_OPENERS = {
+    Role.PROXY: _open_proxy,
+    Role.SESSIONS: _open_sessions,
+    Role.GENERATION: _open_generation,
+    Role.TRAINER: _open_trainer,
+    Role.ROLLOUT: _open_rollout,
+}

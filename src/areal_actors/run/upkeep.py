@@ -1,0 +1,211 @@
+"""Workers from home: each is placed, watched through its life, and replaced when it has ended.
+
+A life is over when the process has ended, or when the worker has not been heard of for longer than its lease; its
+process is then ended before the next one starts. Which workers are replaced alone and which share their fate with
+others is decided by ``placement``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, NoReturn
+
+import anyio
+from attrs import define, frozen
+
+from areal_actors.core import Ref
+from areal_actors.core.failure import leaves
+from areal_actors.core.remote.codec import Codec
+from areal_actors.errors import (
+    ActorError,
+    ArealError,
+    CaptureViolation,
+    EngineError,
+    ProtocolError,
+    RequestError,
+    SchedulerError,
+)
+from areal_actors.messages import (
+    AwaitLapse,
+    AwaitReady,
+    Directory,
+    DismissWorker,
+    ExpectWorker,
+    Order,
+    Report,
+    TakeFailure,
+)
+from areal_actors.schedulers.base import Home, Placement, PlacementState, Scheduler, WorkerSpec
+from areal_actors.schedulers.config import RestartsConfig, RoleConfig, SchedulerConfig
+from areal_actors.telemetry import get_logger
+
+__all__ = ["Ending", "Household", "Restarts", "WhileReady", "find_final"]
+
+_log = get_logger(__name__)
+
+_LIFE_STRIDE = 1000
+"""Lives between two starts of ours; a cluster that starts a job again by itself uses them."""
+_LOOK_SECONDS = 0.5
+_FIRST_PAUSE_SECONDS = 0.5
+_MAX_PAUSE_SECONDS = 30.0
+
+WhileReady = Callable[[Report], AbstractAsyncContextManager[Any]]
+"""What is open while a worker serves."""
+
+
+class Restarts:
+    """Counts restarts within a sliding window."""
+
+    def __init__(self, config: RestartsConfig) -> None:
+        self._config = config
+        self._times: deque[float] = deque()
+
+    def allow(self, *, now: float) -> bool:
+        """Whether there may be another one, which is counted."""
+        while self._times and self._times[0] <= now - self._config.window_seconds:
+            self._times.popleft()
+        if len(self._times) >= self._config.max:
+            return False
+        self._times.append(now)
+        return True
+
+    def describe(self) -> str:
+        """The limit, for a message."""
+        return f"{self._config.max} restarts in {self._config.window_seconds:g} s (scheduler.restarts)"
+
+
+@frozen(kw_only=True)
+class Ending:
+    """How a life was over. ``error`` is what the worker itself said, if it could."""
+
+    worker: str
+    reason: str
+    error: ArealError | None = None
+    had_served: bool = False
+
+    def __str__(self) -> str:
+        said = "" if self.error is None else f" It said: {self.error}."
+        return f"{self.worker} is gone.{said} {self.reason}"
+
+
+def find_final(error: BaseException) -> ArealError | None:
+    """What in ``error`` a restart would only meet again, and a person has to mend."""
+    for leaf in leaves(error):
+        is_fault = isinstance(leaf, CaptureViolation) or not isinstance(leaf, ActorError | RequestError | EngineError)
+        if isinstance(leaf, ArealError) and is_fault:
+            return leaf
+    return None
+
+
+@define
+class _Life:
+    """What is learnt while a worker lives."""
+
+    reason: str = ""
+    had_served: bool = False
+
+
+class Household:
+    """Starts and watches the workers of one run."""
+
+    def __init__(self, scheduler: Scheduler, directory: Ref[Directory], home: Home, config: SchedulerConfig) -> None:
+        self.config = config
+        self._scheduler = scheduler
+        self._directory = directory
+        self._home = home
+        self._lives: Counter[str] = Counter()
+
+    async def keep(
+        self, name: str, order: Order, role: RoleConfig, *, while_ready: WhileReady = nullcontext
+    ) -> NoReturn:
+        """Have one worker after another, with longer and longer pauses while they do not come up.
+
+        Raises:
+            SchedulerError: they have ended too often.
+            ArealError: what the last one said of its end, if another one could only say the same.
+        """
+        restarts, pause = Restarts(self.config.restarts), _FIRST_PAUSE_SECONDS
+        while True:
+            ending = await self.live(name, order, role, while_ready=while_ready)
+            if ending.error is not None and find_final(ending.error) is not None:
+                raise ending.error
+            if not restarts.allow(now=anyio.current_time()):
+                raise SchedulerError(f"{ending} It is not started again after {restarts.describe()}.")
+            pause = _FIRST_PAUSE_SECONDS if ending.had_served else min(2 * pause, _MAX_PAUSE_SECONDS)
+            _log.warning("worker_ended", worker=name, again_in_seconds=pause, reason=str(ending))
+            await anyio.sleep(pause)
+
+    async def live(self, name: str, order: Order, role: RoleConfig, *, while_ready: WhileReady = nullcontext) -> Ending:
+        """One life of a worker, to its end; cancelled, it ends the worker. Raises ``SchedulerError``."""
+        self._lives[name] += 1
+        life = self._lives[name] * _LIFE_STRIDE
+        await self._directory.ask(ExpectWorker(worker=name, life=life, order=order))
+        learnt = _Life()
+        async with self._scheduler.place(self._spec(name, life, role)) as placement:
+            try:
+                await self._watch(placement, learnt, while_ready)
+            finally:
+                with anyio.CancelScope(shield=True):  # bounded by the grace
+                    await placement.stop(grace=self.config.stop_seconds)
+        await self._directory.ask(DismissWorker(worker=name, life=life))
+        words = await self._directory.ask(TakeFailure(worker=name, life=life))
+        return Ending(worker=name, reason=learnt.reason, error=_error_of(words), had_served=learnt.had_served)
+
+    def _spec(self, name: str, life: int, role: RoleConfig) -> WorkerSpec:
+        return WorkerSpec(
+            name=name,
+            home=self._home,
+            life=life,
+            resources=role.resources,
+            python=role.python,
+            environment=role.environment,
+            working_directory=role.working_directory,
+        )
+
+    async def _watch(self, placement: Placement, learnt: _Life, while_ready: WhileReady) -> None:
+        """Until it is over."""
+        async with anyio.create_task_group() as tasks:
+
+            def end(reason: str) -> None:
+                learnt.reason = learnt.reason or reason
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(self._until_ended, placement, end)
+            tasks.start_soon(self._until_lapsed, placement, end)
+            await self._until_ready(placement, end)
+            report = await self._directory.ask(AwaitReady(worker=placement.spec.name, life=placement.spec.life))
+            learnt.had_served = True
+            _log.info("worker_serves", worker=placement.spec.name, where=placement.status.where, at=report.address)
+            async with while_ready(report):
+                await anyio.sleep_forever()
+
+    async def _until_ready(self, placement: Placement, end: Callable[[str], None]) -> None:
+        """Its time to start begins when its process does."""
+        told = ""
+        while placement.status.state is PlacementState.PENDING:
+            if placement.status.reason != told:
+                told = placement.status.reason
+                _log.info("worker_waits", worker=placement.spec.name, reason=told)
+            await anyio.sleep(_LOOK_SECONDS)
+        with anyio.move_on_after(self.config.start_seconds):
+            await self._directory.ask(AwaitReady(worker=placement.spec.name, life=placement.spec.life))
+            return
+        end(f"It did not serve within {self.config.start_seconds:g} s (scheduler.start_seconds). See {placement.log}.")
+        await anyio.sleep_forever()
+
+    async def _until_ended(self, placement: Placement, end: Callable[[str], None]) -> None:
+        end((await placement.wait_ended()).reason)
+
+    async def _until_lapsed(self, placement: Placement, end: Callable[[str], None]) -> None:
+        end(await self._directory.ask(AwaitLapse(worker=placement.spec.name, life=placement.spec.life)))
+
+
+def _error_of(words: Any) -> ArealError | None:
+    if words is None:
+        return None
+    try:
+        return Codec().error_from_data(dict(words))
+    except ProtocolError:
+        return None

@@ -1,0 +1,157 @@
+"""What a machine has, and who has which part of it: arithmetic, without processes or clocks.
+
+A share is taken whole or not at all, and given back once. Nothing is handed out twice, unless sharing is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from attrs import frozen
+
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.base import Resources
+
+__all__ = ["Inventory", "Machine", "Share", "find_machine"]
+
+_MIB = 1 << 20
+
+
+@frozen(kw_only=True)
+class Machine:
+    """What there is. ``gpus`` are names as in ``CUDA_VISIBLE_DEVICES``; ``memory_mib`` is ``None`` if nobody knows."""
+
+    cpus: int
+    memory_mib: int | None = None
+    gpus: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return _in_words(self.cpus, self.memory_mib, len(self.gpus))
+
+
+@frozen(eq=False)
+class Share:
+    """What somebody has until it is given back."""
+
+    resources: Resources
+    gpus: tuple[str, ...] = ()
+
+
+class Inventory:
+    """What of a machine is free. With ``is_shared``, workers may have the same parts."""
+
+    def __init__(self, machine: Machine, *, is_shared: bool = False) -> None:
+        self.machine = machine
+        self._is_shared = is_shared
+        self._shares: set[Share] = set()
+
+    @property
+    def free(self) -> Machine:
+        """What nobody has; below nothing where parts are shared."""
+        taken = [share.resources for share in self._shares]
+        memory = self.machine.memory_mib
+        used = Counter(gpu for share in self._shares for gpu in share.gpus)
+        return Machine(
+            cpus=self.machine.cpus - sum(one.cpus for one in taken),
+            memory_mib=None if memory is None else memory - sum(one.memory_mib or 0 for one in taken),
+            gpus=tuple(gpu for gpu in self.machine.gpus if not used[gpu]),
+        )
+
+    def check(self, name: str, *wanted: Resources) -> None:
+        """Refuse what does not fit an empty machine, alone or ``wanted`` together.
+
+        Raises:
+            SchedulerError: says what is wanted, what there is, and what to do.
+        """
+        total = _total(wanted)
+        if self._is_shared and not any(one.gpus > len(self.machine.gpus) for one in wanted):
+            return
+        if not _fits(total, self.machine):
+            raise SchedulerError(
+                f"{name} cannot be placed: {_words_of(total)} are wanted, and this machine has {self.machine}. Ask for "
+                "less in scheduler.roles, or set scheduler.local.oversubscribe: true, which lets workers share all "
+                "but missing GPUs."
+            )
+
+    def take(self, wanted: Resources) -> Share | None:
+        """A share, or ``None`` while there is not enough."""
+        if not self._is_shared and not _fits(wanted, self.free):
+            return None
+        used = Counter(gpu for share in self._shares for gpu in share.gpus)
+        least = sorted(self.machine.gpus, key=lambda gpu: (used[gpu], self.machine.gpus.index(gpu)))
+        share = Share(wanted, tuple(least[: wanted.gpus]))
+        self._shares.add(share)
+        return share
+
+    def give_back(self, share: Share) -> None:
+        """Free a share. Twice is harmless."""
+        self._shares.discard(share)
+
+    def describe_wait(self, wanted: Resources) -> str:
+        """Why a share cannot be had at present."""
+        return f"It waits for {_words_of(wanted)}; of {self.machine}, {self.free} are free."
+
+
+def find_machine(
+    *,
+    cpus: int | None = None,
+    memory_mib: int | None = None,
+    gpus: Iterable[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Machine:
+    """This machine, with what is given in the place of what is found."""
+    environment = os.environ if environment is None else environment
+    return Machine(
+        cpus=cpus or _num_cpus(),
+        memory_mib=memory_mib or _memory_mib(),
+        gpus=tuple(gpus) if gpus is not None else _find_gpus(environment),
+    )
+
+
+def _num_cpus() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_mib() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB
+    except (ValueError, OSError):
+        return None
+
+
+def _find_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """What this process was given, or else all devices of the driver."""
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return tuple(name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1")
+    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
+    return tuple(str(number) for number in sorted(int(match[1]) for match in found if match))
+
+
+def _total(wanted: Iterable[Resources]) -> Resources:
+    wanted = tuple(wanted)
+    memory = sum(one.memory_mib or 0 for one in wanted)
+    return Resources(
+        cpus=sum(one.cpus for one in wanted), memory_mib=memory or None, gpus=sum(one.gpus for one in wanted)
+    )
+
+
+def _fits(wanted: Resources, machine: Machine) -> bool:
+    has_memory = wanted.memory_mib is None or machine.memory_mib is None or wanted.memory_mib <= machine.memory_mib
+    return wanted.cpus <= machine.cpus and wanted.gpus <= len(machine.gpus) and has_memory
+
+
+def _words_of(resources: Resources) -> str:
+    return _in_words(resources.cpus, resources.memory_mib, resources.gpus)
+
+
+def _in_words(cpus: int, memory_mib: int | None, gpus: int) -> str:
+    words = [f"{cpus} CPU{'' if cpus == 1 else 's'}", f"{gpus} GPU{'' if gpus == 1 else 's'}"]
+    if memory_mib is not None:
+        words.append(f"{memory_mib} MiB")
+    return ", ".join(words[:-1]) + f" and {words[-1]}"

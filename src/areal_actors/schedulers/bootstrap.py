@@ -1,0 +1,83 @@
+"""What a worker is given to begin with: its name, its life, where home is, and the secret that opens it.
+
+It comes as one line of JSON, on standard input or in a file that only its owner can read and that ``AREAL_BOOTSTRAP``
+names; never on a command line, which everybody on a machine can read. All else the worker asks for at home.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from attrs import field, frozen
+
+from areal_actors.errors import ConfigError
+from areal_actors.schedulers.base import Home, WorkerSpec
+
+__all__ = ["BOOTSTRAP_VARIABLE", "Bootstrap", "read_bootstrap"]
+
+BOOTSTRAP_VARIABLE = "AREAL_BOOTSTRAP"
+_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
+"""How often the cluster itself has started the job again: each time is another life."""
+
+
+@frozen(kw_only=True)
+class Bootstrap:
+    """The first words to a worker."""
+
+    name: str
+    life: int
+    addresses: tuple[str, ...]
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, spec: WorkerSpec) -> Bootstrap:
+        """Those to the worker of ``spec``."""
+        return cls(name=spec.name, life=spec.life, addresses=spec.home.addresses, secret=spec.home.secret)
+
+    @property
+    def home(self) -> Home:
+        """Where to report."""
+        return Home(addresses=self.addresses, secret=self.secret)
+
+    def to_line(self) -> str:
+        """One line of JSON, with its end."""
+        words = {
+            "name": self.name,
+            "life": self.life,
+            "addresses": list(self.addresses),
+            "secret": self.secret.hex(),
+        }
+        return json.dumps(words) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str, *, num_restarts: int = 0) -> Bootstrap:
+        """Read what ``to_line`` wrote. Raises ``ConfigError``."""
+        try:
+            words = json.loads(line)
+            return cls(
+                name=str(words["name"]),
+                life=int(words["life"]) + num_restarts,
+                addresses=tuple(map(str, words["addresses"])),
+                secret=bytes.fromhex(words["secret"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                "The first words to a worker cannot be read; workers are started by the scheduler of a run "
+                f"(areal-actors train, with scheduler.roles), not by hand. {type(error).__name__}: {error}"
+            ) from error
+
+
+def read_bootstrap(line: str, environment: Mapping[str, str] | None = None) -> Bootstrap:
+    """What this process is given: by ``line``, unless a variable names a file. Raises ``ConfigError``."""
+    environment = os.environ if environment is None else environment
+    path = environment.get(BOOTSTRAP_VARIABLE)
+    if path is None:
+        return Bootstrap.from_line(line)
+    try:
+        line = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{BOOTSTRAP_VARIABLE} names {path}, which cannot be read: {error}") from error
+    return Bootstrap.from_line(line, num_restarts=int(environment.get(_RESTARTS_VARIABLE) or 0))

@@ -1,0 +1,222 @@
+"""Workers as child processes of this one: each leads a process group, which ends with it, and with us.
+
+What a machine has is counted (``accounting``); a worker that does not fit waits, first come first served. What it says
+goes to a file of its own. How a process is ended for certain, even after kill -9 of this one, is told in
+``core.children``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+from areal_actors.core.children import BoundedLog, Child, read_all
+from areal_actors.core.remote.transport import unwrapped
+from areal_actors.schedulers.accounting import Inventory, Machine, Share, find_machine
+from areal_actors.schedulers.base import PlacementState, PlacementStatus, WorkerSpec
+from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap
+from areal_actors.schedulers.config import LocalConfig
+
+__all__ = ["LocalPlacement", "LocalScheduler", "worker_command"]
+
+_GRACE_SECONDS = 5.0
+"""How long a worker may take to leave when its block is left."""
+
+Command = Callable[[WorkerSpec], list[str]]
+
+
+def worker_command(spec: WorkerSpec) -> list[str]:
+    """What is run for a worker."""
+    return [str(spec.python or sys.executable), "-m", "areal_actors.worker"]
+
+
+class LocalScheduler:
+    """Places workers on this machine. ``logs`` gets a file for each worker's name. Made by ``open``."""
+
+    name = "local"
+
+    def __init__(self, inventory: Inventory, *, logs: Path, command: Command = worker_command) -> None:
+        self.inventory = inventory
+        self._logs = logs
+        self._command = command
+        self._queue: deque[_Waiting] = deque()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, config: LocalConfig | None = None, *, logs: Path, command: Command = worker_command
+    ) -> AsyncIterator[LocalScheduler]:
+        """A scheduler for this machine; what it has is looked up once, unless ``config`` says so."""
+        config = config or LocalConfig()
+        machine: Machine = await to_thread.run_sync(
+            lambda: find_machine(cpus=config.cpus, memory_mib=config.memory_mib, gpus=config.gpus)
+        )
+        yield cls(Inventory(machine, is_shared=config.oversubscribe), logs=logs, command=command)
+
+    @asynccontextmanager
+    async def place(self, spec: WorkerSpec) -> AsyncIterator[LocalPlacement]:
+        """See ``Scheduler.place``."""
+        self.inventory.check(spec.name, spec.resources)
+        log = self._logs / f"{spec.name}.log"
+        placement = LocalPlacement(spec, log=log)
+        words = await to_thread.run_sync(BoundedLog, log)
+        body: list[BaseException] = []
+        with unwrapped(body):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._run, placement, words)
+                try:
+                    yield placement
+                except BaseException as error:
+                    body.append(error)
+                    raise
+                finally:
+                    with anyio.CancelScope(shield=True):  # bounded by the grace
+                        await placement.stop(grace=_GRACE_SECONDS)
+
+    async def _run(self, placement: LocalPlacement, words: BoundedLog) -> None:
+        """One worker from its wait to its end, which is ``stop``'s affair: nothing else cuts this short."""
+        share: Share | None = None
+        with anyio.CancelScope(shield=True):
+            try:
+                with placement.starting:
+                    share = await self._acquire(placement)
+                    command = self._command(placement.spec)
+                    await placement.start(command, words, _environment(placement.spec, share))
+                await placement.follow()
+            finally:
+                if share is not None:
+                    self.inventory.give_back(share)
+                    self._serve_queue()
+                placement.end()
+
+    async def _acquire(self, placement: LocalPlacement) -> Share:
+        waiting = _Waiting(placement)
+        self._queue.append(waiting)
+        self._serve_queue()
+        try:
+            await waiting.served.wait()
+        except BaseException:
+            if waiting.share is not None:  # served and cancelled at once
+                self.inventory.give_back(waiting.share)
+            with suppress(ValueError):
+                self._queue.remove(waiting)
+            self._serve_queue()
+            raise
+        assert waiting.share is not None
+        return waiting.share
+
+    def _serve_queue(self) -> None:
+        """Hand out what there is, in order: a small worker does not pass a large one that waits."""
+        while self._queue:
+            first = self._queue[0]
+            wanted = first.placement.spec.resources
+            first.share = self.inventory.take(wanted)
+            if first.share is None:
+                break
+            self._queue.popleft().served.set()
+        for waiting in self._queue:
+            waiting.placement.note_waiting(self.inventory.describe_wait(waiting.placement.spec.resources))
+
+
+class _Waiting:
+    """A worker in the queue, and what it gets."""
+
+    def __init__(self, placement: LocalPlacement) -> None:
+        self.placement = placement
+        self.served = anyio.Event()
+        self.share: Share | None = None
+
+
+class LocalPlacement:
+    """See ``Placement``."""
+
+    def __init__(self, spec: WorkerSpec, *, log: Path) -> None:
+        self.spec = spec
+        self.log: Path | None = log
+        self.status = PlacementStatus(state=PlacementState.PENDING)
+        self.starting = anyio.CancelScope()
+        self._child: Child | None = None
+        self._ended = anyio.Event()
+
+    async def wait_ended(self) -> PlacementStatus:
+        """See ``Placement.wait_ended``."""
+        await self._ended.wait()
+        return self.status
+
+    async def stop(self, *, grace: float) -> None:
+        """See ``Placement.stop``."""
+        self.starting.cancel()
+        if self._child is not None:
+            await self._child.kill(grace_seconds=grace)
+        await self._ended.wait()
+
+    def note_waiting(self, reason: str) -> None:
+        """It has to wait."""
+        self.status = PlacementStatus(state=PlacementState.PENDING, reason=reason)
+
+    async def start(self, command: list[str], words: BoundedLog, environment: Mapping[str, str]) -> None:
+        """Start the process, and tell it who it is."""
+        try:
+            self._child = await Child.start(
+                lambda _: command, log=words, environment=environment, directory=self.spec.working_directory
+            )
+        except OSError as error:
+            reason = f"{command[0]} could not be started: {error}"
+            self.status = PlacementStatus(state=PlacementState.ENDED, reason=reason)
+            return
+        self.status = PlacementStatus(state=PlacementState.RUNNING, where=f"process {self._child.process.pid}")
+
+    async def follow(self) -> None:
+        """Stay with the process until nothing of it is left."""
+        child = self._child
+        if child is None:
+            return
+        assert child.process.stdout is not None
+        output = child.process.stdout
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(child.listen)
+            tasks.start_soon(read_all, output, lambda chunk: child.log.write(chunk, is_last_words=False))
+            if self.starting.cancel_called:  # it was stopped in the moment in which it started
+                child.kill_rest()
+            await self._introduce(child)
+            await child.wait_for_leader()
+            await child.kill(grace_seconds=0)
+            tasks.cancel_scope.cancel()  # a daemon that it left may hold its pipes for ever
+        self.status = PlacementStatus(
+            state=PlacementState.ENDED,
+            where=f"process {child.process.pid}",
+            reason=child.describe_end(),
+            exit_code=child.process.returncode,
+        )
+
+    async def _introduce(self, child: Child) -> None:
+        """Its standard input stays open: a worker ends when that does."""
+        assert child.process.stdin is not None
+        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has ended: seen in a moment
+            await child.process.stdin.send(Bootstrap.of(self.spec).to_line().encode())
+
+    def end(self) -> None:
+        """Nothing of it is left."""
+        if self.status.state is not PlacementState.ENDED:
+            self.status = PlacementStatus(state=PlacementState.ENDED, reason="It was stopped before it had begun.")
+        self._ended.set()
+
+
+def _environment(spec: WorkerSpec, share: Share) -> dict[str, str]:
+    """Ours, with what was asked for, and with the GPUs that it has been given, and no others.
+
+    Libraries that compute would otherwise start a thread for each core of the machine.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != BOOTSTRAP_VARIABLE}
+    if "PYTHONPATH" in inherited:  # it works in another directory, perhaps
+        paths = inherited["PYTHONPATH"].split(os.pathsep)
+        inherited["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths if path)
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.resources.cpus))}
+    return inherited | threads | {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} | dict(spec.environment)

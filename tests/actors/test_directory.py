@@ -1,0 +1,118 @@
+"""The directory believes the latest life of each worker alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from areal_actors.actors.directory import DirectoryActor
+from areal_actors.core import ActorSystem
+from areal_actors.domain import Role
+from areal_actors.errors import Conflict, NotFound
+from areal_actors.messages import (
+    AwaitEndpoint,
+    AwaitLapse,
+    AwaitReady,
+    AwaitWeights,
+    DismissWorker,
+    Endpoint,
+    ExpectWorker,
+    FetchOrder,
+    KeepLease,
+    Order,
+    Report,
+    ReportFailure,
+    ReportReady,
+    TakeFailure,
+    WeightsPublished,
+)
+
+ORDER = Order(role=Role.PROXY, config=Path("c.yaml"), directory=Path("run"), lease_seconds=0.01)
+NAME = "proxy-0"
+REPORT = Report(address="unix:/a", endpoint=Endpoint(url="http://h:1", admin_key="k"))
+
+
+@pytest.mark.anyio
+async def test_an_older_life_is_refused():
+    """Whatever it says; and a life that the cluster has begun by itself takes its place."""
+    async with ActorSystem.open() as system:
+        directory = await system.spawn(DirectoryActor())
+        with pytest.raises(NotFound):
+            await directory.ask(FetchOrder(worker=NAME, life=1))
+        await directory.ask(ExpectWorker(worker=NAME, life=1000, order=ORDER))
+        await directory.ask(ReportReady(worker=NAME, life=1000, report=REPORT))
+        again = await directory.ask(FetchOrder(worker=NAME, life=1001))
+        words = [
+            KeepLease(worker=NAME, life=1000),
+            ReportReady(worker=NAME, life=1000, report=REPORT),
+            ReportFailure(worker=NAME, life=1000, error={}),
+            ExpectWorker(worker=NAME, life=1001, order=ORDER),
+        ]
+        for word in words:
+            with pytest.raises(Conflict):
+                await directory.ask(word)
+        await directory.ask(ExpectWorker(worker=NAME, life=2000, order=ORDER))
+        with pytest.raises(Conflict):
+            await directory.ask(KeepLease(worker=NAME, life=1001))
+
+    assert ORDER == again
+
+
+@pytest.mark.anyio
+async def test_whoever_looks_for_a_worker_waits_until_it_serves():
+    """And for the next life, once this one is dismissed."""
+    found = []
+    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
+        directory = await system.spawn(DirectoryActor())
+
+        async def look(message):
+            found.append(await directory.ask(message))
+
+        tasks.start_soon(look, AwaitReady(worker=NAME))
+        tasks.start_soon(look, AwaitEndpoint())
+        await directory.ask(ExpectWorker(worker=NAME, life=1, order=ORDER))
+        await anyio.wait_all_tasks_blocked()
+        before = list(found)
+        await directory.ask(ReportReady(worker=NAME, life=1, report=REPORT))
+        await anyio.wait_all_tasks_blocked()
+        after = len(found)
+        await directory.ask(DismissWorker(worker=NAME, life=1))
+        tasks.start_soon(look, AwaitReady(worker=NAME))
+        await anyio.wait_all_tasks_blocked()
+        dismissed = len(found)
+        await directory.ask(ExpectWorker(worker=NAME, life=2, order=ORDER))
+        await directory.ask(ReportReady(worker=NAME, life=2, report=REPORT))
+
+    assert ([], 2, 2, 3) == (before, after, dismissed, len(found))
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_is_silent_is_given_up():
+    """Not before it was heard of, and not before its lease is over. Its last words are kept."""
+    async with ActorSystem.open() as system:
+        directory = await system.spawn(DirectoryActor())
+        await directory.ask(ExpectWorker(worker=NAME, life=1, order=ORDER))
+        with anyio.move_on_after(0.03) as patience:
+            await directory.ask(AwaitLapse(worker=NAME, life=1))
+        await directory.ask(ReportFailure(worker=NAME, life=1, error={"a": 1}))
+        reason = await directory.ask(AwaitLapse(worker=NAME, life=1))
+        failure = await directory.ask(TakeFailure(worker=NAME, life=1))
+
+    assert patience.cancelled_caught
+    assert "0.01 s" in reason
+    assert {"a": 1} == failure
+
+
+@pytest.mark.anyio
+async def test_weights_are_awaited_by_attempt():
+    """Those of an earlier attempt are not meant."""
+    async with ActorSystem.open() as system:
+        directory = await system.spawn(DirectoryActor())
+        await directory.ask(WeightsPublished(attempt=1))
+        await directory.ask(AwaitWeights(attempt=1))
+        with anyio.move_on_after(0.01) as patience:
+            await directory.ask(AwaitWeights(attempt=2))
+
+    assert patience.cancelled_caught

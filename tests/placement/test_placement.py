@@ -1,0 +1,34 @@
+"""A run in several processes is the run in one. The rest of the plays is ``nox -s placement``."""
+
+from __future__ import annotations
+
+import pytest
+from tests.placement.play import Play, marked, perform
+
+from areal_actors.config import create_config
+from areal_actors.errors import ConfigError
+from areal_actors.run.training import Trainer
+
+SETTINGS = {"experiment_name": "e", "total_steps": 2, "model": "tiny"}
+
+
+def test_a_killed_worker_costs_nothing_but_time(tmp_path):
+    """The sessions are lost with all that was open: a new attempt makes each step once, and nothing is left."""
+    play = Play(roles=("sessions", "proxy"), kills=[(1, "sessions-0")], steps=3)
+    outcome = perform(play, tmp_path)
+
+    assert 0 == outcome.code, outcome.output
+    assert [1, 2, 3] == [record["step"] for record in outcome.metrics]
+    assert 2 == outcome.attempts
+    assert [] == marked(play.mark)
+
+
+def test_an_object_cannot_be_run_elsewhere(tmp_path):
+    """An agent that was made here is refused for a rollout that lives elsewhere, by name."""
+    settings = {
+        **SETTINGS,
+        "dataset": {"python": f"{tmp_path}/none.py:problems"},
+        "scheduler": {"roles": {"rollout": {}}},
+    }
+    with pytest.raises(ConfigError, match=r"scheduler\.roles\.rollout"):
+        Trainer(create_config(settings)).train(object(), run_dir=tmp_path / "run")

@@ -1,0 +1,59 @@
+"""Restarts are counted, and what a restart would only meet again is told from what it mends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.errors import (
+    ActorStopped,
+    CaptureViolation,
+    EngineError,
+    ModelError,
+    TrainingStalled,
+    Unavailable,
+    Unreachable,
+)
+from areal_actors.run.upkeep import Restarts, find_final
+from areal_actors.schedulers.config import RestartsConfig
+
+
+@given(st.lists(st.floats(0, 20), max_size=30), st.integers(0, 4))
+def test_no_window_has_more_restarts_than_allowed(times, most):
+    """Whenever they come; and one is refused only when the window before it is full."""
+    restarts = Restarts(RestartsConfig(max=most, window_seconds=5.0))
+    allowed = []
+    for now in sorted(times):
+        in_window = [time for time in allowed if time > now - 5.0]
+        is_allowed = restarts.allow(now=now)
+
+        assert is_allowed is (len(in_window) < most)
+        if is_allowed:
+            allowed.append(now)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (ModelError("none"), True),
+        (TrainingStalled("none"), True),
+        (ActorStopped("gone"), False),
+        (Unreachable("gone", sent=True), False),
+        (Unavailable("later"), False),
+        (EngineError("failed"), False),
+        (RuntimeError("what"), False),
+    ],
+)
+def test_what_a_person_has_to_mend_ends_a_run(error, is_final):
+    """However deep it is grouped; the loss of somebody else does not."""
+    group = ExceptionGroup("all", [ActorStopped("a"), ExceptionGroup("some", [error])])
+
+    assert (error if is_final else None) is find_final(group)
+
+
+def test_tokens_that_cannot_be_true_end_a_run():
+    """They are no failure of an engine that another one would mend."""
+    violation = CaptureViolation.__new__(CaptureViolation)
+
+    assert violation is find_final(violation)

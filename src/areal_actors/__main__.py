@@ -272,6 +272,34 @@ def models(*, fileroot: Path) -> None:
 
 
 @cli.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object per check.")
+@_verbose
+@_explains_errors
+def doctor(*, config: Path, overrides: tuple[str, ...], is_json: bool) -> None:
+    """Look whether the job of the YAML file CONFIG can run here, before it waits in a queue.
+
+    It looks at packages, the model, problems, the agent, the run directory, ports, devices, inference servers and the
+    cluster, as far as CONFIG uses them, and says what to do about what it finds. It starts nothing that lasts. The exit
+    code is 1 if the job could not run.
+
+    \b
+    Example:
+      areal-actors doctor examples/tool_agent.yaml
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.config import load_config
+    from areal_actors.run.doctor import Verdict, examine, format_finding
+
+    verdicts = set()
+    for finding in examine(load_config(config, overrides)):
+        click.echo(finding.to_json() if is_json else format_finding(finding))
+        verdicts.add(finding.verdict)
+    if Verdict.FAILED in verdicts:
+        sys.exit(_EXIT_FAILED)
+
+
+@cli.command()
 @click.argument("section", required=False)
 @_verbose
 @_explains_errors

@@ -1,0 +1,63 @@
+"""What an examination found, one line per check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+
+import click
+from attrs import asdict, frozen
+
+from areal_actors.errors import ArealError
+
+__all__ = ["Finding", "Verdict", "examined", "format_finding"]
+
+
+class Verdict(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """The job can run; a person should know."""
+    FAILED = "failed"
+    """The job cannot run like this."""
+    SKIPPED = "skipped"
+    """Nobody could find out, or nobody asked."""
+
+
+@frozen(kw_only=True)
+class Finding:
+    """One thing that was looked at. ``advice`` says what to do, where something is to be done."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+    advice: str = ""
+
+    def to_json(self) -> str:
+        """One line of JSON with the same fields."""
+        return json.dumps(asdict(self))
+
+
+_COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red", Verdict.SKIPPED: "bright_black"}
+
+
+def format_finding(finding: Finding) -> str:
+    """A line for people, and one more with the advice."""
+    verdict = click.style(f"{finding.verdict:<8}", fg=_COLOURS[finding.verdict])
+    advice = f"\n{'':<9}{'':<18}-> {finding.advice}" if finding.advice else ""
+    return f"{verdict} {finding.check:<18}{finding.detail}{advice}"
+
+
+def examined(check: str, look: Callable[[], Iterator[Finding]]) -> tuple[Finding, ...]:
+    """What ``look`` finds; an error that it raises is a finding, too, and does not keep others from being looked at."""
+    found: list[Finding] = []
+    try:
+        found.extend(look())
+    except ArealError as error:  # its message says what to do
+        found.append(Finding(check=check, verdict=Verdict.FAILED, detail=str(error)))
+    except (OSError, ImportError) as error:
+        detail = f"{type(error).__name__}: {error}"
+        found.append(Finding(check=check, verdict=Verdict.FAILED, detail=detail))
+    return tuple(found)

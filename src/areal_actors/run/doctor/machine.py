@@ -1,0 +1,154 @@
+"""What this machine has to have for a job: packages, model, problems, agent, a place to write, a port, a device."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from areal_actors import __version__
+from areal_actors.cache.journal.filesystems import filesystem_of, is_network
+from areal_actors.config import RunConfig
+from areal_actors.datasets import DatasetConfig, find_overlap, load_problems
+from areal_actors.models import ModelFiles, resolve_model, resolve_tokenizer
+from areal_actors.proxy.server import bind
+from areal_actors.run.agents import prepare_agent
+from areal_actors.run.doctor.findings import Finding, Verdict, examined
+from areal_actors.workflows import import_reference
+
+__all__ = ["examine_machine"]
+
+_PACKAGES = ("torch", "transformers", "anyio", "starlette", "hypercorn")
+_OPTIMIZER_BYTES_PER_WEIGHT_BYTE = 3
+"""A checkpoint holds the weights, and two moments of each."""
+
+
+def examine_machine(config: RunConfig) -> Iterator[Finding]:
+    """Look at everything that can be seen from here. Blocks; makes a built-in model that was not made yet."""
+    yield from examined("packages", _packages)
+    yield from examined("model", lambda: _model(config))
+    yield from examined("problems", lambda: _problems(config))
+    yield from examined("agent", lambda: _agent(config))
+    yield from examined("run directory", lambda: _run_directory(config))
+    yield from examined("journal", lambda: _journal(config))
+    yield from examined("port", lambda: _port(config))
+    yield from examined("device", lambda: _device(config))
+
+
+def _packages() -> Iterator[Finding]:
+    found = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    detail = f"areal_actors {__version__}, Python {platform.python_version()}, {found}"
+    yield Finding(check="packages", verdict=Verdict.OK, detail=detail)
+
+
+def _model(config: RunConfig) -> Iterator[Finding]:
+    model = resolve_model(config.model, has_tokenizer=config.tokenizer is None)
+    if config.tokenizer is not None:
+        resolve_tokenizer(config.tokenizer)
+    detail = f"{config.model} in {model.path}, {_size(_weight_bytes(model))}"
+    yield Finding(check="model", verdict=Verdict.OK, detail=detail)
+
+
+def _problems(config: RunConfig) -> Iterator[Finding]:
+    if config.dataset is None:
+        yield Finding(check="problems", verdict=Verdict.SKIPPED, detail="none are named: external agents bring theirs")
+        return
+    seed = config.seed
+    problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=seed)
+    detail = f"{len(problems)} from {_source(config.dataset)}"
+    yield Finding(check="problems", verdict=Verdict.OK, detail=detail)
+    if config.eval_dataset is None:
+        return
+    held_out = load_problems(config.eval_dataset, import_reference=import_reference)
+    shared = find_overlap(problems, held_out)
+    yield Finding(
+        check="held-out problems",
+        verdict=Verdict.WARNING if shared else Verdict.OK,
+        detail=f"{len(held_out)} from {_source(config.eval_dataset)}; {shared} of them are trained on",
+        advice="Give dataset and eval_dataset different files, ranges or seeds." if shared else "",
+    )
+
+
+def _source(dataset: DatasetConfig) -> str:
+    return str(dataset.jsonl or dataset.huggingface or dataset.reasoning_gym or dataset.python)
+
+
+def _agent(config: RunConfig) -> Iterator[Finding]:
+    if config.rollout.workflow is None:
+        yield Finding(check="agent", verdict=Verdict.SKIPPED, detail="none is named: agents run elsewhere")
+        return
+    with tempfile.TemporaryDirectory() as logs:
+        prepare_agent(config.rollout, logs=Path(logs))
+    yield Finding(check="agent", verdict=Verdict.OK, detail=f"{config.rollout.workflow} can be run")
+
+
+def _run_directory(config: RunConfig) -> Iterator[Finding]:
+    path = config.run_directory.path
+    parent = next(each for each in (path, *path.parents) if each.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        advice = "Set fileroot to a directory of yours."
+        yield Finding(check="run directory", verdict=Verdict.FAILED, detail=f"{parent} is not writable", advice=advice)
+        return
+    free, needed = shutil.disk_usage(parent).free, _needed_bytes(config)
+    is_enough = free > needed
+    yield Finding(
+        check="run directory",
+        verdict=Verdict.OK if is_enough else Verdict.FAILED,
+        detail=f"{path} can be written; {_size(free)} free, checkpoints take {_size(needed)}",
+        advice="" if is_enough else "Free some space, lower checkpoint.keep, or set fileroot to another disk.",
+    )
+
+
+def _needed_bytes(config: RunConfig) -> int:
+    """The checkpoints that are kept, the one that is being written, and the exported weights."""
+    weights = _weight_bytes(resolve_model(config.model, has_tokenizer=config.tokenizer is None))
+    return weights * (1 + _OPTIMIZER_BYTES_PER_WEIGHT_BYTE * (config.checkpoint.keep + 1))
+
+
+def _weight_bytes(model: ModelFiles) -> int:
+    return sum(file.stat().st_size for file in model.path.glob("*.safetensors"))
+
+
+def _journal(config: RunConfig) -> Iterator[Finding]:
+    path = (config.journal.path or config.run_directory.path).absolute()
+    filesystem = filesystem_of(path)
+    is_shared = is_network(filesystem) and config.journal.enabled
+    if is_shared and not config.journal.allow_shared:
+        advice = "To serve external agents, set journal.path to a file on a local disk; train needs no journal."
+        detail = f"{path} would lie on {filesystem}, which several machines may mount"
+        yield Finding(check="journal", verdict=Verdict.WARNING, detail=detail, advice=advice)
+    else:
+        detail = f"on {filesystem or 'an unknown filesystem'}"
+        yield Finding(check="journal", verdict=Verdict.OK, detail=detail)
+
+
+def _port(config: RunConfig) -> Iterator[Finding]:
+    bind(config.proxy).close()
+    port = config.proxy.port or "any free port"
+    yield Finding(check="port", verdict=Verdict.OK, detail=f"the proxy can listen at {config.proxy.host}, {port}")
+
+
+def _device(config: RunConfig) -> Iterator[Finding]:
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(num_gpus))
+    if config.engine.device.startswith("cuda") and not num_gpus:
+        detail = f"engine.device is {config.engine.device}, and torch {torch.__version__} sees no GPU"
+        advice = "Set engine.device=cpu, or install a torch that was built for this machine's driver."
+        yield Finding(check="device", verdict=Verdict.FAILED, detail=detail, advice=advice)
+        return
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding(check="device", verdict=Verdict.OK, detail=names or f"no GPU; {cpus} CPUs")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:  # noqa: PLR2004 - SI
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"

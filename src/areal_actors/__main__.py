@@ -274,10 +274,11 @@ def models(*, fileroot: Path) -> None:
 @cli.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--submit", is_flag=True, help="Try a job of each role on the cluster, and wait for it.")
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object per check.")
 @_verbose
 @_explains_errors
-def doctor(*, config: Path, overrides: tuple[str, ...], is_json: bool) -> None:
+def doctor(*, config: Path, overrides: tuple[str, ...], submit: bool, is_json: bool) -> None:
     """Look whether the job of the YAML file CONFIG can run here, before it waits in a queue.
 
     It looks at packages, the model, problems, the agent, the run directory, ports, devices, inference servers and the
@@ -287,12 +288,13 @@ def doctor(*, config: Path, overrides: tuple[str, ...], is_json: bool) -> None:
     \b
     Example:
       areal-actors doctor examples/tool_agent.yaml
+      areal-actors doctor examples/slurm.yaml --submit
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
     from areal_actors.run.doctor import Verdict, examine, format_finding
 
     verdicts = set()
-    for finding in examine(load_config(config, overrides)):
+    for finding in examine(load_config(config, overrides), has_trial=submit):
         click.echo(finding.to_json() if is_json else format_finding(finding))
         verdicts.add(finding.verdict)
     if Verdict.FAILED in verdicts:

@@ -79,7 +79,7 @@ from areal_actors.schedulers.slurm import SlurmScheduler
 from areal_actors.telemetry import get_logger
 from areal_actors.workflows import Agent, RolloutWorkflow
 
-__all__ = ["PlacedRun", "run_placed"]
+__all__ = ["PlacedRun", "home_address", "run_placed"]
 
 _log = get_logger(__name__)
 
@@ -430,7 +430,7 @@ async def _open_house(run: PlacedRun) -> AsyncIterator[_House]:
         system = await stack.enter_async_context(ActorSystem.open(name="home"))
         directory = await system.spawn(DirectoryActor(), name="directory")
         listener = await stack.enter_async_context(
-            listen(_home_address(config, sockets), secret=secret, expose={"directory": directory}, node="home")
+            listen(home_address(config, sockets), secret=secret, expose={"directory": directory}, node="home")
         )
         scheduler = await stack.enter_async_context(_open_scheduler(config, run))
         home = Home(addresses=(listener.address,), secret=secret)
@@ -453,8 +453,8 @@ async def _open_house(run: PlacedRun) -> AsyncIterator[_House]:
         tasks.cancel_scope.cancel()
 
 
-def _home_address(config: SchedulerConfig, sockets: Path) -> str:
-    """Where to listen. Raises ``ConfigError`` for a host that others would not find."""
+def home_address(config: SchedulerConfig, sockets: Path) -> str:
+    """Where home listens; a socket lies in ``sockets``. Raises ``ConfigError`` for a host that others would not find."""
     if config.address is not None:
         return config.address
     if config.type is SchedulerType.LOCAL:

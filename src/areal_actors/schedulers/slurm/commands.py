@@ -108,6 +108,19 @@ class SlurmCommands:
         why = answer.errors or answer.output or f"sbatch ended with status {answer.status} and said nothing"
         return Doubtful(why=why) if answer.status == 0 or _UNSURE.search(why) else Refused(why=why)
 
+    async def test(self, arguments: Sequence[str], script: str) -> str:
+        """What Slurm says of a job that it does not keep: when and where it would start. Raises if it refuses it."""
+        answer = await self._run("sbatch", "--test-only", *arguments, text=script)
+        if answer.status != 0:
+            raise SchedulerError(f"Slurm refuses such a job: {answer.errors or answer.output}")
+        return answer.errors.removeprefix("sbatch: ") or "Slurm would take such a job"
+
+    async def describe_cluster(self) -> str:
+        """Partitions, their state and their nodes, in a line."""
+        rows = (await self._ask("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G")).splitlines()
+        told = [row.split("|") for row in rows if row.count("|") == 4]  # noqa: PLR2004 - the columns above
+        return "; ".join(f"{name} {state}: {num} nodes of {cpus} CPUs, {gres}" for name, state, num, cpus, gres in told)
+
     async def list_jobs(self, names: Sequence[str]) -> tuple[JobRow, ...]:
         """Jobs of these names, also those that have ended lately."""
         rows = await self._ask(

@@ -1,0 +1,131 @@
+"""Where workers are to live: what this machine has for them, or what a cluster says of jobs like theirs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import anyio
+
+from areal_actors.config import RunConfig
+from areal_actors.core.remote import listen
+from areal_actors.domain import Role
+from areal_actors.errors import SchedulerError
+from areal_actors.run.doctor.findings import Finding, Verdict, examined
+from areal_actors.run.placement import home_address
+from areal_actors.schedulers.accounting import Inventory, find_machine
+from areal_actors.schedulers.base import Home, PlacementState, PlacementStatus, WorkerSpec
+from areal_actors.schedulers.config import RoleConfig, SchedulerType
+from areal_actors.schedulers.slurm import SlurmCommands, SlurmScheduler
+from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
+
+__all__ = ["examine_places"]
+
+_HARMLESS = "platform"
+"""What a trial job runs once it has found that it could begin: a module of Python that prints a line."""
+
+
+def examine_places(config: RunConfig, *, has_trial: bool) -> Iterator[Finding]:
+    """Look whether the roles that are placed find room. Blocks.
+
+    ``has_trial``: a job of each role is submitted to the cluster, and waited for: it starts the interpreter of the role
+    on a node, writes to the run directory, and comes home.
+    """
+    placed = config.scheduler.roles.placed
+    if not placed:
+        return
+    if config.scheduler.type is SchedulerType.LOCAL:
+        yield from examined("workers", lambda: _local(config, placed))
+        return
+    yield from examined("slurm", lambda: _cluster(config))
+    for role, settings in placed.items():
+        yield from examined(f"job of {role}", partial(_job, config, role, settings))
+        if has_trial:
+            yield from examined(f"trial of {role}", partial(_trial, config, role, settings))
+        else:
+            detail = "nothing was submitted; --submit tries a job of it on a node"
+            yield Finding(check=f"trial of {role}", verdict=Verdict.SKIPPED, detail=detail)
+
+
+def _local(config: RunConfig, placed: dict[Role, RoleConfig]) -> Iterator[Finding]:
+    local = config.scheduler.local
+    machine = find_machine(cpus=local.cpus, memory_mib=local.memory_mib, gpus=local.gpus)
+    wanted = [role.resources for role in placed.values() for _ in range(role.replicas)]
+    Inventory(machine, is_shared=local.oversubscribe).check(f"The roles {', '.join(placed)} of the run", *wanted)
+    detail = f"{len(wanted)} processes find room in {machine}"
+    yield Finding(check="workers", verdict=Verdict.OK, detail=detail)
+
+
+def _commands(config: RunConfig) -> SlurmCommands:
+    return SlurmCommands(timeout_seconds=config.scheduler.slurm.command_timeout_seconds)
+
+
+def _cluster(config: RunConfig) -> Iterator[Finding]:
+    commands = _commands(config)
+    commands.check()
+    yield Finding(check="slurm", verdict=Verdict.OK, detail=anyio.run(commands.describe_cluster))
+    address = home_address(config.scheduler, Path())
+    yield Finding(check="home", verdict=Verdict.OK, detail=f"workers find it at {address}")
+
+
+def _job(config: RunConfig, role: Role, settings: RoleConfig) -> Iterator[Finding]:
+    """What Slurm says of such a job, which it does not keep."""
+    directory = config.run_directory.path
+    request = JobRequest(
+        run=secrets.token_hex(8),
+        worker=f"{role}-0",
+        life=0,
+        directory=directory / "slurm",
+        log=directory / "doctor.log",
+        working_directory=(settings.working_directory or Path.cwd()).absolute(),
+        resources=settings.resources,
+        python=settings.python,
+    )
+    slurm = config.scheduler.slurm
+    said = anyio.run(_commands(config).test, create_arguments(request, slurm), render_script(request, slurm))
+    yield Finding(check=f"job of {role}", verdict=Verdict.OK, detail=said)
+
+
+def _trial(config: RunConfig, role: Role, settings: RoleConfig) -> Iterator[Finding]:
+    status = anyio.run(_run_trial, config, role, settings)
+    is_fine = status.state is PlacementState.ENDED and status.exit_code == 0
+    detail = f"{status.where} ran, wrote to the run directory and reached home" if is_fine else status.reason
+    yield Finding(
+        check=f"trial of {role}",
+        verdict=Verdict.OK if is_fine else Verdict.FAILED,
+        detail=detail,
+        advice="" if is_fine else "fileroot has to be shared with the nodes, which have to find python and home.",
+    )
+
+
+async def _run_trial(config: RunConfig, role: Role, settings: RoleConfig) -> PlacementStatus:
+    secret = secrets.token_bytes(32)
+    config.run_directory.path.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="doctor-", dir=config.run_directory.path) as directory:
+        address = home_address(config.scheduler, Path(directory))
+        async with (
+            listen(address, secret=secret, node="home") as listener,
+            SlurmScheduler.open(config.scheduler.slurm, directory=Path(directory), module=_HARMLESS) as scheduler,
+            scheduler.place(_spec(role, settings, Home(addresses=(listener.address,), secret=secret))) as placement,
+        ):
+            with anyio.move_on_after(config.scheduler.start_seconds):
+                return await placement.wait_ended()
+            status = placement.status
+    raise SchedulerError(
+        f"The trial job has not ended within {config.scheduler.start_seconds:g} s (scheduler.start_seconds): "
+        f"{status.state}, {status.reason or status.where}"
+    )
+
+
+def _spec(role: Role, settings: RoleConfig, home: Home) -> WorkerSpec:
+    return WorkerSpec(
+        name=f"{role}-0",
+        home=home,
+        resources=settings.resources,
+        python=settings.python,
+        environment=settings.environment,
+        working_directory=settings.working_directory,
+    )

@@ -454,7 +454,7 @@ async def _open_house(run: PlacedRun) -> AsyncIterator[_House]:
 
 
 def home_address(config: SchedulerConfig, sockets: Path) -> str:
-    """Where home listens; a socket lies in ``sockets``. Raises ``ConfigError`` for a host that others would not find."""
+    """Where home listens; sockets lie in ``sockets``. Raises ``ConfigError`` for a host that nobody would find."""
     if config.address is not None:
         return config.address
     if config.type is SchedulerType.LOCAL:

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from attrs import evolve
+
 from areal_actors import __version__
 from areal_actors.cache.journal.filesystems import filesystem_of, is_network
 from areal_actors.config import RunConfig
 from areal_actors.datasets import DatasetConfig, find_overlap, load_problems
 from areal_actors.models import ModelFiles, resolve_model, resolve_tokenizer
+from areal_actors.proxy.auth import create_admin_key
 from areal_actors.proxy.server import bind
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
@@ -127,7 +130,10 @@ def _journal(config: RunConfig) -> Iterator[Finding]:
 
 
 def _port(config: RunConfig) -> Iterator[Finding]:
-    bind(config.proxy).close()
+    proxy = config.proxy
+    if config.scheduler.roles.placed and proxy.admin_key is None:
+        proxy = evolve(proxy, admin_key=create_admin_key())  # as such a run does
+    bind(proxy).close()
     port = config.proxy.port or "any free port"
     yield Finding(check="port", verdict=Verdict.OK, detail=f"the proxy can listen at {config.proxy.host}, {port}")
 

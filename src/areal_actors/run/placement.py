@@ -23,7 +23,6 @@ from contextlib import (
     AsyncExitStack,
     asynccontextmanager,
     nullcontext,
-    suppress,
 )
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from anyio.abc import TaskGroup
 from attrs import evolve, field, frozen
 
 from areal_actors.actors.directory import DirectoryActor
-from areal_actors.actors.replicas import GenerationRouter, RouterConfig
+from areal_actors.actors.replicas import RouterConfig
 from areal_actors.actors.trainer import parse_position
 from areal_actors.config import RunConfig
 from areal_actors.core import ActorSystem, Ref
@@ -44,9 +43,8 @@ from areal_actors.core.failure import root_cause
 from areal_actors.core.remote import Line, Listener, listen, standing
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import DataPosition, Role
-from areal_actors.errors import ActorStopped, CheckpointError, ConfigError, SchedulerError, Unreachable
+from areal_actors.errors import CheckpointError, ConfigError, SchedulerError, Unreachable
 from areal_actors.messages import (
-    AddReplica,
     AwaitEndpoint,
     AwaitReady,
     AwaitTraining,
@@ -56,7 +54,6 @@ from areal_actors.messages import (
     Generation,
     Order,
     Progress,
-    Replicas,
     Report,
     Training,
     TrainingSummary,
@@ -69,6 +66,7 @@ from areal_actors.run.doorway import handing_out
 from areal_actors.run.job import load_rendering
 from areal_actors.run.learning import save_results
 from areal_actors.run.parts import create_reporter
+from areal_actors.run.replicas import ServingReplicas
 from areal_actors.run.roles import HOMES, LEAVING, REPLICA, Post, has_rollouts, open_role
 from areal_actors.run.signals import stop_on_signals
 from areal_actors.run.upkeep import Household, Restarts, find_final
@@ -147,7 +145,7 @@ class _House:
         self.secret = secret
         self._sockets = sockets
         self._endpoint = endpoint
-        self._replicas = _Replicas()
+        self._replicas = ServingReplicas()
         self._num_attempts = 0
         self._is_announced = False
         self.is_done = False
@@ -276,7 +274,7 @@ class _House:
 class _Attempt:
     """What of one attempt lives at home, and how it reaches the rest."""
 
-    def __init__(self, house: _House, begin: Callable[..., Order], replicas: _Replicas) -> None:
+    def __init__(self, house: _House, begin: Callable[..., Order], replicas: ServingReplicas) -> None:
         self._house = house
         self._run = house.run
         self._begin = begin
@@ -363,46 +361,6 @@ class _Attempt:
             self._house.listener.expose(name, ref)
         self._arrived.set()
         self._arrived = anyio.Event()
-
-
-class _Replicas:
-    """The engines that serve in workers, and the router of the present attempt, which deals work out to them.
-
-    Each attempt has a router of its own, since versions may go back between two of them, and never within one.
-    """
-
-    def __init__(self) -> None:
-        self._refs: dict[str, Ref[Generation]] = {}
-        self._router: Ref[Replicas] | None = None
-
-    @asynccontextmanager
-    async def having(self, name: str, ref: Ref[Generation]) -> AsyncIterator[None]:
-        """One serves while the block lasts."""
-        self._refs[name] = ref
-        await self._tell(AddReplica(name=name, ref=ref))
-        try:
-            yield
-        finally:
-            del self._refs[name]
-
-    @asynccontextmanager
-    async def routed(
-        self, system: ActorSystem, config: RouterConfig, *, version: int
-    ) -> AsyncIterator[Ref[Generation]]:
-        """What stands for all of them, in ``system``. No engine serves with weights older than ``version``."""
-        router = await system.spawn(GenerationRouter(config, version=version), name="generation")
-        self._router = router
-        try:
-            for name, ref in tuple(self._refs.items()):
-                await self._tell(AddReplica(name=name, ref=ref))
-            yield router
-        finally:
-            self._router = None
-
-    async def _tell(self, message: AddReplica) -> None:
-        if self._router is not None:
-            with suppress(ActorStopped):  # the attempt is over; the next one asks for all that serve
-                await self._router.ask(message)
 
 
 async def _await_training(training: Ref[Training]) -> TrainingSummary:

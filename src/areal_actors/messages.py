@@ -857,8 +857,8 @@ class Order:
     ``attempt`` counts how often the run has begun anew. ``at_home`` are the roles that live at home. ``listen`` is an
     address for the worker's own actors; without one, it is any port of the interface by which it reaches home.
     ``endpoint`` is what a proxy is to be, as far as that is known, and ``doorway`` the path of a unix socket where it
-    is handed the socket that it listens at. ``has_intake`` and the like tell which actors there are in the run: an
-    intake is what makes it a service.
+    is handed the socket that it listens at; ``admin_key`` opens one that listens by itself. ``has_intake`` and the like
+    tell which actors there are in the run: an intake is what makes it a service.
     """
 
     role: Role
@@ -874,6 +874,7 @@ class Order:
     start: DataPosition = field(factory=DataPosition)
     listen: str | None = None
     endpoint: Endpoint | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
     doorway: Path | None = None
 
     @property

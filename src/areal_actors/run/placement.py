@@ -145,6 +145,7 @@ class _House:
         self.secret = secret
         self._sockets = sockets
         self._endpoint = endpoint
+        self._admin_key = run.config.proxy.admin_key or run.admin_key or create_admin_key()
         self._replicas = ServingReplicas()
         self._num_attempts = 0
         self._is_announced = False
@@ -169,6 +170,7 @@ class _House:
             has_rollouts=has_rollouts(run.config, is_service=run.is_service),
             listen=None if self._sockets is None else f"unix:{self._sockets}/{name}.sock",
             endpoint=self._endpoint,
+            admin_key=self._admin_key if role is Role.PROXY and role in run.placed else None,
             doorway=None if self._sockets is None else self._sockets / "doorway.sock",
             **options,
         )

@@ -153,6 +153,8 @@ async def _open_proxy(post: Post) -> AsyncIterator[Opened]:
     find, order = post.find, post.order
     renderer = await to_thread.run_sync(load_rendering, post.config)
     proxy_config = post.config.proxy
+    if order.admin_key is not None:
+        proxy_config = evolve(proxy_config, admin_key=order.admin_key)
     if order.endpoint is not None:  # others stand there already
         port = urlsplit(order.endpoint.url).port or 0
         proxy_config = evolve(proxy_config, port=port, admin_key=order.endpoint.admin_key)

@@ -138,18 +138,24 @@ def normalise(pin: str) -> str:
     return pin.partition("==")[0].lower().replace("_", "-")
 
 
+def _create_environment(session: nox.Session, name: str) -> str:
+    """The Python of an environment for engines, which is kept."""
+    directory = Path(session.cache_dir, "engines", name).absolute()
+    session.run("python", "-m", "venv", str(directory), silent=True)
+    return str(directory / "bin" / "python")
+
+
 @nox.session
 def engines_sglang(session: nox.Session) -> None:
-    """Generate and train with a real SGLang server on a CPU, installed into an environment of its own (2.8 GB)."""
+    """Generate and train with real SGLang servers on a CPU, and through their gateway, each in an environment (3 GB)."""
     install(session, "test")
-    directory = Path(session.cache_dir, "engines", "sglang").absolute()
-    python = str(directory / "bin" / "python")
-    session.run("python", "-m", "venv", str(directory), silent=True)
+    python, smg = [_create_environment(session, name) for name in ("sglang", "smg")]
+    session.run(smg, "-m", "pip", "install", "--quiet", "smg==1.13.0", external=True)
     pip = (python, "-m", "pip", "install", "--quiet")
     session.run(*pip, "-r", str(SERVERS / "sglang-requirements.txt"), external=True)
     # With its dependencies it would bring a torch for GPUs.
     session.run(*pip, "--no-deps", "-r", str(SERVERS / "sglang-requirements-nodeps.txt"), external=True)
-    command = ["python", "-m", "tests.engines.servers.real_sglang", "--python", python, *session.posargs]
+    command = ["python", "-m", "tests.engines.servers.real_sglang", "--python", python, "--smg", smg, *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from areal_actors.config import load_config
 from areal_actors.domain import Role
+from areal_actors.engines.servers.config import Backend
 from areal_actors.run import Trainer
 from areal_actors.workflows import import_reference
 
@@ -70,6 +71,16 @@ def test_property_test():
     check = import_reference("property_test.py:test_it_keeps_the_laws", directory=EXAMPLES)
     for law in check.pytestmark[0].args[1]:
         check(law)
+
+
+def test_the_job_of_a_gpu_node_can_be_read():
+    """Its servers and its trainer do not share a device; to run it takes two GPUs and SGLang."""
+    config = load_config(EXAMPLES / "gpu_node.yaml")
+    served = config.served_engine(Path())
+
+    assert served is not None
+    assert Backend.SGLANG is served.backend
+    assert f"cuda:{served.config.environment['CUDA_VISIBLE_DEVICES']}" != config.trainer.device
 
 
 def test_the_tiny_job_trains(tmp_path):

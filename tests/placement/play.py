@@ -30,6 +30,8 @@ class Play:
     kills: Sequence[tuple[int, str]] = ()
     steps: int = 4
     example: str = "tiny.yaml"
+    settings: Sequence[str] = ()
+    """More of them, as on the command line."""
     mark: str = field(factory=lambda: uuid4().hex)
 
 
@@ -80,6 +82,7 @@ def running(play: Play, path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
         *(f"total_steps={play.steps}", "rollout.group_size=4", "checkpoint.every_steps=1", "eval_dataset=null"),
         *([f"scheduler.roles={roles}"] if play.example == "tiny.yaml" else []),
         *("scheduler.local.oversubscribe=true", "logging.tensorboard=false"),
+        *play.settings,
         *("--run-dir", str(directory)),
     ]
     environment = {**os.environ, MARK: play.mark, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from pathlib import Path
+
 import pytest
 from tests.placement.play import Play, marked, perform
 
@@ -20,6 +25,21 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path):
     assert 0 == outcome.code, outcome.output
     assert [1, 2, 3] == [record["step"] for record in outcome.metrics]
     assert 2 == outcome.attempts
+    assert [] == marked(play.mark)
+
+
+def test_a_worker_starts_servers_of_its_own(tmp_path):
+    """An inference server is started by the worker that generates, learns of every version, and ends with it."""
+    command = [sys.executable, str(Path(__file__).with_name("serve_tiny.py"))]
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    servers = json.dumps({"command": command, "environment": environment, "health_interval_seconds": 0.5})
+    play = Play(roles=("generation",), steps=2, settings=("rollout.backend=sglang", f"sglang={servers}"))
+    outcome = perform(play, tmp_path)
+
+    assert 0 == outcome.code, outcome.output
+    assert [1, 2] == [record["step"] for record in outcome.metrics]
+    assert all(record["behaviour_gap_max"] < 1e-4 for record in outcome.metrics)
+    assert list((tmp_path / "run").rglob("server-0.log"))
     assert [] == marked(play.mark)
 
 

@@ -21,6 +21,7 @@ from areal_actors.telemetry import get_logger
 from areal_actors.workflows import import_reference
 
 if TYPE_CHECKING:
+    from areal_actors.training.config import TrainerConfig
     from areal_actors.training.trainer import PolicyTrainer
 
 __all__ = [
@@ -125,12 +126,29 @@ def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
 
 
 def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
-    """The policy that a run begins with, on the CPU, as every process that trains it makes it."""
+    """The policy that a run begins with, as every process that trains it makes it.
+
+    Alone, a process trains on ``trainer.device``; in a gang, the model is on the CPU until it is spread.
+    Raises ``ConfigError`` for a device that is not there.
+    """
     from areal_actors.training.trainer import PolicyTrainer
 
     needs_reference = config.trainer.objective.kl.coefficient > 0
-    reference = load_policy(model.path) if needs_reference else None
-    return PolicyTrainer(load_policy(model.path), config.trainer, reference=reference)
+    reference = _place(load_policy(model.path), config.trainer) if needs_reference else None
+    return PolicyTrainer(_place(load_policy(model.path), config.trainer), config.trainer, reference=reference)
+
+
+def _place(model: Any, config: TrainerConfig) -> Any:
+    import torch
+
+    if config.gang.num_processes > 1:
+        return model
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"trainer.device: the model cannot be moved to {device!r}: {reason}") from error
 
 
 def _warn_of_overlap(problems: Problems, held_out: Problems) -> None:

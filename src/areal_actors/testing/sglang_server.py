@@ -328,8 +328,9 @@ async def open_sglang_server(
     version: str = "0.5.23",
     end_token_id: int | None = None,
     is_incremental: bool = False,
+    port: int = 0,
 ) -> AsyncIterator[FakeSGLang]:
-    """Serve ``engine`` on a free port of this machine while the block lasts.
+    """Serve ``engine`` on a port of this machine while the block lasts.
 
     Args:
         engine: open, and nobody else's: a server that starts again loads ``model`` into it.
@@ -337,6 +338,7 @@ async def open_sglang_server(
         version: which SGLang it says it is.
         end_token_id: ends whatever does not ignore it.
         is_incremental: whether events leave out what earlier ones said.
+        port: where it listens; 0 takes one that is free.
     """
     body: list[BaseException] = []
     with unwrapped(body):
@@ -348,6 +350,7 @@ async def open_sglang_server(
                 tasks=tasks,
                 end_token_id=end_token_id,
                 is_incremental=is_incremental,
+                port=port,
             )
             try:
                 await server.start()

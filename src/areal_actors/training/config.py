@@ -278,7 +278,8 @@ class TrainerConfig:
 
     ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row goes alone). ``temperature`` is the one
     that the rows were sampled at: log-probabilities are compared under it. ``num_epochs`` and ``num_minibatches`` are
-    passes over a batch and updates per pass. ``skips_inert_rows`` leaves out of the forward pass what cannot change
+    passes over a batch and updates per pass. ``device`` "auto" takes CUDA where there is one; the processes of a gang take
+    theirs by its backend. ``skips_inert_rows`` leaves out of the forward pass what cannot change
     the gradient.
     """
 
@@ -290,6 +291,7 @@ class TrainerConfig:
     layout: Layout = Layout.TREE
     max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
     dtype: ComputeDtype = ComputeDtype.AUTO
+    device: str = "auto"
     temperature: float = field(default=1.0, validator=_positive)
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)

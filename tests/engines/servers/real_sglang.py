@@ -9,6 +9,7 @@ must hold is asserted.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -17,13 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import anyio
+import httpx
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
+from tests.engines.servers.gateways import open_gateway
 
 from areal_actors.domain import EngineRequest, FinishReason, SampleKey, Sampling, as_floats
 from areal_actors.engines.base import Snapshot
@@ -33,7 +37,7 @@ from areal_actors.engines.servers.kinds import KINDS
 from areal_actors.engines.servers.launching import LaunchedServers, launch_servers
 from areal_actors.models import load_policy, resolve_model
 from areal_actors.rendering import load_renderer
-from areal_actors.testing.engine_contract import ENGINE_CHECKS, Subject, collect
+from areal_actors.testing.engine_contract import ENGINE_CHECKS, Subject, collect, join_ids
 
 HERE = Path(__file__).parent
 ARGUMENTS = (
@@ -70,7 +74,8 @@ def create_config(python: str, *, num_servers: int = 1) -> ServerConfig:
 
 
 @asynccontextmanager
-async def open_house(config: ServerConfig, directory: Path) -> AsyncIterator[House]:
+async def open_house(config: ServerConfig, directory: Path, *, smg: str | None = None) -> AsyncIterator[House]:
+    """Servers and an engine; through a gateway, where there is a Python ``smg`` that one is installed for."""
     path = resolve_model("tiny").path
     policy, renderer = load_policy(path).float().eval(), load_renderer(path)
 
@@ -84,9 +89,10 @@ async def open_house(config: ServerConfig, directory: Path) -> AsyncIterator[Hou
     added = {token.content: index for index, token in renderer.tokenizer.get_added_tokens_decoder().items()}
     async with (
         launch_servers(kind, config, model=path, logs=directory / "logs") as launched,
+        open_gateway(smg, launched.urls, log=directory / "gateway.log") if smg else nullcontext() as gateway_url,
         ServerEngine.open(
             kind.create_dialect(added),
-            config,
+            evolve(config, gateway_url=gateway_url),
             urls=launched.urls,
             model=path,
             snapshot=Snapshot(version=0, path=path),
@@ -198,6 +204,79 @@ async def check_death(house: House) -> None:
     print(f"  {len(answers)} answers whole after {time.perf_counter() - began:.1f} s, difference {max(gaps):.2g}")
 
 
+NUM_EPISODES = 12
+NUM_TURNS = 8
+
+
+async def check_gateway(config: ServerConfig, directory: Path, *, smg: str) -> None:
+    """Two servers behind a gateway: episodes stay with theirs, and outlive the one that is killed."""
+    async with open_house(evolve(config, num_servers=2), directory, smg=smg) as house:
+        placed: dict[str, list[str]] = {}
+
+        async def note(response: httpx.Response) -> None:
+            key = response.request.headers["x-smg-routing-key"]
+            placed.setdefault(key, []).append(response.headers.get("x-smg-routed-worker-id", ""))
+
+        assert house.engine._gateway is not None
+        house.engine._gateway.event_hooks["response"].append(note)
+        await run_episodes(house, "pinned")
+        workers = {key: set(found) for key, found in placed.items()}
+        assert len(workers) == NUM_EPISODES
+        assert all(len(found) == 1 for found in workers.values()), workers
+        sizes = [sum(worker in found for found in workers.values()) for worker in set.union(*workers.values())]
+        print(f"  {NUM_EPISODES} episodes of {NUM_TURNS} turns, each with one server: {sizes} of them with each")
+        assert len(sizes) == 2
+
+        began = time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(run_episodes, house, "killed", has_loads=True))
+            before = house.engine.statistics().sampled_tokens
+            await wait_for_tokens(house, before + 60 * NUM_EPISODES)
+            os.killpg(house.launched.processes[house.launched.urls[0]], signal.SIGKILL)
+        print(f"  {NUM_EPISODES} episodes whole after {time.perf_counter() - began:.1f} s, one server killed")
+        await check_return(house, began)
+
+
+async def check_return(house: House, began: float) -> None:
+    """Episodes run until the killed server is back, which the gateway may ask before it has the present weights."""
+    for number in itertools.count(1):
+        was_back = len(house.engine._pool.serving) == 2
+        await run_episodes(house, f"returned-{number}")
+        if was_back:
+            print(f"  {number} more rounds, the last of them with both, {time.perf_counter() - began:.0f} s in all")
+            return
+
+
+async def run_episodes(house: House, name: str, *, has_loads: bool = False) -> None:
+    """Every turn goes on after the one before; weights change after a turn of the first one's, if they are to."""
+    gaps: list[float] = []
+
+    async def run(number: int) -> None:
+        subject = house.subject
+        prompt = np.random.default_rng(number).integers(3, 384, 40)
+        for turn in range(NUM_TURNS):
+            begun = house.engine.version
+            request = evolve(ask(house, f"{name}-{number}-{turn}"), prompt=prompt, routing_key=f"{name}-{number}")
+            chunks = await collect(house.engine, request)
+            ids, versions = np.asarray(join_ids(chunks)), [chunk.version for chunk in chunks if len(chunk.token_ids)]
+            assert len(ids) == 200
+            assert chunks[-1].finish is FinishReason.LENGTH
+            assert begun <= versions[0]
+            assert versions == sorted(versions)
+            assert versions[-1] <= house.engine.version
+            found = np.concatenate([chunk.raw_logprobs for chunk in chunks])
+            gaps.append(float(np.abs(found - subject.recompute(prompt, ids)).max()))
+            prompt = np.concatenate([prompt, ids[:20], [7, 8, 9]])
+            if has_loads and number == 0:
+                await house.engine.load(subject.create_snapshot(house.engine.version + 1))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(NUM_EPISODES):
+            tasks.start_soon(run, number)
+    print(f"  {len(gaps)} answers whole, largest difference {max(gaps):.2g}, version {house.engine.version}")
+    assert max(gaps) <= TOLERANCE
+
+
 def check_training(config: ServerConfig, directory: Path) -> None:
     """A run of three steps, each published: the trainer computes what the server said."""
     servers = {
@@ -233,14 +312,18 @@ async def check_server(config: ServerConfig, directory: Path, names: list[str]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True, help="a Python that SGLang is installed for")
-    parser.add_argument("checks", nargs="*", choices=[*CHECKS, "training", []], help="all of them without any")
+    parser.add_argument("--smg", help="a Python that SGLang's gateway is installed for")
+    parser.add_argument("checks", nargs="*", choices=[*CHECKS, "gateway", "training", []], help="all without any")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = create_config(options.python)
-    names = options.checks or [*CHECKS, "training"]
+    names = options.checks or [*CHECKS, *(["gateway"] if options.smg else []), "training"]
     with tempfile.TemporaryDirectory() as directory:
         if at_server := [name for name in names if name in CHECKS]:
             anyio.run(check_server, config, Path(directory), at_server)
+        if "gateway" in names:
+            print("gateway")
+            anyio.run(partial(check_gateway, config, Path(directory, "gateway"), smg=options.smg))
         if "training" in names:
             print("training")
             check_training(config, Path(directory))

@@ -205,6 +205,33 @@ async def test_sessions_stay_with_their_server(model: Path, tmp_path: Path) -> N
             assert ids_of(await collect(engine, ask(number, routing_key=f"session-{number}"))) == WHOLE
 
 
+class Slow(EchoEngine):
+    """Takes its time to load, if it is told to."""
+
+    load_seconds = 0.0
+
+    async def load(self, snapshot: Snapshot) -> None:
+        await anyio.sleep(self.load_seconds)
+        await super().load(snapshot)
+
+
+async def test_a_gateway_is_not_asked_while_a_server_behind_it_has_other_weights(model: Path, tmp_path: Path) -> None:
+    """Nobody else keeps it from a server that is back without ours: one attempt finds out, and the next one waits."""
+    async with open_house(model, tmp_path, num_servers=2, create_engine=Slow) as (_, servers):
+        gateway = servers[0]
+        config = evolve(CONFIG, gateway_url=gateway.url, health_interval_seconds=60)
+        async with open_engine(servers, model, tmp_path, config=config) as engine:
+            await gateway.kill()
+            await gateway.start()
+            gateway.engine.load_seconds = 0.5  # three attempts would be over by then
+            chunks = await collect(engine, ask())
+
+        assert ids_of(chunks) == WHOLE
+        assert {chunk.version for chunk in chunks} == {0}
+        assert len(gateway.bodies) == 2
+        assert not servers[1].bodies
+
+
 # -------------------------------------------------------------------------------------------------------- weights
 
 

@@ -228,7 +228,7 @@ class ServerEngine:
     async def _place(self, run: Run) -> Server | None:
         """The server for the next attempt, when the engine is not paused; ``None`` if the run was aborted meanwhile."""
         while not run.is_aborted:
-            if self._pool.is_held:
+            if self._pool.is_held or (self._gateway is not None and self._pool.is_doubtful):
                 await self._pool.changed.wait()
                 continue
             server = self._pool.choose(run.routing_key)

@@ -39,11 +39,13 @@ class Server:
     is_serving: bool = False
     failure: ArealError | None = None
     """Why it could not be brought to serve, last time."""
+    is_doubtful: bool = False
+    """Whether it may answer with weights that are not the present ones: nobody has looked, or it is being prepared."""
     suspected: anyio.Event = field(factory=anyio.Event)
 
     def suspect(self) -> None:
         """Take it out; its watcher looks after it at once."""
-        self.is_serving = False
+        self.is_serving, self.is_doubtful = False, True
         self.suspected.set()
 
 
@@ -75,6 +77,11 @@ class ServerPool:
     def is_held(self) -> bool:
         """Whether nobody may begin to generate now."""
         return self.is_paused or self.is_loading
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether who does not choose the server may meet one without the present weights."""
+        return any(server.is_doubtful for server in self.servers)
 
     def notify(self) -> None:
         """Wake all that wait for ``changed``."""
@@ -148,7 +155,9 @@ class ServerPool:
                     _log.warning("server_lost", url=server.url, reason="it does not answer")
                 server.is_serving = False
             elif not server.is_serving:
+                server.is_doubtful = True
                 await self._bring_back(server)
+            server.is_doubtful = False
             self.notify()
             with anyio.move_on_after(self.config.health_interval_seconds):
                 await server.suspected.wait()

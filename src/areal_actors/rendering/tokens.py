@@ -239,7 +239,7 @@ def _has_pieces(decoder: decoders.Decoder | None) -> bool:
     is_joined = False
     for kind in kinds:
         is_space = kind["type"] == "Strip" and kind["start"] <= 1 and kind["stop"] == 0
-        if kind["type"] not in _SEPARATE and not is_space or is_joined and not is_space:
+        if (kind["type"] not in _SEPARATE and not is_space) or (is_joined and not is_space):
             return False
         is_joined = is_joined or kind["type"] == "Fuse"
     return True

@@ -30,7 +30,7 @@ from rich.console import Console
 
 NAMES = (
     *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents"),
-    *("proxy", "memory", "latency", "engine", "trainer", "gang", "asynchrony"),
+    *("proxy", "proxies", "memory", "latency", "engine", "trainer", "gang", "asynchrony"),
 )
 """Quick ones first: what is wrong shows early."""
 

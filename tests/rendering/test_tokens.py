@@ -30,6 +30,51 @@ def create_sentence_piece() -> Vocabulary:
     return Vocabulary.create(backend, special={0: "<s>"})
 
 
+PIECES = ["▁hello", "▁", "x", "", "\ufffd", "▁▁", "##y", "é"]
+DECODERS = {
+    "llama": [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)],
+    "gemma": [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()],
+    "stripped twice": [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)],
+    "stripped each": [decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0), decoders.Fuse()],
+    "replaced late": [decoders.Fuse(), decoders.Replace("xx", "z")],
+    "metaspace": [decoders.Metaspace()],
+    "word pieces": [decoders.WordPiece()],
+    "fused": [decoders.Fuse()],
+    "none": [],
+}
+
+
+def create_vocabulary(steps) -> Vocabulary:
+    """A few odd tokens, single bytes, a special token and a hole, behind a decoder."""
+    tokens = {"<s>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    tokens |= {text: 260 + number for number, text in enumerate(PIECES)}
+    backend = Tokenizer(models.BPE(vocab=tokens, merges=[], byte_fallback=True))
+    if steps:
+        backend.decoder = steps[0] if len(steps) == 1 else decoders.Sequence(steps)
+    return Vocabulary.create(backend, special={0: "<s>"})
+
+
+VOCABULARIES = {name: create_vocabulary(steps) for name, steps in DECODERS.items()}
+
+
+def decode_by_windows(vocabulary, token_ids):
+    """The slow and obvious stream: each token is decoded behind the last group of tokens; one text per token."""
+
+    def decode(ids):
+        return vocabulary.backend.decode([i for i in ids if 0 <= i < vocabulary.size], skip_special_tokens=False)
+
+    said, held = [], []
+    for token_id in token_ids:
+        held.append(token_id)
+        text = decode([*said, *held])
+        if text.endswith("\ufffd") and len(held) < 8:
+            yield ""
+        else:
+            yield text[len(decode(said)) :]
+            said, held = held, []
+    yield decode([*said, *held])[len(decode(said)) :] if held else ""
+
+
 def stream(vocabulary, *chunks):
     """The text of ids that come in chunks."""
     detokenizer = vocabulary.open_detokenizer()
@@ -71,6 +116,27 @@ def test_streams_say_what_decoding_says(create, ids):
     vocabulary = create()
 
     assert vocabulary.decode(ids) == stream(vocabulary, *([i] for i in ids)) == stream(vocabulary, ids[:7], ids[7:])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(ids=st.lists(st.sampled_from([-1, 0, 1, 0xC4, 0xAA, 0xF1, 258, *range(260, 271), 900]), max_size=30))
+def test_tokens_with_pieces_say_what_windows_say(name, ids):
+    """Where a token is looked up instead of decoded beside its neighbours, each delta is the same, whatever decodes."""
+    vocabulary = VOCABULARIES[name]
+    detokenizer = vocabulary.open_detokenizer()
+    deltas = [*(detokenizer.feed([token_id]) for token_id in ids), detokenizer.finish()]
+    windows = list(decode_by_windows(vocabulary, ids))
+
+    assert windows == deltas
+    assert "".join(windows) == vocabulary.decode(ids) == stream(vocabulary, ids[:5], ids[5:])
+
+
+def test_usual_answers_are_looked_up():
+    """Behind the first token, words of a SentencePiece vocabulary are decoded no more once they are known."""
+    vocabulary = create_sentence_piece()
+    vocabulary.decode([257, 257, 259])
+
+    assert {257: " hello", 259: "x"} == dict(vocabulary._pieces)
 
 
 @given(ids=ids)

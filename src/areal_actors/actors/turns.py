@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from attrs import evolve, frozen
 
 from areal_actors.cache import ConversationTree, PromptPlan
@@ -36,6 +38,8 @@ from areal_actors.errors import ContextLengthExceeded, UnsupportedParameter
 from areal_actors.rendering import Renderer, StreamParser
 
 __all__ = ["Choice", "SampleKeys", "asked_of", "engine_request", "find_grammar"]
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 class SampleKeys:
@@ -273,14 +277,19 @@ class Choice:
         chunks = self._chunks
         versions = np.array([chunk.version for chunk in chunks], dtype=np.int32)
         completion = Completion(
-            token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
-            logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
-            raw_logprobs=np.concatenate([chunk.raw_logprobs for chunk in chunks]),
+            token_ids=_join([chunk.token_ids for chunk in chunks]),
+            logprobs=_join([chunk.logprobs for chunk in chunks]),
+            raw_logprobs=_join([chunk.raw_logprobs for chunk in chunks]),
             versions=versions.repeat([len(chunk.token_ids) for chunk in chunks]),
             finish=chunks[-1].finish or FinishReason.ABORT,
             top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
         )
         return _Sampled(completion=completion, num_cached_tokens=chunks[0].num_cached_tokens)
+
+
+def _join(parts: Sequence[npt.NDArray[ScalarT]]) -> npt.NDArray[ScalarT]:
+    """The parts one after another; a single one as it is, because the tree copies what it keeps."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _callable_tools(request: CompletionRequest) -> tuple[Tool, ...]:

@@ -27,14 +27,15 @@ class Compactor:
 
     def __call__(self, completion: Completion) -> Completion:
         """The same completion in arrays of our own."""
-        logprobs, versions = own(completion.logprobs), completion.versions
+        sampled, raw, versions = completion.logprobs, completion.raw_logprobs, completion.versions
+        logprobs = own(sampled)
         has_one_version = len(versions) > 0 and bool((versions == versions[0]).all())
-        is_same = np.array_equal(logprobs, completion.raw_logprobs)  # so it is without truncation and penalties
+        is_same = raw is sampled or np.array_equal(sampled, raw)  # so it is without truncation and penalties
         return evolve(
             completion,
             token_ids=own(completion.token_ids),
             logprobs=logprobs,
-            raw_logprobs=logprobs if is_same else own(completion.raw_logprobs),
+            raw_logprobs=logprobs if is_same else own(raw),
             versions=self._versions.repeat(int(versions[0]), len(versions)) if has_one_version else own(versions),
         )
 

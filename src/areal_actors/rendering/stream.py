@@ -9,7 +9,7 @@ from areal_actors.domain import ChatMessage, Ints, ToolCall
 from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.rendering.parsers import AnswerParser
 from areal_actors.rendering.tags import num_held_back
-from areal_actors.rendering.tokens import Detokenizer
+from areal_actors.rendering.tokens import Detokenizer, as_list
 
 __all__ = ["AnswerStream", "join_deltas"]
 
@@ -34,7 +34,9 @@ class AnswerStream:
 
     def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
         """What is certain after these ids."""
-        shown = [token_id for token_id in map(int, token_ids) if token_id not in self._hidden]
+        shown = as_list(token_ids)
+        if not self._hidden.isdisjoint(shown):
+            shown = [token_id for token_id in shown if token_id not in self._hidden]
         text = self._stop.feed(self._detokenizer.feed(shown))
         return self._call_tools(self._reasoning.feed(text)) if text else ()
 

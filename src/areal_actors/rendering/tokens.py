@@ -12,20 +12,25 @@ characters.
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import numpy as np
 from attrs import field, frozen
 from tokenizers import Tokenizer, decoders
 
 from areal_actors.domain import Ints
 
-__all__ = ["Detokenizer", "Vocabulary"]
+__all__ = ["Detokenizer", "Vocabulary", "as_list"]
 
 _BREAK = "\udc00"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+_SEPARATE = frozenset({"Metaspace", "Replace", "ByteFallback", "Fuse"})
+"""Steps of decoders that treat each token alone until they are joined, bytes excepted."""
 _MAX_HELD_TOKENS = 8
 """A character has at most four bytes; whoever waits for longer waits for nothing."""
 
@@ -45,12 +50,12 @@ class Detokenizer(Protocol):
 class _ByteDetokenizer:
     """For byte-level tokenizers: every token is a run of bytes, and UTF-8 is decoded as it comes."""
 
-    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+    def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+        return self._decoder.decode(b"".join(map(self._bytes_of.__getitem__, token_ids)))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -60,30 +65,62 @@ class _WindowDetokenizer:
     """For all others: decode the last group of tokens again with the next one, and say what was added.
 
     Decoders of the SentencePiece kind drop the space in front of their first token and join bytes to characters, so a
-    token cannot be decoded without its neighbours.
+    token cannot be decoded without its neighbours. Most tokens, though, say the same behind every other: ``pieces``
+    has what they say, and ``""`` for those that depend on what is before them.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], pieces: Mapping[int, str]) -> None:
         self._decode = decode
+        self._pieces = pieces
         self._said: list[int] = []
         self._held: list[int] = []
+        self._is_amid = False
+        """Whether the last token was one that has a piece; the next one needs no window then if it has one, too."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        return "".join(self._step(token_id) for token_id in token_ids)
+        said: list[str] = []
+        for token_id in token_ids:
+            piece = self._pieces[token_id]
+            if piece and self._is_amid:
+                self._said = [token_id]
+                said.append(piece)
+            else:
+                said.append(self._step(token_id))
+                self._is_amid = bool(piece) and not self._held
+        return "".join(said)
 
     def finish(self) -> str:
-        return self._say() if self._held else ""
+        return self._say(self._decode([*self._said, *self._held])) if self._held else ""
 
     def _step(self, token_id: int) -> str:
         self._held.append(token_id)
-        is_cut = self._decode([*self._said, *self._held]).endswith(_REPLACEMENT)
-        return "" if is_cut and len(self._held) < _MAX_HELD_TOKENS else self._say()
-
-    def _say(self) -> str:
-        before = self._decode(self._said)
         text = self._decode([*self._said, *self._held])
+        is_cut = text.endswith(_REPLACEMENT)
+        return "" if is_cut and len(self._held) < _MAX_HELD_TOKENS else self._say(text)
+
+    def _say(self, text: str) -> str:
+        before = self._decode(self._said)
         self._said, self._held = self._held, []
         return text[len(before) :]
+
+
+ValueT = TypeVar("ValueT")
+
+
+class _Table(dict[int, ValueT]):
+    """Something of each token, looked up when it is first wanted; as many entries at most as there are tokens."""
+
+    def __init__(self, look_up: Callable[[int], ValueT], *, size: int, nothing: ValueT) -> None:
+        super().__init__()
+        self._look_up = look_up
+        self._size = size
+        self._nothing = nothing
+
+    def __missing__(self, token_id: int) -> ValueT:
+        if not 0 <= token_id < self._size:
+            return self._nothing
+        value = self[token_id] = self._look_up(token_id)
+        return value
 
 
 @frozen(kw_only=True, eq=False)
@@ -96,7 +133,17 @@ class Vocabulary:
     size: int
     _foreign: re.Pattern[str] | None = field(alias="foreign")
     _foreign_start: re.Pattern[str] | None = field(alias="foreign_start")
-    _token_bytes: dict[int, bytes] = field(factory=dict, init=False)
+    _bytes_of: Mapping[int, bytes] = field(init=False)
+    _pieces: Mapping[int, str] = field(init=False)
+
+    @_bytes_of.default
+    def _create_bytes(self) -> Mapping[int, bytes]:
+        return _Table(self._look_up_bytes, size=self.size, nothing=b"")
+
+    @_pieces.default
+    def _create_pieces(self) -> Mapping[int, str]:
+        # A decoder that we do not know has no pieces: a table without room.
+        return _Table(self._look_up_piece, size=self.size if _has_pieces(self.backend.decoder) else 0, nothing="")
 
     @staticmethod
     def create(backend: Tokenizer, *, special: Mapping[int, str]) -> Vocabulary:
@@ -149,33 +196,53 @@ class Vocabulary:
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
         """Text of ids, special tokens included; ids outside the vocabulary are left out."""
         detokenizer = self.open_detokenizer()
-        return detokenizer.feed(int(token_id) for token_id in token_ids) + detokenizer.finish()
+        return detokenizer.feed(as_list(token_ids)) + detokenizer.finish()
 
     def open_detokenizer(self) -> Detokenizer:
         """A detokenizer for one answer."""
         if isinstance(self.backend.decoder, decoders.ByteLevel):
             return _ByteDetokenizer(self._bytes_of)
-        return _WindowDetokenizer(self._decode)
+        return _WindowDetokenizer(self._decode, self._pieces)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.backend.decode([i for i in token_ids if 0 <= i < self.size], skip_special_tokens=False)
         return text
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        if not 0 <= token_id < self.size:
-            return b""
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            known = self._token_bytes[token_id] = self._look_up(token_id)
-        return known
-
-    def _look_up(self, token_id: int) -> bytes:
+    def _look_up_bytes(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
         if token_id in self.special or not all(char in _BYTE_OF for char in token):
             return token.encode()
         return bytes(_BYTE_OF[char] for char in token)
+
+    def _look_up_piece(self, token_id: int) -> str:
+        """What a token says behind any other that has a piece."""
+        token = self.backend.id_to_token(token_id)
+        if token is None or _BYTE_TOKEN.fullmatch(token):
+            return ""
+        piece = self._decode([token_id, token_id])[len(self._decode([token_id])) :]
+        return "" if piece.endswith(_REPLACEMENT) else piece
+
+
+def as_list(token_ids: Ints | Sequence[int]) -> list[int]:
+    """Ids as plain numbers, which are quicker to look up than NumPy's."""
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(map(int, token_ids))
+
+
+def _has_pieces(decoder: decoders.Decoder | None) -> bool:
+    """Whether all but bytes is decoded token by token, but for the space in front of the first one."""
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())
+    kinds = state["decoders"] if state["type"] == "Sequence" else [state]
+    is_joined = False
+    for kind in kinds:
+        is_space = kind["type"] == "Strip" and kind["start"] <= 1 and kind["stop"] == 0
+        if (kind["type"] not in _SEPARATE and not is_space) or (is_joined and not is_space):
+            return False
+        is_joined = is_joined or kind["type"] == "Fuse"
+    return True
 
 
 def _create_byte_table() -> dict[str, int]:

@@ -145,9 +145,9 @@ def _create_environment(session: nox.Session, name: str) -> str:
     return str(directory / "bin" / "python")
 
 
-@nox.session
+@nox.session(name="engines-sglang")
 def engines_sglang(session: nox.Session) -> None:
-    """Generate and train with real SGLang servers on a CPU, and through their gateway, each in an environment (3 GB)."""
+    """Generate and train with real SGLang servers on a CPU, and through their gateway (environments of 3 GB)."""
     install(session, "test")
     python, smg = [_create_environment(session, name) for name in ("sglang", "smg")]
     session.run(smg, "-m", "pip", "install", "--quiet", "smg==1.13.0", external=True)

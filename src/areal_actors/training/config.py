@@ -278,9 +278,8 @@ class TrainerConfig:
 
     ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row goes alone). ``temperature`` is the one
     that the rows were sampled at: log-probabilities are compared under it. ``num_epochs`` and ``num_minibatches`` are
-    passes over a batch and updates per pass. ``device`` "auto" takes CUDA where there is one; the processes of a gang take
-    theirs by its backend. ``skips_inert_rows`` leaves out of the forward pass what cannot change
-    the gradient.
+    passes over a batch and updates per pass. ``device`` "auto" takes CUDA where there is one; the processes of a gang
+    take theirs by its backend. ``skips_inert_rows`` leaves out of the forward pass what cannot change the gradient.
     """
 
     objective: ObjectiveConfig = field(factory=ObjectiveConfig)

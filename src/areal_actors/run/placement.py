@@ -171,7 +171,8 @@ class _House:
             listen=None if self._sockets is None else f"unix:{self._sockets}/{name}.sock",
             endpoint=self._endpoint,
             admin_key=self._admin_key if role is Role.PROXY and role in run.placed else None,
-            doorway=None if self._sockets is None else self._sockets / "doorway.sock",
+            # A proxy at home listens by itself.
+            doorway=self._sockets / "doorway.sock" if self._sockets and Role.PROXY in run.placed else None,
             **options,
         )
 

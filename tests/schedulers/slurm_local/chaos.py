@@ -34,19 +34,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyn
 WHOLE_NODE = Resources(cpus=8)
 
 
-@pytest.fixture(scope="session")
-def shared() -> Iterator[Cluster]:
-    """Four nodes, each a host of its own where that is allowed."""
-    if why_not():
-        pytest.skip(why_not())
-    options = () if why_no_namespaces() else ("--netns",)
-    with (
-        tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as directory,
-        open_cluster(Path(directory) / "c", prefix="chaos", num_nodes=4, options=options) as opened,
-    ):
-        yield opened
-
-
 @pytest.fixture
 def cluster(shared: Cluster, tmp_path: Path) -> Iterator[Cluster]:
     """The cluster with all its nodes; afterwards, no job and no process of this test is left."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.schedulers.slurm_local.cluster import ROOT, Cluster, open_cluster, why_no_namespaces, why_not
+from tests.schedulers.slurm_local.cluster import ROOT, Cluster, why_no_namespaces
 
 MAIN = ("examples/tool_agent.yaml", "scheduler.type=slurm", "proxy.host=0.0.0.0", "total_steps=16", "stop.reward=null")
 TINY = ("examples/slurm.yaml",)
@@ -21,19 +20,6 @@ ROLES = (  # each of them fills a node
     "scheduler.roles.generation={replicas: 2, cpus: 8}",
     "scheduler.roles.proxy={cpus: 8}",
 )
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Cluster]:
-    """Four nodes, each a host of its own where that is allowed."""
-    if why_not():
-        pytest.skip(why_not())
-    options = () if why_no_namespaces() else ("--netns",)
-    with (
-        tempfile.TemporaryDirectory(prefix="train-", dir="/tmp") as directory,
-        open_cluster(Path(directory) / "c", prefix="train", num_nodes=4, options=options) as opened,
-    ):
-        yield opened
 
 
 @pytest.fixture

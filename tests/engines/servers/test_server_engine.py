@@ -360,6 +360,32 @@ async def test_what_waits_for_a_pause_can_be_aborted(model: Path, tmp_path: Path
         assert not server.bodies
 
 
+class Deaf(EchoEngine):
+    """Does not hear the first abort, as a server that does not know of the request yet."""
+
+    has_heard = False
+
+    async def abort(self, request_id: str) -> None:
+        if self.has_heard:
+            await super().abort(request_id)
+        self.has_heard = True
+
+
+async def test_an_abort_that_came_too_early_is_repeated(model: Path, tmp_path: Path) -> None:
+    """A server that goes on sampling has not heard it."""
+    async with open_house(model, tmp_path, is_gated=True, create_engine=Deaf) as (engine, (server,)):
+        server.engine.release(2)
+        async with engine.generate(ask()) as chunks:
+            seen = [await anext(aiter(chunks))]
+            await engine.abort("r0")
+            server.engine.release(2)
+            seen += [chunk async for chunk in chunks]
+
+        assert seen[-1].finish is FinishReason.ABORT
+        assert ids_of(seen) == WHOLE[: len(ids_of(seen))]
+        assert len(ids_of(seen)) <= 4
+
+
 # ------------------------------------------------------------------------------------------------------- opening
 
 

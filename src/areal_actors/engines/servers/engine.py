@@ -256,13 +256,17 @@ class ServerEngine:
         # The name of a session opens it; a server has no need to know it.
         routing_key = blake2b(run.routing_key.encode(), digest_size=16).hexdigest()
         attribution = Attribution(self.version)
-        has_ended = False
+        has_ended = was_told_again = False
         self._enter(run, server)
         try:
             client = self._gateway or server.generating
             async with self._dialect.generate(client, request, routing_key=routing_key) as deltas:
                 async for delta in deltas:
                     has_ended = delta.finish is not None
+                    if (run.is_aborted or run.was_interrupted) and not (has_ended or was_told_again):
+                        # It may have been told before it knew of the request, and have forgotten.
+                        was_told_again = True
+                        await self._end_attempt(run)
                     is_settled = self._pool.num_loads == num_loads
                     for chunk in attribution.take(delta, is_settled=is_settled):
                         yield self._take(run, chunk)

@@ -53,7 +53,7 @@ async def test_a_real_server_keeps_the_contract(open_remote, policy, check: Chec
             engine=remote,
             create_snapshot=policy.snapshot,
             prompt=PROMPT,
-            num_tokens=200,
+            num_tokens=600,
             recompute=policy.recompute,
             decode=lambda ids: tiny_tokenizer().decode(ids, skip_special_tokens=True),
             stop_token_ids=(2,),

@@ -33,7 +33,7 @@ from areal_actors.workflows import import_reference
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-MAX_SECONDS = 120.0
+MAX_SECONDS = 240.0
 QUICK = ("logging.tensorboard=false", "logging.display=plain", "engine.num_threads=1")
 
 

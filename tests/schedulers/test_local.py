@@ -146,7 +146,7 @@ async def test_a_worker_ends_with_its_block_and_its_children_with_it(tmp_path, i
 
     assert PlacementState.ENDED is status.state
     assert -signal.SIGKILL == status.exit_code
-    assert not _is_alive(int(pid_file.read_text()))
+    await _is_gone(int(pid_file.read_text()))
 
 
 async def _appears(path):

@@ -311,7 +311,7 @@ class _Attempt:
     async def find(self, protocol: type[P], name: str, /) -> Ref[P]:
         """See ``roles.Finder``."""
         role = HOMES[name]
-        if role in self._lines:
+        if role is not None and role in self._lines:
             return self._lines[role].ref(protocol, name)
         while name not in self._local:
             await self._arrived.wait()

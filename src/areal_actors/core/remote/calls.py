@@ -40,6 +40,7 @@ class Call:
         "kind",
         "limit",
         "message",
+        "num_items",
         "outgoing",
         "parts",
         "reply",
@@ -57,6 +58,7 @@ class Call:
         self.reply: Any = PENDING
         self.error: ArealError | None = None
         self.buffer: deque[Any] = deque()
+        self.num_items = 0
         self.limit = 0
         self.arrival: Signal | None = None
 

@@ -63,7 +63,10 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @define(eq=False)
 class Frame:
-    """A whole message as it arrived. ``seconds`` is the time that a request has left; infinity without a deadline."""
+    """A whole message as it arrived.
+
+    ``seconds`` is the time that a request has left, infinity without a deadline; of an item of a stream, its number.
+    """
 
     kind: Kind
     id: int

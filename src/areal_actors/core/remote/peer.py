@@ -266,6 +266,9 @@ class Peer:
             return
         if len(call.buffer) >= call.limit:
             raise ProtocolError(f"a stream of {self._name(call)} sends more than it has credit for")
+        if frame.seconds != call.num_items:
+            raise ProtocolError(f"item {frame.seconds:g} of {self._name(call)} came where item {call.num_items} is due")
+        call.num_items += 1
         (data,) = self._words(frame, 1)
         try:
             call.buffer.append(self.codec.from_data(data, self._reply_kind(call.message), "an item"))

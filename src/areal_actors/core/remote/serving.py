@@ -337,13 +337,14 @@ class _Answering:
 class _RemoteStreamCall(StreamCall):
     """A stream whose consumer is elsewhere: its buffer is there, too, and its room is known as credit."""
 
-    __slots__ = ("_call", "_credit", "_peer", "_reply")
+    __slots__ = ("_call", "_credit", "_num_sent", "_peer", "_reply")
 
     def __init__(  # noqa: PLR0917 - all of an envelope, and where its items go
         self, message: Any, handler: Handler, cell: Any, deadline: float, peer: Peer, call: int, limit: int
     ) -> None:
         super().__init__(message, handler, cell, None, deadline, limit=max(limit, 1))
         self._peer, self._call, self._credit = peer, call, self.limit
+        self._num_sent = 0
         self._reply = type(message)
 
     async def put(self, item: Any) -> None:
@@ -352,7 +353,9 @@ class _RemoteStreamCall(StreamCall):
             self.room = self.cell.loop.new_signal()
             await self.room.wait()
         self._credit -= 1
-        self._peer.queue(Outgoing(Kind.ITEM, self._call, self._peer.encode_reply(self._reply, item)))
+        body = self._peer.encode_reply(self._reply, item)
+        self._peer.queue(Outgoing(Kind.ITEM, self._call, body, float(self._num_sent)))
+        self._num_sent += 1
 
     def grant(self, num_items: int) -> None:
         """The consumer has taken this many."""

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 from attrs import frozen
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from areal_actors.core import Actor, ActorSystem, Message, StreamMessage
@@ -158,6 +158,11 @@ async def play(desk: Any, number: int, step: Any, outcomes: dict[int, list[str]]
         outcomes[number].append("left")
 
 
+@example(  # items of two streams, said again
+    program=[("ask", 0, None)] * 6 + [("stream", 0, None)] * 2,
+    there=Fault("delayed", 280),
+    back=Fault("replayed", 1051),
+)
 @given(program=st.lists(steps, max_size=10), there=faults, back=faults)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 async def test_whatever_happens_to_the_bytes(program, there, back):

@@ -161,9 +161,10 @@ class SlurmPlacement:
             await self._close(evolve(view, state=report.state if report else "LOST" if left is None else "ENDED"))
 
     async def _hurry(self, view: JobView) -> None:
+        """Refused while the job's former life is being cleared away, it is asked again at the next look."""
+        await self._commands.start_now(view.job)
         self._num_hurried = view.num_restarts
         logger.info("job %d of %s was put back into the queue; it is started again", view.job, self.spec.name)
-        await self._commands.start_now(view.job)
 
     async def _close(self, view: JobView) -> None:
         """It has ended: find out how, and say so for ever."""

@@ -28,6 +28,8 @@ GRACE_SECONDS = 2.0
 _TAIL_BYTES = 4096
 LAST_WORDS_SECONDS = 1.0
 """How long is waited for the end of what an ended process said; a daemon that it left may hold the pipe for ever."""
+_REAP_SECONDS = 10.0
+"""How long is waited for the status of a process that has been killed."""
 
 
 class BoundedLog:
@@ -180,6 +182,10 @@ class Child:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+        with anyio.move_on_after(_REAP_SECONDS):
+            while self.process.returncode is None:  # on a busy machine, its end is heard of late
+                with anyio.move_on_after(_REAP_SECONDS / 100):
+                    await self.process.wait()
         is_over = False
         with anyio.move_on_after(LAST_WORDS_SECONDS):
             await self.process.wait()

@@ -112,7 +112,7 @@ class _Keeper:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(child.listen)
                 await child.wait_for_leader()
-                await child.process.wait()
+                await child.kill()  # and hear its last words
                 tasks.cancel_scope.cancel()
         finally:
             del self.launched.processes[self.url]

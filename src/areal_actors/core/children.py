@@ -163,6 +163,13 @@ class Child:
                 await self._is_silent.wait()
             await self._close()
 
+    async def reap(self) -> None:
+        """Wait, not for ever, until it is known how the leader ended: on a busy machine that is heard of late."""
+        with anyio.move_on_after(_REAP_SECONDS):
+            while self.process.returncode is None:
+                with anyio.move_on_after(_REAP_SECONDS / 100):
+                    await self.process.wait()
+
     def describe_end(self) -> str:
         """How the process ended, with its last words."""
         words = self.log.last_words
@@ -182,10 +189,7 @@ class Child:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-        with anyio.move_on_after(_REAP_SECONDS):
-            while self.process.returncode is None:  # on a busy machine, its end is heard of late
-                with anyio.move_on_after(_REAP_SECONDS / 100):
-                    await self.process.wait()
+        await self.reap()
         is_over = False
         with anyio.move_on_after(LAST_WORDS_SECONDS):
             await self.process.wait()

@@ -188,6 +188,7 @@ class LocalPlacement:
             await self._introduce(child)
             await child.wait_for_leader()
             await child.kill(grace_seconds=0)
+            await child.reap()  # whoever stops it may be killing it already
             tasks.cancel_scope.cancel()  # a daemon that it left may hold its pipes for ever
         self.status = PlacementStatus(
             state=PlacementState.ENDED,

@@ -20,11 +20,11 @@ from attrs import field, frozen
 
 from areal_actors.actors.gang import GangMembers
 from areal_actors.core import Ref
+from areal_actors.core.children import BoundedLog, Child
 from areal_actors.core.remote import Listener, Peer, listen
 from areal_actors.errors import GangError
 from areal_actors.messages import Ranks
 from areal_actors.run.job import Job
-from areal_actors.workflows.processes import BoundedLog, Child
 
 __all__ = ["RankOpener", "open_ranks"]
 

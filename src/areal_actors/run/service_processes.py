@@ -23,11 +23,11 @@ from anyio import to_thread
 from anyio.abc import ByteReceiveStream
 from attrs import field, frozen
 
+from areal_actors.core.children import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import TrialId
 from areal_actors.errors import SessionEnded, Unavailable
 from areal_actors.telemetry import get_logger
-from areal_actors.workflows.processes import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
 
 __all__ = ["ServiceProcess", "ServiceProcesses"]
 

@@ -21,11 +21,12 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import asdict, field, frozen
 from attrs.validators import ge, gt
 
+from areal_actors.core.children import BoundedLog, Child
 from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError, WorkflowError
 from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent
-from areal_actors.workflows.processes import BoundedLog, Child, check_problem
+from areal_actors.workflows.processes import check_problem
 from areal_actors.workflows.seats import SeatedAgent
 
 __all__ = ["AgentPool", "PoolConfig"]

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from areal_actors.core.children import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
 from areal_actors.errors import EpisodeError
 
-__all__ = ["LAST_WORDS_SECONDS", "BoundedLog", "Child", "check_problem", "episode_environment", "read_all"]
+__all__ = ["check_problem", "episode_environment"]
 
 
 def episode_environment(*, base_url: str, api_key: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -11,9 +12,20 @@ import anyio
 import httpx
 from attrs import frozen
 
-from areal_actors.errors import EngineError
+from areal_actors.errors import EngineError, InvalidRequest
 
-__all__ = ["Answer", "ask", "create_client", "describe_failure", "open_events"]
+__all__ = [
+    "Answer",
+    "as_answer",
+    "ask",
+    "create_client",
+    "describe_failure",
+    "failure_of",
+    "get_document",
+    "open_events",
+    "parse_version",
+    "post_command",
+]
 
 _CONNECT_SECONDS = 10.0
 _MAX_SAID = 400
@@ -71,6 +83,40 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, body: Mapping[s
 def describe_failure(client: httpx.AsyncClient, path: str, answer: Answer) -> str:
     """A sentence about an answer that should have been another."""
     return f"{client.base_url}{path.lstrip('/')} answered {answer.status}: {answer.said}"
+
+
+async def get_document(client: httpx.AsyncClient, path: str, *, software: str) -> Mapping[str, Any]:
+    """What a server of this kind says of itself. Raises ``EngineError`` for one that says nothing of the kind."""
+    answer = await ask(client, "GET", path)
+    if answer.is_error or not isinstance(answer.document, Mapping):
+        raise EngineError(f"{describe_failure(client, path, answer)}; it is no {software} server of a version we know.")
+    return answer.document
+
+
+async def post_command(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None = None) -> None:
+    """Have a server do something. Raises ``EngineError`` if it does not, or says that it did not succeed."""
+    answer = await ask(client, "POST", path, body)
+    if answer.is_error or (isinstance(answer.document, Mapping) and answer.document.get("success") is False):
+        raise EngineError(describe_failure(client, path, answer))
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The first three numbers in the name of a version."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def as_answer(event: Mapping[str, Any]) -> Answer:
+    """The answer that an event with an ``error`` would have been, had it come before the stream."""
+    error = event["error"]
+    status = error.get("code") if isinstance(error, Mapping) else None
+    return Answer(status if isinstance(status, int) else 500, json.dumps(event), event)
+
+
+def failure_of(client: httpx.AsyncClient, path: str, answer: Answer) -> EngineError | InvalidRequest:
+    """What to raise for an answer that is an error: whether the request is at fault, or the server."""
+    if answer.is_refusal:
+        return InvalidRequest(f"The inference server refuses the request: {answer.said}")
+    return EngineError(describe_failure(client, path, answer))
 
 
 @asynccontextmanager

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -24,8 +23,18 @@ from attrs import field, frozen
 from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
 from areal_actors.engines.lark import format_lark
 from areal_actors.engines.servers.dialect import Delta, ServerFacts, VersionSpan
-from areal_actors.engines.servers.http import Answer, ask, describe_failure, open_events
-from areal_actors.errors import EngineError, InvalidRequest, ModelError
+from areal_actors.engines.servers.http import (
+    Answer,
+    as_answer,
+    ask,
+    describe_failure,
+    failure_of,
+    get_document,
+    open_events,
+    parse_version,
+    post_command,
+)
+from areal_actors.errors import EngineError, ModelError
 
 __all__ = ["OLDEST", "SGLangDialect"]
 
@@ -51,10 +60,13 @@ class SGLangDialect:
 
     async def describe(self, client: httpx.AsyncClient) -> ServerFacts:
         """Ask who it is; see ``ServerDialect.describe``."""
-        info, model = await _get(client, "/server_info"), await _get(client, "/model_info")
-        models = await _get(client, "/v1/models")
+        info, model = (
+            await get_document(client, "/server_info", software="SGLang"),
+            await get_document(client, "/model_info", software="SGLang"),
+        )
+        models = await get_document(client, "/v1/models", software="SGLang")
         version = str(info.get("version", ""))
-        if _parse_version(version) < OLDEST:
+        if parse_version(version) < OLDEST:
             raise EngineError(
                 f"{client.base_url} runs SGLang {version or 'of an unknown version'}; "
                 f"{'.'.join(map(str, OLDEST))} is the oldest that tells which weights sampled which token. Update it."
@@ -82,7 +94,7 @@ class SGLangDialect:
         headers = {ROUTING_HEADER: routing_key} if routing_key else None
         async with open_events(client, "/generate", self._format(request), headers=headers) as events:
             if isinstance(events, Answer):
-                raise _failure(client, events)
+                raise failure_of(client, "/generate", events)
             async with aclosing(_read(client, request, events)) as deltas:
                 yield deltas
 
@@ -122,15 +134,15 @@ class SGLangDialect:
 
     async def abort(self, client: httpx.AsyncClient, request_id: str) -> None:
         """End a generation."""
-        await _command(client, "/abort_request", {"rid": request_id})
+        await post_command(client, "/abort_request", {"rid": request_id})
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
         """Stop sampling; the engine sees to it that ``WAIT`` has nothing to wait for."""
-        await _command(client, "/pause_generation", {"mode": _PAUSES[mode]})
+        await post_command(client, "/pause_generation", {"mode": _PAUSES[mode]})
 
     async def resume(self, client: httpx.AsyncClient) -> None:
         """Go on sampling."""
-        await _command(client, "/continue_generation", {})
+        await post_command(client, "/continue_generation", {})
 
     async def update_from_disk(self, client: httpx.AsyncClient, path: Path, *, version: str) -> None:
         """Load safetensors; see ``ServerDialect.update_from_disk``."""
@@ -145,19 +157,6 @@ class SGLangDialect:
 
 
 # ----------------------------------------------------------------------------------------------------- asking
-
-
-async def _get(client: httpx.AsyncClient, path: str) -> Mapping[str, Any]:
-    answer = await ask(client, "GET", path)
-    if answer.is_error or not isinstance(answer.document, Mapping):
-        raise EngineError(f"{describe_failure(client, path, answer)}; it is no SGLang server of a version we know.")
-    return answer.document
-
-
-async def _command(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> None:
-    answer = await ask(client, "POST", path, body)
-    if answer.is_error:
-        raise EngineError(describe_failure(client, path, answer))
 
 
 def _facts(version: str, info: Mapping[str, Any], model: Mapping[str, Any], models: Mapping[str, Any]) -> ServerFacts:
@@ -178,10 +177,6 @@ def _facts(version: str, info: Mapping[str, Any], model: Mapping[str, Any], mode
     )
 
 
-def _parse_version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
-
-
 # ---------------------------------------------------------------------------------------------------- reading
 
 
@@ -191,7 +186,7 @@ async def _read(client: httpx.AsyncClient, request: EngineRequest, events: Async
     async for event in events:
         try:
             if event.get("error"):
-                raise _failure(client, _as_answer(event))
+                raise failure_of(client, "/generate", as_answer(event))
             delta = _parse(client, request, event, num_seen)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"{client.base_url}generate streams what SGLang does not: {error!r}") from error
@@ -238,20 +233,8 @@ def _parse_finish(client: httpx.AsyncClient, reason: Mapping[str, Any] | None) -
     if reason is None:
         return None
     if reason["type"] == "abort" and reason.get("status_code"):
-        raise _failure(client, Answer(int(reason["status_code"]), json.dumps(reason), reason))
+        raise failure_of(client, "/generate", Answer(int(reason["status_code"]), json.dumps(reason), reason))
     return FinishReason(reason["type"])
-
-
-def _as_answer(event: Mapping[str, Any]) -> Answer:
-    error = event["error"]
-    status = error.get("code") if isinstance(error, Mapping) else None
-    return Answer(status if isinstance(status, int) else 500, json.dumps(event), event)
-
-
-def _failure(client: httpx.AsyncClient, answer: Answer) -> Exception:
-    if answer.is_refusal:
-        return InvalidRequest(f"The inference server refuses the request: {answer.said}")
-    return EngineError(describe_failure(client, "/generate", answer))
 
 
 def _is_plain(request: EngineRequest) -> bool:

@@ -29,7 +29,6 @@ after an update, it would sample from new weights with an old head. Such a serve
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -43,9 +42,19 @@ from attrs import field, frozen
 from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
 from areal_actors.engines.lark import format_lark
 from areal_actors.engines.servers.dialect import Delta, ServerFacts, VersionSpan
-from areal_actors.engines.servers.http import Answer, ask, describe_failure, open_events
+from areal_actors.engines.servers.http import (
+    Answer,
+    as_answer,
+    ask,
+    describe_failure,
+    failure_of,
+    get_document,
+    open_events,
+    parse_version,
+    post_command,
+)
 from areal_actors.engines.servers.publishing import read_shapes
-from areal_actors.errors import EngineError, InvalidRequest, ModelError, UnsupportedParameter
+from areal_actors.errors import EngineError, ModelError, UnsupportedParameter
 
 __all__ = ["ABORT_PREFIX", "OLDEST", "SESSION_HEADER", "VllmDialect"]
 
@@ -87,15 +96,15 @@ class VllmDialect:
 
     async def describe(self, client: httpx.AsyncClient) -> ServerFacts:
         """Ask who it is; see ``ServerDialect.describe``. It must have been started as we need it."""
-        version = str((await _get(client, "/version")).get("version", ""))
-        if _parse_version(version) < OLDEST:
+        version = str((await get_document(client, "/version", software="vLLM")).get("version", ""))
+        if parse_version(version) < OLDEST:
             raise EngineError(
                 f"{client.base_url} runs vLLM {version or 'of an unknown version'}; {'.'.join(map(str, OLDEST))} is "
                 "the oldest that tells which weights sampled which token. Update it."
             )
         await _check_endpoints(client)
-        label = (await _get(client, "/weight_info")).get("weight_version")
-        info = await _get(client, "/server_info?config_format=json")
+        label = (await get_document(client, "/weight_info", software="vLLM")).get("weight_version")
+        info = await get_document(client, "/server_info?config_format=json", software="vLLM")
         try:
             facts = _facts(version, str(label), info["vllm_config"])
             mode, device = info["vllm_config"]["model_config"]["logprobs_mode"], _device(info["vllm_config"])
@@ -135,7 +144,7 @@ class VllmDialect:
         headers = {SESSION_HEADER: routing_key} if routing_key else None
         async with open_events(client, GENERATE, self._format(request), headers=headers) as events:
             if isinstance(events, Answer):
-                raise _failure(client, events)
+                raise failure_of(client, GENERATE, events)
             async with aclosing(_read(client, request, events)) as deltas:
                 yield deltas
 
@@ -175,15 +184,15 @@ class VllmDialect:
 
     async def abort(self, client: httpx.AsyncClient, request_id: str) -> None:
         """End a generation."""
-        await _command(client, "/abort_requests", {"request_ids": [ABORT_PREFIX + request_id]})
+        await post_command(client, "/abort_requests", {"request_ids": [ABORT_PREFIX + request_id]})
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
         """Stop sampling. Keys and values are kept; they are dropped where the weights change."""
-        await _command(client, f"/pause?mode={mode.value}&clear_cache=false")
+        await post_command(client, f"/pause?mode={mode.value}&clear_cache=false")
 
     async def resume(self, client: httpx.AsyncClient) -> None:
         """Go on sampling."""
-        await _command(client, "/resume")
+        await post_command(client, "/resume")
 
     async def update_from_disk(self, client: httpx.AsyncClient, path: Path, *, version: str) -> None:
         """Load safetensors; see ``ServerDialect.update_from_disk``.
@@ -192,9 +201,11 @@ class VllmDialect:
         files that it was started with, where these can be read from here.
         """
         await to_thread.run_sync(_check_shapes, path, await _find_model(client))
-        await _command(client, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
-        await _command(client, "/reset_prefix_cache?reset_running_requests=true")
-        await _command(client, "/update_weight_version", {"new_version": version})
+        await post_command(
+            client, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        )
+        await post_command(client, "/reset_prefix_cache?reset_running_requests=true")
+        await post_command(client, "/update_weight_version", {"new_version": version})
 
 
 # ------------------------------------------------------------------------------------------------ who it is
@@ -251,10 +262,6 @@ def _device(config: Mapping[str, Any]) -> str:
     return str(config["device_config"]["device"])
 
 
-def _parse_version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
-
-
 def _check_shapes(directory: Path, model: Path) -> None:
     """Raise ``ModelError`` if the server, which began with ``model``, would die of the weights in ``directory``.
 
@@ -278,32 +285,13 @@ def _check_shapes(directory: Path, model: Path) -> None:
 # -------------------------------------------------------------------------------------------------- asking
 
 
-async def _get(client: httpx.AsyncClient, path: str) -> Mapping[str, Any]:
-    answer = await ask(client, "GET", path)
-    if answer.is_error or not isinstance(answer.document, Mapping):
-        raise EngineError(f"{describe_failure(client, path, answer)}; it is no vLLM server of a version we know.")
-    return answer.document
-
-
 async def _find_model(client: httpx.AsyncClient) -> Path:
     """What the server was started with: a directory, or a name that looks like one that is not there."""
-    document = await _get(client, "/v1/models")
+    document = await get_document(client, "/v1/models", software="vLLM")
     try:
         return Path(document["data"][0]["root"])
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(f"{client.base_url}v1/models does not name its model: {error!r}") from error
-
-
-async def _command(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None = None) -> None:
-    answer = await ask(client, "POST", path, body)
-    if answer.is_error or (isinstance(answer.document, Mapping) and answer.document.get("success") is False):
-        raise EngineError(describe_failure(client, path, answer))
-
-
-def _failure(client: httpx.AsyncClient, answer: Answer) -> Exception:
-    if answer.is_refusal:
-        return InvalidRequest(f"The inference server refuses the request: {answer.said}")
-    return EngineError(describe_failure(client, GENERATE, answer))
 
 
 # ------------------------------------------------------------------------------------------------- reading
@@ -313,7 +301,7 @@ async def _read(client: httpx.AsyncClient, request: EngineRequest, events: Async
     async for event in events:
         try:
             if event.get("error"):
-                raise _failure(client, _as_answer(event))
+                raise failure_of(client, GENERATE, as_answer(event))
             delta = _parse(request, event["choices"][0])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise EngineError(f"{client.base_url} streams what vLLM does not: {error!r}") from error
@@ -358,12 +346,6 @@ def _parse_top(entry: Mapping[str, Any], number: int) -> tuple[TopLogprob, ...]:
     """The most probable ones. In the list, the sampled token comes first, whatever its place is."""
     found = sorted(entry["top_logprobs"], key=lambda top: -top["logprob"])
     return tuple(TopLogprob(token_id=top["token_id"], logprob=top["logprob"]) for top in found[:number])
-
-
-def _as_answer(event: Mapping[str, Any]) -> Answer:
-    error = event["error"]
-    status = error.get("code") if isinstance(error, Mapping) else None
-    return Answer(status if isinstance(status, int) else 500, json.dumps(event), event)
 
 
 def _is_plain(request: EngineRequest) -> bool:

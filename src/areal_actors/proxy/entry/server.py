@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Protocol
+
+import httpx
+from starlette.types import ASGIApp
 
 from areal_actors.client.http import create_http_client
 from areal_actors.core import Actor, Context
@@ -33,19 +37,10 @@ class EntryServer(Actor[Serving]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Bind, and serve while the actor lives."""
-        config = self._config
-        listener = listen(config.host, config.port, section="entry")
-        async with create_http_client() as client:
-            try:
-                self._url = url_of(listener, config.public_host)
-                traffic = Traffic()
-                app = create_entry_app(config, client=client, traffic=traffic)
-                context.tasks.start_soon(
-                    partial(serve_until_cancelled, app, listener, traffic, drain_seconds=config.drain_seconds)
-                )
-                yield
-            finally:
-                listener.close()  # detached once it is served
+        async with _served(
+            context, self._config, partial(create_entry_app, self._config), section="entry"
+        ) as self._url:
+            yield
 
     @DescribeEndpoint.handler
     async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
@@ -68,21 +63,34 @@ class HostServer(Actor[Serving]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Bind, and serve while the actor lives."""
-        config = self._config
-        listener = listen(config.host, config.port, section="host")
-        async with create_http_client() as client:
-            try:
-                self._url = url_of(listener, config.public_host)
-                traffic = Traffic()
-                app = create_host_app(self._peers, config=config, client=client, traffic=traffic)
-                context.tasks.start_soon(
-                    partial(serve_until_cancelled, app, listener, traffic, drain_seconds=config.drain_seconds)
-                )
-                yield
-            finally:
-                listener.close()  # detached once it is served
+        async with _served(
+            context, self._config, partial(create_host_app, self._peers, config=self._config), section="host"
+        ) as self._url:
+            yield
 
     @DescribeEndpoint.handler
     async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
         """Where the host listens, and the key that manages it."""
         return Endpoint(url=self._url, admin_key=self._peers.admin_key)
+
+
+class _CreateApp(Protocol):
+    def __call__(self, *, client: httpx.AsyncClient, traffic: Traffic) -> ASGIApp: ...
+
+
+@asynccontextmanager
+async def _served(
+    context: Context, config: EntryConfig | ProxyConfig, create_app: _CreateApp, *, section: str
+) -> AsyncIterator[str]:
+    """Bind, and serve an app that forwards with a client of its own, while the block lasts; gives the URL."""
+    listener = listen(config.host, config.port, section=section)
+    async with create_http_client() as client:
+        try:
+            traffic = Traffic()
+            app = create_app(client=client, traffic=traffic)
+            serve = partial(serve_until_cancelled, app, listener, traffic, drain_seconds=config.drain_seconds)
+            url = url_of(listener, config.public_host)
+            context.tasks.start_soon(serve)
+            yield url
+        finally:
+            listener.close()  # detached once it is served

@@ -202,8 +202,9 @@ def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):
     assert 0 == running.returncode
     assert summary["steps"] == saved[-1] >= 1
     assert [] == [child for child in children if child.is_running()]
-    more = f"total_steps={saved[-1] + 1}"
-    with service(run_dir, more, "--resume") as (running, later), agents(tmp_path, 400, later):
+    # Agents that were killed with the service left sessions behind, which hold permits until they expire.
+    more = (f"total_steps={saved[-1] + 1}", "sessions.lifetimes.idle_seconds=3", "sessions.sweep_seconds=1")
+    with service(run_dir, *more, "--resume") as (running, later), agents(tmp_path, 400, later):
         output, _ = running.communicate(timeout=MAX_SECONDS)
 
     assert saved[-1] + 1 == json.loads(output.splitlines()[-1])["steps"]

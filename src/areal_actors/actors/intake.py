@@ -323,6 +323,9 @@ class IntakeKeeper(Actor[Intake]):
             for session in sessions:
                 if session.is_ended:
                     await self.finish(SessionFinished(session=session.id, is_final=session.is_final or group.is_closed))
+        awaited = [session.id for _, sessions in opened for session in sessions if not session.is_ended]
+        if awaited:  # their agents may be gone: whoever wonders why nothing is trained finds the reason
+            _log.warning("sessions_restored", num_awaited=len(awaited), detail=_RESTORED, sessions=awaited[:8])
 
     async def _restore_group(
         self, sessions: tuple[RestoredSession, ...], *, is_queued: bool
@@ -335,6 +338,7 @@ class IntakeKeeper(Actor[Intake]):
         return group, sessions
 
 
+_RESTORED = "They hold permits until their agents end them, or until sessions.lifetimes.idle_seconds have passed."
 _EXPIRED = "expired: nobody used the session for too long, and nobody ended it."
 
 

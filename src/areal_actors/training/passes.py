@@ -139,7 +139,7 @@ class Passes:
         """Arrays of which each rank has some, and zeros in the place of the others: all of them, exactly."""
         if self.gang.is_alone:
             return tuple(parts)
-        whole = np.concatenate(parts or [np.zeros(0)]).astype(np.float64)  # holds every float32
+        whole = np.concatenate([np.zeros(0, dtype=np.float32), *parts]).astype(np.float64)  # holds every float32
         bounds = np.cumsum([len(part) for part in parts])[:-1]
         return tuple(np.split(self.gang.sum(whole).astype(np.float32), bounds)) if parts else ()
 

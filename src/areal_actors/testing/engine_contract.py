@@ -195,6 +195,7 @@ _MAX_ATTEMPTS = 10
 async def check_abort_ends_a_generation(subject: Subject) -> None:
     """``abort`` ends a generation with ABORT, after what was sampled before; unknown ids are ignored."""
     await subject.engine.abort("nobody")
+    seen: list[Chunk] = []
     for _ in range(_MAX_ATTEMPTS):
         request = create_request(subject)
         async with subject.engine.generate(request) as chunks:
@@ -264,6 +265,7 @@ async def check_pause_waits(subject: Subject) -> None:
 async def check_pause_aborts(subject: Subject) -> None:
     """``pause(ABORT)`` ends the running generations with ABORT."""
     engine = subject.engine
+    seen: list[Chunk] = []
     for _ in range(_MAX_ATTEMPTS):
         async with engine.generate(create_request(subject)) as chunks:
             seen = [await anext(aiter(chunks))]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 def commands(directory, *, timeout_seconds=5.0, environment=None, **programs):
     """Commands whose programs are these scripts."""
-    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+    for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo"):
         program = directory / name
         program.write_text(f"#!/bin/bash\n{programs.get(name, 'exit 0')}\n")
         program.chmod(0o755)
@@ -57,6 +57,20 @@ async def test_commands_see_the_clean_environment_and_the_script(tmp_path):
     environment = (tmp_path / "sbatch.env").read_text().splitlines()
     assert "KEY=v" in environment
     assert not [line for line in environment if line.startswith("SBATCH_")]
+
+
+async def test_a_command_that_reads_nothing_is_heard_all_the_same(tmp_path):
+    """It has failed before it came to the script, which fills more than a pipe."""
+    found = await commands(tmp_path, sbatch="echo no configuration >&2; exit 1").submit((), "x" * 1_000_000)
+
+    assert Refused(why="no configuration") == found
+
+
+async def test_a_cluster_that_does_not_answer_is_no_cluster(tmp_path):
+    """It is said at once, with the words of Slurm, and what to do."""
+    with pytest.raises(SchedulerError, match=r"No Slurm cluster answers here: .*DNS SRV lookup failed(?s:.*)sinfo"):
+        await commands(tmp_path, sinfo="echo DNS SRV lookup failed >&2; exit 1").check_answers()
+    await commands(tmp_path).check_answers()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from tempfile import TemporaryFile
 
 import anyio
 from attrs import field, frozen
@@ -37,7 +38,7 @@ _UNSURE = re.compile(
     r"|slurm_(receive|send)_?|temporarily unable|resource temporarily unavailable|munge",
     re.IGNORECASE,
 )
-_NEEDED = ("sbatch", "squeue", "scancel", "scontrol")
+_NEEDED = ("sbatch", "squeue", "scancel", "scontrol", "sinfo")
 _INVALID_JOB = "Invalid job id"
 
 
@@ -115,6 +116,15 @@ class SlurmCommands:
             raise SchedulerError(f"Slurm refuses such a job: {answer.errors or answer.output}")
         return answer.errors.removeprefix("sbatch: ") or "Slurm would take such a job"
 
+    async def check_answers(self) -> None:
+        """Raises ``SchedulerError`` where no cluster answers."""
+        try:
+            await self._ask("sinfo", "--noheader", "--format=%P")
+        except SchedulerError as error:
+            raise SchedulerError(
+                f"No Slurm cluster answers here: {error}\nRun this where jobs can be submitted, and `sinfo` lists them."
+            ) from error
+
     async def describe_cluster(self) -> str:
         """Partitions, their state and their nodes, in a line."""
         rows = (await self._ask("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G")).splitlines()
@@ -166,10 +176,13 @@ class SlurmCommands:
             raise SchedulerError(f"{command} cannot be found in PATH; is Slurm installed here?")
         variables = {**clean_environment(self.environment), **(environment or {})}
         try:
-            with anyio.fail_after(self.timeout_seconds):
+            # A file: a command that fails before it has read all of a pipe would break it, and its words were lost.
+            with anyio.fail_after(self.timeout_seconds), TemporaryFile() as stdin:
+                stdin.write(text.encode())
+                stdin.seek(0)
                 # In a session of its own: Ctrl-C is for us, and must not cut a submission in two.
                 done = await anyio.run_process(
-                    [program, *arguments], input=text.encode(), env=variables, check=False, start_new_session=True
+                    [program, *arguments], stdin=stdin, env=variables, check=False, start_new_session=True
                 )
         except TimeoutError:
             raise SchedulerError(f"{command} did not answer within {self.timeout_seconds:g} s") from None

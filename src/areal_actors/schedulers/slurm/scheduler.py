@@ -84,8 +84,8 @@ class SlurmScheduler:
             module: what a worker's interpreter runs.
 
         Raises:
-            SchedulerError: Slurm is not installed, another home lives in this directory, or an earlier one has left
-                jobs that cannot be ended.
+            SchedulerError: Slurm is not installed or does not answer, another home lives in this directory, or an
+                earlier one has left jobs that cannot be ended.
         """
         config = config or SlurmConfig()
         commands = SlurmCommands(
@@ -93,6 +93,7 @@ class SlurmScheduler:
             timeout_seconds=config.command_timeout_seconds,
         )
         commands.check()
+        await commands.check_answers()
         files = SlurmFiles(path=Path(await anyio.Path(directory).absolute()) / "slurm")
         await to_thread.run_sync(files.create)
         logs = files.path.parent / "logs" / "workers"

@@ -47,3 +47,14 @@ def test_a_job_that_no_node_can_take_is_refused(look):
 
     assert verdict is Verdict.FAILED
     assert "refuses" in detail
+
+
+def test_without_a_cluster_nothing_more_is_asked(look, monkeypatch, tmp_path):
+    """One line says that it does not answer, instead of one for each role."""
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nowhere.conf"))
+    found = look("{cpus: 1}", has_trial=True)
+
+    assert found["slurm"][0] is Verdict.FAILED
+    assert "No Slurm cluster answers here" in found["slurm"][1]
+    assert found["jobs"][0] is Verdict.SKIPPED
+    assert "job of trainer" not in found

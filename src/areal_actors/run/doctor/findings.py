@@ -46,8 +46,8 @@ _COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red
 def format_finding(finding: Finding) -> str:
     """A line for people, and one more with the advice."""
     verdict = click.style(f"{finding.verdict:<8}", fg=_COLOURS[finding.verdict])
-    advice = f"\n{'':<9}{'':<21}-> {finding.advice}" if finding.advice else ""
-    return f"{verdict} {finding.check:<21}{finding.detail}{advice}"
+    lines = [*finding.detail.splitlines(), *([f"-> {finding.advice}"] if finding.advice else [])]
+    return f"{verdict} {finding.check:<21}" + f"\n{'':<9}{'':<21}".join(lines)
 
 
 def examined(check: str, look: Callable[[], Iterator[Finding]]) -> tuple[Finding, ...]:

@@ -12,8 +12,10 @@ import anyio
 
 from areal_actors.config import RunConfig
 from areal_actors.core.remote import listen
+from areal_actors.core.remote.addresses import parse_address
 from areal_actors.domain import Role
 from areal_actors.errors import SchedulerError
+from areal_actors.proxy.config import is_loopback
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
 from areal_actors.run.placement import home_address
 from areal_actors.schedulers.accounting import Inventory, find_machine
@@ -40,14 +42,25 @@ def examine_places(config: RunConfig, *, has_trial: bool) -> Iterator[Finding]:
     if config.scheduler.type is SchedulerType.LOCAL:
         yield from examined("workers", lambda: _local(config, placed))
         return
-    yield from examined("slurm", lambda: _cluster(config))
+    cluster = examined("slurm", lambda: _cluster(config))
+    yield from cluster
+    yield from examined("home", lambda: _home(config))
+    if any(finding.verdict is Verdict.FAILED for finding in cluster):
+        yield _skipped("jobs", "without a cluster, nobody can say whether it would take them")
+        return
     for role, settings in placed.items():
-        yield from examined(f"job of {role}", partial(_job, config, role, settings))
-        if has_trial:
+        job = examined(f"job of {role}", partial(_job, config, role, settings))
+        yield from job
+        if any(finding.verdict is Verdict.FAILED for finding in job):
+            yield _skipped(f"trial of {role}", "such a job is refused")
+        elif has_trial:
             yield from examined(f"trial of {role}", partial(_trial, config, role, settings))
         else:
-            detail = "nothing was submitted; --submit tries a job of it on a node"
-            yield Finding(check=f"trial of {role}", verdict=Verdict.SKIPPED, detail=detail)
+            yield _skipped(f"trial of {role}", "nothing was submitted; --submit tries a job of it on a node")
+
+
+def _skipped(check: str, why: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.SKIPPED, detail=why)
 
 
 def _local(config: RunConfig, placed: dict[Role, RoleConfig]) -> Iterator[Finding]:
@@ -66,9 +79,19 @@ def _commands(config: RunConfig) -> SlurmCommands:
 def _cluster(config: RunConfig) -> Iterator[Finding]:
     commands = _commands(config)
     commands.check()
+    anyio.run(commands.check_answers)
     yield Finding(check="slurm", verdict=Verdict.OK, detail=anyio.run(commands.describe_cluster))
+
+
+def _home(config: RunConfig) -> Iterator[Finding]:
     address = home_address(config.scheduler, Path())
-    yield Finding(check="home", verdict=Verdict.OK, detail=f"workers find it at {address}")
+    is_near = is_loopback(parse_address(address)[1])
+    yield Finding(
+        check="home",
+        verdict=Verdict.WARNING if is_near else Verdict.OK,
+        detail=f"workers find it at {address}",
+        advice="No other machine finds it there; name an interface in scheduler.address." if is_near else "",
+    )
 
 
 def _job(config: RunConfig, role: Role, settings: RoleConfig) -> Iterator[Finding]:

@@ -308,7 +308,7 @@ async def test_asks_that_are_cancelled_while_queued_are_dropped():
         ref = await system.spawn(clerk)
         async with anyio.create_task_group() as tasks:
             for name in ("a", "b", "c"):
-                tasks.start_soon(ref.ask, Work(name=name))
+                tasks.start_soon(ref.ask, Work(name=name, seconds=60))
                 await wait_all_tasks_blocked()
             tasks.cancel_scope.cancel()
         await ref.ask(Echo(n=1))
@@ -323,7 +323,7 @@ async def test_an_ask_that_waits_for_room_can_be_cancelled_and_admitted():
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
         ref = await system.spawn(clerk, mailbox_size=1)
         for name in ("a", "b", "c"):
-            tasks.start_soon(ref.ask, Work(name=name))
+            tasks.start_soon(ref.ask, Work(name=name, seconds=5))
             await wait_all_tasks_blocked()
         with pytest.raises(DeadlineExceeded):
             await ref.ask(Work(name="d"), timeout=0.5)

@@ -122,7 +122,7 @@ class Context:
         """
         if Down not in self._cell.handlers:
             raise ProtocolError(f"actor {self.name!r} watches {ref.name!r}; add a method under @Down.handler")
-        ref.life.watch(self._cell)
+        ref.life.watch(self._cell.hear)
 
     def stop(self) -> None:
         """Ask for the actor's own end: returns at once; what was accepted is handled for up to the system's grace."""

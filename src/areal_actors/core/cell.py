@@ -36,12 +36,13 @@ from areal_actors.core.message import Address, AnyMessage
 from areal_actors.core.serving import Serving
 from areal_actors.core.statistics import ActorState, ActorStatistics
 from areal_actors.core.supervision import Down, DownReason, Escalate, Restart, RestartHistory, Supervision
+from areal_actors.core.watching import Watched
 from areal_actors.errors import ActorStopped, ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from areal_actors.core.system import ActorSystem
 
-__all__ = ["Blueprint", "Cell", "Counters", "deliver"]
+__all__ = ["Blueprint", "Cell", "Counters"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,11 @@ class Counters:
     dropped: int = 0
 
 
-class Cell:
+class Cell(Watched):
     """Runs one actor; outlives its incarnations. Only the kernel touches it: others hold a ref."""
 
     def __init__(self, system: ActorSystem, blueprint: Blueprint, random: Random) -> None:
+        super().__init__()
         self.system = system
         self.name = blueprint.name
         self.blueprint = blueprint
@@ -116,8 +118,6 @@ class Cell:
         self._stopping = anyio.Event()
         self._stop_deadline = math.inf
         self._crash: Exception | None = None
-        self._watchers: dict[Cell | Callable[[Down], object], None] = {}
-        self._last_words: Down | None = None
 
     @property
     def cleanup_seconds(self) -> float:
@@ -252,7 +252,7 @@ class Cell:
         if error is not None and not self._is_escalating():
             logger.error("actor %r crashed", self.name, exc_info=error)
         reason = DownReason.STOPPED if error is None else DownReason.CRASHED
-        self._last_words = self._report_down(reason, error, is_restarting=False)
+        self.last_words = self._report_down(reason, error, is_restarting=False)
         self.system.forget(self)
         self.born.set()
         self.gone.set()
@@ -265,16 +265,10 @@ class Cell:
 
     # ------------------------------------------------------------------------------------------------ watching
 
-    def watch(self, watcher: Cell | Callable[[Down], object]) -> None:
-        """Report the end of each incarnation to ``watcher``; at once if there will be no more."""
-        if self._last_words is None:
-            self._watchers[watcher] = None
-        else:
-            deliver(watcher, self._last_words)
-
-    def unwatch(self, watcher: Cell | Callable[[Down], object]) -> None:
-        """Forget a watcher, if it was one."""
-        self._watchers.pop(watcher, None)
+    def hear(self, down: Down) -> None:
+        """Note that somebody whom this actor watches has ended."""
+        if not self.mailbox.closed:
+            self.mailbox.push_control(down)
 
     def _report_down(self, reason: DownReason, error: Exception | None, *, is_restarting: bool) -> Down:
         down = Down(
@@ -284,8 +278,7 @@ class Cell:
             error=None if error is None else f"{type(error).__name__}: {error}",
             is_restarting=is_restarting,
         )
-        for watcher in tuple(self._watchers):
-            deliver(watcher, down)
+        self.report(down)
         return down
 
     # ------------------------------------------------------------------------------------------------ tasks, figures
@@ -314,14 +307,6 @@ class Cell:
             num_dropped=counters.dropped,
             mailbox_peak=mailbox.peak,
         )
-
-
-def deliver(watcher: Cell | Callable[[Down], object], down: Down) -> None:
-    """Bring news to a watcher."""
-    if not isinstance(watcher, Cell):
-        watcher(down)
-    elif not watcher.mailbox.closed:
-        watcher.mailbox.push_control(down)
 
 
 def _lifespan_of(actor: Actor[Any], context: Context) -> AbstractAsyncContextManager[None]:

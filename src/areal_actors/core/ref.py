@@ -7,7 +7,7 @@ A ref is an address with verbs. The actor may live anywhere: ``local.LocalRef`` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -16,8 +16,7 @@ from areal_actors.core.statistics import ActorStatistics
 from areal_actors.errors import ActorError
 
 if TYPE_CHECKING:
-    from areal_actors.core.cell import Cell
-    from areal_actors.core.supervision import Down
+    from areal_actors.core.watching import Watcher
 
 __all__ = ["Life", "Ref"]
 
@@ -29,10 +28,10 @@ Item = TypeVar("Item")
 class Life(Protocol):
     """What knows when an incarnation of an actor ends."""
 
-    def watch(self, watcher: Cell | Callable[[Down], object]) -> None:
+    def watch(self, watcher: Watcher) -> None:
         """Report the end of each incarnation to ``watcher``; at once if there will be no more."""
 
-    def unwatch(self, watcher: Cell | Callable[[Down], object]) -> None:
+    def unwatch(self, watcher: Watcher) -> None:
         """Forget a watcher, if it was one."""
 
 

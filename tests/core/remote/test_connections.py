@@ -181,7 +181,7 @@ async def test_an_actor_hears_that_another_one_became_unreachable():
         async with pretend_remote({"desk": ref}) as (peer, _):
             desk = peer.ref(Desk, "desk")
             watcher = await system.spawn(Watcher(desk))
-            desk.life.watch(system.cell_of(watcher))
+            desk.life.watch(system.cell_of(watcher).hear)
             await ref.stop()
             await wait_all_tasks_blocked()
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from areal_actors.core.cell import Cell, deliver
 from areal_actors.core.envelope import PENDING
 from areal_actors.core.loops import Signal
 from areal_actors.core.message import Address, AnyMessage, protocol_of
 from areal_actors.core.remote.frames import Buffer, Kind, Outgoing
 from areal_actors.core.statistics import ActorState, ActorStatistics
 from areal_actors.core.supervision import Down, DownReason
+from areal_actors.core.watching import Watched
 from areal_actors.errors import ActorStopped, ArealError, ProtocolError, Unreachable
 
 if TYPE_CHECKING:
@@ -83,10 +82,11 @@ class Call:
         self.finish(error=Unreachable(f"{where}; of {name}, {state}", sent=self.is_sent))
 
 
-class Channel:
+class Channel(Watched):
     """One remote actor."""
 
     def __init__(self, peer: Peer, name: str, incarnation: int, messages: frozenset[tuple[str, str, bool]]) -> None:
+        super().__init__()
         self.peer, self.name, self.incarnation, self.messages = peer, name, incarnation, messages
         self.state = ActorState.RUNNING
         self.ref: Ref[Any] | None = None
@@ -94,8 +94,6 @@ class Channel:
         self._credit = peer.other.window_messages
         self._bytes_under_way = 0
         self._waiting: deque[Call] = deque()
-        self._watchers: dict[Cell | Callable[[Down], object], None] = {}
-        self._last_words: Down | None = None
         self._known: dict[type, tuple[str, str, bool]] = {}
 
     @property
@@ -133,7 +131,7 @@ class Channel:
         cause = self.peer.connection.cause
         if cause is not None:
             call.cut(cause)
-        elif self._last_words is not None:
+        elif self.last_words is not None:
             call.finish(error=self._stopped(call))
         if call.error is not None:
             raise call.error
@@ -181,36 +179,24 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------------ its life
 
-    def watch(self, watcher: Cell | Callable[[Down], object]) -> None:
-        """Report the end of each incarnation; at once if there will be no more."""
-        if self._last_words is None:
-            self._watchers[watcher] = None
-        else:
-            deliver(watcher, self._last_words)
-
-    def unwatch(self, watcher: Cell | Callable[[Down], object]) -> None:
-        """Forget a watcher, if it was one."""
-        self._watchers.pop(watcher, None)
-
     def go_down(self, reason: DownReason, incarnation: int, error: str | None, *, is_restarting: bool) -> None:
         """An incarnation is gone, as far as can be seen from here."""
-        if self._last_words is not None or incarnation < self.incarnation:
+        if self.last_words is not None or incarnation < self.incarnation:
             return  # late news of a life that is over
         assert self.ref is not None, "a channel is made with its ref"
         down = Down(ref=self.ref, incarnation=incarnation, reason=reason, error=error, is_restarting=is_restarting)
         if is_restarting:
             self.incarnation = incarnation + 1
         else:
-            self._last_words = down
+            self.last_words = down
             self.state = ActorState.STOPPED if reason is DownReason.STOPPED else ActorState.CRASHED
-        for watcher in tuple(self._watchers):
-            deliver(watcher, down)
+        self.report(down)
         if not is_restarting:
             self._end_waiting()
 
     def revive(self, incarnation: int, messages: frozenset[tuple[str, str, bool]]) -> None:
         """Another actor is exposed under this name now."""
-        self.incarnation, self.messages, self.state, self._last_words = incarnation, messages, ActorState.RUNNING, None
+        self.incarnation, self.messages, self.state, self.last_words = incarnation, messages, ActorState.RUNNING, None
         self._known.clear()
 
     def _end_waiting(self) -> None:

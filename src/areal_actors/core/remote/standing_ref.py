@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import anyio
 from attrs import evolve
 
-from areal_actors.core.cell import Cell, deliver
 from areal_actors.core.message import Address, AnyMessage, Message, StreamMessage
 from areal_actors.core.ref import Life, Ref
 from areal_actors.core.statistics import ActorState, ActorStatistics
 from areal_actors.core.supervision import Down, DownReason
+from areal_actors.core.watching import Watched
 from areal_actors.errors import DeadlineExceeded, Unreachable
 
 if TYPE_CHECKING:
@@ -28,18 +28,17 @@ R = TypeVar("R")
 Item = TypeVar("Item")
 
 
-class StandingRef(Ref[P_contra], Generic[P_contra]):
+class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
     """See ``Ref`` for the contract, and ``Line.ref`` for what differs."""
 
-    __slots__ = ("_incarnation", "_last_words", "_line", "_name", "_near", "_peer", "_protocol", "_watchers")
+    __slots__ = ("_incarnation", "_line", "_name", "_near", "_peer", "_protocol")
 
     def __init__(self, line: Line, protocol: type[P_contra], name: str) -> None:
+        super().__init__()
         self._line, self._protocol, self._name = line, protocol, name
         self._peer: Peer | None = None
         self._near: Ref[P_contra] | None = None
         self._incarnation = 1
-        self._watchers: dict[Cell | Callable[[Down], object], None] = {}
-        self._last_words: Down | None = None
 
     @property
     def address(self) -> Address:
@@ -92,17 +91,6 @@ class StandingRef(Ref[P_contra], Generic[P_contra]):
 
     # ------------------------------------------------------------------------------------------------ its life
 
-    def watch(self, watcher: Cell | Callable[[Down], object]) -> None:
-        """See ``Life``."""
-        if self._last_words is None:
-            self._watchers[watcher] = None
-        else:
-            deliver(watcher, self._last_words)
-
-    def unwatch(self, watcher: Cell | Callable[[Down], object]) -> None:
-        """See ``Life``."""
-        self._watchers.pop(watcher, None)
-
     def attach(self) -> None:
         """Take over the actor of the present connection, if it is exposed there; called at each news of the line."""
         peer = self._line.peer
@@ -122,16 +110,12 @@ class StandingRef(Ref[P_contra], Generic[P_contra]):
         )
         self._peer = self._near = None
         if not is_restarting:
-            self._last_words = down
-        self._report(down)
+            self.last_words = down
+        self.report(down)
 
     def _pass_on(self, down: Down) -> None:
         if down.reason is not DownReason.UNREACHABLE:  # of that, the line tells
-            self._report(evolve(down, ref=self))
-
-    def _report(self, down: Down) -> None:
-        for watcher in tuple(self._watchers):
-            deliver(watcher, down)
+            self.report(evolve(down, ref=self))
 
     # ------------------------------------------------------------------------------------------------ the line
 

@@ -86,10 +86,30 @@ SETUPS = {
 """By name: a server's process is told one."""
 
 
-class NullEngine:
-    """Samples the answer of its set-up."""
+class IdleEngine:
+    """An engine without weights, of which nothing is asked but to generate."""
 
     version = 0
+
+    async def abort(self, request_id: str) -> None:
+        """Nothing runs."""
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        """Nothing runs."""
+
+    async def resume(self) -> None:
+        """Nothing waits."""
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """There are no weights."""
+
+    def statistics(self) -> EngineStatistics:
+        """Nothing is counted."""
+        return EngineStatistics()
+
+
+class NullEngine(IdleEngine):
+    """Samples the answer of its set-up."""
 
     def __init__(self, renderer: TemplateRenderer, setup: Setup) -> None:
         ids = [*renderer.vocabulary.encode(setup.answer), renderer.stop_token_ids[0]]
@@ -131,19 +151,3 @@ class NullEngine:
         whole = self.chunk
         arrays = {name: getattr(whole, name)[part] for name in ("token_ids", "logprobs", "raw_logprobs")}
         return evolve(whole, **arrays)
-
-    async def abort(self, request_id: str) -> None:
-        """Nothing runs."""
-
-    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Nothing runs."""
-
-    async def resume(self) -> None:
-        """Nothing waits."""
-
-    async def load(self, snapshot: Snapshot) -> None:
-        """There are no weights."""
-
-    def statistics(self) -> EngineStatistics:
-        """Nothing is counted."""
-        return EngineStatistics()

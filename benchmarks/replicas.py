@@ -21,6 +21,7 @@ import anyio
 import torch
 from attrs import define
 from benchmarks.harness import Result
+from benchmarks.null_engine import IdleEngine
 
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.replicas import GenerationRouter
@@ -29,11 +30,8 @@ from areal_actors.domain import (
     Chunk,
     EngineInfo,
     EngineRequest,
-    EngineStatistics,
     FinishReason,
-    PauseMode,
     SampleKey,
-    Snapshot,
 )
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
 from areal_actors.messages import AddReplica, Generate, Generation
@@ -49,10 +47,8 @@ _MAX_US_PER_CHUNK = {"asyncio": 15.0, "trio": 25.0}
 _ids = count()
 
 
-class Tape:
+class Tape(IdleEngine):
     """An engine that plays chunks of one token."""
-
-    version = 0
 
     def __init__(self, num_chunks: int) -> None:
         self.info = EngineInfo(
@@ -75,22 +71,6 @@ class Tape:
     async def _play(self) -> AsyncIterator[Chunk]:
         for chunk in self._chunks:
             yield chunk
-
-    async def abort(self, request_id: str) -> None:
-        """Nothing runs."""
-
-    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Nothing runs."""
-
-    async def resume(self) -> None:
-        """Nothing waits."""
-
-    async def load(self, snapshot: Snapshot) -> None:
-        """There are no weights."""
-
-    def statistics(self) -> EngineStatistics:
-        """Nothing is counted."""
-        return EngineStatistics()
 
 
 def _chunk(finish: FinishReason | None) -> Chunk:

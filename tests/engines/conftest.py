@@ -7,36 +7,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.engines.llamas import create_llama
+from transformers import LlamaForCausalLM
 
 from areal_actors.domain import Floats, SampleKey, Sampling, as_floats
 from areal_actors.engines.base import EngineRequest
 
 
-@pytest.fixture
-def create_llama() -> Callable[..., LlamaForCausalLM]:
-    """Three query heads to each of two key heads; weights large enough that a mistake shows."""
-
-    def create(vocab_size: int = 96, *, seed: int = 0) -> LlamaForCausalLM:
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=vocab_size,
-                hidden_size=24,
-                intermediate_size=40,
-                num_hidden_layers=2,
-                num_attention_heads=6,
-                num_key_value_heads=2,
-                max_position_embeddings=256,
-                initializer_range=0.3,
-            )
-        ).eval()
-
-    return create
+@pytest.fixture(name="create_llama")
+def provide_create_llama() -> Callable[..., LlamaForCausalLM]:
+    """See ``llamas``."""
+    return create_llama
 
 
 @pytest.fixture
-def llama(create_llama) -> LlamaForCausalLM:
+def llama() -> LlamaForCausalLM:
     """One of them, of 96 tokens."""
     return create_llama()
 

@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from tests.engines.llamas import create_llama
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from areal_actors.domain import as_floats
 from areal_actors.engines.base import Snapshot
@@ -60,23 +61,6 @@ async def open_with_grammars() -> AsyncIterator[Subject]:
             decode=tokenizer.decode,
             stop_token_ids=(2,),
         )
-
-
-def create_llama(vocab_size: int = 96) -> LlamaForCausalLM:
-    """Three query heads to each of two key heads, untied: the lean path."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            initializer_range=0.3,
-        )
-    ).eval()
 
 
 def create_qwen() -> Qwen2ForCausalLM:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.engines.llamas import create_llama
+from transformers import LlamaForCausalLM
 
 from areal_actors.domain import SampleKey, Sampling, as_floats
 from areal_actors.engines.base import EngineRequest, Snapshot
@@ -28,18 +29,7 @@ PROMPT = np.random.default_rng(3).integers(0, 96, 40)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> tuple[LlamaForCausalLM, Path]:
     """A model and its directory."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-    )
-    model, directory = LlamaForCausalLM(config).eval(), tmp_path_factory.mktemp("model")
+    model, directory = create_llama(), tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
     return model, directory
 

@@ -6,62 +6,38 @@ names its session in. So whatever the proxies learn to serve, is served through 
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
-
 import anyio
 import httpx
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute, Match
 
-from areal_actors.core import root_cause
 from areal_actors.proxy.auth import read_key
 from areal_actors.proxy.entry.config import EntryConfig
 from areal_actors.proxy.entry.forwarding import forward
+from areal_actors.proxy.entry.route import EveryPath, segments_of
 from areal_actors.proxy.entry.targets import Backend, Targets
-from areal_actors.proxy.exchange import Exchange, HungUp, Receive, Send, parse_object
-from areal_actors.proxy.failures import (
-    describe_failure,
-    format_anthropic_failure,
-    format_openai_failure,
-)
+from areal_actors.proxy.exchange import Exchange, parse_object
 from areal_actors.proxy.traffic import Traffic
-from areal_actors.telemetry import get_logger
 
-__all__ = ["answer_failure", "create_entry_app", "segments_of"]
-
-_log = get_logger(__name__)
+__all__ = ["create_entry_app"]
 
 
 def create_entry_app(config: EntryConfig, *, client: httpx.AsyncClient, traffic: Traffic | None = None) -> Starlette:
     """The application; ``client`` is used for all requests to the proxies and left open."""
     targets = Targets(config.backends, down_seconds=config.down_seconds)
-    return Starlette(routes=[_Entry(config, targets, client, Traffic() if traffic is None else traffic)])
+    return Starlette(routes=[_Entry(config, targets, client, traffic)])
 
 
-class _Entry(BaseRoute):
-    """Every path there is."""
-
-    def __init__(self, config: EntryConfig, targets: Targets, client: httpx.AsyncClient, traffic: Traffic) -> None:
+class _Entry(EveryPath):
+    def __init__(
+        self, config: EntryConfig, targets: Targets, client: httpx.AsyncClient, traffic: Traffic | None
+    ) -> None:
+        super().__init__(traffic)
         self._config = config
         self._targets = targets
         self._client = client
-        self._traffic = traffic
 
-    def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
-        return (Match.FULL if scope["type"] == "http" else Match.NONE), {}
-
-    async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
-        try:
-            with self._traffic.admitted(exchange):
-                await self._serve(exchange)
-        except HungUp:
-            return
-        except Exception as error:  # noqa: BLE001 - the last line: the client gets an answer, the log the story
-            await answer_failure(exchange, root_cause(error))
-
-    async def _serve(self, exchange: Exchange) -> None:
+    async def serve(self, exchange: Exchange) -> None:
+        """Report health, or forward."""
         config = self._config
         body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
         if segments_of(exchange)[-1:] == ["health"]:
@@ -113,27 +89,3 @@ class _Entry(BaseRoute):
             self._targets.note_down(backend, anyio.current_time())
             return "unreachable"
         return "ok" if response.is_success else "unavailable"
-
-
-def segments_of(exchange: Exchange) -> list[str]:
-    """The parts of the path."""
-    path: str = exchange.scope["path"]
-    return [segment for segment in path.split("/") if segment]
-
-
-def _is_anthropic(exchange: Exchange) -> bool:
-    return b"anthropic-version" in exchange.headers or "messages" in segments_of(exchange)
-
-
-async def answer_failure(exchange: Exchange, error: BaseException) -> None:
-    """Say what went wrong, in the words of whose client asks."""
-    failure = describe_failure(error, exchange.request_id)
-    if failure.is_unforeseen:
-        _log.error("request_failed", request=exchange.request_id, exc_info=error)
-    if exchange.is_started:
-        # Without an end the server cuts the connection, which is what a client of the proxy itself would see.
-        _log.warning("answer_cut_off", request=exchange.request_id, reason=failure.message)
-        return
-    words = format_anthropic_failure(failure) if _is_anthropic(exchange) else format_openai_failure(failure)
-    headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
-    await exchange.send_json(failure.status, words, headers)

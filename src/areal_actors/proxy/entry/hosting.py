@@ -7,18 +7,17 @@ services, health.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
 from attrs import field, frozen
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute, Match
 
 from areal_actors.accounts import is_user_key
 from areal_actors.cache.homes import home_of
-from areal_actors.core import Ref, root_cause
+from areal_actors.core import Ref
 from areal_actors.domain import IssuedKey, ServiceView, TrialId
 from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized
 from areal_actors.messages import (
@@ -32,10 +31,10 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
-from areal_actors.proxy.entry.app import answer_failure, segments_of
 from areal_actors.proxy.entry.forwarding import forward
+from areal_actors.proxy.entry.route import EveryPath, segments_of
 from areal_actors.proxy.entry.targets import Backend
-from areal_actors.proxy.exchange import Exchange, HungUp, Receive, Send, parse_object
+from areal_actors.proxy.exchange import Exchange, parse_object
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.traffic import Traffic
 
@@ -58,32 +57,23 @@ def create_host_app(
     peers: HostPeers, *, config: ProxyConfig, client: httpx.AsyncClient, traffic: Traffic | None = None
 ) -> Starlette:
     """The application; ``client`` is used for all requests to services and left open. ``config`` bounds bodies."""
-    return Starlette(routes=[_Host(peers, config, client, Traffic() if traffic is None else traffic)])
+    return Starlette(routes=[_Host(peers, config, client, traffic)])
 
 
-class _Host(BaseRoute):
-    """Every path there is."""
-
-    def __init__(self, peers: HostPeers, config: ProxyConfig, client: httpx.AsyncClient, traffic: Traffic) -> None:
+class _Host(EveryPath):
+    def __init__(
+        self, peers: HostPeers, config: ProxyConfig, client: httpx.AsyncClient, traffic: Traffic | None
+    ) -> None:
+        super().__init__(traffic)
         self._peers = peers
         self._config = config
         self._client = client
-        self._traffic = traffic
         self._gatekeeper = Gatekeeper(admin_key=peers.admin_key)
         self._keys = KeysEndpoint(accounts=peers.accounts, gatekeeper=self._gatekeeper, config=config)
 
-    def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
-        return (Match.FULL if scope["type"] == "http" else Match.NONE), {}
-
-    async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
-        try:
-            with self._traffic.admitted(exchange):
-                await (self._own(exchange) or self._pass_on)(exchange)
-        except HungUp:
-            return
-        except Exception as error:  # noqa: BLE001 - the last line: the client gets an answer, the log the story
-            await answer_failure(exchange, root_cause(error))
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer what is the host's own, and pass on the rest."""
+        await (self._own(exchange) or self._pass_on)(exchange)
 
     # ---------------------------------------------------------------------------------------------- own routes
 

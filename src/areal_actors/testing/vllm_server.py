@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 from areal_actors.domain import Chunk, EngineRequest, PauseMode, SampleKey, Sampling, Snapshot
 from areal_actors.engines.base import Engine
@@ -132,7 +133,7 @@ class VllmServer:
         if failure is Failure.GARBAGE:
             return Response("data: {]\n\n", media_type="text/event-stream")
         events = self._stream(body["request_id"], generation, is_cut=failure is Failure.CUT)
-        return StreamingResponse(events, media_type="text/event-stream")
+        return _Events(events)
 
     def _parse(self, body: Mapping[str, Any]) -> EngineRequest:
         """Ids of requests need not be unique; ours of generations are. Nothing seeds them but their number."""
@@ -152,7 +153,7 @@ class VllmServer:
             key=SampleKey(seed=number),
         )
 
-    async def _stream(self, name: str, request: EngineRequest, *, is_cut: bool) -> AsyncIterator[str]:
+    async def _stream(self, name: str, request: EngineRequest, *, is_cut: bool) -> AsyncGenerator[str]:
         self._running[request.id] = ABORT_PREFIX + name
         spans: list[dict[str, Any]] = []
         try:
@@ -231,6 +232,18 @@ def _choice(chunk: Chunk, spans: list[dict[str, Any]]) -> dict[str, Any]:
         "finish_reason": chunk.finish.value if chunk.finish else None,
         "weight_versions": spans if chunk.finish else None,
     }
+
+
+class _Events(StreamingResponse):
+    """A stream of events that is closed in the task that read it, also when nobody wants the rest."""
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().stream_response(send)
 
 
 def _event(document: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from areal_actors import messages
 from areal_actors.core import Address, Message, Ref
 from areal_actors.core.message import AnyMessage, reply_of
 from areal_actors.core.remote.codec import Codec
+from areal_actors.domain import Snapshot
 from areal_actors.errors import ProtocolError
 
 KINDS = [
@@ -159,7 +160,7 @@ def test_tensors_survive(dtype, shape):
     """As raw memory, dtypes that numpy does not know included."""
     tensor = torch.ones(shape, dtype=torch.float32).to(dtype)
     received = through(
-        messages.PublishWeights(snapshot=messages.Snapshot(version=1, state={"w": tensor})), messages.PublishWeights
+        messages.PublishWeights(snapshot=Snapshot(version=1, state={"w": tensor})), messages.PublishWeights
     ).snapshot.state["w"]
 
     assert (dtype, tensor.shape) == (received.dtype, received.shape)

@@ -1,0 +1,71 @@
+"""News for the reporter of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+from areal_actors.core import Message
+from areal_actors.domain import Episode, Problem, SessionRecord
+
+__all__ = [
+    "EpisodeFinished",
+    "EvaluationFinished",
+    "PhaseChanged",
+    "Progress",
+    "SessionArchived",
+    "StepFinished",
+]
+
+
+class Progress:
+    """Address of the reporter: metrics, dumps, display."""
+
+
+@frozen(kw_only=True)
+class PhaseChanged(Message[Progress, None]):
+    """News: the run entered a phase that a person may wait for (loading, evaluating, saving …)."""
+
+    phase: str
+    detail: str = ""
+
+
+@frozen(kw_only=True)
+class EpisodeFinished(Message[Progress, None]):
+    """News: an episode is over. ``is_repeated``: an earlier process, since killed, may have told of it."""
+
+    episode: Episode
+    problem: Problem
+    version: int
+    is_eval: bool = False
+    is_repeated: bool = False
+
+
+@frozen(kw_only=True)
+class SessionArchived(Message[Progress, None]):
+    """News: the whole tree of a session, for dumps and the run report."""
+
+    record: SessionRecord
+    episode: Episode
+    problem: Problem
+    is_eval: bool = False
+
+
+@frozen(kw_only=True)
+class StepFinished(Message[Progress, None]):
+    """News: a training step, as one flat record of numbers (see ``docs/metrics.md`` for every key)."""
+
+    step: int
+    metrics: Mapping[str, float | int | None]
+
+
+@frozen(kw_only=True)
+class EvaluationFinished(Message[Progress, None]):
+    """News: the mean reward on held-out problems under ``version``."""
+
+    version: int
+    reward: float
+    num_episodes: int
+    num_failed: int
+    seconds: float

@@ -1,0 +1,33 @@
+"""Messages to the rollout runner: what is run beside the training data."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from areal_actors.core import Message
+from areal_actors.domain import Group, Problem
+
+__all__ = [
+    "Evaluate",
+    "Rollouts",
+    "RunProblem",
+]
+
+
+class Rollouts:
+    """Address of the rollout runner: it runs agents, in groups, each episode in a scope of its own."""
+
+
+@frozen(kw_only=True)
+class Evaluate(Message[Rollouts, tuple[Group, ...]]):
+    """Run the agent once on every held-out problem with the weights now served, and report the episodes."""
+
+    version: int
+
+
+@frozen(kw_only=True)
+class RunProblem(Message[Rollouts, Group]):
+    """Run one group by hand, outside the training data and its capacity."""
+
+    problem: Problem
+    num_episodes: int = 1

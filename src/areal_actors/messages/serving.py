@@ -1,0 +1,40 @@
+"""Messages to the HTTP proxy, and where it listens."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+
+from areal_actors.core import Message
+from areal_actors.domain import SessionId
+
+__all__ = [
+    "DescribeEndpoint",
+    "Endpoint",
+    "Serving",
+]
+
+
+class Serving:
+    """Address of the HTTP proxy."""
+
+
+@frozen(kw_only=True)
+class Endpoint:
+    """Where the proxy listens. ``base_url`` ends in ``/v1``."""
+
+    url: str
+    admin_key: str = field(repr=False)
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI SDK takes."""
+        return f"{self.url}/v1"
+
+    def session_base_url(self, session: SessionId) -> str:
+        """The OpenAI base URL of one session."""
+        return f"{self.url}/{session}/v1"
+
+
+@frozen(kw_only=True)
+class DescribeEndpoint(Message[Serving, Endpoint]):
+    """The address and the admin key, once the socket is bound."""

@@ -1,0 +1,26 @@
+"""The words between actors: what the package shows of its modules."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from areal_actors import messages
+
+MODULES = [
+    importlib.import_module(found.name) for found in pkgutil.iter_modules(messages.__path__, "areal_actors.messages.")
+]
+
+
+def test_the_package_shows_every_name_of_its_modules_once():
+    """Whoever goes through the package, as the tests of the wire do, meets every address, message and view."""
+    defined = sorted(
+        name
+        for module in MODULES
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    )
+
+    assert defined == messages.__all__
+    assert defined == sorted(name for module in MODULES for name in module.__all__)
+    assert all(isinstance(getattr(messages, name), type) for name in defined)

@@ -1,0 +1,69 @@
+"""How a command ends: one clear message, root cause first, and an exit code.
+
+0 done · 1 the run failed · 2 the configuration or the command is wrong · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import click
+
+from areal_actors.errors import ArealError, ConfigError, DatasetError, ModelError, WorkflowError
+
+__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_WRONG", "explains_errors"]
+
+EXIT_FAILED = 1
+EXIT_WRONG = 2
+EXIT_INTERRUPTED = 130
+_WRONG = (ConfigError, ModelError, DatasetError, WorkflowError)
+"""What a person mends in the configuration."""
+
+
+def explains_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Let no traceback meet a person who did not ask for it. Commands take ``verbose``."""
+
+    @functools.wraps(command)
+    def explained(*, verbose: bool, **options: Any) -> None:
+        try:
+            from areal_actors.telemetry import logging_to_stream
+
+            with logging_to_stream(level=logging.DEBUG if verbose else logging.INFO):
+                command(**options)
+        except click.exceptions.Exit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - also groups with an interrupt in them; nothing is swallowed
+            _exit_with(error, is_verbose=verbose)
+
+    return explained
+
+
+def _exit_with(error: BaseException, *, is_verbose: bool) -> NoReturn:
+    """Say what went wrong, root cause first, and leave with its exit code."""
+    from areal_actors.core.failure import leaves, root_cause
+    from areal_actors.telemetry import redact
+
+    if is_verbose:
+        click.echo(redact("".join(traceback.format_exception(error))), err=True)
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
+        click.echo("Interrupted.", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    cause = root_cause(error)
+    if isinstance(cause, (click.ClickException, SystemExit)):
+        raise cause
+    click.echo(f"Error: {redact(_explain(cause, is_verbose=is_verbose))}", err=True)
+    for other in [leaf for leaf in leaves(error) if leaf is not cause][:3]:
+        click.echo(f"  also: {redact(_explain(other, is_verbose=True))}", err=True)
+    sys.exit(EXIT_WRONG if isinstance(cause, _WRONG) else EXIT_FAILED)
+
+
+def _explain(error: BaseException, *, is_verbose: bool) -> str:
+    if isinstance(error, ArealError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text if is_verbose else f"{text}\nThis was not foreseen; --verbose shows where it happened."

@@ -9,25 +9,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import Any, Self
 
-import anyio
 import httpx
 from attrs import field, frozen
 
 from areal_actors.cache import parse_reward
 from areal_actors.client.attribution import Attribution, attributed_to, parse_root
 from areal_actors.client.calls import ControlCalls
+from areal_actors.client.endings import end_block
 from areal_actors.client.hooks import hooked
 from areal_actors.client.retries import RetryPolicy
 from areal_actors.domain import InteractionId, SessionId
-from areal_actors.errors import ArealError, ConfigError, InvalidRequest, NotFound, SessionEnded, Unauthorized
+from areal_actors.errors import ConfigError, InvalidRequest, NotFound, SessionEnded, Unauthorized
 
 __all__ = ["AgentSession", "Service", "find_service"]
 
-_END_SECONDS = 10.0
 _IS_OVER = (NotFound, SessionEnded, Unauthorized)
 """What ending a session meets that was ended and consumed before: it is forgotten, and its key with it."""
 
@@ -151,17 +151,8 @@ class AgentSession:
         """End the session, unless it was ended; an error of the block is never hidden by one of the ending."""
         self._context.close()
         assert self._calls is not None
-        try:
-            if not self._is_ended:
-                with anyio.move_on_after(_END_SECONDS, shield=True):
-                    await self._end({})
-        except _IS_OVER:
-            pass
-        except ArealError:
-            if error is None:
-                raise
-        finally:
-            await self._calls.close()
+        end = None if self._is_ended else partial(self._end, {})
+        await end_block(self._calls, end, error=error, is_over=_IS_OVER)
 
     @property
     def session_id(self) -> SessionId:

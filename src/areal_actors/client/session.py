@@ -7,18 +7,16 @@ from random import Random
 from types import TracebackType
 from typing import Any, Self
 
-import anyio
 import httpx
 
 from areal_actors.client.calls import ControlCalls
 from areal_actors.client.documents import parse_episode
+from areal_actors.client.endings import end_block
 from areal_actors.client.retries import RetryPolicy
 from areal_actors.domain import Episode, InteractionId, SessionId
-from areal_actors.errors import ArealError, InvalidRequest
+from areal_actors.errors import InvalidRequest
 
 __all__ = ["OpenAIProxyClient"]
-
-_END_SECONDS = 10.0
 
 
 class OpenAIProxyClient:
@@ -105,15 +103,7 @@ class OpenAIProxyClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the session, unless it was ended; an error of the block is never hidden by one of the ending."""
-        try:
-            if not self._is_ended:
-                with anyio.move_on_after(_END_SECONDS, shield=True):
-                    await self.end_session()
-        except ArealError:
-            if error is None:
-                raise
-        finally:
-            await self._calls.close()
+        await end_block(self._calls, None if self._is_ended else self.end_session, error=error)
 
     @property
     def session_id(self) -> SessionId:

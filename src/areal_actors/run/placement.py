@@ -15,18 +15,9 @@ and a new attempt goes on as ``--resume`` does.
 
 from __future__ import annotations
 
-import secrets
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -34,21 +25,19 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import evolve, field, frozen
 
-from areal_actors.actors.directory import DirectoryActor
 from areal_actors.actors.replicas import RouterConfig
 from areal_actors.actors.trainer import parse_position
 from areal_actors.config import RunConfig
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.core.failure import root_cause
-from areal_actors.core.remote import Line, Listener, listen, standing
+from areal_actors.core.remote import Line, standing
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import DataPosition, Role
-from areal_actors.errors import CheckpointError, ConfigError, SchedulerError, Unreachable
+from areal_actors.errors import CheckpointError, SchedulerError, Unreachable
 from areal_actors.messages import (
     AwaitEndpoint,
     AwaitReady,
     AwaitTraining,
-    Directory,
     Endpoint,
     EndpointChanged,
     Generation,
@@ -60,24 +49,19 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.auth import create_admin_key
-from areal_actors.proxy.config import is_loopback
-from areal_actors.proxy.server import bind, url_of
-from areal_actors.run.doorway import handing_out
 from areal_actors.run.job import load_rendering
 from areal_actors.run.learning import save_results
 from areal_actors.run.parts import create_reporter
+from areal_actors.run.premises import Premises, open_premises
 from areal_actors.run.replicas import ServingReplicas
 from areal_actors.run.roles import HOMES, LEAVING, REPLICA, Post, has_rollouts, open_role
 from areal_actors.run.signals import stop_on_signals
-from areal_actors.run.upkeep import Household, Restarts, find_final
-from areal_actors.schedulers.base import Home, Scheduler
-from areal_actors.schedulers.config import RoleConfig, SchedulerConfig, SchedulerType
-from areal_actors.schedulers.local import LocalScheduler
-from areal_actors.schedulers.slurm import SlurmScheduler
+from areal_actors.run.upkeep import Restarts, find_final
+from areal_actors.schedulers.config import RoleConfig
 from areal_actors.telemetry import get_logger
 from areal_actors.workflows import Agent, RolloutWorkflow
 
-__all__ = ["PlacedRun", "home_address", "run_placed"]
+__all__ = ["PlacedRun", "run_placed"]
 
 _log = get_logger(__name__)
 
@@ -116,8 +100,12 @@ class PlacedRun:
 
 async def run_placed(run: PlacedRun) -> None:
     """Train until the end, and save the results. Raises ``ArealError`` with what went wrong."""
-    async with _open_house(run) as house:
+    premises = open_premises(run.config, run.directory, placed=run.placed, admin_key=run.admin_key)
+    async with premises as opened, anyio.create_task_group() as tasks:
+        house = _House(run, opened)
+        house.start_lone_workers(tasks)
         await house.train()
+        tasks.cancel_scope.cancel()
 
 
 class _Lost(Exception):
@@ -127,24 +115,10 @@ class _Lost(Exception):
 class _House:
     """Home, while the run lasts."""
 
-    def __init__(
-        self,
-        run: PlacedRun,
-        *,
-        household: Household,
-        directory: Ref[Directory],
-        listener: Listener,
-        secret: bytes,
-        sockets: Path | None,
-        endpoint: Endpoint | None,
-    ) -> None:
+    def __init__(self, run: PlacedRun, premises: Premises) -> None:
         self.run = run
-        self.household = household
-        self.directory = directory
-        self.listener = listener
-        self.secret = secret
-        self._sockets = sockets
-        self._endpoint = endpoint
+        self.premises = premises
+        self._endpoint = premises.endpoint
         self._admin_key = run.config.proxy.admin_key or run.admin_key or create_admin_key()
         self._replicas = ServingReplicas()
         self._num_attempts = 0
@@ -155,7 +129,7 @@ class _House:
     @property
     def alone(self) -> tuple[Role, ...]:
         """Workers that are replaced without anybody else. A proxy that comes back elsewhere is found by nobody."""
-        return (Role.GENERATION,) if self._sockets is None else (Role.GENERATION, Role.PROXY)
+        return (Role.GENERATION,) if self.premises.sockets is None else (Role.GENERATION, Role.PROXY)
 
     def order(self, role: Role, name: str, **options: Any) -> Order:
         """What the worker of this name is to be."""
@@ -168,11 +142,10 @@ class _House:
             at_home=run.at_home,
             has_intake=run.is_service,
             has_rollouts=has_rollouts(run.config, is_service=run.is_service),
-            listen=None if self._sockets is None else f"unix:{self._sockets}/{name}.sock",
+            listen=self.premises.worker_address(name),
             endpoint=self._endpoint,
             admin_key=self._admin_key if role is Role.PROXY and role in run.placed else None,
-            # A proxy at home listens by itself.
-            doorway=self._sockets / "doorway.sock" if self._sockets and Role.PROXY in run.placed else None,
+            doorway=self.premises.doorway,
             **options,
         )
 
@@ -186,7 +159,7 @@ class _House:
 
     async def _keep(self, role: Role, name: str, config: RoleConfig) -> None:
         while_ready = partial(self._serving, name) if role is Role.GENERATION else nullcontext
-        await self.household.keep(name, self.order(role, name), config, while_ready=while_ready)
+        await self.premises.household.keep(name, self.order(role, name), config, while_ready=while_ready)
 
     @asynccontextmanager
     async def _serving(self, name: str, report: Report) -> AsyncIterator[None]:
@@ -196,7 +169,7 @@ class _House:
             return report.address
 
         async with (
-            standing(locate, secret=self.secret, target=name, node="home") as line,
+            standing(locate, secret=self.premises.secret, target=name, node="home") as line,
             self._replicas.having(name, line.ref(Generation, REPLICA)),
         ):
             yield
@@ -238,7 +211,7 @@ class _House:
             tasks.cancel_scope.cancel()
 
     async def _share_fate(self, order: Order, config: RoleConfig) -> None:
-        ending = await self.household.live(f"{order.role}-0", order, config)
+        ending = await self.premises.household.live(f"{order.role}-0", order, config)
         final = None if ending.error is None else find_final(ending.error)
         if final is not None:
             raise final
@@ -264,11 +237,11 @@ class _House:
     async def note_endpoint(self, endpoint: Endpoint) -> None:
         """A proxy at home listens; the next one takes its place."""
         self._endpoint = endpoint
-        await self.directory.ask(EndpointChanged(endpoint=endpoint))
+        await self.premises.directory.ask(EndpointChanged(endpoint=endpoint))
 
     async def announce(self) -> None:
         """Say once that agents may come."""
-        endpoint = await self.directory.ask(AwaitEndpoint())
+        endpoint = await self.premises.directory.ask(AwaitEndpoint())
         if self.run.announce is not None and not self._is_announced:
             self._is_announced = True
             await self.run.announce(endpoint)
@@ -279,10 +252,11 @@ class _Attempt:
 
     def __init__(self, house: _House, begin: Callable[..., Order], replicas: ServingReplicas) -> None:
         self._house = house
+        self._premises = house.premises
         self._run = house.run
         self._begin = begin
         self._replicas = replicas
-        self._local: dict[str, Ref[Any]] = {"directory": house.directory}
+        self._local: dict[str, Ref[Any]] = {"directory": self._premises.directory}
         self._lines: dict[Role, Line] = {}
         self._arrived = anyio.Event()
 
@@ -322,11 +296,11 @@ class _Attempt:
             if role in self._house.alone:
                 continue
             worker = f"{role}-0"
-            line = standing(partial(self._locate, worker), secret=self._house.secret, target=worker, node="home")
+            line = standing(partial(self._locate, worker), secret=self._premises.secret, target=worker, node="home")
             self._lines[role] = await stack.enter_async_context(line)
 
     async def _locate(self, worker: str) -> str:
-        return (await self._house.directory.ask(AwaitReady(worker=worker))).address
+        return (await self._premises.directory.ask(AwaitReady(worker=worker))).address
 
     async def _spawn_own(self, system: ActorSystem, stack: AsyncExitStack) -> None:
         """The reporter, and what stands for all engines."""
@@ -361,7 +335,7 @@ class _Attempt:
     def _have(self, actors: Mapping[str, Ref[Any]]) -> None:
         for name, ref in actors.items():
             self._local[name] = ref
-            self._house.listener.expose(name, ref)
+            self._premises.listener.expose(name, ref)
         self._arrived.set()
         self._arrived = anyio.Event()
 
@@ -377,81 +351,3 @@ async def _await_training(training: Ref[Training]) -> TrainingSummary:
         except Unreachable as error:
             _log.info("trainer_out_of_reach", reason=str(error))
             await anyio.sleep(_CAUSE_SECONDS)
-
-
-# ------------------------------------------------------------------------------------------------ the house
-
-
-@asynccontextmanager
-async def _open_house(run: PlacedRun) -> AsyncIterator[_House]:
-    config, secret = run.config.scheduler, secrets.token_bytes(32)
-    async with AsyncExitStack() as stack:
-        # A path of its own: that of a run may be longer than the name of a socket can be.
-        sockets = Path(stack.enter_context(TemporaryDirectory(prefix="areal-")))
-        system = await stack.enter_async_context(ActorSystem.open(name="home"))
-        directory = await system.spawn(DirectoryActor(), name="directory")
-        listener = await stack.enter_async_context(
-            listen(home_address(config, sockets), secret=secret, expose={"directory": directory}, node="home")
-        )
-        scheduler = await stack.enter_async_context(_open_scheduler(config, run))
-        home = Home(addresses=(listener.address,), secret=secret)
-        is_local = listener.address.startswith("unix:")
-        endpoint = None
-        if is_local and Role.PROXY in run.placed:
-            endpoint = await stack.enter_async_context(_open_doorway(run, sockets / "doorway.sock"))
-        house = _House(
-            run,
-            household=Household(scheduler, directory, home, config),
-            directory=directory,
-            listener=listener,
-            secret=secret,
-            sockets=sockets if is_local else None,
-            endpoint=endpoint,
-        )
-        tasks = await stack.enter_async_context(anyio.create_task_group())
-        house.start_lone_workers(tasks)
-        yield house
-        tasks.cancel_scope.cancel()
-
-
-def home_address(config: SchedulerConfig, sockets: Path) -> str:
-    """Where home listens; sockets lie in ``sockets``. Raises ``ConfigError`` for a host that nobody would find."""
-    if config.address is not None:
-        return config.address
-    if config.type is SchedulerType.LOCAL:
-        return f"unix:{sockets}/home.sock"
-    try:
-        host = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        host = "127.0.0.1"
-    if is_loopback(host):
-        raise ConfigError(
-            "scheduler.address: this host knows itself by no address that other machines reach; name one of its "
-            "interfaces, as tcp://10.0.0.7:0"
-        )
-    return f"tcp://{host}:0"
-
-
-def _open_scheduler(config: SchedulerConfig, run: PlacedRun) -> AbstractAsyncContextManager[Scheduler]:
-    if config.type is SchedulerType.SLURM:
-        return SlurmScheduler.open(config.slurm, directory=run.directory.path)
-    return _open_local(config, run)
-
-
-@asynccontextmanager
-async def _open_local(config: SchedulerConfig, run: PlacedRun) -> AsyncIterator[Scheduler]:
-    """Children of this process; all of them have to find room at once, because each waits for the others."""
-    async with LocalScheduler.open(config.local, logs=run.directory.logs / "workers") as scheduler:
-        wanted = [role.resources for role in run.placed.values() for _ in range(role.replicas)]
-        scheduler.inventory.check(f"The roles {', '.join(run.placed)} of the run", *wanted)
-        yield scheduler
-
-
-@asynccontextmanager
-async def _open_doorway(run: PlacedRun, path: Path) -> AsyncIterator[Endpoint]:
-    """Where agents are answered, by whichever proxies there are, and the key that opens them."""
-    proxy = run.config.proxy
-    key = proxy.admin_key or run.admin_key or create_admin_key()
-    with bind(evolve(proxy, admin_key=key)) as listener:
-        async with handing_out(listener, path):
-            yield Endpoint(url=url_of(listener, proxy.public_host), admin_key=key)

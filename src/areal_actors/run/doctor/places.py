@@ -17,7 +17,7 @@ from areal_actors.domain import Role
 from areal_actors.errors import SchedulerError
 from areal_actors.proxy.config import is_loopback
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
-from areal_actors.run.placement import home_address
+from areal_actors.run.premises import home_address
 from areal_actors.schedulers.accounting import Inventory, find_machine
 from areal_actors.schedulers.base import Home, PlacementState, PlacementStatus, WorkerSpec
 from areal_actors.schedulers.config import RoleConfig, SchedulerType

@@ -1,0 +1,145 @@
+"""What a placed run stands on as long as it lasts: where home listens, who starts its workers, where agents knock.
+
+What is done on these premises, attempt by attempt, is in ``placement``; how one worker is watched, in ``upkeep``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from attrs import evolve, field, frozen
+
+from areal_actors.actors.directory import DirectoryActor
+from areal_actors.config import RunConfig
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.core.remote import Listener, listen
+from areal_actors.dashboard import RunDirectory
+from areal_actors.domain import Role
+from areal_actors.errors import ConfigError
+from areal_actors.messages import Directory, Endpoint
+from areal_actors.proxy import ProxyConfig
+from areal_actors.proxy.auth import create_admin_key
+from areal_actors.proxy.config import is_loopback
+from areal_actors.proxy.server import bind, url_of
+from areal_actors.run.doorway import handing_out
+from areal_actors.run.upkeep import Household
+from areal_actors.schedulers.base import Home, Scheduler
+from areal_actors.schedulers.config import RoleConfig, SchedulerConfig, SchedulerType
+from areal_actors.schedulers.local import LocalScheduler
+from areal_actors.schedulers.slurm import SlurmScheduler
+
+__all__ = ["Premises", "home_address", "open_premises"]
+
+_DOORWAY = "doorway.sock"
+
+
+@frozen(kw_only=True)
+class Premises:
+    """What is there from before the first worker until after the last one.
+
+    ``sockets`` is the directory of unix sockets, where home has one; ``endpoint`` is there if agents are answered at a
+    socket of home's, which is handed to whichever proxy lives.
+    """
+
+    household: Household
+    directory: Ref[Directory]
+    listener: Listener
+    secret: bytes = field(repr=False)
+    sockets: Path | None
+    endpoint: Endpoint | None
+
+    @property
+    def doorway(self) -> Path | None:
+        """Where a proxy is handed the socket that it listens at. One at home, or on another host, listens by itself."""
+        return None if self.sockets is None or self.endpoint is None else self.sockets / _DOORWAY
+
+    def worker_address(self, name: str) -> str | None:
+        """Where the worker ``name`` listens, if that is decided here."""
+        return None if self.sockets is None else f"unix:{self.sockets}/{name}.sock"
+
+
+@asynccontextmanager
+async def open_premises(
+    config: RunConfig, directory: RunDirectory, *, placed: Mapping[Role, RoleConfig], admin_key: str | None
+) -> AsyncIterator[Premises]:
+    """Listen, and be ready to start workers for the roles of ``placed``; all of it is closed at the end.
+
+    Raises:
+        ConfigError: home would listen where nobody finds it.
+        SchedulerError: there is no room for the roles.
+    """
+    scheduling, secret = config.scheduler, secrets.token_bytes(32)
+    async with AsyncExitStack() as stack:
+        # A path of its own: that of a run may be longer than the name of a socket can be.
+        sockets = Path(stack.enter_context(TemporaryDirectory(prefix="areal-")))
+        system = await stack.enter_async_context(ActorSystem.open(name="home"))
+        workers = await system.spawn(DirectoryActor(), name="directory")
+        listener = await stack.enter_async_context(
+            listen(home_address(scheduling, sockets), secret=secret, expose={"directory": workers}, node="home")
+        )
+        scheduler = await stack.enter_async_context(_open_scheduler(scheduling, directory, placed))
+        is_local = listener.address.startswith("unix:")
+        endpoint = None
+        if is_local and Role.PROXY in placed:
+            doorway = _open_doorway(config.proxy, sockets / _DOORWAY, admin_key=admin_key)
+            endpoint = await stack.enter_async_context(doorway)
+        home = Home(addresses=(listener.address,), secret=secret)
+        yield Premises(
+            household=Household(scheduler, workers, home, scheduling),
+            directory=workers,
+            listener=listener,
+            secret=secret,
+            sockets=sockets if is_local else None,
+            endpoint=endpoint,
+        )
+
+
+def home_address(config: SchedulerConfig, sockets: Path) -> str:
+    """Where home listens; sockets lie in ``sockets``. Raises ``ConfigError`` for a host that nobody would find."""
+    if config.address is not None:
+        return config.address
+    if config.type is SchedulerType.LOCAL:
+        return f"unix:{sockets}/home.sock"
+    try:
+        host = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        host = "127.0.0.1"
+    if is_loopback(host):
+        raise ConfigError(
+            "scheduler.address: this host knows itself by no address that other machines reach; name one of its "
+            "interfaces, as tcp://10.0.0.7:0"
+        )
+    return f"tcp://{host}:0"
+
+
+def _open_scheduler(
+    config: SchedulerConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig]
+) -> AbstractAsyncContextManager[Scheduler]:
+    if config.type is SchedulerType.SLURM:
+        return SlurmScheduler.open(config.slurm, directory=directory.path)
+    return _open_local(config, directory, placed)
+
+
+@asynccontextmanager
+async def _open_local(
+    config: SchedulerConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig]
+) -> AsyncIterator[Scheduler]:
+    """Children of this process; all of them have to find room at once, because each waits for the others."""
+    async with LocalScheduler.open(config.local, logs=directory.logs / "workers") as scheduler:
+        wanted = [role.resources for role in placed.values() for _ in range(role.replicas)]
+        scheduler.inventory.check(f"The roles {', '.join(placed)} of the run", *wanted)
+        yield scheduler
+
+
+@asynccontextmanager
+async def _open_doorway(proxy: ProxyConfig, path: Path, *, admin_key: str | None) -> AsyncIterator[Endpoint]:
+    """Where agents are answered, by whichever proxies there are, and the key that opens them."""
+    key = proxy.admin_key or admin_key or create_admin_key()
+    with bind(evolve(proxy, admin_key=key)) as listener:
+        async with handing_out(listener, path):
+            yield Endpoint(url=url_of(listener, proxy.public_host), admin_key=key)

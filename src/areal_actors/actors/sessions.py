@@ -9,7 +9,6 @@ Durable sessions are written down before anybody is told (``durable``), and rest
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
@@ -20,9 +19,10 @@ from attrs.validators import matches_re, optional
 
 from areal_actors.actors.answering import Answering, Turn, check_complete, replay
 from areal_actors.actors.attempts import Attempts
+from areal_actors.actors.beginnings import Beginnings
 from areal_actors.actors.durable import Ledger, restore_attempts, restore_keys, restore_session
-from areal_actors.actors.turns import Choice, SampleKeys, engine_request, find_grammar
-from areal_actors.cache import ConversationTree, PromptPlan, Session, SessionSettings, SessionStore, plan_prompt
+from areal_actors.actors.turns import SampleKeys
+from areal_actors.cache import ConversationTree, Session, SessionSettings, SessionStore
 from areal_actors.cache.homes import HOME_NAME, tokens_of
 from areal_actors.cache.journal import Journal, NoJournal, Recovered, RecoveredSession
 from areal_actors.core import Actor, Context, Ref
@@ -120,17 +120,15 @@ class SessionManager(Actor[Sessions]):
         recovered: Recovered | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._renderer = renderer
         self._generation = generation
         self._capacity = capacity
         self._config = config or SessionsConfig()
         self._seed = seed
-        self._token = token_factory or tokens_of(self._config.home)
-        self._store = SessionStore(token_factory=self._token, settings=self._config.lifetimes)
+        tokens = token_factory or tokens_of(self._config.home)
+        self._store = SessionStore(token_factory=tokens, settings=self._config.lifetimes)
         self._extras: dict[SessionId, _Extras] = {}
-        self._context_length = 0
-        self._has_grammars = False
         self._num_retries = 0
+        self._beginnings = Beginnings(renderer, token_factory=tokens)
         self._answering = Answering(generation)
         self._intake: Ref[Intake] | None = None
         self._journal = None if isinstance(journal, NoJournal) else journal
@@ -151,8 +149,7 @@ class SessionManager(Actor[Sessions]):
     async def learn_engine(self) -> None:
         """Ask the engine for its bounds; needed before the first completion by whoever runs no lifespan."""
         view = await self._generation.ask(DescribeEngine())
-        self._context_length = view.info.context_length
-        self._has_grammars = view.info.has_grammars
+        self._beginnings.learn(view.info)
 
     def _restore(self, recovered: RecoveredSession) -> None:
         now, wall_now = anyio.current_time(), self._wall_clock()
@@ -352,7 +349,7 @@ class SessionManager(Actor[Sessions]):
     async def count_tokens(self, message: CountTokens) -> int:
         """Plan the prompt, and leave no trace."""
         session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
-        return len(plan_prompt(session.tree, self._renderer, message.request).token_ids)
+        return self._beginnings.num_prompt_tokens(session, message.request)
 
     async def _repeat(self, message: Complete | StreamComplete) -> tuple[Answer, ...] | None:
         """What an earlier sending of this request is answered; ``None`` if it has to be sampled."""
@@ -375,32 +372,14 @@ class SessionManager(Actor[Sessions]):
         return self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
 
     def _begin(self, message: Complete | StreamComplete) -> Turn:
-        session, request = self._open_for(message.credential), message.request
-        plan = plan_prompt(session.tree, self._renderer, request)
-        grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
-        keys = self._extras[session.id].keys.keys(request, plan.token_ids)
-        names = _names(f"{request.id_prefix}{self._token()}", request.num_choices)
-        requests = tuple(
-            engine_request(
-                request_id=name,
-                plan=plan,
-                key=key,
-                stop_token_ids=self._renderer.stop_token_ids,
-                context_length=self._context_length,
-                grammar=grammar,
-                routing_key=session.id,
-            )
-            for name, key in zip(names, keys, strict=True)
-        )
-        is_streaming = isinstance(message, StreamComplete)
-        choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
-        turn = Turn(
-            session=session,
-            plan=plan,
-            choices=choices,
-            requests=requests,
-            is_streaming=is_streaming,
-            ledger=self._extras[session.id].ledger,
+        session = self._open_for(message.credential)
+        extras = self._extras[session.id]
+        turn = self._beginnings.begin(
+            session,
+            message.request,
+            sample_keys=extras.keys,
+            ledger=extras.ledger,
+            is_streaming=isinstance(message, StreamComplete),
         )
         self._remember(turn, message.attempt)
         return turn
@@ -413,21 +392,3 @@ class SessionManager(Actor[Sessions]):
         if attempt is not None:
             interactions = tuple(choice.interaction for choice in turn.choices)
             turn.sending = attempts.begin(attempt, interactions, turn, anyio.current_time())
-
-    def _choice(self, session: Session, plan: PromptPlan, name: tuple[int, str], *, is_streaming: bool) -> Choice:
-        index, interaction = name[0], InteractionId(name[1])
-        session.tree.begin(interaction, plan)
-        return Choice(
-            interaction=interaction,
-            index=index,
-            plan=plan,
-            tree=session.tree,
-            renderer=self._renderer,
-            call_ids=lambda: f"call_{secrets.token_hex(12)}",
-            is_streaming=is_streaming,
-        )
-
-
-def _names(first: str, num_choices: int) -> list[str]:
-    """The first choice's interaction has the id that the client sees; the others' are numbered."""
-    return [first, *(f"{first}-{index}" for index in range(1, num_choices))]

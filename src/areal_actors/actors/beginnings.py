@@ -1,0 +1,91 @@
+"""A request begins: its exact prompt is planned, its samples are keyed, and its choices take their place in the tree.
+
+What a choice is and what the engine is asked for it, is in ``turns``; how a turn that has begun is answered, in
+``answering``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from areal_actors.actors.answering import Turn
+from areal_actors.actors.durable import Ledger
+from areal_actors.actors.turns import Choice, SampleKeys, engine_request, find_grammar
+from areal_actors.cache import PromptPlan, Session, plan_prompt
+from areal_actors.domain import CompletionRequest, EngineInfo, InteractionId
+from areal_actors.rendering import Renderer
+
+__all__ = ["Beginnings"]
+
+
+class Beginnings:
+    """Begins turns, as the model's renderer and the engine's bounds have it."""
+
+    def __init__(self, renderer: Renderer, *, token_factory: Callable[[], str]) -> None:
+        """``token_factory`` makes the ids of interactions."""
+        self._renderer = renderer
+        self._token = token_factory
+        self._context_length = 0
+        self._has_grammars = False
+
+    def learn(self, engine: EngineInfo) -> None:
+        """Take over the engine's bounds; needed before the first turn."""
+        self._context_length = engine.context_length
+        self._has_grammars = engine.has_grammars
+
+    def num_prompt_tokens(self, session: Session, request: CompletionRequest) -> int:
+        """How long the prompt would be; nothing is begun."""
+        return len(plan_prompt(session.tree, self._renderer, request).token_ids)
+
+    def begin(
+        self,
+        session: Session,
+        request: CompletionRequest,
+        *,
+        sample_keys: SampleKeys,
+        ledger: Ledger | None,
+        is_streaming: bool,
+    ) -> Turn:
+        """The turn of ``request``, whose interactions are in the tree from now on.
+
+        Raises the ``RequestError`` that the client should read; the tree is as it was then.
+        """
+        plan = plan_prompt(session.tree, self._renderer, request)
+        grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
+        keys = sample_keys.keys(request, plan.token_ids)
+        names = _names(f"{request.id_prefix}{self._token()}", request.num_choices)
+        requests = tuple(
+            engine_request(
+                request_id=name,
+                plan=plan,
+                key=key,
+                stop_token_ids=self._renderer.stop_token_ids,
+                context_length=self._context_length,
+                grammar=grammar,
+                routing_key=session.id,
+            )
+            for name, key in zip(names, keys, strict=True)
+        )
+        choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
+        return Turn(
+            session=session, plan=plan, choices=choices, requests=requests, is_streaming=is_streaming, ledger=ledger
+        )
+
+    def _choice(self, session: Session, plan: PromptPlan, name: tuple[int, str], *, is_streaming: bool) -> Choice:
+        index, interaction = name[0], InteractionId(name[1])
+        session.tree.begin(interaction, plan)
+        return Choice(
+            interaction=interaction,
+            index=index,
+            plan=plan,
+            tree=session.tree,
+            renderer=self._renderer,
+            call_ids=lambda: f"call_{secrets.token_hex(12)}",
+            is_streaming=is_streaming,
+        )
+
+
+def _names(first: str, num_choices: int) -> list[str]:
+    """The first choice's interaction has the id that the client sees; the others' are numbered."""
+    return [first, *(f"{first}-{index}" for index in range(1, num_choices))]

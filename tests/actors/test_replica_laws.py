@@ -15,8 +15,7 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.actors.test_replicas import Reading
-from tests.actors.yard import START, CountingEngine, Yard, open_yard, request
+from tests.actors.yard import START, CountingEngine, Reading, Yard, open_yard, request
 
 from areal_actors.actors.replicas import RouterConfig
 from areal_actors.domain import FinishReason, PauseMode

@@ -31,6 +31,9 @@ from areal_actors.testing.engines import EchoEngine
 START = 10
 """The last id of each prompt; what is sampled counts on from there."""
 
+EIGHT = list(range(START + 1, START + 9))
+"""What is sampled for a request of the usual length."""
+
 _ids = numbers()
 
 
@@ -137,3 +140,47 @@ async def open_yard(*names: str, config: RouterConfig | None = None, version: in
             for name in names:
                 await yard.add(name, CountingEngine(version=version))
             yield yard
+
+
+class Reading:
+    """A generation that is read in the background."""
+
+    def __init__(self, yard: Yard, asked: EngineRequest) -> None:
+        self.yard, self.asked = yard, asked
+        self.chunks: list[Chunk] = []
+        self.error: Exception | None = None
+        self.is_over = False
+
+    async def run(self) -> None:
+        try:
+            async with self.yard.router.stream(Generate(request=self.asked)) as chunks:
+                async for chunk in chunks:
+                    self.chunks.append(chunk)
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            self.error = error
+        self.is_over = True
+
+    @property
+    def ids(self) -> list[int]:
+        return ids_of(self.chunks)
+
+    @property
+    def versions(self) -> list[int]:
+        return [chunk.version for chunk in self.chunks]
+
+
+@asynccontextmanager
+async def reading(yard: Yard, asked: EngineRequest):
+    """One generation, begun."""
+    one = Reading(yard, asked)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.run)
+        await anyio.wait_all_tasks_blocked()
+        yield one
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+
+def whereabouts(yard: Yard) -> dict[str, int]:
+    """How many generations each engine was asked for."""
+    return {name: len(engine.requests) for name, engine in yard.engines.items()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from tests.actors.house import House, encode, open_house, renderer, say
+from tests.actors.callers import FIRST, NAMED, RETRY, WAYS, Caller, call, same, turns
+from tests.actors.house import encode, open_house, renderer, say
 
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.sessions import SessionManager
@@ -17,70 +18,15 @@ from areal_actors.domain import (
     Credential,
     InteractionStatus,
     Sampling,
-    SessionId,
     Tool,
     ToolArgumentsDelta,
     ToolCallStarted,
 )
 from areal_actors.errors import EngineError, IdempotencyMismatch, SessionEnded
-from areal_actors.messages import CollectSession, Complete, EndSession, OpenSession, SetReward, StreamComplete
+from areal_actors.messages import CollectSession, Complete, EndSession, OpenSession, SetReward
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 pytestmark = pytest.mark.anyio
-
-FIRST, RETRY = Attempt(fingerprint="f"), Attempt(fingerprint="f", number=1)
-NAMED = Attempt(fingerprint="f", idempotency_key="k")
-WAYS = ("complete", "stream")
-
-
-class Caller:
-    """A request in a task of its own, sent in one way or the other: what was heard, and a scope to hang up with."""
-
-    def __init__(self, house: House, session: SessionId, way: str, attempt: Attempt | None, **options: object) -> None:
-        self.scope = anyio.CancelScope()
-        self.heard: list[object] = []
-        self.error: Exception | None = None
-        request = CompletionRequest(messages=say("why?"), sampling=Sampling(max_new_tokens=64), **options)
-        kind = {"complete": Complete, "stream": StreamComplete}[way]
-        self._house = house
-        self._message = kind(credential=Credential(session=session), request=request, attempt=attempt)
-
-    @property
-    def answers(self) -> list[Answer]:
-        return [item for item in self.heard if isinstance(item, Answer)]
-
-    @property
-    def ids(self) -> list[str]:
-        return [answer.interaction for answer in self.answers]
-
-    async def __call__(self) -> None:
-        with self.scope:
-            try:
-                if isinstance(self._message, Complete):
-                    self.heard.extend(await self._house.sessions.ask(self._message))
-                    return
-                async with self._house.sessions.stream(self._message) as items:
-                    async for item in items:
-                        self.heard.append(item)
-            except Exception as error:  # noqa: BLE001 - looked at by the test
-                self.error = error
-
-
-async def call(house: House, session: SessionId, way: str, attempt: Attempt | None, **options: object) -> Caller:
-    caller = Caller(house, session, way, attempt, **options)
-    await caller()
-    return caller
-
-
-async def turns(house: House, session: SessionId):
-    return (await house.record(session)).interactions
-
-
-def same(one: Answer, other: Answer) -> bool:
-    """Whether nobody could tell the two apart."""
-    columns = ("token_ids", "logprobs", "raw_logprobs", "versions")
-    equal = all(getattr(one.completion, name).tolist() == getattr(other.completion, name).tolist() for name in columns)
-    return equal and (one.interaction, one.message, one.usage) == (other.interaction, other.message, other.usage)
 
 
 @pytest.mark.parametrize("first_way", WAYS)

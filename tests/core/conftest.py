@@ -48,7 +48,10 @@ ONE_PROCESS_ONLY = {
 """Tests that have to be in one process with their actors, and why."""
 
 ONE_PROCESS_MODULES = {
-    "test_life": "spawning, supervising and burying are done in the actor's own process, with closures of it",
+    **dict.fromkeys(
+        ("test_ending", "test_supervision", "test_watching"),
+        "spawning, supervising and burying are done in the actor's own process, with closures of it",
+    ),
     "test_programs": "hundreds of programs, whose seconds would be real ones",
 }
 """Modules of such tests."""

@@ -1,0 +1,202 @@
+"""Laws of training rows: every sampled token exactly once, the same in every style, exact through JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.cache import (
+    STYLES,
+    Exported,
+    backpropagate,
+    export_trajectories,
+    from_document,
+    to_arrays,
+    to_document,
+)
+from areal_actors.domain import (
+    Interaction,
+    InteractionId,
+    InteractionStatus,
+    SessionRecord,
+    UntrainedReason,
+    tree_attention_mask,
+    unfold,
+)
+from areal_actors.domain.predecessors import path_to
+from areal_actors.testing.strategies import session_records
+
+styles = st.sampled_from(sorted(STYLES))
+
+
+def reference_prompt(turn: Interaction, by_id: dict[InteractionId, Interaction]) -> list[int]:
+    """The prompt by recursion on token parents."""
+    if turn.token_parent is None:
+        return turn.prompt_suffix.tolist()
+    parent = by_id[turn.token_parent]
+    assert parent.completion is not None
+    return [*reference_prompt(parent, by_id), *parent.completion.token_ids.tolist(), *turn.prompt_suffix.tolist()]
+
+
+def trained_tokens(exported: Exported) -> Counter[tuple[Any, ...]]:
+    """(turn, position in its output, id, logprob, version, return) of every trained token, counted."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for row in exported.trajectories:
+        seen: Counter[int] = Counter()
+        for t in range(row.num_tokens):
+            turn = int(row.turns[t])
+            if turn >= 0 and row.loss_mask[t]:
+                columns = (row.input_ids, row.logprobs, row.versions, row.returns)
+                found[(row.interactions[turn], seen[turn], *(c[t].item() for c in columns))] += 1
+            seen[turn] += 1
+    return found
+
+
+def sampled_tokens(record: SessionRecord, discount: float) -> Counter[tuple[Any, ...]]:
+    """What was really sampled in the completed interactions, from the record alone."""
+    returns = backpropagate(record, discount)
+    found: Counter[tuple[Any, ...]] = Counter()
+    for turn in record.interactions:
+        if turn.status is InteractionStatus.COMPLETED:
+            columns = (turn.completion.token_ids, turn.completion.logprobs, turn.completion.versions)
+            for t in range(len(turn.completion.token_ids)):
+                value = np.float32(returns[turn.id]).item()
+                found[(turn.id, t, *(c[t].item() for c in columns), value)] += 1
+    return found
+
+
+@given(
+    record=session_records(),
+    discount=st.floats(0, 1),
+    style=styles,
+    max_tokens=st.none() | st.integers(1, 20),
+    skip=st.booleans(),
+)
+def test_every_sampled_token_is_trained_once_or_listed(
+    *, record: SessionRecord, discount: float, style: str, max_tokens: int | None, skip: bool
+) -> None:
+    """Trained tokens carry what was sampled; the others are listed with a reason; nothing is in both."""
+    exported = export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens, skip_unrewarded=skip)
+    left_out = {entry.interaction: entry.num_tokens for entry in exported.untrained}
+    expected = {key for key in sampled_tokens(record, discount) if key[0] not in left_out}
+
+    assert dict.fromkeys(expected, 1) == dict(trained_tokens(exported))
+    total = sum(len(turn.completion.token_ids) for turn in record.interactions if turn.completion is not None)
+    assert total == exported.num_trained_tokens + exported.num_untrained_tokens
+    assert left_out == {turn.id: len(turn.completion.token_ids) for turn in record.interactions if turn.id in left_out}
+
+
+@given(session_records(), st.floats(0, 1), st.none() | st.integers(1, 20))
+def test_styles_agree_on_every_sampled_token(record: SessionRecord, discount: float, max_tokens: int | None) -> None:
+    """Id, log-probability, version, mask and return of a token do not depend on how rows are cut."""
+    individual, concat, tree = (
+        export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens)
+        for style in ("individual", "concat", "tree")
+    )
+
+    assert trained_tokens(individual) == trained_tokens(concat) == trained_tokens(tree)
+    assert individual.untrained == concat.untrained == tree.untrained
+
+
+@given(session_records(), styles)
+def test_rows_hold_exactly_what_was_read_and_sampled(record: SessionRecord, style: str) -> None:
+    """A row is its last turn's prompt and output, token by token, and every column fits; so is a tree's branch."""
+    by_id = {turn.id: turn for turn in record.interactions}
+    rows = export_trajectories(record, discount=0.9, style=style).trajectories
+    for row in (branch.row for whole in rows for branch in unfold(whole)):
+        last = by_id[row.interactions[-1]]
+        expected = [*reference_prompt(last, by_id), *last.completion.token_ids.tolist()]
+
+        assert expected == row.input_ids.tolist()
+        for column in (row.loss_mask, row.logprobs, row.versions, row.returns, row.turns):
+            assert len(column) == row.num_tokens
+        assert (row.versions >= 0).tolist() == (row.turns >= 0).tolist()
+        assert not row.logprobs[row.loss_mask == 0].any()
+        assert not row.loss_mask[row.turns < 0].any()
+        assert not row.returns[row.turns < 0].any()
+        assert row.num_trained_tokens > 0
+
+
+@given(session_records(), st.none() | st.integers(1, 20))
+def test_the_branches_of_a_tree_are_the_rows_of_concat(record: SessionRecord, max_tokens: int | None) -> None:
+    """Token by token, in the same order: who trains trees trains what they would have trained without them."""
+    concat, tree = (
+        export_trajectories(record, discount=0.9, style=style, max_tokens=max_tokens) for style in ("concat", "tree")
+    )
+    branches = [branch.row for row in tree.trajectories for branch in unfold(row)]
+    if len(tree.trajectories) > 1:
+        return  # a part may repeat a branch of another one as context
+
+    assert len(concat.trajectories) == len(branches)
+    for expected, found in zip(concat.trajectories, branches, strict=True):
+        for name in ("input_ids", "loss_mask", "logprobs", "versions", "returns", "raw_logprobs"):
+            assert np.array_equal(getattr(expected, name), getattr(found, name)), name
+        assert found.interactions == tuple(expected.interactions[t] for t in np.unique(expected.turns) if t >= 0)
+        assert np.float32(expected.reward) == np.float32(found.reward)
+
+
+@given(session_records())
+def test_a_tree_holds_every_sampled_token_once(record: SessionRecord) -> None:
+    """One row per session; no two tokens of it that were read share their past; positions count ancestors."""
+    (*rows,) = export_trajectories(record, discount=0.9, style="tree").trajectories
+
+    assert len(rows) <= 1
+    for row in rows:
+        pasts = [tuple(path_to(t, row.predecessors)[:-1]) for t in range(row.num_tokens)]
+        read = [(past, int(row.input_ids[t])) for t, past in enumerate(pasts) if row.turns[t] < 0]
+        mask = tree_attention_mask(row.predecessors)
+
+        assert len(read) == len(set(read))
+        assert row.position_ids.tolist() == [len(past) for past in pasts]
+        assert [np.flatnonzero(seen).tolist() for seen in mask] == [[*past, t] for t, past in enumerate(pasts)]
+
+
+@given(session_records(), styles, st.integers(1, 20))
+def test_no_row_is_longer_than_allowed(record: SessionRecord, style: str, max_tokens: int) -> None:
+    """What does not fit is listed, and what fits is kept."""
+    exported = export_trajectories(record, discount=0.9, style=style, max_tokens=max_tokens)
+
+    assert all(row.num_tokens <= max_tokens for row in exported.trajectories)
+    for entry in exported.untrained:
+        turn = next(t for t in record.interactions if t.id == entry.interaction)
+        if entry.reason is UntrainedReason.TOO_LONG:
+            assert turn.num_prompt_tokens + entry.num_tokens > max_tokens
+
+
+@given(session_records(), st.floats(0, 1), styles)
+def test_exporting_is_a_view(record: SessionRecord, discount: float, style: str) -> None:
+    """Twice gives the same, and another discount in between changes nothing."""
+    first = export_trajectories(record, discount=discount, style=style)
+    export_trajectories(record, discount=discount / 3, style=style)
+
+    assert first == export_trajectories(record, discount=discount, style=style)
+
+
+@given(session_records(), styles)
+def test_documents_round_trip_exactly(record: SessionRecord, style: str) -> None:
+    """Through real JSON text: every id, bit of a float, reason and tag comes back."""
+    exported = export_trajectories(record, discount=0.9, style=style)
+    text = json.dumps(to_document(exported), allow_nan=False)
+
+    assert exported == from_document(json.loads(text))
+
+
+@given(session_records(), styles)
+def test_arrays_are_padded_rows(record: SessionRecord, style: str) -> None:
+    """Each row stands at its beginning in each array, and padding is what the table says."""
+    rows = export_trajectories(record, discount=0.9, style=style).trajectories
+    arrays = to_arrays(rows)
+    pads = {"input_ids": 0, "loss_mask": 0, "logprobs": 0, "versions": -1, "returns": 0}
+
+    for position, row in enumerate(rows):
+        assert arrays["attention_mask"][position].tolist() == [
+            t < row.num_tokens for t in range(arrays["attention_mask"].shape[1])
+        ]
+        for name, pad in pads.items():
+            assert arrays[name][position, : row.num_tokens].tolist() == getattr(row, name).tolist()
+            assert (arrays[name][position, row.num_tokens :] == pad).all()

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 from attrs import frozen
+from tests.proxy.plain import CHAT, bearer
 
 from areal_actors.actors.accounts import UsersConfig
 from areal_actors.client import create_http_client
@@ -14,12 +15,7 @@ from areal_actors.testing.serving import ScriptedProxy, open_scripted_proxy
 from areal_actors.testing.sessions import echo_script
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
-CHAT = "/v1/chat/completions"
 BODY = {"messages": MESSAGES}
-
-
-def bearer(secret: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {secret}"}
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:

@@ -1,59 +1,23 @@
-"""The proxy over real sockets, seen by a plain HTTP client."""
+"""The proxy over real sockets, seen by a plain HTTP client: its routes, and who may use them."""
 
 from __future__ import annotations
 
-import re
-from contextlib import suppress
-
-import anyio
 import httpx
-import orjson
 import pytest
-from anyio.abc import SocketAttribute
+from tests.proxy.plain import BODY, CHAT, bearer, start
 
 from areal_actors.cache import SessionSettings
-from areal_actors.domain import TextDelta
 from areal_actors.proxy import ProxyConfig
 from areal_actors.testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 
-BODY = {"model": "m", "messages": [{"role": "user", "content": "one two three"}]}
-CHAT = "/v1/chat/completions"
-
-
-def _bearer(key):
-    return {"authorization": f"Bearer {key}"}
-
-
-class Gate:
-    """A script that says one word, and the next when it is opened; it notes when it is cut off."""
-
-    def __init__(self):
-        self.started, self.opened, self.cancelled = anyio.Event(), anyio.Event(), anyio.Event()
-
-    async def script(self, request):
-        yield TextDelta(text="first ")
-        self.started.set()
-        try:
-            await self.opened.wait()
-        except BaseException:
-            self.cancelled.set()
-            raise
-        yield TextDelta(text="second")
-
-
-async def _start(http, proxy, **body):
-    response = await http.post("/rl/start_session", json=body, headers=proxy.admin_headers)
-    assert response.status_code == 200, response.text
-    return response.json()
-
 
 async def test_a_session_lives_from_start_to_export():
-    """Every route of the life of a session, by URL, in the forms that the seed documents."""
+    """Every route of the life of a session, by URL, in the forms that are documented."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         granted = await http.post("/grant_capacity", headers=proxy.admin_headers)
-        session = (await _start(http, proxy, task_id="task-0-0"))["session_id"]
+        session = (await start(http, proxy, task_id="task-0-0"))["session_id"]
         first = (await http.post(f"/{session}{CHAT}", json=BODY)).json()
         second = (await http.post(f"/{session}{CHAT}", json=BODY)).json()
         named = await http.post(f"/{session}/rl/set_reward", json={"interaction_id": first["id"], "reward": 0.5})
@@ -83,16 +47,16 @@ async def test_a_session_lives_by_key_alone():
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         started = await http.get("/rl/v1/start_session", params={"task_id": "t"}, headers=proxy.admin_headers)
         key, session = started.json()["api_key"], started.json()["session_id"]
-        by_bearer = await http.post(CHAT, json=BODY, headers=_bearer(key))
+        by_bearer = await http.post(CHAT, json=BODY, headers=bearer(key))
         by_x_api_key = await http.post("/chat/completions", json=BODY, headers={"x-api-key": key})
-        named = await http.post(CHAT, json=BODY | {"session_id": session}, headers=_bearer(key))
+        named = await http.post(CHAT, json=BODY | {"session_id": session}, headers=bearer(key))
         rewarded = await http.post(
             "/rl/v1/set_reward",
             params={"session_id": session, "completion_id": by_bearer.json()["id"], "reward": "0.25"},
-            headers=_bearer(key),
+            headers=bearer(key),
         )
-        finalized = await http.post("/rl/v1/finalize", json={"final_reward": 1}, headers=_bearer(key))
-        late = await http.post(CHAT, json=BODY, headers=_bearer(key))
+        finalized = await http.post("/rl/v1/finalize", json={"final_reward": 1}, headers=bearer(key))
+        late = await http.post(CHAT, json=BODY, headers=bearer(key))
 
     assert [r.status_code for r in (by_bearer, by_x_api_key, named, rewarded, finalized)] == [200] * 5
     assert finalized.json()["interaction_count"] == 3
@@ -103,25 +67,25 @@ async def test_a_session_lives_by_key_alone():
 async def test_who_may_do_what():
     """No key, wrong keys, other sessions' keys and other people's sessions are refused, each with its status."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        mine, other = await _start(http, proxy), await _start(http, proxy)
+        mine, other = await start(http, proxy), await start(http, proxy)
         statuses = {
             "no key": (await http.post(CHAT, json=BODY)).status_code,
-            "wrong key": (await http.post(CHAT, json=BODY, headers=_bearer("sk-wrong"))).status_code,
+            "wrong key": (await http.post(CHAT, json=BODY, headers=bearer("sk-wrong"))).status_code,
             "placeholder on a URL": (
-                await http.post(f"/{mine['session_id']}{CHAT}", json=BODY, headers=_bearer("DUMMY"))
+                await http.post(f"/{mine['session_id']}{CHAT}", json=BODY, headers=bearer("DUMMY"))
             ).status_code,
             "another's key on a URL": (
-                await http.post(f"/{mine['session_id']}{CHAT}", json=BODY, headers=_bearer(other["api_key"]))
+                await http.post(f"/{mine['session_id']}{CHAT}", json=BODY, headers=bearer(other["api_key"]))
             ).status_code,
             "another's session by query": (
                 await http.post(
-                    CHAT, json=BODY, params={"session_id": mine["session_id"]}, headers=_bearer(other["api_key"])
+                    CHAT, json=BODY, params={"session_id": mine["session_id"]}, headers=bearer(other["api_key"])
                 )
             ).status_code,
             "unknown session": (await http.post(f"/nobody{CHAT}", json=BODY)).status_code,
             "start without admin key": (await http.post("/rl/start_session", json={})).status_code,
             "export with a session's key": (
-                await http.post("/export_trajectories", json={}, headers=_bearer(mine["api_key"]))
+                await http.post("/export_trajectories", json={}, headers=bearer(mine["api_key"]))
             ).status_code,
             "the administrator ends it": (
                 await http.post("/rl/end_session", json={"session_id": mine["session_id"]}, headers=proxy.admin_headers)
@@ -145,19 +109,19 @@ async def test_session_urls_can_be_switched_off():
     """Then the URL of a session opens nothing without its key."""
     config = ProxyConfig(session_urls=False)
     async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        mine = await _start(http, proxy)
+        mine = await start(http, proxy)
         path = f"/{mine['session_id']}{CHAT}"
 
         assert (await http.post(path, json=BODY)).status_code == 401
-        assert (await http.post(path, json=BODY, headers=_bearer("DUMMY"))).status_code == 401
-        assert (await http.post(path, json=BODY, headers=_bearer(mine["api_key"]))).status_code == 200
+        assert (await http.post(path, json=BODY, headers=bearer("DUMMY"))).status_code == 401
+        assert (await http.post(path, json=BODY, headers=bearer(mine["api_key"]))).status_code == 200
 
 
 async def test_rewards_that_mean_nothing():
     """NaN, text, nothing, an unknown completion, and a session that is settled."""
     settings = SessionSettings(grace_seconds=0.0)
     async with open_scripted_proxy(settings=settings) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await _start(http, proxy))["session_id"]
+        session = (await start(http, proxy))["session_id"]
         path = f"/{session}/rl/set_reward"
         early = await http.post(path, json={"reward": 1})
         await http.post(f"/{session}{CHAT}", json=BODY)
@@ -181,71 +145,13 @@ async def test_no_room_for_another_session():
     """429 with a time to wait; a place that is free again is taken again."""
     async with open_scripted_proxy(max_sessions=1) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         conflicting = await http.post("/rl/start_session", json={"api_key": "short"}, headers=proxy.admin_headers)
-        await _start(http, proxy)
+        await start(http, proxy)
         full = await http.post("/rl/start_session", json={}, headers=proxy.admin_headers)
 
     assert conflicting.status_code == 400
     assert full.status_code == 429
     assert int(full.headers["retry-after"]) >= 1
     assert full.json()["error"]["type"] == "rate_limit_error"
-
-
-@pytest.mark.parametrize(
-    ("content", "headers", "status"),
-    [
-        (b"", {}, 400),
-        (b"{", {}, 400),
-        (b"\xff\xfe", {}, 400),
-        (b"[1]", {}, 400),
-        (b"[" * 100_000, {}, 400),
-        (b'{"messages": "\\ud800"}', {}, 400),
-        (orjson.dumps(BODY), {"content-type": "text/plain"}, 200),
-        (orjson.dumps(BODY), {"content-encoding": "gzip"}, 400),
-        (b" " * 200_001, {}, 413),
-    ],
-    ids=["empty", "cut", "binary", "list", "deep", "surrogate", "text/plain", "gzip", "large"],
-)
-async def test_bodies_that_are_no_requests(content, headers, status):
-    """Malformed and oversized bodies get an error body of their status; a wrong content type does not matter."""
-    config = ProxyConfig(max_body_bytes=200_000)
-    async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await _start(http, proxy))["session_id"]
-        response = await http.post(f"/{session}{CHAT}", content=content, headers=headers)
-
-    assert response.status_code == status
-    assert status == 200 or set(response.json()["error"]) == {"message", "type", "param", "code"}
-
-
-async def test_a_body_without_an_end_is_cut():
-    """A client that sends on and on is answered and cut off, and the server lives."""
-    config = ProxyConfig(max_body_bytes=100_000)
-    async with open_scripted_proxy(config=config) as proxy, await _connect(proxy) as stream:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_send_for_ever, stream)
-            with anyio.fail_after(10):
-                answer = await stream.receive()
-            tasks.cancel_scope.cancel()
-        async with proxy.open_session() as session, httpx.AsyncClient() as http:
-            healthy = await http.post(f"{session.base_url}/chat/completions", json=BODY)
-
-    assert answer.startswith(b"HTTP/1.1 413")
-    assert healthy.status_code == 200
-
-
-async def _send_for_ever(stream):
-    await stream.send(b"POST /x/v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
-    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-        while True:
-            await stream.send(b"10000\r\n" + b" " * 65536 + b"\r\n")
-
-
-async def test_a_body_that_never_comes_times_out():
-    """408, so that one slow client holds nothing."""
-    config = ProxyConfig(body_timeout_seconds=0.02)
-    async with open_scripted_proxy(config=config) as proxy, await _connect(proxy) as stream:
-        await stream.send(b"POST /x/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
-
-        assert (await stream.receive()).startswith(b"HTTP/1.1 408")
 
 
 async def test_paths_and_methods_that_do_not_exist():
@@ -277,7 +183,7 @@ async def test_the_unforeseen_is_logged_and_hidden(caplog):
         yield
 
     async with open_scripted_proxy(script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await _start(http, proxy))["session_id"]
+        session = (await start(http, proxy))["session_id"]
         response = await http.post(f"/{session}{CHAT}", json=BODY)
 
     assert response.status_code == 500
@@ -290,94 +196,10 @@ async def test_the_unforeseen_is_logged_and_hidden(caplog):
     assert session not in caplog.text
 
 
-async def test_an_error_within_a_stream_is_its_last_event():
-    """After the first delta the status is spent: the error is an event, and no ``[DONE]`` follows."""
-
-    async def script(request):
-        yield TextDelta(text="a")
-        raise ValueError
-
-    async with open_scripted_proxy(script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await _start(http, proxy))["session_id"]
-        response = await http.post(f"/{session}{CHAT}", json=BODY | {"stream": True})
-    events = response.text.strip().split("\n\n")
-
-    assert response.status_code == 200
-    assert orjson.loads(events[-1].removeprefix("data: "))["error"]["code"] == "internal_error"
-    assert "data: [DONE]" not in events
-
-
-async def test_an_error_before_a_stream_has_its_status():
-    """Nothing was said yet, so that clients see what it is and whether to retry."""
-    async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        response = await http.post(f"/nobody{CHAT}", json=BODY | {"stream": True})
-
-    assert response.status_code == 404
-
-
-async def test_deltas_arrive_while_tokens_are_sampled():
-    """The first word is read before the script may say the second."""
-    gate = Gate()
-    async with open_scripted_proxy(gate.script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await _start(http, proxy))["session_id"]
-        async with http.stream("POST", f"/{session}{CHAT}", json=BODY | {"stream": True}) as response:
-            lines = response.aiter_lines()
-            said = []
-            async for line in lines:
-                said += re.findall(r'"content":"(\w+) ?"', line)
-                if said == ["first"]:
-                    gate.opened.set()
-
-    assert said == ["first", "second"]
-
-
-async def test_a_silent_stream_carries_comments():
-    """A stream whose tokens are long in coming shows that it lives, before and after its first delta."""
-    gate = Gate()
-    config = ProxyConfig(keep_alive_seconds=0.01)
-    async with (
-        open_scripted_proxy(gate.script, config=config) as proxy,
-        httpx.AsyncClient(base_url=proxy.url) as http,
-    ):
-        session = (await _start(http, proxy))["session_id"]
-        async with http.stream("POST", f"/{session}{CHAT}", json=BODY | {"stream": True}) as response:
-            lines = [line async for line in _open_on_comment(response, gate)]
-
-    assert ": keep-alive" in lines
-    assert lines[-2] == "data: [DONE]"
-
-
-async def _open_on_comment(response, gate):
-    async for line in response.aiter_lines():
-        if line == ": keep-alive":
-            gate.opened.set()
-        yield line
-
-
-async def _connect(proxy):
-    return await anyio.connect_tcp("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_hanging_up_aborts_the_generation(is_stream):
-    """Whether or not it was to be streamed: a client that closes its socket cancels what was asked for it."""
-    gate = Gate()
-    async with open_scripted_proxy(gate.script) as proxy, proxy.open_session() as session:
-        body = orjson.dumps(BODY | {"stream": is_stream})
-        head = f"POST /{session.session_id}{CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        async with await _connect(proxy) as stream:
-            await stream.send(head.encode() + body)
-            with anyio.fail_after(10):
-                await gate.started.wait()
-            assert stream.extra(SocketAttribute.remote_port) == int(proxy.url.rsplit(":", 1)[1])
-        with anyio.fail_after(10):
-            await gate.cancelled.wait()
-
-
 async def test_many_choices_and_agents_arrive_at_the_sessions():
     """``n`` makes siblings, each with a name of its own, and the header names the agent that asked."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await _start(http, proxy))["session_id"]
+        session = (await start(http, proxy))["session_id"]
         path = f"/{session}{CHAT}"
         answer = (await http.post(path, json=BODY | {"n": 2}, headers={"x-areal-agent": "critic"})).json()
         second = answer["choices"][1]["interaction_id"]
@@ -387,19 +209,3 @@ async def test_many_choices_and_agents_arrive_at_the_sessions():
     assert answer["id"] == answer["choices"][0]["interaction_id"] != second
     assert rewarded.status_code == 200
     assert proxy.sessions.requests[0].tag == "critic"
-
-
-async def test_a_refused_upload_leaves_nothing_waiting():
-    """Whoever is refused before the body was read gets the answer, and the server closes: nothing waits for room."""
-    async with open_scripted_proxy() as proxy, await _connect(proxy) as stream:
-        await stream.send(b"POST /rl/start_session HTTP/1.1\r\nhost: x\r\ncontent-length: 4000000\r\n\r\n")
-        with suppress(anyio.BrokenResourceError):
-            for _ in range(30):
-                await stream.send(b" " * 65536)
-        with anyio.fail_after(10):
-            received = b""
-            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
-                while True:
-                    received += await stream.receive()
-
-    assert b"401" in received or not received  # the reset of a closed socket may overtake the answer

@@ -9,7 +9,8 @@ import anyio
 import httpx2
 import openai
 import pytest
-from tests.proxy.keys import BODY, CHAT, MESSAGES, bearer, code, served
+from tests.proxy.keys import BODY, MESSAGES, code, served
+from tests.proxy.plain import CHAT, bearer
 
 from areal_actors.accounts import AccountStore
 from areal_actors.domain import TextDelta

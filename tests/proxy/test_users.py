@@ -7,7 +7,8 @@ import logging
 import httpx
 import openai
 import pytest
-from tests.proxy.keys import BODY, CHAT, MESSAGES, bearer, code, served
+from tests.proxy.keys import BODY, MESSAGES, code, served
+from tests.proxy.plain import CHAT, bearer
 
 from areal_actors.errors import ConfigError
 from areal_actors.proxy import ProxyConfig

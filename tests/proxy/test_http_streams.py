@@ -1,0 +1,196 @@
+"""The proxy over real sockets: bodies that come, or do not, and answers that leave while they are sampled."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+import anyio
+import httpx
+import orjson
+import pytest
+from anyio.abc import SocketAttribute
+from tests.proxy.plain import BODY, CHAT, connect, start
+
+from areal_actors.domain import TextDelta
+from areal_actors.proxy import ProxyConfig
+from areal_actors.testing.serving import open_scripted_proxy
+
+pytestmark = pytest.mark.anyio
+
+
+# -------------------------------------------------------------------------------------------------------- bodies
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"", {}, 400),
+        (b"{", {}, 400),
+        (b"\xff\xfe", {}, 400),
+        (b"[1]", {}, 400),
+        (b"[" * 100_000, {}, 400),
+        (b'{"messages": "\\ud800"}', {}, 400),
+        (orjson.dumps(BODY), {"content-type": "text/plain"}, 200),
+        (orjson.dumps(BODY), {"content-encoding": "gzip"}, 400),
+        (b" " * 200_001, {}, 413),
+    ],
+    ids=["empty", "cut", "binary", "list", "deep", "surrogate", "text/plain", "gzip", "large"],
+)
+async def test_bodies_that_are_no_requests(content, headers, status):
+    """Malformed and oversized bodies get an error body of their status; a wrong content type does not matter."""
+    config = ProxyConfig(max_body_bytes=200_000)
+    async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        session = (await start(http, proxy))["session_id"]
+        response = await http.post(f"/{session}{CHAT}", content=content, headers=headers)
+
+    assert response.status_code == status
+    assert status == 200 or set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_body_without_an_end_is_cut():
+    """A client that sends on and on is answered and cut off, and the server lives."""
+    config = ProxyConfig(max_body_bytes=100_000)
+    async with open_scripted_proxy(config=config) as proxy, await connect(proxy) as stream:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_send_for_ever, stream)
+            with anyio.fail_after(10):
+                answer = await stream.receive()
+            tasks.cancel_scope.cancel()
+        async with proxy.open_session() as session, httpx.AsyncClient() as http:
+            healthy = await http.post(f"{session.base_url}/chat/completions", json=BODY)
+
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert healthy.status_code == 200
+
+
+async def _send_for_ever(stream):
+    await stream.send(b"POST /x/v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+        while True:
+            await stream.send(b"10000\r\n" + b" " * 65536 + b"\r\n")
+
+
+async def test_a_body_that_never_comes_times_out():
+    """408, so that one slow client holds nothing."""
+    config = ProxyConfig(body_timeout_seconds=0.02)
+    async with open_scripted_proxy(config=config) as proxy, await connect(proxy) as stream:
+        await stream.send(b"POST /x/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+
+        assert (await stream.receive()).startswith(b"HTTP/1.1 408")
+
+
+async def test_a_refused_upload_leaves_nothing_waiting():
+    """Whoever is refused before the body was read gets the answer, and the server closes: nothing waits for room."""
+    async with open_scripted_proxy() as proxy, await connect(proxy) as stream:
+        await stream.send(b"POST /rl/start_session HTTP/1.1\r\nhost: x\r\ncontent-length: 4000000\r\n\r\n")
+        with suppress(anyio.BrokenResourceError):
+            for _ in range(30):
+                await stream.send(b" " * 65536)
+        with anyio.fail_after(10):
+            received = b""
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while True:
+                    received += await stream.receive()
+
+    assert b"401" in received or not received  # the reset of a closed socket may overtake the answer
+
+
+# ------------------------------------------------------------------------------------------------------- answers
+
+
+class Gate:
+    """A script that says one word, and the next when it is opened; it notes when it is cut off."""
+
+    def __init__(self):
+        self.started, self.opened, self.cancelled = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def script(self, request):
+        yield TextDelta(text="first ")
+        self.started.set()
+        try:
+            await self.opened.wait()
+        except BaseException:
+            self.cancelled.set()
+            raise
+        yield TextDelta(text="second")
+
+
+async def test_an_error_within_a_stream_is_its_last_event():
+    """After the first delta the status is spent: the error is an event, and no ``[DONE]`` follows."""
+
+    async def script(request):
+        yield TextDelta(text="a")
+        raise ValueError
+
+    async with open_scripted_proxy(script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        session = (await start(http, proxy))["session_id"]
+        response = await http.post(f"/{session}{CHAT}", json=BODY | {"stream": True})
+    events = response.text.strip().split("\n\n")
+
+    assert response.status_code == 200
+    assert orjson.loads(events[-1].removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert "data: [DONE]" not in events
+
+
+async def test_an_error_before_a_stream_has_its_status():
+    """Nothing was said yet, so that clients see what it is and whether to retry."""
+    async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        response = await http.post(f"/nobody{CHAT}", json=BODY | {"stream": True})
+
+    assert response.status_code == 404
+
+
+async def test_deltas_arrive_while_tokens_are_sampled():
+    """The first word is read before the script may say the second."""
+    gate = Gate()
+    async with open_scripted_proxy(gate.script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        session = (await start(http, proxy))["session_id"]
+        async with http.stream("POST", f"/{session}{CHAT}", json=BODY | {"stream": True}) as response:
+            lines = response.aiter_lines()
+            said = []
+            async for line in lines:
+                said += re.findall(r'"content":"(\w+) ?"', line)
+                if said == ["first"]:
+                    gate.opened.set()
+
+    assert said == ["first", "second"]
+
+
+async def test_a_silent_stream_carries_comments():
+    """A stream whose tokens are long in coming shows that it lives, before and after its first delta."""
+    gate = Gate()
+    config = ProxyConfig(keep_alive_seconds=0.01)
+    async with (
+        open_scripted_proxy(gate.script, config=config) as proxy,
+        httpx.AsyncClient(base_url=proxy.url) as http,
+    ):
+        session = (await start(http, proxy))["session_id"]
+        async with http.stream("POST", f"/{session}{CHAT}", json=BODY | {"stream": True}) as response:
+            lines = [line async for line in _open_on_comment(response, gate)]
+
+    assert ": keep-alive" in lines
+    assert lines[-2] == "data: [DONE]"
+
+
+async def _open_on_comment(response, gate):
+    async for line in response.aiter_lines():
+        if line == ": keep-alive":
+            gate.opened.set()
+        yield line
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_hanging_up_aborts_the_generation(is_stream):
+    """Whether or not it was to be streamed: a client that closes its socket cancels what was asked for it."""
+    gate = Gate()
+    async with open_scripted_proxy(gate.script) as proxy, proxy.open_session() as session:
+        body = orjson.dumps(BODY | {"stream": is_stream})
+        head = f"POST /{session.session_id}{CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        async with await connect(proxy) as stream:
+            await stream.send(head.encode() + body)
+            with anyio.fail_after(10):
+                await gate.started.wait()
+            assert stream.extra(SocketAttribute.remote_port) == int(proxy.url.rsplit(":", 1)[1])
+        with anyio.fail_after(10):
+            await gate.cancelled.wait()

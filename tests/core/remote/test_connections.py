@@ -13,16 +13,15 @@ import anyio
 import numpy as np
 import pytest
 from anyio import wait_all_tasks_blocked
-from attrs import frozen
+from tests.core.remote.clerks import SECRET, Clerk, Desk, Echo, Foreign, Note, Numbers, Other, Wait
 
-from areal_actors.core import Actor, ActorSystem, Down, DownReason, Message, StreamMessage
+from areal_actors.core import Actor, ActorSystem, Down, DownReason
 from areal_actors.core.remote import Limits, connect, connect_stream, listen
 from areal_actors.errors import (
     ActorError,
     ActorStopped,
     ConfigError,
     MailboxFull,
-    NotFound,
     ProtocolError,
     RemoteError,
     Unreachable,
@@ -30,73 +29,6 @@ from areal_actors.errors import (
 from areal_actors.testing.remote import memory_pair, pretend_remote
 
 pytestmark = pytest.mark.anyio
-
-SECRET = b"only for the tests of connections"
-
-
-class Desk:
-    """Address of the actor under test."""
-
-
-@frozen(kw_only=True)
-class Echo(Message[Desk, Any]):
-    value: Any = 1
-
-
-@frozen(kw_only=True)
-class Wait(Message[Desk, None]):
-    pass
-
-
-@frozen(kw_only=True)
-class Note(Message[Desk, None]):
-    text: str
-
-
-@frozen(kw_only=True)
-class Numbers(StreamMessage[Desk, int]):
-    n: int
-
-
-class Other:
-    """Address of somebody else."""
-
-
-@frozen(kw_only=True)
-class Foreign(Message[Other, None]):
-    pass
-
-
-class Clerk(Actor[Desk]):
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.go = anyio.Event()
-
-    @Echo.handler
-    async def echo(self, message: Echo) -> Any:
-        return object() if isinstance(message.value, str) and message.value == "unsendable" else message.value
-
-    @Wait.handler(concurrency=1000)
-    async def wait(self, message: Wait) -> None:
-        self.seen.append("waits")
-        try:
-            await self.go.wait()
-        except BaseException:
-            self.seen.append("cancelled")
-            raise
-
-    @Note.handler
-    async def note(self, message: Note) -> None:
-        await self.go.wait()
-        self.seen.append(message.text)
-        if message.text == "crash":
-            raise NotFound("nothing")
-
-    @Numbers.handler(concurrency=10)
-    async def numbers(self, message: Numbers):
-        for number in range(message.n):
-            yield number
-            self.seen.append(str(number))
 
 
 async def test_both_sides_may_ask(tmp_path):
@@ -352,7 +284,7 @@ async def test_what_is_not_safe_is_refused(tmp_path):
 CHILD = """
 import os, sys, anyio
 sys.path.insert(0, sys.argv[2])
-from test_connections import Clerk, SECRET
+from clerks import Clerk, SECRET
 from areal_actors.core import ActorSystem
 from areal_actors.core.remote import listen
 

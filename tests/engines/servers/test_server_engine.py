@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -11,92 +9,25 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from tests.engines.servers.house import CONFIG, WHOLE, ask, ids_of, open_engine, open_house
 
-from areal_actors.domain import FinishReason, SampleKey, Sampling, as_floats
-from areal_actors.engines.base import EngineRequest, PauseMode, Snapshot
-from areal_actors.engines.servers.config import ServerConfig
+from areal_actors.domain import FinishReason, as_floats
+from areal_actors.engines.base import PauseMode, Snapshot
 from areal_actors.engines.servers.engine import ServerEngine
 from areal_actors.engines.servers.sglang import SGLangDialect
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
-from areal_actors.errors import EngineError, InvalidRequest, ModelError
+from areal_actors.errors import EngineError, InvalidRequest
 from areal_actors.models import load_policy
-from areal_actors.models.tiny import create_tiny
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.sglang_server import FakeSGLang, Fault, open_sglang_server
+from areal_actors.testing.sglang_server import Fault, open_sglang_server
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = ServerConfig(health_interval_seconds=0.05, start_timeout_seconds=20, health_timeout_seconds=2)
 PROMPT = np.random.default_rng(3).integers(3, 384, 40)
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model on disk."""
-    return create_tiny(tmp_path_factory.mktemp("models"))
-
-
-def script(prompt) -> list[int]:
-    """Sixty tokens that count on from the last of the prompt, so that a gap or a repetition shows."""
-    return [3 + (int(prompt[-1]) - 3 + i + 1) % 300 for i in range(60)]
-
-
-@asynccontextmanager
-async def open_house(
-    model: Path,
-    tmp_path: Path,
-    *,
-    num_servers: int = 1,
-    config: ServerConfig = CONFIG,
-    is_gated: bool = False,
-    create_engine=EchoEngine,
-    **options,
-) -> AsyncIterator[tuple[ServerEngine, list[FakeSGLang]]]:
-    """An engine over fakes over echoes."""
-    async with AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(
-                open_sglang_server(
-                    create_engine(script, vocab_size=384, context_length=256, is_gated=is_gated), model=model, **options
-                )
-            )
-            for _ in range(num_servers)
-        ]
-        engine = await stack.enter_async_context(open_engine(servers, model, tmp_path, config=config))
-        yield engine, servers
-
-
-def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = CONFIG):
-    return ServerEngine.open(
-        SGLangDialect(),
-        config,
-        urls=[server.url for server in servers],
-        model=model,
-        snapshot=Snapshot(version=0, path=model),
-        publish_directory=tmp_path / "published",
-    )
-
-
-def ask(number: int = 0, *, routing_key: str = "", **sampling) -> EngineRequest:
-    settings = {"max_new_tokens": 40} | sampling
-    return EngineRequest(
-        id=f"r{number}",
-        prompt=[5, 6, 7],
-        sampling=Sampling(**settings),
-        key=SampleKey(seed=0),
-        routing_key=routing_key,
-    )
-
-
-def ids_of(chunks) -> list[int]:
-    return [int(token_id) for chunk in chunks for token_id in chunk.token_ids]
-
-
-WHOLE = script([5, 6, 7])[:40]
-
-
-# ---------------------------------------------------------------------------------------------------- the contract
+# -------------------------------------------------------------------------------------------------- the contract
 
 
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
@@ -127,7 +58,7 @@ async def test_servers_keep_the_engine_contract(model: Path, tmp_path: Path, che
         )
 
 
-# ------------------------------------------------------------------------------------------------------- failures
+# ------------------------------------------------------------------------------------------------------ failures
 
 
 @pytest.mark.parametrize("fault", [*Fault])
@@ -205,122 +136,7 @@ async def test_sessions_stay_with_their_server(model: Path, tmp_path: Path) -> N
             assert ids_of(await collect(engine, ask(number, routing_key=f"session-{number}"))) == WHOLE
 
 
-class Slow(EchoEngine):
-    """Takes its time to load, if it is told to."""
-
-    load_seconds = 0.0
-
-    async def load(self, snapshot: Snapshot) -> None:
-        await anyio.sleep(self.load_seconds)
-        await super().load(snapshot)
-
-
-async def test_a_gateway_is_not_asked_while_a_server_behind_it_has_other_weights(model: Path, tmp_path: Path) -> None:
-    """Nobody else keeps it from a server that is back without ours: one attempt finds out, and the next one waits."""
-    async with open_house(model, tmp_path, num_servers=2, create_engine=Slow) as (_, servers):
-        gateway = servers[0]
-        config = evolve(CONFIG, gateway_url=gateway.url, health_interval_seconds=60)
-        async with open_engine(servers, model, tmp_path, config=config) as engine:
-            await gateway.kill()
-            await gateway.start()
-            gateway.engine.load_seconds = 0.5  # three attempts would be over by then
-            chunks = await collect(engine, ask())
-
-        assert ids_of(chunks) == WHOLE
-        assert {chunk.version for chunk in chunks} == {0}
-        assert len(gateway.bodies) == 2
-        assert not servers[1].bodies
-
-
-# -------------------------------------------------------------------------------------------------------- weights
-
-
-async def test_versions_are_exact_to_the_token(model: Path, tmp_path: Path) -> None:
-    """Tokens sampled before a load have the old version, those after it the new one, however they were streamed."""
-    async with open_house(model, tmp_path, is_gated=True) as (engine, (server,)):
-        server.engine.release(5)
-        async with engine.generate(ask()) as chunks:
-            seen = [await anext(aiter(chunks)) for _ in range(2)]
-            while server.engine.statistics().sampled_tokens < 5:
-                await anyio.lowlevel.checkpoint()
-            await engine.load(Snapshot(version=1, path=model))
-            server.engine.release(100)
-            seen += [chunk async for chunk in chunks]
-        versions = [chunk.version for chunk in seen for _ in chunk.token_ids]
-
-        assert ids_of(seen) == WHOLE
-        assert versions == [0] * 5 + [1] * 35
-
-
-async def test_weights_that_do_not_fit_are_not_sent(model: Path, tmp_path: Path) -> None:
-    """Servers keep in silence what a snapshot lacks; so it is looked at before, and the old weights stay."""
-    state = load_policy(model).state_dict()
-    name = next(iter(state))
-    async with open_house(model, tmp_path) as (engine, (server,)):
-        server.paths.clear()
-        for broken in ({}, {**state, name: state[name][:5]}, {key: state[key] for key in list(state)[3:]}):
-            with pytest.raises(ModelError, match="does not fit"):
-                await engine.load(Snapshot(version=1, state=broken))
-        with pytest.raises(ModelError, match="safetensors"):
-            await engine.load(Snapshot(version=1, path=tmp_path))
-
-        assert "/update_weights_from_disk" not in server.paths
-        assert engine.version == 0
-        assert ids_of(await collect(engine, ask())) == WHOLE
-
-
-class Refusing(EchoEngine):
-    """Refuses weights while it is told to."""
-
-    is_refusing = False
-
-    async def load(self, snapshot: Snapshot) -> None:
-        if self.is_refusing:
-            raise ModelError("no room")
-        await super().load(snapshot)
-
-
-async def test_weights_that_one_server_refuses_are_nobodys(model: Path, tmp_path: Path) -> None:
-    """Those that took them get the old ones back, under the old label, and nothing that was published stays."""
-    async with open_house(model, tmp_path, num_servers=2, create_engine=Refusing) as (engine, servers):
-        servers[1].engine.is_refusing = True
-        with pytest.raises(ModelError, match="no room"):
-            await engine.load(Snapshot(version=1, state=load_policy(model).state_dict()))
-
-        assert [server.label for server in servers] == ["0", "0"]
-        assert engine.version == 0
-        assert not list((tmp_path / "published").glob("*/*"))
-        for number in range(4):
-            assert ids_of(await collect(engine, ask(number, routing_key=str(number)))) == WHOLE
-
-
-async def test_only_the_present_weights_are_kept_on_disk(model: Path, tmp_path: Path) -> None:
-    """Of all that was published one directory stays, and none once the engine is closed."""
-    state = load_policy(model).state_dict()
-    async with open_house(model, tmp_path) as (engine, _):
-        for version in (1, 2, 3):
-            await engine.load(Snapshot(version=version, state=state))
-            (kept,) = (tmp_path / "published").glob("*/*")
-
-            assert kept.name.startswith(f"{version}-")
-            assert (kept / "config.json").exists()
-    assert not list((tmp_path / "published").iterdir())
-
-
-async def test_a_server_that_was_away_is_loaded_before_it_is_asked(model: Path, tmp_path: Path) -> None:
-    """A load does not wait for the dead; they get the weights when they are back, before they are asked."""
-    async with open_house(model, tmp_path, num_servers=2) as (engine, servers):
-        await servers[0].kill()
-        await engine.load(Snapshot(version=5, path=model))
-        await engine.pause()
-        await servers[0].start()
-        await engine.resume()
-        await servers[1].kill()
-
-        assert {chunk.version for n in range(6) for chunk in await collect(engine, ask(n, routing_key=str(n)))} == {5}
-
-
-# --------------------------------------------------------------------------------------------------- what is sent
+# -------------------------------------------------------------------------------------------------- what is sent
 
 
 async def test_what_would_kill_a_server_is_not_sent(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""An engine over servers that are fakes over echoes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from areal_actors.domain import SampleKey, Sampling
+from areal_actors.engines.base import EngineRequest, Snapshot
+from areal_actors.engines.servers.config import ServerConfig
+from areal_actors.engines.servers.engine import ServerEngine
+from areal_actors.engines.servers.sglang import SGLangDialect
+from areal_actors.testing.engines import EchoEngine
+from areal_actors.testing.sglang_server import FakeSGLang, open_sglang_server
+
+CONFIG = ServerConfig(health_interval_seconds=0.05, start_timeout_seconds=20, health_timeout_seconds=2)
+
+
+def script(prompt) -> list[int]:
+    """Sixty tokens that count on from the last of the prompt, so that a gap or a repetition shows."""
+    return [3 + (int(prompt[-1]) - 3 + i + 1) % 300 for i in range(60)]
+
+
+WHOLE = script([5, 6, 7])[:40]
+
+
+@asynccontextmanager
+async def open_house(
+    model: Path,
+    tmp_path: Path,
+    *,
+    num_servers: int = 1,
+    config: ServerConfig = CONFIG,
+    is_gated: bool = False,
+    create_engine=EchoEngine,
+    **options,
+) -> AsyncIterator[tuple[ServerEngine, list[FakeSGLang]]]:
+    """An engine over fakes over echoes."""
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(
+                open_sglang_server(
+                    create_engine(script, vocab_size=384, context_length=256, is_gated=is_gated), model=model, **options
+                )
+            )
+            for _ in range(num_servers)
+        ]
+        engine = await stack.enter_async_context(open_engine(servers, model, tmp_path, config=config))
+        yield engine, servers
+
+
+def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = CONFIG):
+    return ServerEngine.open(
+        SGLangDialect(),
+        config,
+        urls=[server.url for server in servers],
+        model=model,
+        snapshot=Snapshot(version=0, path=model),
+        publish_directory=tmp_path / "published",
+    )
+
+
+def ask(number: int = 0, *, routing_key: str = "", **sampling) -> EngineRequest:
+    settings = {"max_new_tokens": 40} | sampling
+    return EngineRequest(
+        id=f"r{number}",
+        prompt=[5, 6, 7],
+        sampling=Sampling(**settings),
+        key=SampleKey(seed=0),
+        routing_key=routing_key,
+    )
+
+
+def ids_of(chunks) -> list[int]:
+    return [int(token_id) for chunk in chunks for token_id in chunk.token_ids]

@@ -46,6 +46,7 @@ def programs(tmp_path):
         "scancel": f'echo "$@" >>{directory}/said; case "$*" in 7) >{directory}/gone;; esac',
         "sbatch": "exit 1",
         "scontrol": "exit 1",
+        "sinfo": "exit 1",
     }
     for name, script in scripts.items():
         (directory / name).write_text(f"#!/bin/bash\nPATH={os.environ['PATH']}\n{script}\n")

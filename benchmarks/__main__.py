@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from benchmarks.harness import Result
+from benchmarks.harness import Result, Skipped
 from benchmarks.machine import ROOT, describe_machine, load_average
 from benchmarks.report import Report, compare, create_changes_table, create_table
 from rich.console import Console
 
 NAMES = (
-    *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents"),
-    *("proxy", "proxies", "memory", "latency", "engine", "trainer", "gang", "asynchrony"),
+    *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents", "updates"),
+    *("proxy", "proxies", "memory", "latency", "engine", "trainer", "gang", "starting", "slurm", "asynchrony"),
 )
 """Quick ones first: what is wrong shows early."""
 
@@ -92,8 +92,12 @@ def compare_reports(old: Path, new: Path, *, noise: float | None) -> None:
 @click.option("--quick", is_flag=True)
 def measure_one(name: str, path: Path, *, quick: bool) -> None:
     """Run one benchmark in this process and write its figures to ``path``: what a child of ``run`` does."""
-    results: list[Result] = importlib.import_module(f"benchmarks.{name}").run(quick)
-    path.write_text(json.dumps([result.to_json() for result in results]), encoding="utf-8")
+    try:
+        results: list[Result] = importlib.import_module(f"benchmarks.{name}").run(quick)
+        document = {"results": [result.to_json() for result in results]}
+    except Skipped as skipped:
+        document = {"skipped": str(skipped)}
+    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def run_all(names: Iterable[str], *, quick: bool) -> Report:
@@ -102,23 +106,33 @@ def run_all(names: Iterable[str], *, quick: bool) -> Report:
     facts["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     results: list[Result] = []
     failures: dict[str, str] = {}
+    skips: dict[str, str] = {}
     for name in names:
         print(f"{name} …", file=sys.stderr, flush=True)
         try:
             results += measure_in_child(name, quick=quick)
+        except Skipped as skipped:
+            skips[name] = str(skipped)
         except RuntimeError as error:
             failures[name] = str(error)
-    return Report(results=tuple(results), failures=failures, facts=facts | {"load_after": load_average()})
+    facts["load_after"] = load_average()
+    return Report(results=tuple(results), failures=failures, skips=skips, facts=facts)
 
 
 def measure_in_child(name: str, *, quick: bool) -> list[Result]:
-    """The figures of one benchmark. Raises ``RuntimeError`` with the end of what it printed if it failed."""
+    """The figures of one benchmark.
+
+    Raises ``Skipped`` if it cannot run here, or ``RuntimeError`` with the end of what it printed if it failed.
+    """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "results.json"
         command = [sys.executable, "-m", "benchmarks", "measure", name, str(path), *(["--quick"] if quick else [])]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
         if done.returncode == 0:
-            return [Result.from_json(document) for document in json.loads(path.read_text(encoding="utf-8"))]
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if "skipped" in document:
+                raise Skipped(document["skipped"])
+            return [Result.from_json(result) for result in document["results"]]
     printed = done.stdout.decode(errors="replace").strip().splitlines()
     print("\n".join(printed[-_NUM_LINES_OF_FAILURE:]), file=sys.stderr)
     raise RuntimeError(f"exit code {done.returncode}: {printed[-1] if printed else 'nothing was printed'}")

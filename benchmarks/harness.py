@@ -2,7 +2,8 @@
 
 Machines that run this are noisy, so absolute times mean little; a ratio against a baseline measured a moment ago means
 more. A benchmark module exposes ``run(quick) -> list[Result]``; ``python -m benchmarks`` runs them all, prints one
-table with the gates beside the figures, and writes JSON (``report``) that ``python -m benchmarks compare`` reads.
+table with the gates beside the figures, and writes JSON (``report``) that ``python -m benchmarks compare`` reads. A
+module that needs what a machine may not have raises ``Skipped``, and the table says why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from typing import Any
 
 from attrs import asdict, field, frozen
 
-__all__ = ["Result", "cpu_us_per_operation"]
+__all__ = ["Result", "Skipped", "cpu_us_per_operation"]
+
+
+class Skipped(Exception):
+    """Raised by a benchmark that cannot run on this machine; its text says what is missing."""
 
 
 @frozen(kw_only=True)

@@ -1,9 +1,8 @@
-"""Replicas: what a generation costs through the router, beside the generation actor alone, and what publishing costs.
+"""Replicas: what a generation costs through the router, beside the generation actor alone.
 
 The engine says what it was told to without computing, so that what is measured is the way to it: from the asker to one
 actor, and from the asker through the router to one of eight. ``per stream`` is a generation of one chunk, ``per chunk``
-what each further one adds. Weights have the shapes of SmolLM2-135M (a tenth of them with ``--quick``) and are published
-to an engine in the same process, by reference and by disk; that is wall time, of the machine's disk as well.
+what each further one adds.
 """
 
 from __future__ import annotations
@@ -13,13 +12,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import anyio
-import torch
-from attrs import define
 from benchmarks.harness import Result
 from benchmarks.null_engine import IdleEngine
 
@@ -33,9 +27,7 @@ from areal_actors.domain import (
     FinishReason,
     SampleKey,
 )
-from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
 from areal_actors.messages import AddReplica, Generate, Generation
-from areal_actors.training.publication import DiskPublisher, MemoryPublisher, Publisher
 
 _NUM_REPLICAS = 8
 _NUM_CHUNKS = 32
@@ -78,7 +70,7 @@ def _chunk(finish: FinishReason | None) -> Chunk:
 
 
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every benchmark
-    """CPU time per stream and per chunk, with and without a router, and the time that a publication takes."""
+    """CPU time per stream and per chunk, with and without a router."""
     num_streams, rounds = (500, 3) if quick else (2_000, 7)
     results = []
     for backend in ("asyncio", "trio"):
@@ -90,11 +82,11 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every b
             gate = _MAX_US_PER_CHUNK[backend] if name == "per chunk" else None
             results.append(_figure(f"{backend}: {_NUM_REPLICAS} replicas, {name}", routed[name], gate=gate))
         results.append(_ratio(backend, "per stream", routed["per stream"] / alone["per stream"]))
-    return [*results, *anyio.run(_measure_publishing, quick)]
+    return results
 
 
-def _figure(name: str, value: float, *, unit: str = "µs/operation", gate: float | None = None) -> Result:
-    return Result(benchmark="replicas", name=name, value=value, unit=unit, gate=gate)
+def _figure(name: str, value: float, *, gate: float | None = None) -> Result:
+    return Result(benchmark="replicas", name=name, value=value, unit="µs/operation", gate=gate)
 
 
 def _ratio(backend: str, name: str, value: float) -> Result:
@@ -141,59 +133,3 @@ async def _open(system: ActorSystem, is_routed: bool, num_chunks: int) -> Ref[Ge
         await router.ask(AddReplica(name=str(number), ref=ref))
     await anyio.wait_all_tasks_blocked()
     return router
-
-
-@define
-class _Policy:
-    model: Any
-    version: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.model.state_dict())
-
-
-def _create_model(num_layers: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1_536,
-        num_hidden_layers=num_layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
-
-
-async def _measure_publishing(quick: bool) -> list[Result]:  # noqa: FBT001
-    """Seconds from the end of a step until an engine has the weights."""
-    with torch.no_grad():
-        model = _create_model(2 if quick else 30)
-    policy, results = _Policy(model), []
-    with TemporaryDirectory() as directory:
-        settings = TorchEngineConfig(dtype="float32", device="cpu", max_length=64)
-        async with TorchEngine.open(settings, model=model) as engine:
-            publishers: dict[str, Publisher] = {
-                "memory": MemoryPublisher(),
-                "disk, float32": DiskPublisher(root=Path(directory)),
-                "disk, bfloat16": DiskPublisher(root=Path(directory), dtype=torch.bfloat16),
-            }
-            for name, publisher in publishers.items():
-                written, loaded = await _publish(engine, publisher, policy, 2 if quick else 3)
-                results.append(_figure(f"publish by {name}, until it is written", written * 1e3, unit="ms"))
-                results.append(_figure(f"publish by {name}, until it is loaded", loaded * 1e3, unit="ms"))
-    return results
-
-
-async def _publish(engine: TorchEngine, publisher: Publisher, policy: _Policy, rounds: int) -> tuple[float, float]:
-    times = []
-    for _ in range(rounds):
-        policy.version += 1
-        start = time.perf_counter()
-        snapshot = publisher.publish(policy)
-        written = time.perf_counter()
-        await engine.load(snapshot)
-        times.append((written - start, time.perf_counter() - start))
-    return min(written for written, _ in times), min(loaded for _, loaded in times)

@@ -27,10 +27,14 @@ _VERDICTS = {None: Text(""), True: Text("pass", style="green"), False: Text("FAI
 
 @frozen(kw_only=True)
 class Report:
-    """One run. ``failures`` maps a benchmark that raised to the reason; ``facts`` hold machine, date and load."""
+    """One run; ``facts`` hold machine, date and load.
+
+    ``failures`` maps a benchmark that raised to the reason, ``skips`` one that cannot run on this machine.
+    """
 
     results: tuple[Result, ...] = ()
     failures: Mapping[str, str] = field(factory=dict)
+    skips: Mapping[str, str] = field(factory=dict)
     facts: Mapping[str, Any] = field(factory=dict)
 
     @property
@@ -44,6 +48,7 @@ class Report:
             "facts": dict(self.facts),
             "results": [result.to_json() for result in self.results],
             "failures": dict(self.failures),
+            "skips": dict(self.skips),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -56,6 +61,7 @@ class Report:
             return cls(
                 results=tuple(map(Result.from_json, document["results"])),
                 failures=document["failures"],
+                skips=document.get("skips", {}),  # older files have none
                 facts=document["facts"],
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -72,6 +78,8 @@ def create_table(report: Report) -> Table:
         verdict = _VERDICTS[result.passed]
         cells = (format_number(result.value), result.unit, result.baseline or "", gate, verdict)
         table.add_row(result.benchmark, result.name, *cells)
+    for name, reason in report.skips.items():
+        table.add_row(name, Text(reason, style="yellow"), "", "", "", "", Text("SKIPPED", style="yellow"))
     for name, reason in report.failures.items():
         table.add_row(name, Text(reason, style="red"), "", "", "", "", Text("ERROR", style="bold red"))
     return table

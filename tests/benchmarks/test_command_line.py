@@ -6,7 +6,7 @@ import json
 
 import pytest
 from benchmarks.__main__ import NAMES, main
-from benchmarks.harness import Result
+from benchmarks.harness import Result, Skipped
 from benchmarks.machine import PACKAGES, ROOT, describe_machine, load_average
 from benchmarks.report import Report
 from click.testing import CliRunner
@@ -18,9 +18,11 @@ TELL = Result(benchmark="kernel", name="tell", value=1.0, unit="µs", gate=0.5)
 
 @pytest.fixture
 def without_measuring(monkeypatch):
-    """Benchmarks that are over at once: ``kernel`` has a figure, every other one fails."""
+    """Benchmarks that are over at once: ``kernel`` has a figure, ``slurm`` is skipped, every other one fails."""
 
     def measure(name, *, quick):
+        if name == "slurm":
+            raise Skipped("there is no cluster")
         if name != "kernel":
             raise RuntimeError(f"exit code 1: {name} is broken")
         return [TELL]
@@ -64,6 +66,18 @@ def test_a_broken_benchmark_is_reported_among_the_others(tmp_path):
     assert Report.load(path).results == (TELL,)
 
 
+@pytest.mark.usefixtures("without_measuring")
+def test_what_cannot_run_here_is_skipped_visibly(tmp_path):
+    """The reason is in the table and in the file, and nothing has failed."""
+    path = tmp_path / "a.json"
+    result = invoke("slurm", "kernel", "--json", path)
+
+    assert result.exit_code == 0
+    assert "there is no cluster" in result.output
+    assert "SKIPPED" in result.output
+    assert {"slurm": "there is no cluster"} == Report.load(path).skips
+
+
 def test_two_runs_are_compared(tmp_path):
     """The ratio of each figure is printed; a file of another kind is refused by name."""
     a, b, other = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "other.json"
@@ -89,6 +103,13 @@ def test_a_benchmark_runs_in_a_child():
     assert {"rendering"} == {result.benchmark for result in results}
     with pytest.raises(RuntimeError, match="exit code 2"):
         command.measure_in_child("nothing", quick=True)
+
+
+def test_a_benchmark_says_from_its_child_that_it_is_skipped(monkeypatch):
+    """Where Slurm is not found, its benchmark names the command that installs it."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(Skipped, match="apt-get install"):
+        command.measure_in_child("slurm", quick=True)
 
 
 def test_the_machine_is_described():

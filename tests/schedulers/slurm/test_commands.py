@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import anyio
 import pytest
+from tests.schedulers.slurm.scripted import commands
 
 from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.slurm.commands import (
@@ -18,16 +18,6 @@ from areal_actors.schedulers.slurm.commands import (
 )
 
 pytestmark = pytest.mark.anyio
-
-
-def commands(directory, *, timeout_seconds=5.0, environment=None, **programs):
-    """Commands whose programs are these scripts."""
-    for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo"):
-        program = directory / name
-        program.write_text(f"#!/bin/bash\n{programs.get(name, 'exit 0')}\n")
-        program.chmod(0o755)
-    path = {"PATH": f"{directory}:{os.environ['PATH']}"}
-    return SlurmCommands(environment=path | (environment or {}), timeout_seconds=timeout_seconds, user="1000")
 
 
 def test_the_environment_is_cleaned():
@@ -119,6 +109,24 @@ async def test_a_job_that_is_over_is_cancelled_without_complaint(tmp_path):
     await over.cancel(7)
     with pytest.raises(SchedulerError, match=r"scancel failed.*contact"):
         await commands(tmp_path, scancel="echo 'unable to contact' >&2; exit 8").cancel(7)
+
+
+@pytest.mark.parametrize(
+    ("script", "refusal"),
+    [
+        ("exit 0", None),
+        ("echo 'Invalid job id specified for job 7' >&2; exit 1", None),
+        ("echo 'Access/permission denied for job 7' >&2; exit 1", "denied"),
+    ],
+)
+async def test_a_hold_is_ended_where_the_cluster_lets_us(tmp_path, script, refusal):
+    """A refusal is an answer; no answer is none."""
+    found = await commands(tmp_path, scontrol=script).release(7)
+
+    assert (refusal is None) == (found is None)
+    assert found is None or refusal in found.why
+    with pytest.raises(SchedulerError, match=r"scontrol.*contact"):
+        await commands(tmp_path, scontrol="echo 'Unable to contact slurm controller' >&2; exit 1").release(7)
 
 
 async def test_the_event_loop_goes_on_while_a_command_hangs(tmp_path):

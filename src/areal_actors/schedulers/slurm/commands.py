@@ -162,6 +162,14 @@ class SlurmCommands:
         """A job that was put back into the queue would wait for two minutes otherwise."""
         await self._ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
+    async def release(self, job: int) -> Refused | None:
+        """A held job may begin, unless the cluster refuses that; one that is not held is fine."""
+        answer = await self._run("scontrol", "release", str(job))
+        why = answer.errors or answer.output
+        if answer.status != 0 and _UNSURE.search(why):
+            raise SchedulerError(f"scontrol failed with status {answer.status}: {why}")
+        return Refused(why=why) if answer.status != 0 and _INVALID_JOB not in why else None
+
     async def _ask(self, command: str, *arguments: str, fine: str = "\0") -> str:
         answer = await self._run(command, *arguments)
         if answer.status != 0 and fine not in answer.errors:

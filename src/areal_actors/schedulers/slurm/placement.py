@@ -75,6 +75,8 @@ class SlurmPlacement:
         self._stopping = anyio.Lock()
         self._is_unwanted = False
         self._num_hurried = 0
+        self._num_released = 0
+        self._given_up = ""
         self._is_doubtful = False
 
     @property
@@ -147,8 +149,15 @@ class SlurmPlacement:
             await self._close(self._view)
         elif row is None:
             await self._look_for(self._view, now=now)
-        elif self._view.num_restarts > self._num_hurried and row.reason == "BeginTime":
+        elif row.is_held_back and not self._is_unwanted:
+            await self._release(self._view)
+        elif row.reason == "BeginTime" and self._num_put_back > self._num_hurried:
             await self._hurry(self._view)
+
+    @property
+    def _num_put_back(self) -> int:
+        """How often it was put back, at least; a launch that failed may not have been seen to run."""
+        return (0 if self._view is None else self._view.num_restarts) + self._num_released
 
     async def _look_for(self, view: JobView, *, now: float) -> None:
         """A job that is not in the queue has ended if it says so, or if its controller has forgotten it for long."""
@@ -163,15 +172,32 @@ class SlurmPlacement:
     async def _hurry(self, view: JobView) -> None:
         """Refused while the job's former life is being cleared away, it is asked again at the next look."""
         await self._commands.start_now(view.job)
-        self._num_hurried = view.num_restarts
+        self._num_hurried = self._num_put_back
         logger.info("job %d of %s was put back into the queue; it is started again", view.job, self.spec.name)
+
+    async def _release(self, view: JobView) -> None:
+        """Nobody else would. Where the cluster refuses, or holds it again and again, it is for others to place anew."""
+        if self._num_released >= self._config.max_requeues:
+            return await self._give_up(view, f"it was released {self._num_released} times already")
+        refusal = await self._commands.release(view.job)
+        if refusal is not None:
+            return await self._give_up(view, refusal.why)
+        self._num_released += 1
+        logger.warning("job %d of %s was held (%s); it is released", view.job, self.spec.name, view.reason)
+        return None
+
+    async def _give_up(self, view: JobView, why: str) -> None:
+        """What is held may be released by an administrator one day, and must not begin then."""
+        self._given_up = f"Slurm held it ({view.reason}), and it was given up: {why}"
+        await to_thread.run_sync(self._files.mark_stopped, self.name)
+        await self._commands.cancel(view.job)
 
     async def _close(self, view: JobView) -> None:
         """It has ended: find out how, and say so for ever."""
         report = await self._report(view)
         left = await to_thread.run_sync(self._files.read_exit, view.job)
         code = _exit_code(view, report, left)
-        words = _describe_end(view, code, is_unwanted=self._is_unwanted)
+        words = self._given_up or _describe_end(view, code, is_unwanted=self._is_unwanted)
         if code != 0 and not self._is_unwanted:
             words += await to_thread.run_sync(_last_words, self.log)
         await self._keep_end(PlacementStatus(

@@ -50,6 +50,8 @@ _WORDS = {
     Course.DOUBTFUL: "NODE_FAIL PREEMPTED REVOKED RECONFIG_FAIL",
 }
 _COURSES = {word: course for course, words in _WORDS.items() for word in words.split()}
+_HELD = ("launch failed requeued held", "jobholdmaxrequeue")
+"""Why Slurm itself holds a job. A hold by a person has another reason, and is that person's to end."""
 
 
 def course_of(state: str) -> Course:
@@ -75,6 +77,11 @@ class JobRow:
     def course(self) -> Course:
         """What its state means."""
         return course_of(self.state)
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether it could not be launched, was put back, and waits for ever unless somebody releases it."""
+        return self.course is Course.WAITING and self.reason.replace("_", " ").lower().startswith(_HELD)
 
 
 def parse_queue(text: str) -> tuple[JobRow, ...]:

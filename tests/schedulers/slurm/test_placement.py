@@ -47,13 +47,13 @@ async def placed(directory, *, scontrol=SAYING, **settings):
     return placement, lambda name: (programs / f"{name}.said").read_text().splitlines()
 
 
-async def test_a_job_that_could_not_be_launched_is_released_and_begins_at_once(tmp_path):
+async def test_a_job_that_could_not_be_launched_is_released_and_begins_soon(tmp_path):
     """Whether it was seen to run before or not: it is not kept waiting, neither held nor for its time to begin."""
     placement, said = await placed(tmp_path)
     for row in (HELD, LATE, LATE, RUNNING):
         await placement.see(row, now=0.0)
 
-    assert ["release 7", "update JobId=7 StartTime=now"] == [line for line in said("scontrol") if "show" not in line]
+    assert ["release 7", "update JobId=7 StartTime=now+5"] == [line for line in said("scontrol") if "show" not in line]
     assert placement.status.state is PlacementState.RUNNING
 
 

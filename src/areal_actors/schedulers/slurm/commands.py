@@ -40,6 +40,7 @@ _UNSURE = re.compile(
 )
 _NEEDED = ("sbatch", "squeue", "scancel", "scontrol", "sinfo")
 _INVALID_JOB = "Invalid job id"
+_CLEAR_SECONDS = 5
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -158,9 +159,13 @@ class SlurmCommands:
         """What the controller remembers of one job; ``None`` if it knows no such job."""
         return parse_job(await self._ask("scontrol", "show", "job", "--oneliner", str(job), fine=_INVALID_JOB))
 
-    async def start_now(self, job: int) -> None:
-        """A job that was put back into the queue would wait for two minutes otherwise."""
-        await self._ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    async def start_soon(self, job: int) -> None:
+        """A job that was put back into the queue would wait for two minutes otherwise; now it is a few seconds.
+
+        Not at once: a node that has just ended a job takes any launch of it that is dated no later than that end, in
+        whole seconds of two clocks, for one that was revoked meanwhile, and the job fails before it begins.
+        """
+        await self._ask("scontrol", "update", f"JobId={job}", f"StartTime=now+{_CLEAR_SECONDS}")
 
     async def release(self, job: int) -> Refused | None:
         """A held job may begin, unless the cluster refuses that; one that is not held is fine."""

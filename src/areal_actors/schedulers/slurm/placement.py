@@ -171,9 +171,9 @@ class SlurmPlacement:
 
     async def _hurry(self, view: JobView) -> None:
         """Refused while the job's former life is being cleared away, it is asked again at the next look."""
-        await self._commands.start_now(view.job)
+        await self._commands.start_soon(view.job)
         self._num_hurried = self._num_put_back
-        logger.info("job %d of %s was put back into the queue; it is started again", view.job, self.spec.name)
+        logger.info("job %d of %s was put back into the queue; it is started again soon", view.job, self.spec.name)
 
     async def _release(self, view: JobView) -> None:
         """Nobody else would. Where the cluster refuses, or holds it again and again, it is for others to place anew."""

@@ -180,6 +180,7 @@ class _House:
         """One attempt after another, until one comes to the end."""
         restarts = Restarts(self.run.config.scheduler.restarts)
         while True:
+            gathered = self.premises.household.gathering.round
             try:
                 return await self._attempt()
             except Exception as error:
@@ -189,6 +190,8 @@ class _House:
                 final = find_final(error)
                 if final is not None:
                     raise final from error
+                if gathered != self.premises.household.gathering.round:
+                    continue  # it was nobody's fault
                 cause = root_cause(error)
                 if not restarts.allow(now=anyio.current_time()):
                     raise SchedulerError(f"{cause} The run ends after {restarts.describe()}.") from error
@@ -263,6 +266,7 @@ class _Attempt:
     async def run(self) -> None:
         """Train, and save the results."""
         async with AsyncExitStack() as stack:
+            await self._house.premises.household.wait_whole()
             await self._open_lines(stack)  # they are closed when nobody here asks any more
             system = await stack.enter_async_context(ActorSystem.open(name="home"))
             await self._spawn_own(system, stack)

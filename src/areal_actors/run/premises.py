@@ -90,7 +90,7 @@ async def open_premises(
             endpoint = await stack.enter_async_context(doorway)
         home = Home(addresses=(listener.address,), secret=secret)
         yield Premises(
-            household=Household(scheduler, workers, home, scheduling),
+            household=Household(scheduler, workers, home, scheduling, roles=placed),
             directory=workers,
             listener=listener,
             secret=secret,

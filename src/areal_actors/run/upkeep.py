@@ -8,7 +8,7 @@ others is decided by ``placement``.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from attrs import define, frozen
 from areal_actors.core import Ref
 from areal_actors.core.failure import leaves
 from areal_actors.core.remote.codec import Codec
+from areal_actors.domain import Role
 from areal_actors.errors import (
     ActorError,
     ArealError,
@@ -37,6 +38,7 @@ from areal_actors.messages import (
     Report,
     TakeFailure,
 )
+from areal_actors.run.gathering import Gathering
 from areal_actors.schedulers.base import Home, Placement, PlacementState, Scheduler, WorkerSpec
 from areal_actors.schedulers.config import RestartsConfig, RoleConfig, SchedulerConfig
 from areal_actors.telemetry import get_logger
@@ -108,10 +110,19 @@ class _Life:
 
 
 class Household:
-    """Starts and watches the workers of one run."""
+    """Starts and watches the workers of one run, which can do nothing without one of each of ``roles``."""
 
-    def __init__(self, scheduler: Scheduler, directory: Ref[Directory], home: Home, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        directory: Ref[Directory],
+        home: Home,
+        config: SchedulerConfig,
+        *,
+        roles: Iterable[Role] = (),
+    ) -> None:
         self.config = config
+        self.gathering = Gathering(roles, seconds=config.gather_seconds)
         self._scheduler = scheduler
         self._directory = directory
         self._home = home
@@ -128,9 +139,12 @@ class Household:
         """
         restarts, pause = Restarts(self.config.restarts), _FIRST_PAUSE_SECONDS
         while True:
+            gathered = self.gathering.round
             ending = await self.live(name, order, role, while_ready=while_ready)
             if ending.error is not None and find_final(ending.error) is not None:
                 raise ending.error
+            if gathered != self.gathering.round:
+                continue
             if not restarts.allow(now=anyio.current_time()):
                 raise SchedulerError(f"{ending} It is not started again after {restarts.describe()}.")
             pause = _FIRST_PAUSE_SECONDS if ending.had_served else min(2 * pause, _MAX_PAUSE_SECONDS)
@@ -139,13 +153,15 @@ class Household:
 
     async def live(self, name: str, order: Order, role: RoleConfig, *, while_ready: WhileReady = nullcontext) -> Ending:
         """One life of a worker, to its end; cancelled, it ends the worker. Raises ``SchedulerError``."""
+        await anyio.sleep_until(self.gathering.opens_at)
         self._lives[name] += 1
         life = self._lives[name] * _LIFE_STRIDE
         await self._directory.ask(ExpectWorker(worker=name, life=life, order=order))
         learnt = _Life()
         async with self._scheduler.place(self._spec(name, life, role)) as placement:
             try:
-                await self._watch(placement, learnt, while_ready)
+                with self.gathering.having(order.role, placement):
+                    await self._watch(placement, learnt, while_ready)
             finally:
                 with anyio.CancelScope(shield=True):  # bounded by the grace
                     await placement.stop(grace=self.config.stop_seconds)
@@ -174,6 +190,7 @@ class Household:
 
             tasks.start_soon(self._until_ended, placement, end)
             tasks.start_soon(self._until_lapsed, placement, end)
+            tasks.start_soon(self._until_given_back, end)
             await self._until_ready(placement, end)
             report = await self._directory.ask(AwaitReady(worker=placement.spec.name, life=placement.spec.life))
             learnt.had_served = True
@@ -182,18 +199,31 @@ class Household:
                 await anyio.sleep_forever()
 
     async def _until_ready(self, placement: Placement, end: Callable[[str], None]) -> None:
-        """Its time to start begins when its process does."""
+        """Its time to start begins when its process does, and those of all roles that it may need."""
         told = ""
         while placement.status.state is PlacementState.PENDING:
             if placement.status.reason != told:
                 told = placement.status.reason
                 _log.info("worker_waits", worker=placement.spec.name, reason=told)
             await anyio.sleep(_LOOK_SECONDS)
+        await self.wait_whole()
         with anyio.move_on_after(self.config.start_seconds):
             await self._directory.ask(AwaitReady(worker=placement.spec.name, life=placement.spec.life))
             return
         end(f"It did not serve within {self.config.start_seconds:g} s (scheduler.start_seconds). See {placement.log}.")
         await anyio.sleep_forever()
+
+    async def wait_whole(self) -> None:
+        """Until each role has somewhere to be."""
+        while not self.gathering.is_whole:  # noqa: ASYNC110 - its scheduler knows, and tells nobody
+            await anyio.sleep(_LOOK_SECONDS)
+
+    async def _until_given_back(self, end: Callable[[str], None]) -> None:
+        gathered = self.gathering.round
+        while gathered == self.gathering.round:
+            await anyio.sleep(_LOOK_SECONDS)
+            self.gathering.look(now=anyio.current_time())
+        end("It was given back, because other roles of the run found no room (scheduler.gather_seconds).")
 
     async def _until_ended(self, placement: Placement, end: Callable[[str], None]) -> None:
         end((await placement.wait_ended()).reason)

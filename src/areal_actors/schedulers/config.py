@@ -113,6 +113,9 @@ class SchedulerConfig:
     restarts: RestartsConfig = field(factory=RestartsConfig)
     start_seconds: float = field(default=300.0, validator=gt(0))
     """How long a worker that runs may take until it serves."""
+    gather_seconds: float = field(default=1800.0, validator=gt(0))
+    """How long roles may hold what they have while others of the run wait for room. Then all give back what they have,
+    and ask again later: two runs that want more than there is would wait for each other for ever."""
     stop_seconds: float = field(default=3.0, validator=ge(0))
     """How long a worker may take to leave when it is told to."""
     lease_seconds: float = field(default=60.0, validator=gt(0))

@@ -150,6 +150,29 @@ def test_two_runs_that_want_more_than_there_is_come_one_after_the_other(cluster,
     assert any("roles_given_back" in words for words in said)
 
 
+def test_a_home_that_is_killed_and_started_again_goes_on(cluster, tmp_path):
+    """Its jobs are ended before others are submitted, so that no worker has two. No step is missing or made twice."""
+    directory = tmp_path / "run"
+    settings = (*TINY, "checkpoint.every_steps=2", "total_steps=8")
+    with training(cluster, directory, *settings) as run:
+        wait_until(run, lambda: len(steps(directory)) >= 3)
+        run.kill()
+    before = {name[:19] for name in jobs(cluster, "RUNNING")}
+    with training(cluster, directory, *settings, "--resume") as run:
+        together = set()
+        while run.poll() is None:
+            together.add(frozenset(name[:19] for name in jobs(cluster, "RUNNING,COMPLETING")))
+            time.sleep(0.5)
+        said, _ = run.communicate(timeout=60)
+
+    assert run.returncode == 0
+    assert 8 == json.loads(said.splitlines()[-1])["steps"]
+    assert 1 == len(before)
+    assert all(len(runs) <= 1 for runs in together)
+    assert len(frozenset().union(before, *together)) == 2
+    assert list(range(1, 9)) == steps(directory)
+
+
 def jobs(cluster: Cluster, state: str) -> dict[str, str]:
     """Numbers of jobs in this state, by name."""
     return dict(row.split() for row in cluster.run("squeue", "-h", "-t", state, "-o", "%j %i").splitlines())

@@ -7,7 +7,8 @@
 It is told who it is and where home is on its standard input or in a file (``schedulers.bootstrap``); at home it asks
 what to be. What a role is made of is ``run.roles``; who starts workers and misses them is ``run.upkeep``. A worker ends
 when it is told to, when its standard input does (then whoever started it is gone), when another life has taken its
-place, and when home was out of reach for longer than its lease.
+place, and when home was out of reach for longer than its lease. Where a cluster has started several processes as one
+worker, the first is the worker, and the others are ranks of its gang (``run.rank_worker``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import cycle
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -94,7 +96,10 @@ async def _live(bootstrap: Bootstrap) -> int:
     async with anyio.create_task_group() as tasks:
         if BOOTSTRAP_VARIABLE not in os.environ:
             tasks.start_soon(until_orphaned, tasks.cancel_scope)
-        tasks.start_soon(until_signalled, tasks.cancel_scope)
+        if bootstrap.rank == 0:
+            tasks.start_soon(until_signalled, tasks.cancel_scope)
+        else:  # a warning is for the first process; one that nobody heeds would end this one
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         code = await _work(bootstrap)
         tasks.cancel_scope.cancel()
         return code
@@ -108,10 +113,10 @@ async def _work(bootstrap: Bootstrap) -> int:
         return next(addresses)
 
     async with standing(
-        locate, secret=bootstrap.secret, node=bootstrap.name, incarnation=max(bootstrap.life, 1)
+        locate, secret=bootstrap.secret, node=bootstrap.node, incarnation=max(bootstrap.life, 1)
     ) as home:
         try:
-            await _serve(bootstrap, home)
+            await (_serve_rank if bootstrap.rank else _serve)(bootstrap, home)
         except Exception as error:  # noqa: BLE001 - home is told, and the log has it all
             if any(isinstance(leaf, _Left) for leaf in leaves(error)):
                 return _EXIT_AGAIN
@@ -121,7 +126,14 @@ async def _work(bootstrap: Bootstrap) -> int:
     return 0
 
 
+async def _serve_rank(bootstrap: Bootstrap, home: Line) -> None:
+    from areal_actors.run.rank_worker import serve_task
+
+    await serve_task(bootstrap, home)
+
+
 async def _serve(bootstrap: Bootstrap, home: Line) -> None:
+    from areal_actors.run.ranks import expect_ranks, open_ranks
     from areal_actors.run.roles import Post, open_role
 
     directory = home.ref(Directory, "directory")
@@ -133,7 +145,14 @@ async def _serve(bootstrap: Bootstrap, home: Line) -> None:
         lines = await stack.enter_async_context(_open_lines(bootstrap, order, home))
         listener = await stack.enter_async_context(_listen(bootstrap, order))
         system = await stack.enter_async_context(ActorSystem.open(name=bootstrap.name))
-        post = Post(config=config, order=order, system=system, find=_Finder(order, home, lines))
+        ranks = partial(expect_ranks, bootstrap=bootstrap, listener=listener, directory=directory)
+        post = Post(
+            config=config,
+            order=order,
+            system=system,
+            find=_Finder(order, home, lines),
+            open_ranks=open_ranks if bootstrap.num_tasks == 1 else ranks,
+        )
         opened = await stack.enter_async_context(open_role(post))
         for name, ref in opened.actors.items():
             listener.expose(name, ref)

@@ -15,6 +15,8 @@ from pathlib import Path
 from tests.placement.play import ROLES, Outcome, Play, marked, perform, running, wait_until, workers_of
 
 SECONDS = 900.0
+GANG = ("trainer.gang={num_processes: 2, backend: gloo}", "trainer.max_packed_tokens=128")
+"""Two processes that train together, with passes enough for both."""
 
 
 def main() -> int:
@@ -33,8 +35,11 @@ def main() -> int:
         "all are killed": Play(roles=ROLES, steps=7, kills=[(n + 1, f"{role}-0") for n, role in enumerate(ROLES)]),
     }
     num_wrong = sum(not is_right(name, play, reference) for name, play in plays.items())
+    reference = performed("a gang at home", Play(roles=(), steps=4, settings=GANG))
+    play = Play(roles=("trainer",), steps=4, settings=GANG, kills=[(2, "trainer-0/rank")])
+    num_wrong += not is_right("a rank is killed", play, reference)
     num_wrong += not is_clean_after_home()
-    print(f"{num_wrong} of {len(plays) + 1} plays went wrong", flush=True)
+    print(f"{num_wrong} of {len(plays) + 2} plays went wrong", flush=True)
     return min(num_wrong, 1)
 
 

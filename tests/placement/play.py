@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 from attrs import field, frozen
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,10 @@ COMPARED = ("step", "reward", "eval_reward", "tokens", "trained_tokens", "stalen
 
 @frozen(kw_only=True)
 class Play:
-    """One run. ``kills`` are (step, worker): the worker is killed once that step is done."""
+    """One run. ``kills`` are (step, worker): the worker is killed once that step is done.
+
+    The processes that a worker trains with are called ``<worker>/rank``.
+    """
 
     roles: Sequence[str]
     kills: Sequence[tuple[int, str]] = ()
@@ -57,8 +61,8 @@ def perform(play: Play, path: Path, *, timeout: float = 500.0) -> Outcome:
         deadline = time.monotonic() + timeout
         for step, worker in play.kills:
             wait_until(lambda step=step: step in steps_of(directory), process, deadline)
-            wait_until(lambda worker=worker: worker in workers_of(directory), process, deadline)
-            os.kill(workers_of(directory)[worker], signal.SIGKILL)
+            wait_until(lambda worker=worker: worker in processes_of(directory), process, deadline)
+            os.kill(processes_of(directory)[worker], signal.SIGKILL)
         try:
             output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
@@ -125,6 +129,18 @@ def workers_of(directory: Path) -> dict[str, int]:
         if event["event"] == "worker_serves" and "where" in event:
             found[event["worker"]] = int(event["where"].removeprefix("process "))
     return {worker: pid for worker, pid in found.items() if is_alive(pid)}
+
+
+def processes_of(directory: Path) -> dict[str, int]:
+    """Those, and the last rank that each of them has started."""
+    workers = workers_of(directory)
+    found = {
+        f"{worker}/rank": child.pid
+        for worker, pid in workers.items()
+        for child in psutil.Process(pid).children()
+        if "areal_actors.worker" in child.cmdline()
+    }
+    return workers | found
 
 
 def is_alive(pid: int) -> bool:

@@ -19,6 +19,7 @@ from areal_actors.domain import Role
 from areal_actors.errors import Conflict, NotFound
 from areal_actors.messages import (
     AwaitEndpoint,
+    AwaitGang,
     AwaitLapse,
     AwaitReady,
     AwaitWeights,
@@ -32,6 +33,7 @@ from areal_actors.messages import (
     Order,
     Report,
     ReportFailure,
+    ReportGang,
     ReportReady,
     TakeFailure,
     WeightsPublished,
@@ -54,6 +56,8 @@ class _Entry:
     heard_at: float | None = None
     report: Report | None = None
     failure: Mapping[str, Any] | None = None
+    gang: str | None = None
+    """Where the other processes of its gang join it."""
     is_replaced: bool = False
 
 
@@ -78,7 +82,8 @@ class DirectoryActor(Actor[Directory]):
     @FetchOrder.handler
     async def fetch(self, message: FetchOrder) -> Order:
         """Say what to be."""
-        return self._hear(message.worker, message.life).order
+        find = self._find if message.rank else self._hear
+        return find(message.worker, message.life).order
 
     @ReportReady.handler
     async def note_ready(self, message: ReportReady) -> None:
@@ -89,10 +94,24 @@ class DirectoryActor(Actor[Directory]):
             self._endpoint = message.report.endpoint
         self._announce()
 
+    @ReportGang.handler
+    async def note_gang(self, message: ReportGang) -> None:
+        """Tell those who wait to join."""
+        self._hear(message.worker, message.life).gang = message.address
+        self._announce()
+
+    @AwaitGang.handler(concurrency=_MANY)
+    async def await_gang(self, message: AwaitGang) -> str:
+        """Wait until its first process has opened."""
+        while (address := self._find(message.worker, message.life).gang) is None:
+            await self._changed.wait()
+        return address
+
     @ReportFailure.handler
     async def note_failure(self, message: ReportFailure) -> None:
-        """Keep its last words for whoever sees it end."""
-        self._hear(message.worker, message.life).failure = message.error
+        """Keep its last words for whoever sees it end; of several processes, the others may suffer from the first."""
+        entry = self._hear(message.worker, message.life)
+        entry.failure = entry.failure or message.error
 
     @KeepLease.handler
     async def keep_lease(self, message: KeepLease) -> None:
@@ -164,9 +183,18 @@ class DirectoryActor(Actor[Directory]):
             await self._changed.wait()
 
     def _hear(self, worker: str, life: int) -> _Entry:
-        """What is known of whoever speaks, which is a sign of life.
+        """What is known of whoever speaks, which is a sign of life. Raises as ``_find``."""
+        entry = self._find(worker, life)
+        is_first = entry.heard_at is None
+        entry.heard_at = anyio.current_time()
+        if is_first:
+            self._announce()
+        return entry
 
-        A life that nobody here has begun was begun by the cluster itself. It takes over the order, if the worker is one
+    def _find(self, worker: str, life: int) -> _Entry:
+        """What is known of a life.
+
+        One that nobody here has begun was begun by the cluster itself. It takes over the order, if the worker is one
         that is replaced alone.
 
         Raises:
@@ -178,17 +206,12 @@ class DirectoryActor(Actor[Directory]):
             raise NotFound(f"Nobody here expects a worker {worker}; it belongs to another run, or to none any more.")
         if life < entry.life:
             raise Conflict(f"Life {life} of {worker} is over; its life {entry.life} has begun.")
-        is_first = entry.heard_at is None
         if life > entry.life and entry.order.role not in _ALONE:
             entry.is_replaced = True
             self._announce()
             raise Conflict(f"{worker} cannot be replaced alone: the run begins anew from its latest checkpoint.")
         if life > entry.life:
             entry = self._entries[worker] = _Entry(life=life, order=entry.order)
-            is_first = True
-        entry.heard_at = anyio.current_time()
-        if is_first:
-            self._announce()
         return entry
 
     def _announce(self) -> None:

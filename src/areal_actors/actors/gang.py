@@ -60,6 +60,7 @@ class RankActor(Actor[Ranks]):
         """Leave the gang at the end."""
         async with OwnThread.open() as self._thread:
             yield
+            await to_thread.run_sync(self._policy.gang.abort)  # it may wait for one that is gone
             self._thread.post(self._policy.gang.close)
 
     @JoinGang.handler

@@ -34,6 +34,7 @@ from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory
 from areal_actors.datasets import DataPath, DatasetConfig, ProblemsReference
+from areal_actors.domain import Role
 from areal_actors.engines.servers.config import Backend, ServedEngine, ServerConfig
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.proxy import ProxyConfig
@@ -235,6 +236,10 @@ class RunConfig:
         if servers is None:
             return None
         return ServedEngine(backend=self.rollout.backend, config=servers, directory=directory)
+
+    def num_tasks(self, role: Role) -> int:
+        """How many processes a worker of this role consists of."""
+        return self.trainer.gang.num_processes if role is Role.TRAINER else 1
 
     @property
     def intake(self) -> IntakeConfig:

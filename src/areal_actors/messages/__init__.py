@@ -53,6 +53,7 @@ from areal_actors.messages.capacity import (
 )
 from areal_actors.messages.directory import (
     AwaitEndpoint,
+    AwaitGang,
     AwaitLapse,
     AwaitReady,
     AwaitWeights,
@@ -65,6 +66,7 @@ from areal_actors.messages.directory import (
     Order,
     Report,
     ReportFailure,
+    ReportGang,
     ReportReady,
     TakeFailure,
     WeightsPublished,
@@ -169,6 +171,7 @@ __all__ = [
     "AddReplica",
     "AdmitUser",
     "AwaitEndpoint",
+    "AwaitGang",
     "AwaitLapse",
     "AwaitReady",
     "AwaitTraining",
@@ -233,6 +236,7 @@ __all__ = [
     "Replicas",
     "Report",
     "ReportFailure",
+    "ReportGang",
     "ReportReady",
     "RequestStop",
     "ReservePermit",

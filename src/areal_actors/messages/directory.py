@@ -14,6 +14,7 @@ from areal_actors.messages.serving import Endpoint
 
 __all__ = [
     "AwaitEndpoint",
+    "AwaitGang",
     "AwaitLapse",
     "AwaitReady",
     "AwaitWeights",
@@ -26,6 +27,7 @@ __all__ = [
     "Order",
     "Report",
     "ReportFailure",
+    "ReportGang",
     "ReportReady",
     "TakeFailure",
     "WeightsPublished",
@@ -91,10 +93,15 @@ class ExpectWorker(Message[Directory, None]):
 
 @frozen(kw_only=True)
 class FetchOrder(Message[Directory, Order]):
-    """What to be. Raises ``Conflict`` for a life that is over, ``NotFound`` for a worker that nobody expects."""
+    """What to be. Raises ``Conflict`` for a life that is over, ``NotFound`` for a worker that nobody expects.
+
+    Another process of the worker's gang, of some ``rank``, is told the same; that it asks is no sign of life of the
+    worker.
+    """
 
     worker: str
     life: int
+    rank: int = 0
 
 
 @frozen(kw_only=True)
@@ -107,8 +114,25 @@ class ReportReady(Message[Directory, None]):
 
 
 @frozen(kw_only=True)
+class ReportGang(Message[Directory, None]):
+    """The other processes of a worker's gang can join it at ``address``. Raises as ``FetchOrder`` does."""
+
+    worker: str
+    life: int
+    address: str
+
+
+@frozen(kw_only=True)
+class AwaitGang(Message[Directory, str]):
+    """Wait until that can be done, and say where. Raises as ``FetchOrder`` does, also while it waits."""
+
+    worker: str
+    life: int
+
+
+@frozen(kw_only=True)
 class ReportFailure(Message[Directory, None]):
-    """A worker ends, and why: ``error`` is that error as it travels. Raises as ``FetchOrder`` does."""
+    """A worker ends, and why: ``error`` is that error as it travels. The first one counts. Raises as ``FetchOrder``."""
 
     worker: str
     life: int

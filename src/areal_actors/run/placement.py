@@ -214,7 +214,8 @@ class _House:
             tasks.cancel_scope.cancel()
 
     async def _share_fate(self, order: Order, config: RoleConfig) -> None:
-        ending = await self.premises.household.live(f"{order.role}-0", order, config)
+        num_tasks = self.run.config.num_tasks(order.role)
+        ending = await self.premises.household.live(f"{order.role}-0", order, config, num_tasks=num_tasks)
         final = None if ending.error is None else find_final(ending.error)
         if final is not None:
             raise final

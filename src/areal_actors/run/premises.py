@@ -82,7 +82,7 @@ async def open_premises(
         listener = await stack.enter_async_context(
             listen(home_address(scheduling, sockets), secret=secret, expose={"directory": workers}, node="home")
         )
-        scheduler = await stack.enter_async_context(_open_scheduler(scheduling, directory, placed))
+        scheduler = await stack.enter_async_context(_open_scheduler(config, directory, placed))
         is_local = listener.address.startswith("unix:")
         endpoint = None
         if is_local and Role.PROXY in placed:
@@ -118,20 +118,24 @@ def home_address(config: SchedulerConfig, sockets: Path) -> str:
 
 
 def _open_scheduler(
-    config: SchedulerConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig]
+    config: RunConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig]
 ) -> AbstractAsyncContextManager[Scheduler]:
-    if config.type is SchedulerType.SLURM:
-        return SlurmScheduler.open(config.slurm, directory=directory.path)
+    if config.scheduler.type is SchedulerType.SLURM:
+        return SlurmScheduler.open(config.scheduler.slurm, directory=directory.path)
     return _open_local(config, directory, placed)
 
 
 @asynccontextmanager
 async def _open_local(
-    config: SchedulerConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig]
+    config: RunConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig]
 ) -> AsyncIterator[Scheduler]:
     """Children of this process; all of them have to find room at once, because each waits for the others."""
-    async with LocalScheduler.open(config.local, logs=directory.logs / "workers") as scheduler:
-        wanted = [role.resources for role in placed.values() for _ in range(role.replicas)]
+    async with LocalScheduler.open(config.scheduler.local, logs=directory.logs / "workers") as scheduler:
+        wanted = [
+            settings.resources.times(config.num_tasks(role))
+            for role, settings in placed.items()
+            for _ in range(settings.replicas)
+        ]
         scheduler.inventory.check(f"The roles {', '.join(placed)} of the run", *wanted)
         yield scheduler
 

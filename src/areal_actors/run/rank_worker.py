@@ -1,60 +1,120 @@
-"""What a rank of a training gang runs: it makes its policy, offers its actor, and trains along (``ranks``)."""
+"""What a rank of a training gang runs: it makes its policy, offers its actor, and trains along (``ranks``).
+
+A child of the first rank is told everything on its standard input. A task of a job knows what its worker knows, and
+asks at home what the worker is to be, and where it listens. Both leave when the first rank is gone.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
+from attrs import frozen
 
 from areal_actors.config import load_config
 from areal_actors.core import ActorSystem
-from areal_actors.core.remote import Peer, connect
+from areal_actors.core.remote import Line, Peer, connect
+from areal_actors.dashboard import RunDirectory
+from areal_actors.errors import GangError
+from areal_actors.messages import AwaitGang, Directory, FetchOrder
 from areal_actors.models import resolve_model
 from areal_actors.run.endings import until_orphaned, until_signalled
 from areal_actors.run.job import create_policy
+from areal_actors.schedulers.bootstrap import Bootstrap
 
 if TYPE_CHECKING:
+    from areal_actors.config import RunConfig
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["serve_rank"]
+__all__ = ["serve_rank", "serve_task"]
+
+Leaving = Callable[[anyio.CancelScope], Coroutine[Any, Any, None]]
+"""Cancels the scope when it is time to leave."""
 
 
 async def serve_rank(order: Mapping[str, Any]) -> None:
-    """Be a rank until the first one is gone."""
-    from areal_actors.actors.gang import RankActor  # torch takes seconds, and other workers do without
-
-    policy = await to_thread.run_sync(_load_policy, order)
-    async with ActorSystem.open() as system:
-        actor = RankActor(policy)
-        rank = await system.spawn(actor, name="rank")
-        secret = bytes.fromhex(order["secret"])
-        async with connect(order["address"], secret=secret, node=order["name"], expose={"rank": rank}) as peer:
-            await _stay(peer, order["name"], failed=actor.failed)
+    """Be a rank that the first one has started, until that one is gone."""
+    config = await to_thread.run_sync(load_config, Path(order["config"]))
+    checkpoints = Path(order["checkpoints"]) if order["is_resumed"] else None
+    policy = await to_thread.run_sync(_load_policy, config, checkpoints)
+    async with _joined(policy, order["address"], secret=bytes.fromhex(order["secret"]), node=order["name"]) as joined:
+        print(json.dumps({"name": order["name"]}), flush=True)  # noqa: T201 - the line that is waited for
+        await joined.stay(until_orphaned, until_signalled)
 
 
-def _load_policy(order: Mapping[str, Any]) -> PolicyTrainer:
-    config = load_config(Path(order["config"]))
+async def serve_task(bootstrap: Bootstrap, home: Line) -> None:
+    """Be a rank that a cluster has started beside its worker, until that one is gone.
+
+    Raises:
+        Conflict: a later life of the worker has begun.
+        GangError: the worker has not said in time where to join it.
+    """
+    directory = home.ref(Directory, "directory")
+    asked = FetchOrder(worker=bootstrap.name, life=bootstrap.life, rank=bootstrap.rank)
+    order = await directory.ask(asked)
+    config = await to_thread.run_sync(load_config, order.config)
+    checkpoints = None if order.checkpoint is None else RunDirectory(path=order.directory).checkpoints
+    policy = await to_thread.run_sync(_load_policy, config, checkpoints)
+    address = await _find_first(bootstrap, home, seconds=config.scheduler.start_seconds)
+    async with _joined(policy, address, secret=bootstrap.secret, node=bootstrap.node) as joined:
+        # The cluster tells all tasks alike. What to do about it is the worker's affair, who may need us for that.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        await joined.stay()
+
+
+async def _find_first(bootstrap: Bootstrap, home: Line, *, seconds: float) -> str:
+    try:
+        with anyio.fail_after(seconds):
+            return await home.ref(Directory, "directory").ask(AwaitGang(worker=bootstrap.name, life=bootstrap.life))
+    except TimeoutError:
+        raise GangError(
+            f"{bootstrap.name} has not said within {seconds:g} s (scheduler.start_seconds) where rank {bootstrap.rank} "
+            "is to join it."
+        ) from None
+
+
+def _load_policy(config: RunConfig, checkpoints: Path | None) -> PolicyTrainer:
     policy = create_policy(config, resolve_model(config.model))
-    if order["is_resumed"]:
-        policy.restore(Path(order["checkpoints"]))
+    if checkpoints is not None:
+        policy.restore(checkpoints)
     return policy
 
 
-async def _stay(peer: Peer, name: str, *, failed: anyio.Event) -> None:
-    """Say that we serve; until nobody is connected, whoever started us is gone, we are asked to leave, or we failed."""
-    print(json.dumps({"name": name}), flush=True)  # noqa: T201 - the line that is waited for
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(until_orphaned, tasks.cancel_scope)
-        tasks.start_soon(until_signalled, tasks.cancel_scope)
-        tasks.start_soon(_until_failed, failed, tasks.cancel_scope)
-        await peer.wait_closed()
-        tasks.cancel_scope.cancel()
+@frozen(kw_only=True)
+class _Joined:
+    """A rank that the first one can reach."""
+
+    peer: Peer
+    failed: anyio.Event
+
+    async def stay(self, *leaving: Leaving) -> None:
+        """Until the first one is gone, this one is of no more use, or one of ``leaving`` says so."""
+        async with anyio.create_task_group() as tasks:
+            for one in leaving:
+                tasks.start_soon(one, tasks.cancel_scope)
+            tasks.start_soon(self._until_failed, tasks.cancel_scope)
+            await self.peer.wait_closed()
+            tasks.cancel_scope.cancel()
+
+    async def _until_failed(self, scope: anyio.CancelScope) -> None:
+        await self.failed.wait()
+        scope.cancel()
 
 
-async def _until_failed(failed: anyio.Event, scope: anyio.CancelScope) -> None:
-    await failed.wait()
-    scope.cancel()
+@asynccontextmanager
+async def _joined(policy: PolicyTrainer, address: str, *, secret: bytes, node: str) -> AsyncIterator[_Joined]:
+    """Offer the policy to whoever listens at ``address``."""
+    from areal_actors.actors.gang import RankActor  # torch takes seconds, and other workers do without
+
+    async with ActorSystem.open() as system:
+        actor = RankActor(policy)
+        rank = await system.spawn(actor, name="rank")
+        async with connect(address, secret=secret, node=node, expose={"rank": rank}) as peer:
+            yield _Joined(peer=peer, failed=actor.failed)

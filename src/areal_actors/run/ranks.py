@@ -1,16 +1,19 @@
-"""The other ranks of a training gang: child processes of the run, which end with it.
+"""The other ranks of a training gang: child processes of the first one, or tasks of one job of a cluster.
 
-Each is started as ``areal_actors.worker``, makes the same policy from the same files, and offers its actor over a unix
-socket. ``RankOpener`` is what a scheduler has to do to have them run elsewhere.
+Each is started as ``areal_actors.worker``, makes the same policy from the same files, and offers its actor: a child
+over a unix socket, and ends with us (``open_ranks``); a task, which the cluster has started with us on whichever node,
+where we have said at home that we listen (``expect_ranks``). What a rank does is ``rank_worker``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import anyio
@@ -22,14 +25,16 @@ from areal_actors.actors.gang import GangMembers
 from areal_actors.core import Ref
 from areal_actors.core.children import BoundedLog, Child
 from areal_actors.core.remote import Listener, Peer, listen
-from areal_actors.errors import GangError
-from areal_actors.messages import Ranks
+from areal_actors.core.remote.addresses import parse_address
+from areal_actors.errors import ActorError, GangError
+from areal_actors.messages import Directory, Ranks, ReportGang
 from areal_actors.run.job import Job
+from areal_actors.schedulers.bootstrap import Bootstrap
 
-__all__ = ["RankOpener", "open_ranks"]
+__all__ = ["RankOpener", "expect_ranks", "open_ranks"]
 
 RankOpener = Callable[[Job], AbstractAsyncContextManager[GangMembers]]
-"""Starts ``trainer.gang.num_processes - 1`` ranks for the length of a block."""
+"""Has ``trainer.gang.num_processes - 1`` ranks for the length of a block."""
 
 _START_SECONDS = 300.0
 _MAX_LINE = 64 * 1024
@@ -83,6 +88,43 @@ async def open_ranks(job: Job) -> AsyncIterator[GangMembers]:
                 starting.start_soon(_start, child, order, name)
         yield await _members(job, listener, names, children)
         tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def expect_ranks(
+    job: Job, *, bootstrap: Bootstrap, listener: Listener, directory: Ref[Directory]
+) -> AsyncIterator[GangMembers]:
+    """Have the tasks that a cluster has started with us join us at ``listener``, and wait until each has its policy.
+
+    They leave when we do. What all of us say is in the log of the job. Raises ``GangError`` if one does not come.
+    """
+    names = [bootstrap.name_of(rank) for rank in range(1, job.config.trainer.gang.num_processes)]
+    await directory.ask(ReportGang(worker=bootstrap.name, life=bootstrap.life, address=listener.address))
+    seconds = job.config.scheduler.start_seconds
+    refs: list[Ref[Ranks]] = []
+    awaited = ""
+    try:
+        with anyio.fail_after(seconds):
+            for awaited in names:
+                peer = await listener.wait_for(awaited)
+                refs.append(await _ref(peer))
+    except (TimeoutError, ActorError) as error:
+        raise GangError(
+            f"{awaited} of the training gang did not join within {seconds:g} s (scheduler.start_seconds). "
+            f"Lines of the log that begin with '{len(refs) + 1}:' may say why."
+        ) from error
+    _, host, _ = parse_address(listener.address)
+    log = job.directory.logs / "workers" / f"{bootstrap.name}.log"
+    yield GangMembers(
+        ranks=tuple(refs),
+        host=host,
+        whereabouts=tuple(_describe_task(rank, log) for rank in range(1, len(refs) + 1)),
+    )
+
+
+def _describe_task(rank: int, log: Path) -> str:
+    job, nodes = os.environ.get("SLURM_JOB_ID", "?"), os.environ.get("SLURM_STEP_NODELIST", "?")
+    return f"task {rank} of job {job} on {nodes}, whose words begin with '{rank}:' in {log}"
 
 
 @asynccontextmanager

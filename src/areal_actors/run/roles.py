@@ -57,7 +57,7 @@ from areal_actors.run.parts import (
     spawn_models,
     spawn_session_actors,
 )
-from areal_actors.run.ranks import open_ranks
+from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.training.config import PublishBy
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
@@ -120,6 +120,8 @@ class Post:
     find: Finder
     agent: Agent | RolloutWorkflow | None = None
     """Whom to run, where somebody has given one; otherwise the configuration names it."""
+    open_ranks: RankOpener = open_ranks
+    """Has the other processes of a gang that trains together."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -237,7 +239,7 @@ async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
         rollouts=await find(Rollouts, "rollouts") if order.has_rollouts else None,
         progress=await find(Progress, "progress"),
     )
-    async with open_ranks(job) as members:
+    async with post.open_ranks(job) as members:
         trainer = TrainerActor(
             policy=policy,
             peers=peers,

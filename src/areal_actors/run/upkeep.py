@@ -24,6 +24,7 @@ from areal_actors.errors import (
     ArealError,
     CaptureViolation,
     EngineError,
+    GangError,
     ProtocolError,
     RequestError,
     SchedulerError,
@@ -95,7 +96,8 @@ class Ending:
 def find_final(error: BaseException) -> ArealError | None:
     """What in ``error`` a restart would only meet again, and a person has to mend."""
     for leaf in leaves(error):
-        is_fault = isinstance(leaf, CaptureViolation) or not isinstance(leaf, ActorError | RequestError | EngineError)
+        is_mended = isinstance(leaf, ActorError | RequestError | EngineError | GangError)
+        is_fault = isinstance(leaf, CaptureViolation) or not is_mended
         if isinstance(leaf, ArealError) and is_fault:
             return leaf
     return None
@@ -151,14 +153,22 @@ class Household:
             _log.warning("worker_ended", worker=name, again_in_seconds=pause, reason=str(ending))
             await anyio.sleep(pause)
 
-    async def live(self, name: str, order: Order, role: RoleConfig, *, while_ready: WhileReady = nullcontext) -> Ending:
-        """One life of a worker, to its end; cancelled, it ends the worker. Raises ``SchedulerError``."""
+    async def live(
+        self,
+        name: str,
+        order: Order,
+        role: RoleConfig,
+        *,
+        num_tasks: int = 1,
+        while_ready: WhileReady = nullcontext,
+    ) -> Ending:
+        """One life of a worker of so many processes, to its end; cancelled, it ends it. Raises ``SchedulerError``."""
         await anyio.sleep_until(self.gathering.opens_at)
         self._lives[name] += 1
         life = self._lives[name] * _LIFE_STRIDE
         await self._directory.ask(ExpectWorker(worker=name, life=life, order=order))
         learnt = _Life()
-        async with self._scheduler.place(self._spec(name, life, role)) as placement:
+        async with self._scheduler.place(self._spec(name, life, role, num_tasks)) as placement:
             try:
                 with self.gathering.having(order.role, placement):
                     await self._watch(placement, learnt, while_ready)
@@ -169,12 +179,13 @@ class Household:
         words = await self._directory.ask(TakeFailure(worker=name, life=life))
         return Ending(worker=name, reason=learnt.reason, error=_error_of(words), had_served=learnt.had_served)
 
-    def _spec(self, name: str, life: int, role: RoleConfig) -> WorkerSpec:
+    def _spec(self, name: str, life: int, role: RoleConfig, num_tasks: int) -> WorkerSpec:
         return WorkerSpec(
             name=name,
             home=self._home,
             life=life,
             resources=role.resources,
+            num_tasks=num_tasks,
             python=role.python,
             environment=role.environment,
             working_directory=role.working_directory,

@@ -31,6 +31,11 @@ class Resources:
     """MiB; ``None`` leaves it to the machine or the cluster."""
     gpus: int = field(default=0, validator=ge(0))
 
+    def times(self, number: int) -> Resources:
+        """What so many like this are given together."""
+        memory = None if self.memory_mib is None else number * self.memory_mib
+        return Resources(cpus=number * self.cpus, memory_mib=memory, gpus=number * self.gpus)
+
 
 @frozen(kw_only=True)
 class Home:
@@ -50,15 +55,24 @@ class WorkerSpec:
     ``name`` is its own within a run, such as ``generation-1``, and that of its successors. ``life`` counts them: home
     believes the latest alone. ``python`` is the interpreter that runs it, where it is not this one, ``environment`` is
     added to what the scheduler passes on.
+
+    ``num_tasks`` processes live and die together, each with ``resources``: the worker, and those that do what it says.
+    A cluster starts all of them, wherever it has room; on one machine, the worker starts the others by itself.
     """
 
     name: str = field(validator=matches_re(WORKER_NAME))
     home: Home
     life: int = field(default=0, validator=ge(0))
     resources: Resources = field(factory=Resources)
+    num_tasks: int = field(default=1, validator=ge(1))
     python: Path | None = None
     environment: Mapping[str, str] = field(factory=dict)
     working_directory: Path | None = None
+
+    @property
+    def total(self) -> Resources:
+        """What all its processes are given."""
+        return self.resources.times(self.num_tasks)
 
 
 class PlacementState(StrEnum):

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.errors import ConfigError
 from areal_actors.schedulers.base import Home, WorkerSpec
@@ -21,21 +21,38 @@ __all__ = ["BOOTSTRAP_VARIABLE", "Bootstrap", "read_bootstrap"]
 BOOTSTRAP_VARIABLE = "AREAL_BOOTSTRAP"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 """How often the cluster itself has started the job again: each time is another life."""
+_RANK_VARIABLE, _TASKS_VARIABLE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+"""Which of the processes this is that the cluster has started together, and how many there are."""
 
 
 @frozen(kw_only=True)
 class Bootstrap:
-    """The first words to a worker."""
+    """The first words to a worker.
+
+    Of ``num_tasks`` processes that are told the same, the first is the worker; each of the others, counted by ``rank``,
+    does what it says.
+    """
 
     name: str
     life: int
     addresses: tuple[str, ...]
     secret: bytes = field(repr=False)
+    rank: int = 0
+    num_tasks: int = 1
 
     @classmethod
     def of(cls, spec: WorkerSpec) -> Bootstrap:
         """Those to the worker of ``spec``."""
         return cls(name=spec.name, life=spec.life, addresses=spec.home.addresses, secret=spec.home.secret)
+
+    @property
+    def node(self) -> str:
+        """How this process introduces itself."""
+        return self.name_of(self.rank)
+
+    def name_of(self, rank: int) -> str:
+        """How the process of this rank does."""
+        return f"{self.name}-rank-{rank}" if rank else self.name
 
     @property
     def home(self) -> Home:
@@ -80,4 +97,7 @@ def read_bootstrap(line: str, environment: Mapping[str, str] | None = None) -> B
         line = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{BOOTSTRAP_VARIABLE} names {path}, which cannot be read: {error}") from error
-    return Bootstrap.from_line(line, num_restarts=int(environment.get(_RESTARTS_VARIABLE) or 0))
+    told = Bootstrap.from_line(line, num_restarts=int(environment.get(_RESTARTS_VARIABLE) or 0))
+    return evolve(
+        told, rank=int(environment.get(_RANK_VARIABLE) or 0), num_tasks=int(environment.get(_TASKS_VARIABLE) or 1)
+    )

@@ -63,7 +63,7 @@ class LocalScheduler:
     @asynccontextmanager
     async def place(self, spec: WorkerSpec) -> AsyncIterator[LocalPlacement]:
         """See ``Scheduler.place``."""
-        self.inventory.check(spec.name, spec.resources)
+        self.inventory.check(spec.name, spec.total)
         log = self._logs / f"{spec.name}.log"
         placement = LocalPlacement(spec, log=log)
         words = await to_thread.run_sync(BoundedLog, log)
@@ -116,13 +116,12 @@ class LocalScheduler:
         """Hand out what there is, in order: a small worker does not pass a large one that waits."""
         while self._queue:
             first = self._queue[0]
-            wanted = first.placement.spec.resources
-            first.share = self.inventory.take(wanted)
+            first.share = self.inventory.take(first.placement.spec.total)
             if first.share is None:
                 break
             self._queue.popleft().served.set()
         for waiting in self._queue:
-            waiting.placement.note_waiting(self.inventory.describe_wait(waiting.placement.spec.resources))
+            waiting.placement.note_waiting(self.inventory.describe_wait(waiting.placement.spec.total))
 
 
 class _Waiting:
@@ -213,11 +212,12 @@ class LocalPlacement:
 def _environment(spec: WorkerSpec, share: Share) -> dict[str, str]:
     """Ours, with what was asked for, and with the GPUs that it has been given, and no others.
 
-    Libraries that compute would otherwise start a thread for each core of the machine.
+    Libraries that compute would otherwise start a thread for each core of the machine. What several processes are given
+    together is divided by themselves (``training.gang``).
     """
     inherited = {name: value for name, value in os.environ.items() if name != BOOTSTRAP_VARIABLE}
     if "PYTHONPATH" in inherited:  # it works in another directory, perhaps
         paths = inherited["PYTHONPATH"].split(os.pathsep)
         inherited["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths if path)
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.resources.cpus))}
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.total.cpus))}
     return inherited | threads | {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} | dict(spec.environment)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
-from ipaddress import ip_address
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -28,6 +27,7 @@ from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-de
 
 from areal_actors.errors import ArealError, ConfigError, GangError
 from areal_actors.training.config import GangBackend, GangConfig
+from areal_actors.training.interfaces import interface_to, is_loopback
 from areal_actors.training.packing import Pack
 from areal_actors.training.shares import deal
 
@@ -94,7 +94,7 @@ class Gang:
                 world_size=gang.size,
                 timeout=timedelta(seconds=config.timeout_seconds),
             )
-        if backend is GangBackend.GLOO and _is_loopback(store.host):  # the cores of one machine are shared
+        if backend is GangBackend.GLOO and is_loopback(store.host):  # the cores of one machine are shared
             gang._threads_before = torch.get_num_threads()
             torch.set_num_threads(max(1, gang._threads_before // gang.size))
         return gang
@@ -207,23 +207,20 @@ def _device(backend: GangBackend, rank: int) -> torch.device:
 
 @contextmanager
 def _gloo_at(host: str) -> Iterator[None]:
-    """Have gloo listen on the loopback interface where all ranks are on one machine, and there only."""
+    """Have gloo listen where the other ranks find this one, and there only: at the interface that leads to ``host``.
+
+    Left alone, it takes the address of the machine's name, which may be one of loopback.
+    """
     name = "GLOO_SOCKET_IFNAME"
-    if sys.platform != "linux" or name in os.environ or not _is_loopback(host):
+    interface = None if sys.platform != "linux" or name in os.environ else interface_to(host)
+    if interface is None:
         yield
         return
-    os.environ[name] = "lo"
+    os.environ[name] = interface
     try:
         yield
     finally:
         del os.environ[name]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _is_of_connections(error: BaseException) -> bool:

@@ -37,6 +37,7 @@ def examine_places(config: RunConfig, *, has_trial: bool) -> Iterator[Finding]:
     on a node, writes to the run directory, and comes home.
     """
     placed = config.scheduler.roles.placed
+    yield from _gang(config, is_placed=Role.TRAINER in placed)
     if not placed:
         return
     if config.scheduler.type is SchedulerType.LOCAL:
@@ -54,7 +55,7 @@ def examine_places(config: RunConfig, *, has_trial: bool) -> Iterator[Finding]:
         if any(finding.verdict is Verdict.FAILED for finding in job):
             yield _skipped(f"trial of {role}", "such a job is refused")
         elif has_trial:
-            yield from examined(f"trial of {role}", partial(_trial, config, role, settings))
+            yield from examined(f"trial of {role}", partial(_trial, config, role))
         else:
             yield _skipped(f"trial of {role}", "nothing was submitted; --submit tries a job of it on a node")
 
@@ -63,10 +64,29 @@ def _skipped(check: str, why: str) -> Finding:
     return Finding(check=check, verdict=Verdict.SKIPPED, detail=why)
 
 
+def _gang(config: RunConfig, *, is_placed: bool) -> Iterator[Finding]:
+    """Several nodes are for a trainer that is a job of a cluster."""
+    scheduler, num_processes = config.scheduler, config.trainer.gang.num_processes
+    is_slurm = scheduler.type is SchedulerType.SLURM
+    if num_processes == 1 or (is_slurm and is_placed):
+        return
+    is_spread = is_slurm or scheduler.slurm.ranks_per_node is not None
+    yield Finding(
+        check="gang",
+        verdict=Verdict.WARNING if is_spread else Verdict.OK,
+        detail=f"all {num_processes} processes of trainer.gang run on this machine",
+        advice="Nodes of a cluster need scheduler.type slurm and scheduler.roles.trainer." if is_spread else "",
+    )
+
+
 def _local(config: RunConfig, placed: dict[Role, RoleConfig]) -> Iterator[Finding]:
     local = config.scheduler.local
     machine = find_machine(cpus=local.cpus, memory_mib=local.memory_mib, gpus=local.gpus)
-    wanted = [role.resources for role in placed.values() for _ in range(role.replicas)]
+    wanted = [
+        settings.resources.times(config.num_tasks(role))
+        for role, settings in placed.items()
+        for _ in range(settings.replicas)
+    ]
     Inventory(machine, is_shared=local.oversubscribe).check(f"The roles {', '.join(placed)} of the run", *wanted)
     detail = f"{len(wanted)} processes find room in {machine}"
     yield Finding(check="workers", verdict=Verdict.OK, detail=detail)
@@ -105,6 +125,7 @@ def _job(config: RunConfig, role: Role, settings: RoleConfig) -> Iterator[Findin
         log=directory / "doctor.log",
         working_directory=(settings.working_directory or Path.cwd()).absolute(),
         resources=settings.resources,
+        num_tasks=config.num_tasks(role),
         python=settings.python,
     )
     slurm = config.scheduler.slurm
@@ -112,8 +133,8 @@ def _job(config: RunConfig, role: Role, settings: RoleConfig) -> Iterator[Findin
     yield Finding(check=f"job of {role}", verdict=Verdict.OK, detail=said)
 
 
-def _trial(config: RunConfig, role: Role, settings: RoleConfig) -> Iterator[Finding]:
-    status = anyio.run(_run_trial, config, role, settings)
+def _trial(config: RunConfig, role: Role) -> Iterator[Finding]:
+    status = anyio.run(_run_trial, config, role)
     is_fine = status.state is PlacementState.ENDED and status.exit_code == 0
     detail = f"{status.where} ran, wrote to the run directory and reached home" if is_fine else status.reason
     yield Finding(
@@ -124,7 +145,7 @@ def _trial(config: RunConfig, role: Role, settings: RoleConfig) -> Iterator[Find
     )
 
 
-async def _run_trial(config: RunConfig, role: Role, settings: RoleConfig) -> PlacementStatus:
+async def _run_trial(config: RunConfig, role: Role) -> PlacementStatus:
     secret = secrets.token_bytes(32)
     config.run_directory.path.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="doctor-", dir=config.run_directory.path) as directory:
@@ -132,7 +153,7 @@ async def _run_trial(config: RunConfig, role: Role, settings: RoleConfig) -> Pla
         async with (
             listen(address, secret=secret, node="home") as listener,
             SlurmScheduler.open(config.scheduler.slurm, directory=Path(directory), module=_HARMLESS) as scheduler,
-            scheduler.place(_spec(role, settings, Home(addresses=(listener.address,), secret=secret))) as placement,
+            scheduler.place(_spec(config, role, Home(addresses=(listener.address,), secret=secret))) as placement,
         ):
             with anyio.move_on_after(config.scheduler.start_seconds):
                 return await placement.wait_ended()
@@ -143,11 +164,13 @@ async def _run_trial(config: RunConfig, role: Role, settings: RoleConfig) -> Pla
     )
 
 
-def _spec(role: Role, settings: RoleConfig, home: Home) -> WorkerSpec:
+def _spec(config: RunConfig, role: Role, home: Home) -> WorkerSpec:
+    settings = config.scheduler.roles.placed[role]
     return WorkerSpec(
         name=f"{role}-0",
         home=home,
         resources=settings.resources,
+        num_tasks=config.num_tasks(role),
         python=settings.python,
         environment=settings.environment,
         working_directory=settings.working_directory,

@@ -149,6 +149,7 @@ class SlurmScheduler:
             log=self._logs / f"{spec.name}.log",
             working_directory=(spec.working_directory or Path.cwd()).absolute(),
             resources=spec.resources,
+            num_tasks=spec.num_tasks,
             avoided=self._find_avoided(spec.name),
             python=spec.python,
             module=self._module,
@@ -183,7 +184,8 @@ class SlurmScheduler:
                 return
             if isinstance(outcome, Refused):
                 await placement.refuse(outcome.why)
-                raise SchedulerError(f"the cluster refuses {placement.spec.name}: {outcome.why} {_hint(request)}")
+                hint = _hint(request, self._config)
+                raise SchedulerError(f"the cluster refuses {placement.spec.name}: {outcome.why} {hint}")
             if anyio.current_time() >= deadline:
                 raise SchedulerError(f"{placement.spec.name} could not be submitted: {outcome.why}")
 
@@ -279,10 +281,12 @@ async def _show(placement: SlurmPlacement, rows: Sequence[JobRow]) -> None:
         placement.hear_nothing(str(error))
 
 
-def _hint(request: JobRequest) -> str:
-    needs = request.resources
+def _hint(request: JobRequest, config: SlurmConfig) -> str:
+    num_nodes, per_node = request.shape(config)
+    needs = request.resources.times(per_node)
     memory = f", {needs.memory_mib} MiB" if needs.memory_mib else ""
+    where = "on one node" if num_nodes == 1 else f"on each of {num_nodes} nodes"
     return (
-        f"It asked for {needs.cpus} CPUs, {needs.gpus} GPUs{memory} on one node; `sinfo -o '%P %c %m %G %l'` shows "
-        "what there is. Change the resources of its role, or partition, account, qos, constraint in scheduler.slurm."
+        f"It asked for {needs.cpus} CPUs, {needs.gpus} GPUs{memory} {where}; `sinfo -o '%P %c %m %G %l'` shows what "
+        "there is. Change the resources of its role, or partition, account, qos, constraint in scheduler.slurm."
     )

@@ -1,8 +1,8 @@
 """What is handed to sbatch: its arguments, and the script that runs on the node. Pure: from one frozen request to text.
 
-The script is short on purpose. It starts one worker as a step, passes on the warning before the time limit, leaves a
-record of how the worker ended, and asks Slurm to run it again if the worker asks for that by its exit status
-(``schedulers.statuses``). It works with bash 4.4.
+The script is short on purpose. It starts one worker as a step, or all processes of a gang as one, passes on the
+warning before the time limit, leaves a record of how the worker ended, and asks Slurm to run it again if the worker
+asks for that by its exit status (``schedulers.statuses``). It works with bash 4.4.
 
 Secrets are in neither: the worker finds them in a file that its owner alone can read, named by ``AREAL_BOOTSTRAP``.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from math import ceil
 from pathlib import Path
 from string import Template
 
@@ -22,6 +23,9 @@ from areal_actors.schedulers.slurm.settings import ApptainerConfig, GpuOption, P
 from areal_actors.schedulers.statuses import RUN_AGAIN
 
 __all__ = ["JobRequest", "create_arguments", "render_script"]
+
+_GANG_WAIT_SECONDS = 30
+"""So long after the first process of a gang has ended, the others are ended that have not left by themselves."""
 
 _SCRIPT = Template("""\
 #!/bin/bash
@@ -49,7 +53,7 @@ if [ -e "$$directory/stop/$$name" ]; then
 fi
 ${setup}export AREAL_BOOTSTRAP="$$directory/bootstrap/$$name.json"
 export SRUN_CPUS_PER_TASK=$cpus
-srun $step &
+${threads}srun $step &
 step=$$!
 [ "$$is_warned" = 0 ] || kill -USR1 "$$step"
 while :; do
@@ -80,6 +84,8 @@ class JobRequest:
     log: Path
     working_directory: Path
     resources: Resources = field(factory=Resources)
+    """Of each of its processes."""
+    num_tasks: int = 1
     avoided: tuple[str, ...] = ()
     """Nodes that do not answer, as far as home knows; the cluster may take minutes to find out."""
     python: Path | None = None
@@ -92,19 +98,32 @@ class JobRequest:
         """Name of the job: no other job of the cluster has it, before or after."""
         return f"aa-{self.run}-{self.worker}.{self.life}"
 
+    @property
+    def is_gang(self) -> bool:
+        """Whether several processes live and die together."""
+        return self.num_tasks > 1
+
+    def shape(self, config: SlurmConfig) -> tuple[int, int]:
+        """How many nodes it needs, and how many processes there are on each; on the last one perhaps fewer."""
+        per_node = min(config.ranks_per_node or self.num_tasks, self.num_tasks)
+        return ceil(self.num_tasks / per_node), per_node
+
 
 def create_arguments(request: JobRequest, config: SlurmConfig) -> tuple[str, ...]:
     """The arguments of sbatch; the script goes to its standard input."""
-    gpus = request.resources.gpus
+    num_nodes, per_node = request.shape(config)
+    node = request.resources.times(per_node)
+    gpus = node.gpus
     can_requeue = config.max_requeues > 0
     return (
         "--parsable",
         f"--job-name={request.name}",
         f"--comment=areal_actors run={request.run} worker={request.worker} life={request.life}",
-        "--nodes=1",
-        "--ntasks-per-node=1",
+        f"--nodes={num_nodes}",
+        *([f"--ntasks={request.num_tasks}"] if request.is_gang else []),
+        f"--ntasks-per-node={per_node}",
         f"--cpus-per-task={request.resources.cpus}",
-        *([f"--mem={request.resources.memory_mib}M"] if request.resources.memory_mib else []),
+        *([f"--mem={node.memory_mib}M"] if node.memory_mib else []),
         *([f"--gpus-per-node={gpus}"] if gpus and config.gpu_option is GpuOption.GPUS_PER_NODE else []),
         *([f"--gres=gpu:{gpus}"] if gpus and config.gpu_option is GpuOption.GRES else []),
         f"--time={config.time_minutes}",
@@ -143,17 +162,29 @@ def render_script(request: JobRequest, config: SlurmConfig) -> str:
         quoted_directory=shlex.quote(str(request.directory)),
         setup="".join(f"{line}\n" for line in ("", *config.setup)),
         cpus=request.resources.cpus,
+        threads=_threads(request.resources.cpus) if request.is_gang else "",
         step=" \\\n  ".join(_step(request, config)),
         run_again=RUN_AGAIN,
         max_requeues=config.max_requeues,
     )
 
 
+def _threads(cpus: int) -> str:
+    """Processes that share a node would otherwise start a thread for each of its cores."""
+    return f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cpus}}}"\n'
+
+
 def _step(request: JobRequest, config: SlurmConfig) -> list[str]:
-    """Options of srun, and the command, quoted. ``--mpi=none``, because the default of a site may be absent."""
+    """Options of srun, and the command, quoted. ``--mpi=none``, because the default of a site may be absent.
+
+    Which process of a gang is at fault, the others find out and say before they leave: none is killed at once.
+    """
+    num_nodes, per_node = request.shape(config)
+    gang = [f"--ntasks-per-node={per_node} --distribution=block", f"--wait={_GANG_WAIT_SECONDS} --label"]
     options = [
         "--export=ALL",
-        "--nodes=1 --ntasks=1",
+        f"--nodes={num_nodes} --ntasks={request.num_tasks}",
+        *(gang if request.is_gang else []),
         f"--cpus-per-task={request.resources.cpus}",
         "--mpi=none --kill-on-bad-exit=0 --unbuffered",
     ]

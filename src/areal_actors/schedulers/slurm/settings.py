@@ -138,6 +138,8 @@ class SlurmConfig:
     max_requeues: int = field(default=3, validator=ge(0))
     """How often a job is started again after preemption, a failed node or its time limit. 0: never."""
     gpu_option: GpuOption = GpuOption.GPUS_PER_NODE
+    ranks_per_node: int | None = field(default=None, validator=optional(ge(1)))
+    """How many processes of a training gang (trainer.gang) share a node; null has all of them on one."""
     container: PyxisConfig | ApptainerConfig | None = None
     """Where workers run; the interpreter and this package are then those of the image."""
     setup: tuple[str, ...] = field(default=(), validator=_lines)

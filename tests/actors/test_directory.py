@@ -6,6 +6,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from attrs import evolve
 
 from areal_actors.actors.directory import DirectoryActor
 from areal_actors.core import ActorSystem
@@ -13,6 +14,7 @@ from areal_actors.domain import Role
 from areal_actors.errors import Conflict, NotFound
 from areal_actors.messages import (
     AwaitEndpoint,
+    AwaitGang,
     AwaitLapse,
     AwaitReady,
     AwaitWeights,
@@ -24,6 +26,7 @@ from areal_actors.messages import (
     Order,
     Report,
     ReportFailure,
+    ReportGang,
     ReportReady,
     TakeFailure,
     WeightsPublished,
@@ -116,3 +119,46 @@ async def test_weights_are_awaited_by_attempt():
             await directory.ask(AwaitWeights(attempt=2))
 
     assert patience.cancelled_caught
+
+
+@pytest.mark.anyio
+async def test_a_gang_is_joined_where_its_worker_says():
+    """Others of its processes are told what it is to be, which is no sign of its life; an older life is refused."""
+    order = evolve(ORDER, role=Role.TRAINER)
+    found = []
+    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
+        directory = await system.spawn(DirectoryActor())
+
+        async def join(life):
+            try:
+                found.append(await directory.ask(AwaitGang(worker=NAME, life=life)))
+            except Conflict:
+                found.append("refused")
+
+        await directory.ask(ExpectWorker(worker=NAME, life=1, order=order))
+        told = await directory.ask(FetchOrder(worker=NAME, life=1, rank=1))
+        with anyio.move_on_after(0.03) as patience:
+            await directory.ask(AwaitLapse(worker=NAME, life=1))
+        tasks.start_soon(join, 1)
+        await anyio.wait_all_tasks_blocked()
+        await directory.ask(ExpectWorker(worker=NAME, life=2, order=order))
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(join, 2)
+        await anyio.wait_all_tasks_blocked()
+        await directory.ask(ReportGang(worker=NAME, life=2, address="tcp://h:1"))
+
+    assert order == told
+    assert patience.cancelled_caught
+    assert ["refused", "tcp://h:1"] == found
+
+
+@pytest.mark.anyio
+async def test_the_first_cause_is_kept():
+    """What other processes of a gang say of its end came of that."""
+    async with ActorSystem.open() as system:
+        directory = await system.spawn(DirectoryActor())
+        await directory.ask(ExpectWorker(worker=NAME, life=1, order=ORDER))
+        for words in ({"a": 1}, {"b": 2}):
+            await directory.ask(ReportFailure(worker=NAME, life=1, error=words))
+
+        assert {"a": 1} == await directory.ask(TakeFailure(worker=NAME, life=1))

@@ -93,7 +93,7 @@ async def test_a_lost_rank_is_named():
     """Which one, where it ran, why, and what to do; also where the step itself only says that it lost the others."""
     for step in ("statistics", GangError("Rank 0 has lost the others.")):
         async with led(Member(), Member(error=MemoryError("no room")), step=step) as policy:
-            with pytest.raises(GangError, match=r"Rank 2 of the 3 .* \(process 1\): .*MemoryError: no room Resume"):
+            with pytest.raises(GangError, match=r"Rank 2 of the 3 .* \(process 1\): .*MemoryError: no room\. Resume"):
                 await policy.train_step([], max_staleness=None)
 
 

@@ -94,6 +94,19 @@ def test_roles_that_never_find_room_are_refused(tmp_path):
     assert "4 CPUs" in found["workers"].detail
 
 
+def test_a_gang_is_counted_whole_and_stays_on_this_machine(tmp_path):
+    """Every process needs what the role asks for. Several nodes need a trainer that is a job of a cluster."""
+    gang, trainer = "trainer.gang.num_processes=3", "scheduler.roles={trainer: {cpus: 2}}"
+    fits = look(tmp_path, gang, trainer, "scheduler.local.cpus=6")
+    found = look(tmp_path, gang, trainer, "scheduler.local.cpus=5", "scheduler.slurm.ranks_per_node=1")
+    at_home = look(tmp_path, gang)
+
+    assert fits["workers"].verdict is fits["gang"].verdict is at_home["gang"].verdict is Verdict.OK
+    assert found["workers"].verdict is Verdict.FAILED
+    assert found["gang"].verdict is Verdict.WARNING
+    assert "all 3 processes" in found["gang"].detail
+
+
 def test_a_cluster_that_is_not_there_is_said(tmp_path, monkeypatch):
     """Without Slurm's commands, or an address that nodes reach, no job would ever come home."""
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -10,6 +10,7 @@ from areal_actors.errors import (
     ActorStopped,
     CaptureViolation,
     EngineError,
+    GangError,
     ModelError,
     TrainingStalled,
     Unavailable,
@@ -42,6 +43,7 @@ def test_no_window_has_more_restarts_than_allowed(times, most):
         (Unreachable("gone", sent=True), False),
         (Unavailable("later"), False),
         (EngineError("failed"), False),
+        (GangError("a rank is gone"), False),
         (RuntimeError("what"), False),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from attrs import evolve
 
 from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.base import Home, PlacementState, Resources, WorkerSpec
@@ -64,6 +65,34 @@ async def test_a_worker_is_told_who_it_is_and_given_what_it_asked_for(tmp_path):
     assert Bootstrap.of(spec) == Bootstrap.from_line(json.dumps(told["told"]))
     assert ("a", "b", "c") == free.gpus
     assert "some words" in (tmp_path / "logs" / "worker-0.log").read_text()
+
+
+@pytest.mark.anyio
+async def test_a_gang_is_given_what_all_its_processes_need(tmp_path):
+    """The first of them is started, and starts the others; what does not fit is refused."""
+    facts = tmp_path / "facts.json"
+    spec = spec_of(resources=Resources(cpus=2, gpus=1), num_tasks=2)
+    async with scheduler_of(tmp_path, TELLS, facts, cpus=4, gpus=("a", "b", "c")) as scheduler:
+        async with scheduler.place(spec) as placement:
+            await placement.wait_ended()
+        with pytest.raises(SchedulerError, match="6 CPUs"):
+            async with scheduler.place(evolve(spec, num_tasks=3)):
+                raise AssertionError
+
+    assert "a,b" == json.loads(facts.read_text())["gpus"]
+
+
+def test_a_process_of_a_gang_knows_its_rank(tmp_path):
+    """All of them read the same file; which one it is, the cluster says. A worker on this machine has no rank."""
+    path = tmp_path / "bootstrap.json"
+    path.write_text(Bootstrap.of(spec_of(life=1000)).to_line())
+    job = {"AREAL_BOOTSTRAP": str(path), "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_RESTART_COUNT": "1"}
+    told = read_bootstrap("", job)
+    here = read_bootstrap(Bootstrap.of(spec_of()).to_line(), {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"})
+
+    assert (2, 4, 1001) == (told.rank, told.num_tasks, told.life)
+    assert ("worker-0-rank-2", "worker-0") == (told.node, told.name_of(0))
+    assert (0, 1, "worker-0") == (here.rank, here.num_tasks, here.node)
 
 
 @pytest.mark.anyio

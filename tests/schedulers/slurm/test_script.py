@@ -81,6 +81,34 @@ def test_the_script_is_this(name):
     assert (GOLDEN / f"{name}.sh").read_text() == render_script(REQUEST, evolve(SITE, container=container))
 
 
+@pytest.mark.parametrize("name", ["gang", "gang-pyxis"])
+def test_the_script_of_a_gang_is_this(name):
+    """All processes are tasks of one step, in a container or not."""
+    container = PyxisConfig(image="registry#org/image:1") if name == "gang-pyxis" else None
+    gang = evolve(REQUEST, worker="trainer-0", num_tasks=4)
+
+    assert (GOLDEN / f"{name}.sh").read_text() == render_script(
+        gang, evolve(SITE, container=container, ranks_per_node=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "ranks_per_node", "arguments"),
+    [
+        (1, 4, "--nodes=1 --ntasks-per-node=1 --cpus-per-task=4 --mem=2000M --gpus-per-node=2"),
+        (4, None, "--nodes=1 --ntasks=4 --ntasks-per-node=4 --cpus-per-task=4 --mem=8000M --gpus-per-node=8"),
+        (4, 2, "--nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=4 --mem=4000M --gpus-per-node=4"),
+        (3, 2, "--nodes=2 --ntasks=3 --ntasks-per-node=2 --cpus-per-task=4 --mem=4000M --gpus-per-node=4"),
+        (4, 8, "--nodes=1 --ntasks=4 --ntasks-per-node=4 --cpus-per-task=4 --mem=8000M --gpus-per-node=8"),
+    ],
+)
+def test_each_process_of_a_gang_is_given_what_its_role_asks_for(num_tasks, ranks_per_node, arguments):
+    """What Slurm counts for a node is what its processes have together."""
+    found = create_arguments(evolve(REQUEST, num_tasks=num_tasks), evolve(SITE, ranks_per_node=ranks_per_node))
+
+    assert arguments in " ".join(found)
+
+
 def test_what_is_not_asked_for_is_not_said():
     """No memory, GPUs or site settings without a wish for them; a site may want GPUs in another way, or no requeue."""
     plain = evolve(REQUEST, resources=Resources())

@@ -40,9 +40,10 @@ def cluster(shared: Cluster, tmp_path: Path) -> Iterator[Cluster]:
 def training(
     cluster: Cluster, directory: Path, *settings: str, roles: tuple[str, ...] = ROLES
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run as a person starts it."""
+    """A run as a person starts it, of the configuration that comes first."""
     command = [
-        sys.executable, "-m", "areal_actors", "train", *settings, *roles, f"scheduler.address={cluster.address}",
+        sys.executable, "-m", "areal_actors", "train", settings[0], *roles, *settings[1:],
+        f"scheduler.address={cluster.address}",
         "scheduler.slurm.poll_seconds=1", "scheduler.slurm.completing_seconds=10", "--run-dir", str(directory),
     ]  # fmt: skip
     environment = cluster.environment | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}

@@ -1,0 +1,142 @@
+"""A worker and the other tasks of its job find one another through home. ``nox -s slurm`` trains whole gangs."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import anyio
+import pytest
+from attrs import evolve
+
+from areal_actors.actors.directory import DirectoryActor
+from areal_actors.config import RunConfig, load_config, save_config
+from areal_actors.core import ActorSystem
+from areal_actors.core.remote import Listener, listen, standing
+from areal_actors.dashboard import RunDirectory
+from areal_actors.domain import Role
+from areal_actors.errors import Conflict, GangError
+from areal_actors.messages import Directory, ExpectWorker, Order
+from areal_actors.run.rank_worker import serve_task
+from areal_actors.run.ranks import expect_ranks
+from areal_actors.schedulers.bootstrap import Bootstrap
+
+pytestmark = pytest.mark.anyio
+CONFIG = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+SECRET = b"known to all processes of the run"
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Real time: a virtual clock would run past the threads."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A rank leaves what the cluster says to the first one."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(path=tmp_path)
+
+
+@pytest.fixture
+def config(directory: RunDirectory) -> RunConfig:
+    loaded = load_config(CONFIG, ["trainer.gang.num_processes=2", "scheduler.start_seconds=20"])
+    save_config(loaded, directory.config)
+    return loaded
+
+
+@asynccontextmanager
+async def home(directory: RunDirectory, *, life: int = 1000) -> AsyncIterator[Listener]:
+    """Where a trainer of this life is expected."""
+    order = Order(role=Role.TRAINER, config=directory.config, directory=directory.path, lease_seconds=5.0)
+    async with ActorSystem.open() as system:
+        known = await system.spawn(DirectoryActor())
+        await known.ask(ExpectWorker(worker="trainer-0", life=life, order=order))
+        async with listen("tcp://127.0.0.1:0", secret=SECRET, expose={"directory": known}, node="home") as listener:
+            yield listener
+
+
+async def be_rank(bootstrap: Bootstrap, problems: list[Exception]) -> None:
+    async def locate() -> str:
+        return bootstrap.addresses[0]
+
+    async with standing(locate, secret=SECRET, node=bootstrap.node) as line:
+        try:
+            await serve_task(bootstrap, line)
+        except (Conflict, GangError) as error:
+            problems.append(error)
+
+
+def first_of(listener: Listener) -> Bootstrap:
+    return Bootstrap(name="trainer-0", life=1000, addresses=(listener.address,), secret=SECRET, num_tasks=2)
+
+
+async def test_a_task_joins_its_worker_and_leaves_with_it(directory, config):
+    """The worker has a ref to its actor, where both can be reached; what the cluster signals is not the task's affair."""
+    problems: list[Exception] = []
+    async with home(directory) as listener, anyio.create_task_group() as tasks:
+        first = first_of(listener)
+        tasks.start_soon(be_rank, evolve(first, rank=1), problems)
+        async with (
+            standing(partial(_address, listener), secret=SECRET, node=first.node) as line,
+            listen("tcp://127.0.0.1:0", secret=SECRET, node=first.node) as own,
+            expect_ranks(
+                SimpleNamespace(config=config, directory=directory),
+                bootstrap=first,
+                listener=own,
+                directory=line.ref(Directory, "directory"),
+            ) as members,
+        ):
+            heeds = signal.getsignal(signal.SIGTERM)
+
+    assert [] == problems
+    assert "127.0.0.1" == members.host
+    assert 1 == len(members.ranks)
+    assert f"{directory.path}/logs/workers/trainer-0.log" in members.whereabouts[0]
+    assert signal.SIG_IGN is heeds
+
+
+async def test_a_task_that_does_not_come_is_named(directory, config):
+    """After the time that a worker has to start."""
+    config = evolve(config, scheduler=evolve(config.scheduler, start_seconds=0.05))
+    async with home(directory) as listener:
+        first = first_of(listener)
+        async with (
+            standing(partial(_address, listener), secret=SECRET, node=first.node) as line,
+            listen("tcp://127.0.0.1:0", secret=SECRET, node=first.node) as own,
+        ):
+            known = line.ref(Directory, "directory")
+            job = SimpleNamespace(config=config, directory=directory)
+            with pytest.raises(GangError, match="trainer-0-rank-1 of the training gang did not join"):
+                async with expect_ranks(job, bootstrap=first, listener=own, directory=known):
+                    raise AssertionError
+
+
+async def test_a_task_whose_worker_says_nothing_gives_up(directory, config):
+    """It knows that its life is over, or leaves after the time that a worker has to start."""
+    save_config(evolve(config, scheduler=evolve(config.scheduler, start_seconds=0.05)), directory.config)
+    problems: list[Exception] = []
+    async with home(directory) as listener:
+        await be_rank(evolve(first_of(listener), rank=1), problems)
+    async with home(directory, life=2000) as listener:
+        await be_rank(evolve(first_of(listener), rank=1), problems)
+
+    assert [GangError, Conflict] == [type(problem) for problem in problems]
+    assert "scheduler.start_seconds" in str(problems[0])
+
+
+async def _address(listener: Listener) -> str:
+    return listener.address

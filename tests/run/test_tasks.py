@@ -85,7 +85,7 @@ def first_of(listener: Listener) -> Bootstrap:
 
 
 async def test_a_task_joins_its_worker_and_leaves_with_it(directory, config):
-    """The worker has a ref to its actor, where both can be reached; what the cluster signals is not the task's affair."""
+    """The worker has a ref to its actor, where both can be reached; the cluster's signals are left to the worker."""
     problems: list[Exception] = []
     async with home(directory) as listener, anyio.create_task_group() as tasks:
         first = first_of(listener)

@@ -169,7 +169,7 @@ class LedPolicy:
         where = f" ({self._members.whereabouts[number]})" if number < len(self._members.whereabouts) else ""
         return (
             f"Rank {number + 1} of the {len(self._members.ranks) + 1} processes that train together failed{where}: "
-            f"{problem} Resume from the last checkpoint, with as many processes as you like."
+            f"{str(problem).rstrip('.')}. Resume from the last checkpoint, with as many processes as you like."
         )
 
 

@@ -26,6 +26,7 @@ from click.testing import CliRunner
 
 from areal_actors.__main__ import cli
 from areal_actors.dashboard import RunDirectory
+from areal_actors.run.signals import EXIT_INTERRUPTED
 from areal_actors.training.checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,23 @@ SUBPROCESS = (
     "rollout.openai.mode=subprocess",
     "rollout.openai.subproc_max_workers=2",
 )
+
+DEAF = """
+import anyio
+from areal_actors.run.signals import stop_on_signals
+
+class Trainer:
+    async def tell(self, message):
+        print("told", flush=True)
+        await anyio.sleep_forever()
+
+async def main():
+    async with stop_on_signals(Trainer()):
+        print("ready", flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -235,3 +253,15 @@ def test_open_streams_of_external_agents_end_properly(tmp_path: Path, number: si
         assert all(end == "data: [DONE]" or "error" in end for end in reader.ends), reader.ends
         assert set(reader.refusals) <= {503, "nobody listens"}
         assert [] == marked(run_dir)
+
+
+def test_the_second_interrupt_waits_for_nobody():
+    """A trainer that cannot be told, because it waits in a queue or its node is gone, keeps nobody here."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True, env=variables) as process:
+        assert process.stdout is not None
+        for word in ("ready", "told"):
+            assert f"{word}\n" == process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+
+        assert EXIT_INTERRUPTED == process.wait(MAX_SECONDS)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
-from anyio.abc import TaskStatus
+from anyio.abc import TaskGroup, TaskStatus
 
 from areal_actors.core import Ref
 from areal_actors.messages import RequestStop, Training
@@ -32,12 +32,12 @@ async def stop_on_signals(training: Ref[Training]) -> AsyncIterator[None]:
         yield
         return
     async with anyio.create_task_group() as tasks:
-        await tasks.start(_listen, training)
+        await tasks.start(_listen, training, tasks)
         yield
         tasks.cancel_scope.cancel()
 
 
-async def _listen(training: Ref[Training], *, task_status: TaskStatus[None]) -> None:
+async def _listen(training: Ref[Training], tasks: TaskGroup, *, task_status: TaskStatus[None]) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         is_first = True
@@ -48,4 +48,5 @@ async def _listen(training: Ref[Training], *, task_status: TaskStatus[None]) -> 
             is_first = False
             name = signal.Signals(number).name
             _log.warning("stopping", reason=name, detail="finishing the step; once more to leave at once")
-            await training.tell(RequestStop(reason=f"interrupted by {name}"))
+            # Not waited for: the trainer may be out of reach for long, and the second signal is not to wait with it.
+            tasks.start_soon(training.tell, RequestStop(reason=f"interrupted by {name}"))

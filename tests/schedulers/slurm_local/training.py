@@ -42,9 +42,9 @@ def training(
 ) -> Iterator[subprocess.Popen[str]]:
     """A run as a person starts it, of the configuration that comes first."""
     command = [
-        sys.executable, "-m", "areal_actors", "train", settings[0], *roles, *settings[1:],
-        f"scheduler.address={cluster.address}",
-        "scheduler.slurm.poll_seconds=1", "scheduler.slurm.completing_seconds=10", "--run-dir", str(directory),
+        sys.executable, "-m", "areal_actors", "train", settings[0], *roles, f"scheduler.address={cluster.address}",
+        "scheduler.slurm.poll_seconds=1", "scheduler.slurm.completing_seconds=10", *settings[1:],
+        "--run-dir", str(directory),
     ]  # fmt: skip
     environment = cluster.environment | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:

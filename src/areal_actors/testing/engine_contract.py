@@ -295,6 +295,7 @@ async def _load_within(subject: Subject, number: int) -> list[list[int]]:
     engine, old = subject.engine, subject.engine.version
     first, *others = (create_request(subject, path=("load", number, index)) for index in range(number))
     found: list[list[Chunk]] = []
+    seen: list[Chunk] = []
 
     async def run(request: EngineRequest) -> None:
         found.append(await collect(engine, request))

@@ -234,6 +234,9 @@ MOVES = st.lists(st.sampled_from(["single", "member", "finish", "finish", "step"
 @pytest.mark.anyio
 @settings(max_examples=settings().max_examples, deadline=None)
 @example(lives=[(["single", "finish", "single", "finish", "step", "save"], 99)])  # saved, and not yet forgotten
+@example(  # a session expires in the moment of the end, and is told of
+    lives=[(["single", "single", "single", "finish", "finish"], 9), (["step", "save", "wait", "wait"], 5)]
+)
 @given(lives=st.lists(st.tuples(MOVES, st.integers(0, 25)), max_size=5))
 async def test_killed_at_any_moment_nothing_is_lost_or_trained_twice(lives: list[tuple[list[str], int]]):
     """Each acknowledged session is in the lineage of the surviving weights exactly once, when all is drained.

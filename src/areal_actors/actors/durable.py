@@ -103,10 +103,6 @@ class Ledger:
         """Write ``facts`` without waiting."""
         self._journal.note(*facts)
 
-    def note_end(self) -> None:
-        """The session was idle for too long."""
-        self.note(SessionEnded(session=self.session, ended_at=self.clock()))
-
     def note_forgotten(self) -> None:
         """Nobody asks for the session any more."""
         self.note(SessionForgotten(session=self.session))

@@ -295,15 +295,25 @@ class SessionManager(Actor[Sessions]):
         await self._capacity.tell(SettlePermit(permit=permit, is_accepted=False))
 
     async def _expire_idle(self) -> None:
+        expired: list[SessionId] = []
         while True:
             await anyio.sleep(self._config.sweep_seconds)
-            for session_id in self._store.expire(anyio.current_time()):
-                _log.warning("session_expired", session=session_id)
-                extras = self._extras.get(session_id)
-                if extras is not None and extras.ledger is not None:
-                    extras.ledger.note_end()
-                await self._settle(session_id)
-                await self._announce(SessionFinished(session=session_id, is_expired=True))
+            expired += self._store.expire(anyio.current_time())
+            expired = [session for session in expired if not await self._end_expired(session)]
+
+    async def _end_expired(self, session: SessionId) -> bool:
+        """Whether its end is written down, before which nobody hears of it: a killed process would tell of it again."""
+        extras = self._extras.get(session)
+        if extras is not None and extras.ledger is not None:
+            try:
+                async with extras.changing:
+                    await extras.ledger.write_end(None)
+            except Unavailable:  # which was logged; the next sweep tries again
+                return False
+        _log.warning("session_expired", session=session)
+        await self._settle(session)
+        await self._announce(SessionFinished(session=session, is_expired=True))
+        return True
 
     @WatchSessions.handler
     async def watch(self, message: WatchSessions) -> None:

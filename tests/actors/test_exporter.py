@@ -186,6 +186,31 @@ async def test_sessions_are_forgotten_when_their_rows_were_trained_and_not_befor
         assert not await is_known(house, session)
 
 
+class Counted(Group):
+    """A group that counts how often its rows are read for their versions."""
+
+    num_reads = 0
+
+    @property
+    def head_version(self) -> int:
+        type(self).num_reads += 1
+        return super().head_version
+
+
+async def test_rows_are_read_once_for_each_version_that_is_asked_for(monkeypatch):
+    """However many groups come while somebody waits for a batch of them: rows are long."""
+    monkeypatch.setattr(Counted, "num_reads", 0)
+    plain = [make_group(position) for position in range(20)]
+    groups = [Counted(id=group.id, problem=group.problem, episodes=group.episodes) for group in plain]
+    async with open_house() as house, anyio.create_task_group() as tasks:
+        tasks.start_soon(house.exports.ask, ask_for(20))
+        for group in groups:
+            await anyio.wait_all_tasks_blocked()
+            await deliver(house, group)
+
+    assert 20 == Counted.num_reads
+
+
 async def test_stale_groups_are_dropped_refunded_and_counted_once():
     """A group beyond η is not trained; another may take its place, and its problem counts as consumed."""
     async with open_house(limits=CapacityLimits(max_concurrent=8, batch_size=2)) as house:

@@ -81,6 +81,8 @@ class Exporter(Actor[Exports]):
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._unsaved: list[tuple[int, Group]] = []
         self._ready: dict[GroupId, Group] = {}
+        self._arrived: list[Group] = []  # since it was looked for stale ones
+        self._looked_for: tuple[int, int] | None = None
         self._held: set[GroupId] = set()  # ready or lent
         self._lease: Lease | None = None
         self._leased_version = 0
@@ -134,6 +136,7 @@ class Exporter(Actor[Exports]):
         if is_accepted:
             self._held.add(group.id)
             self._ready[group.id] = group
+            self._arrived.append(group)
             self._notify()
         else:
             self._consume(group)
@@ -165,10 +168,12 @@ class Exporter(Actor[Exports]):
         self._notify()
 
     def _drop_stale(self, wanted: LeaseGroups) -> None:
-        # What has no version at all is not old: the trainer's gate says what is wrong with it.
-        versioned = [group for group in self._ready.values() if group.head_version >= 0]
-        for group in versioned:
-            if is_too_stale(group.head_version, version=wanted.version, max_staleness=wanted.max_staleness):
+        """Look at each group once for each version that is asked for: rows are long, and groups may be many."""
+        asked = wanted.version, wanted.max_staleness
+        groups = self._arrived if asked == self._looked_for else list(self._ready.values())
+        self._looked_for, self._arrived = asked, []
+        for group in groups:
+            if group.id in self._ready and _is_stale(group, wanted):
                 _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
                 del self._ready[group.id]
                 self._num_dropped += 1
@@ -228,3 +233,9 @@ class Exporter(Actor[Exports]):
 
 def _sessions_of(group: Group) -> tuple[SessionId, ...]:
     return tuple(episode.session for episode in group.episodes)
+
+
+def _is_stale(group: Group, wanted: LeaseGroups) -> bool:
+    """What has no version at all is not old: the trainer's gate says what is wrong with it."""
+    head = group.head_version
+    return head >= 0 and is_too_stale(head, version=wanted.version, max_staleness=wanted.max_staleness)

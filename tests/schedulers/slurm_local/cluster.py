@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from attrs import frozen
@@ -97,7 +97,8 @@ class Cluster:
             if state.endswith("*") or state.startswith("down"):
                 self.act("start-node", node)
             if state.startswith(("drain", "drng", "down")):
-                self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+                with suppress(subprocess.CalledProcessError):  # refused where it has come back by itself meanwhile
+                    self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.act("wait")
 
     def processes(self, words: str) -> list[str]:

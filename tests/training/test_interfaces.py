@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from areal_actors.training.interfaces import interface_to, is_loopback
+from areal_actors.core.remote.addresses import is_loopback
+from areal_actors.training.interfaces import interface_to
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

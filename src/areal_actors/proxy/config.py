@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
-
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
 from areal_actors.proxy.sampling_fields import DEFAULT_MAX_TOKENS
 
-__all__ = ["HonourStore", "ProxyConfig", "is_loopback"]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+__all__ = ["HonourStore", "ProxyConfig"]
 
 
 @frozen(kw_only=True)

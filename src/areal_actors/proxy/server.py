@@ -18,8 +18,9 @@ from hypercorn.config import Config
 from hypercorn.typing import ASGIFramework
 from starlette.types import ASGIApp
 
+from areal_actors.core.remote.addresses import is_loopback
 from areal_actors.errors import ConfigError
-from areal_actors.proxy.config import ProxyConfig, is_loopback
+from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.traffic import Traffic
 
 __all__ = ["bind", "listen", "serve", "serve_until_cancelled", "url_of"]

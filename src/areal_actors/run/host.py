@@ -16,12 +16,12 @@ from areal_actors.actors.accounts import AccountKeeper
 from areal_actors.actors.launcher import Launcher, ServiceProvider
 from areal_actors.config import RunConfig, save_config
 from areal_actors.core import ActorSystem, Ref
+from areal_actors.core.remote.addresses import is_loopback
 from areal_actors.domain import TrialId
 from areal_actors.errors import ConfigError
 from areal_actors.messages import Accounts, DescribeEndpoint, Endpoint, Hosting, StopServices
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.auth import create_admin_key
-from areal_actors.proxy.config import is_loopback
 from areal_actors.proxy.entry import HostPeers, HostServer
 from areal_actors.run.service_processes import ServiceProcesses
 from areal_actors.run.signals import EXIT_INTERRUPTED

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]  # exported, not declared
 
+from areal_actors.core.remote.addresses import is_loopback
 from areal_actors.errors import ArealError, ConfigError, GangError
 from areal_actors.training.config import GangBackend, GangConfig
-from areal_actors.training.interfaces import interface_to, is_loopback
+from areal_actors.training.interfaces import interface_to
 from areal_actors.training.packing import Pack
 from areal_actors.training.shares import deal
 

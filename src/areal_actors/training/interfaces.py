@@ -7,10 +7,12 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv6Address
 from pathlib import Path
 
-__all__ = ["interface_to", "is_loopback"]
+from areal_actors.core.remote.addresses import is_loopback
+
+__all__ = ["interface_to"]
 
 _SIOCGIFADDR = 0x8915
 """Linux's question for the address of an interface."""
@@ -41,11 +43,3 @@ def _addresses(interface: str) -> Iterator[str]:
     with suppress(OSError):
         lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
         yield from (str(IPv6Address(bytes.fromhex(line[:32]))) for line in lines if line.split()[-1] == interface)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this is the machine itself, as nobody else can reach it."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from areal_actors.errors import ConfigError
 
-__all__ = ["check_directory", "parse_address"]
+__all__ = ["check_directory", "is_loopback", "parse_address"]
 
 
 def parse_address(address: str) -> tuple[Path | None, str, int]:
@@ -38,6 +38,14 @@ def parse_address(address: str) -> tuple[Path | None, str, int]:
     if _is_wildcard(host):
         raise ConfigError(f"address {address!r} names every interface; name one, as tcp://127.0.0.1:0")
     return None, host, port
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _is_wildcard(host: str) -> bool:

@@ -260,7 +260,7 @@ class Cell(Watched):
     def _fail_queued(self, entry: object) -> bool:
         """End an ask that was never handled; ``True`` for what nobody needs to hear of."""
         if isinstance(entry, Ask):
-            entry.fail(ActorStopped(f"actor {self.name!r} ended before it came to {type(entry.message).__name__}"))
+            entry.fail(ActorStopped(f"actor {self.name!r} ended before it came to {entry.handler.message.__name__}"))
         return isinstance(entry, (Ask, Down))
 
     # ------------------------------------------------------------------------------------------------ watching

@@ -23,6 +23,7 @@ __all__ = ["Handler", "check_complete", "collect_handlers", "protocols_of"]
 class Handler:
     """One row of an actor's table: the function for a message class, and how it is run."""
 
+    message: type[AnyMessage[Any]]
     function: Callable[[Any, Any], Any]
     concurrency: int
     is_stream: bool
@@ -44,6 +45,7 @@ def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
                 _check_protocol(actor, mark.message, allowed)
                 owners[mark.message] = name
                 table[mark.message] = Handler(
+                    message=mark.message,
                     function=getattr(actor, name),
                     concurrency=mark.concurrency,
                     is_stream=issubclass(mark.message, StreamMessage),

@@ -75,6 +75,8 @@ class Ask(Frame):
         self.phase = _DONE
         if self.reply is PENDING and self.error is None:
             self.error = self.unanswered()
+        # Timers that the handler has started keep their context, and with it this envelope, even when they are over.
+        self.message = None
         self.signal.set()
 
     def fail(self, error: ArealError) -> None:
@@ -83,11 +85,22 @@ class Ask(Frame):
             self.error = error
             self.finish()
 
+    def claim_reply(self) -> Any:
+        """The reply, once: it is the asker's then, and nobody else's."""
+        reply, self.reply = self.reply, None
+        return reply
+
+    def claim_error(self) -> ArealError:
+        """The error, to be raised, once: its traceback leads back here, and would make a circle."""
+        assert self.error is not None, "it has ended in a reply"
+        error, self.error = self.error, None
+        return error
+
     def overdue(self) -> DeadlineExceeded:
         """The error of an ask whose time is up."""
         state = "its handler was running" if self.scope is not None else "it was still queued"
         return DeadlineExceeded(
-            f"{type(self.message).__name__} to actor {self.cell.name!r} was not answered before its deadline; "
+            f"{self.handler.message.__name__} to actor {self.cell.name!r} was not answered before its deadline; "
             f"{state}. Allow more time, or see the actor's statistics for what it is busy with."
         )
 
@@ -96,7 +109,7 @@ class Ask(Frame):
         if self.deadline < math.inf and self.cell.loop.now() >= self.deadline:
             return self.overdue()
         return ActorStopped(
-            f"actor {self.cell.name!r} ended while it handled {type(self.message).__name__}; no reply will come"
+            f"actor {self.cell.name!r} ended while it handled {self.handler.message.__name__}; no reply will come"
         )
 
 

@@ -188,8 +188,8 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             if ask.parent is not None:
                 ask.parent.waits.discard(ask)
         if ask.error is not None:
-            raise ask.error
-        return ask.reply
+            raise ask.claim_error()
+        return ask.claim_reply()
 
     def _send(self, ask: Ask) -> None:
         cell = self.cell

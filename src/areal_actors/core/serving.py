@@ -229,6 +229,7 @@ class Serving:
     def end_stream(self, ask: Ask) -> None:
         """Count a visited stream that has come to an end: its own, an error, or its consumer's leaving."""
         ask.phase = _DONE
+        ask.message = None
         self._counters.handled += 1
         self._counters.failed += ask.error is not None
         self._counters.cancelled += ask.error is None and ask.reply is PENDING

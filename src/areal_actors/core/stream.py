@@ -46,7 +46,7 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
                 if call.error is not None:
                     if type(call.error) is DeadlineExceeded:
                         await checkpoint()  # a scope of the consumer with the same deadline goes first
-                    raise call.error
+                    raise call.claim_error()
                 raise StopAsyncIteration
             call.arrival = call.cell.loop.new_signal()
             await call.arrival.wait()

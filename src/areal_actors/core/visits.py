@@ -53,8 +53,8 @@ async def answer_in_visit(ask: Ask, serving: Serving) -> Any:
     if ask.error is not None:
         if type(ask.error) is DeadlineExceeded:
             await checkpoint()  # a scope of the caller with the same deadline goes first
-        raise ask.error
-    return ask.reply
+        raise ask.claim_error()
+    return ask.claim_reply()
 
 
 class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[Any]):

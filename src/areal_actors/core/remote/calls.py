@@ -74,6 +74,12 @@ class Call:
             if self.arrival is not None:
                 self.arrival.set()
 
+    def claim_error(self) -> ArealError:
+        """The error, to be raised, once: its traceback leads back here, and would make a circle."""
+        assert self.error is not None, "it has not failed"
+        error, self.error = self.error, None
+        return error
+
     def cut(self, cause: str) -> None:
         """End because the connection is gone."""
         name = "its end" if self.message is None else self.message.__name__
@@ -134,7 +140,7 @@ class Channel(Watched):
         elif self.last_words is not None:
             call.finish(error=self._stopped(call))
         if call.error is not None:
-            raise call.error
+            raise call.claim_error()
         if self._waiting or not self.has_credit:
             self._waiting.append(call)
             return False

@@ -78,7 +78,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
             channel.withdraw(call)
             raise
         if call.error is not None:
-            raise call.error
+            raise call.claim_error()
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
         """See ``Ref.tell_nowait``."""
@@ -114,7 +114,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
             channel.peer.forget(call)
             raise
         if call.error is not None:
-            raise call.error
+            raise call.claim_error()
 
     def statistics(self) -> ActorStatistics:
         """What this side knows: its own share of the actor's work, and whether the actor lives."""
@@ -131,7 +131,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
             channel.withdraw(call)
             raise
         if call.error is not None:
-            raise call.error
+            raise call.claim_error()
         return call.reply
 
 
@@ -162,7 +162,7 @@ class _RemoteStream(AbstractAsyncContextManager["_RemoteStream[Item]"], AsyncIte
                     raise StopAsyncIteration
                 if type(call.error) is DeadlineExceeded:
                     await checkpoint()  # a scope of the consumer with the same deadline goes first
-                raise call.error
+                raise call.claim_error()
             call.arrival = self._channel.peer.connection.loop.new_signal()
             await call.arrival.wait()
             call.arrival = None

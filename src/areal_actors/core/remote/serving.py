@@ -250,7 +250,7 @@ class Server:
             self._peer.queue(Outgoing(Kind.END, call, []))
         else:
             try:
-                outgoing = Outgoing(Kind.REPLY, call, self._peer.encode_reply(type(ask.message), ask.reply))
+                outgoing = Outgoing(Kind.REPLY, call, self._peer.encode_reply(ask.handler.message, ask.claim_reply()))
             except ProtocolError as error:
                 self._fail(call, ask.cell.name, error, is_handlers=True)
             else:
@@ -316,7 +316,8 @@ class _Answering:
     __slots__ = ("_ask", "_call", "_name", "_num_bytes", "_server")
 
     def __init__(self, server: Server, call: int, ask: Ask, num_bytes: int, name: str) -> None:
-        self._server, self._call, self._ask, self._name = server, call, ask, name
+        self._server, self._call, self._name = server, call, name
+        self._ask: Ask | None = ask
         self._num_bytes: int | None = num_bytes
 
     def on_admission(self, _: bool) -> None:  # noqa: FBT001 - the signature of such callbacks
@@ -328,7 +329,9 @@ class _Answering:
     def set(self) -> None:
         """The ask has ended; if it never got into the mailbox, its credit comes back now."""
         self.on_admission(False)
-        self._server.answer(self._call, self._ask)
+        ask, self._ask = self._ask, None
+        if ask is not None:
+            self._server.answer(self._call, ask)
 
     async def wait(self) -> None:
         """Nobody of this process waits for a remote ask."""

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import cycle
@@ -134,7 +134,7 @@ async def _serve_rank(bootstrap: Bootstrap, home: Line) -> None:
 
 async def _serve(bootstrap: Bootstrap, home: Line) -> None:
     from areal_actors.run.ranks import expect_ranks, open_ranks
-    from areal_actors.run.roles import Post, open_role
+    from areal_actors.run.roles import Post, needs_of, open_role
 
     directory = home.ref(Directory, "directory")
     order = await directory.ask(FetchOrder(worker=bootstrap.name, life=bootstrap.life))
@@ -142,7 +142,7 @@ async def _serve(bootstrap: Bootstrap, home: Line) -> None:
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(anyio.create_task_group())
         tasks.start_soon(_keep_lease, bootstrap, directory, order.lease_seconds)
-        lines = await stack.enter_async_context(_open_lines(bootstrap, order, home))
+        lines = await stack.enter_async_context(_open_lines(bootstrap, order, home, needs_of(order.role, config)))
         listener = await stack.enter_async_context(_listen(bootstrap, order))
         system = await stack.enter_async_context(ActorSystem.open(name=bootstrap.name))
         ranks = partial(expect_ranks, bootstrap=bootstrap, listener=listener, directory=directory)
@@ -193,14 +193,14 @@ class _Finder:
 
 
 @asynccontextmanager
-async def _open_lines(bootstrap: Bootstrap, order: Order, home: Line) -> AsyncIterator[dict[Role, Line]]:
+async def _open_lines(
+    bootstrap: Bootstrap, order: Order, home: Line, needs: Sequence[Role]
+) -> AsyncIterator[dict[Role, Line]]:
     """A line to each worker whom this role asks."""
-    from areal_actors.run.roles import NEEDS
-
     directory = home.ref(Directory, "directory")
     lines: dict[Role, Line] = {}
     async with AsyncExitStack() as stack:
-        for role in NEEDS[order.role]:
+        for role in needs:
             if role in order.at_home:
                 continue
             target = f"{role}-0"

@@ -168,7 +168,7 @@ class Fleet:
         await self._settle_all(self.serving, None)
 
     def _check(self, snapshot: Snapshot) -> None:
-        if snapshot.state is None and snapshot.path is None:
+        if snapshot.is_empty:
             raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
         if snapshot.version < self.version:
             raise EngineError(
@@ -227,7 +227,7 @@ class Fleet:
     async def _load(self, replica: Replica, snapshot: Snapshot | None) -> None:
         """Have it load what can be loaded; otherwise it must have the right weights already."""
         number = self._publication
-        if snapshot is not None and (snapshot.state is not None or snapshot.path is not None):
+        if snapshot is not None and not snapshot.is_empty:
             message = PublishWeights(snapshot=snapshot)
             replica.version = await replica.ref.ask(message, timeout=self._config.load_seconds)
         version = replica.version
@@ -279,6 +279,6 @@ def told(error: BaseException | None) -> str:
 
 
 def _is_asked(replica: Replica, snapshot: Snapshot) -> bool:
-    """Those that join load from the disk in their own time; what is in memory they can have now or never."""
-    is_lent = snapshot.path is None
+    """Those that join load what lasts in their own time; what is lent from memory they can have now or never."""
+    is_lent = snapshot.path is None and not snapshot.is_kept
     return replica.state is ReplicaState.SERVING or (is_lent and replica.state is ReplicaState.JOINING)

@@ -41,7 +41,7 @@ from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
 from areal_actors.schedulers.config import SchedulerConfig
 from areal_actors.staleness import CapacityLimits
-from areal_actors.training.config import TrainerConfig
+from areal_actors.training.config import PublishBy, TrainerConfig
 from areal_actors.workflows import GenerationConfig
 from areal_actors.workflows.commands import CommandConfig, CommandWord
 
@@ -162,6 +162,16 @@ class LoggingConfig:
     """Conversations that are kept for the run report, spread over all versions."""
 
 
+def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
+    """Weights are sent to servers that take them, and to no others."""
+    rollout = getattr(run, "rollout", None)
+    if trainer.publish is PublishBy.DISTRIBUTED and rollout is not None and rollout.backend is not Backend.SGLANG:
+        raise ValueError(
+            f"publish: distributed sends weights to SGLang servers, and rollout.backend is {rollout.backend}; use "
+            "disk, or memory within one process"
+        )
+
+
 @frozen(kw_only=True)
 class RunConfig:
     """A run: which model learns what from which agent, with which settings of each component."""
@@ -192,7 +202,7 @@ class RunConfig:
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)
     users: UsersConfig = field(factory=UsersConfig)
-    trainer: TrainerConfig = field(factory=TrainerConfig)
+    trainer: TrainerConfig = field(factory=TrainerConfig, validator=_check_publish)
     evaluation: EvaluationConfig = field(factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     stop: StopConfig = field(factory=StopConfig)

@@ -135,15 +135,22 @@ class PauseMode(StrEnum):
 
 @frozen(kw_only=True)
 class Snapshot:
-    """Weights to load, in memory or as a directory of safetensors.
+    """Weights to load: in memory, as a directory of safetensors, or kept by whoever trains, to be asked for.
 
     ``state`` (parameter name to tensor, by the names of the model's state dict; shared, not copied) stays valid and
-    unchanged until ``Engine.load`` has returned. Tied weights may be left out.
+    unchanged until ``Engine.load`` has returned. Tied weights may be left out. With ``is_kept`` an engine asks for what
+    its servers need (``messages.Weights``), as long as no newer version is published.
     """
 
     version: int
     state: Mapping[str, Any] | None = field(default=None, repr=False, eq=False)
     path: Path | None = None
+    is_kept: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody could load it."""
+        return self.state is None and self.path is None and not self.is_kept
 
 
 @frozen(kw_only=True)

@@ -163,6 +163,16 @@ from areal_actors.messages.training import (
     Training,
     TrainingSummary,
 )
+from areal_actors.messages.weights import (
+    CloseGroup,
+    DescribeWeights,
+    GroupPlace,
+    OpenGroup,
+    SendBucket,
+    TensorBucket,
+    Weights,
+    WriteWeights,
+)
 
 __all__ = [
     "Accounts",
@@ -180,6 +190,7 @@ __all__ = [
     "CapacityView",
     "CheckCredential",
     "ClaimPermit",
+    "CloseGroup",
     "CollectSession",
     "Complete",
     "CountTokens",
@@ -191,6 +202,7 @@ __all__ = [
     "DescribeOwner",
     "DescribeReplicas",
     "DescribeSessions",
+    "DescribeWeights",
     "Directory",
     "DismissWorker",
     "EndSession",
@@ -208,6 +220,7 @@ __all__ = [
     "GatherWeights",
     "Generate",
     "Generation",
+    "GroupPlace",
     "HasKeys",
     "Hosting",
     "IdentifyUser",
@@ -221,6 +234,7 @@ __all__ = [
     "ListServices",
     "ModelInUse",
     "Models",
+    "OpenGroup",
     "OpenSession",
     "Order",
     "PauseGeneration",
@@ -247,6 +261,7 @@ __all__ = [
     "RunProblem",
     "SaveVersion",
     "SaveWeights",
+    "SendBucket",
     "ServiceInUse",
     "Serving",
     "SessionArchived",
@@ -266,6 +281,7 @@ __all__ = [
     "TakeFailure",
     "TakeSession",
     "TakenSession",
+    "TensorBucket",
     "TokensSampled",
     "TrainAlong",
     "Training",
@@ -275,5 +291,7 @@ __all__ = [
     "VersionAdvanced",
     "VisitSession",
     "WatchSessions",
+    "Weights",
     "WeightsPublished",
+    "WriteWeights",
 ]

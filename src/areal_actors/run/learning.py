@@ -40,6 +40,7 @@ from areal_actors.run.capture import check_engine
 from areal_actors.run.heap import settled_heap
 from areal_actors.run.inference import Inference, open_actors
 from areal_actors.run.job import Job
+from areal_actors.run.keeping import Keeping, keeping_weights
 from areal_actors.run.models import open_engine
 from areal_actors.run.parts import create_reporter, create_runner, export_policy, open_publisher, settings_of
 from areal_actors.run.proxies import open_proxies
@@ -75,10 +76,11 @@ async def learn(job: Job, learning: Learning) -> None:
     """Open everything, train until the end, and save the results."""
     async with AsyncExitStack() as stack:
         members = await stack.enter_async_context(learning.open_ranks(job))
-        inference = await stack.enter_async_context(_open_inference(job, learning))
+        keeping = await stack.enter_async_context(keeping_weights(job.config, job.directory))
+        inference = await stack.enter_async_context(_open_inference(job, learning, keeping))
         assert inference.progress is not None
         rollouts = await _spawn_runner(job, learning, inference, stack)
-        training = await _spawn_trainer(job, inference, rollouts, members)
+        training = await _spawn_trainer(job, inference, rollouts, members, keeping)
         if learning.is_handling_signals:  # the process is ours
             stack.enter_context(settled_heap())
         proxies = open_proxies(
@@ -96,7 +98,7 @@ async def learn(job: Job, learning: Learning) -> None:
 
 
 @asynccontextmanager
-async def _open_inference(job: Job, learning: Learning) -> AsyncIterator[Inference]:
+async def _open_inference(job: Job, learning: Learning, keeping: Keeping | None) -> AsyncIterator[Inference]:
     """The engine, with a copy of the policy's weights, and the actors around it."""
     config = job.config
     settings = settings_of(config, proxy=learning.proxy, intake=learning.intake)
@@ -108,6 +110,7 @@ async def _open_inference(job: Job, learning: Learning) -> AsyncIterator[Inferen
             renderer=job.renderer,
             version=version,
             files=job.model.path,
+            find_weights=None if keeping is None else keeping.find,
         ) as engine,
         open_actors(
             settings,
@@ -150,8 +153,13 @@ async def _spawn_runner(
 
 
 async def _spawn_trainer(
-    job: Job, inference: Inference, rollouts: Ref[Rollouts] | None, members: GangMembers
+    job: Job,
+    inference: Inference,
+    rollouts: Ref[Rollouts] | None,
+    members: GangMembers,
+    keeping: Keeping | None,
 ) -> Ref[Training]:
+    by = job.config.trainer.publish
     trainer = TrainerActor(
         policy=job.policy,
         peers=TrainingPeers(
@@ -165,7 +173,7 @@ async def _spawn_trainer(
         checkpoints=job.directory.checkpoints,
         counters=job.counters,
         captures=job.directory.captures,
-        publisher=await open_publisher(job.config, job.directory, inference.generation, by=job.config.trainer.publish),
+        publisher=await open_publisher(job.config, job.directory, inference.generation, by=by, keeping=keeping),
         members=members,
         save_weights=partial(export_policy, job.config, job.directory, job.policy),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 from attrs import field, frozen
@@ -23,6 +23,9 @@ from areal_actors.errors import ModelError
 from areal_actors.models import resolve_model
 from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
 
+if TYPE_CHECKING:
+    from areal_actors.engines.servers.broadcasting import FindWeights
+
 __all__ = ["ModelOpener", "open_engine"]
 
 
@@ -34,16 +37,20 @@ async def open_engine(
     renderer: Renderer,
     version: int = 0,
     files: Path | None = None,
+    find_weights: FindWeights | None = None,
 ) -> AsyncIterator[Engine]:
     """The engine for ``model``: a transformers model (shared with nobody) or its directory.
 
     ``files`` is the directory that the model came from, where it is not one: servers are started with it, and given
-    the weights of ``model``.
+    the weights of ``model``. ``find_weights`` finds who keeps what is published later, where it is sent to servers.
     """
     tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
     if isinstance(config, ServedEngine):
         snapshot = _snapshot(model, version)
-        async with _open_served(config, snapshot, files=files or snapshot.path, tokenizer=tokenizer) as served:
+        opening = _open_served(
+            config, snapshot, files=files or snapshot.path, tokenizer=tokenizer, find_weights=find_weights
+        )
+        async with opening as served:
             yield served
         return
     from areal_actors.engines.torch import TorchEngine
@@ -62,7 +69,12 @@ def _snapshot(model: Any, version: int) -> Snapshot:
 
 @asynccontextmanager
 async def _open_served(
-    served: ServedEngine, snapshot: Snapshot, *, files: Path | None, tokenizer: Any
+    served: ServedEngine,
+    snapshot: Snapshot,
+    *,
+    files: Path | None,
+    tokenizer: Any,
+    find_weights: FindWeights | None,
 ) -> AsyncIterator[Engine]:
     from areal_actors.engines.servers.engine import ServerEngine
     from areal_actors.engines.servers.launching import launch_servers
@@ -84,6 +96,7 @@ async def _open_served(
             snapshot=snapshot,
             publish_directory=served.directory / "published",
             diagnose=diagnose,
+            find_weights=find_weights,
         )
         yield await stack.enter_async_context(opening)
 

@@ -61,6 +61,7 @@ from areal_actors.training.config import PublishBy
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
 if TYPE_CHECKING:
+    from areal_actors.run.keeping import Keeping
     from areal_actors.training.publication import Publisher
     from areal_actors.training.trainer import PolicyTrainer
 
@@ -258,12 +259,23 @@ def create_runner(
 
 
 async def open_publisher(
-    config: RunConfig, directory: RunDirectory, generation: Ref[Generation], *, by: PublishBy
+    config: RunConfig,
+    directory: RunDirectory,
+    generation: Ref[Generation],
+    *,
+    by: PublishBy,
+    keeping: Keeping | None = None,
 ) -> Publisher:
-    """What publishes weights in the engine's dtype, so that it loads what it would have made of them itself."""
+    """What publishes weights in the engine's dtype, so that it loads what it would have made of them itself.
+
+    With ``keeping``, they are kept there.
+    """
     from areal_actors.training.publication import create_publisher
+    from areal_actors.training.shelf import ShelfPublisher
 
     view = await generation.ask(DescribeEngine())
+    if keeping is not None:
+        return ShelfPublisher(shelf=keeping.shelf, dtype=view.info.dtype)
     return create_publisher(by, root=directory.published, dtype=view.info.dtype, num_kept=config.trainer.publish_keep)
 
 

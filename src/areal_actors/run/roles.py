@@ -39,6 +39,7 @@ from areal_actors.messages import (
     PublishWeights,
     Rollouts,
     Sessions,
+    Weights,
     WeightsPublished,
 )
 from areal_actors.models import resolve_model
@@ -48,6 +49,7 @@ from areal_actors.run.capture import check_generation
 from areal_actors.run.doorway import fetch_listener
 from areal_actors.run.job import Job, ProblemSets, create_policy, load_problem_sets, load_rendering
 from areal_actors.run.journals import open_journal
+from areal_actors.run.keeping import keep_weights
 from areal_actors.run.models import open_engine
 from areal_actors.run.parts import (
     create_runner,
@@ -63,10 +65,11 @@ from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
 if TYPE_CHECKING:
     from areal_actors.rendering import Renderer
+    from areal_actors.run.keeping import Keeping
     from areal_actors.training.publication import Publisher
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["HOMES", "LEAVING", "NEEDS", "REPLICA", "Finder", "Opened", "Post", "has_rollouts", "open_role"]
+__all__ = ["HOMES", "LEAVING", "NEEDS", "REPLICA", "Finder", "Opened", "Post", "has_rollouts", "needs_of", "open_role"]
 
 P = TypeVar("P")
 
@@ -80,6 +83,7 @@ HOMES: Mapping[str, Role | None] = {
     "intake": Role.SESSIONS,
     "accounts": Role.SESSIONS,
     "trainer": Role.TRAINER,
+    "weights": Role.TRAINER,
     "rollouts": Role.ROLLOUT,
     "proxy": Role.PROXY,
 }
@@ -135,6 +139,17 @@ class Opened:
 
     actors: Mapping[str, Ref[Any]] = field(factory=dict)
     endpoint: Endpoint | None = None
+
+
+def needs_weights(config: RunConfig) -> bool:
+    """Whether engines ask the trainer for what is published."""
+    return config.trainer.publish is PublishBy.DISTRIBUTED
+
+
+def needs_of(role: Role, config: RunConfig) -> tuple[Role, ...]:
+    """Whom a role asks, besides those at home."""
+    asks_trainer = role is Role.GENERATION and needs_weights(config)
+    return (*NEEDS[role], Role.TRAINER) if asks_trainer else NEEDS[role]
 
 
 def has_rollouts(config: RunConfig, *, is_service: bool) -> bool:
@@ -216,7 +231,8 @@ async def _open_generation(post: Post) -> AsyncIterator[Opened]:
     files = await to_thread.run_sync(resolve_model, config.model)
     renderer = await to_thread.run_sync(load_rendering, config)
     served = config.served_engine(post.directory.path)
-    async with open_engine(served or config.engine, model=files.path, renderer=renderer) as engine:
+    find = partial(post.find, Weights, "weights") if needs_weights(config) else None
+    async with open_engine(served or config.engine, model=files.path, renderer=renderer, find_weights=find) as engine:
         replica = await post.system.spawn(GenerationActor(engine), name=REPLICA)
         yield Opened(actors={REPLICA: replica})
 
@@ -231,7 +247,8 @@ async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
     job = await to_thread.run_sync(_load_job, post, renderer)
     policy = job.policy
     generation = await find(Generation, "generation")
-    publisher = await _publish_first(post, policy, renderer)
+    keeping = await keep_weights(post.system, config, post.directory)
+    publisher = await _publish_first(post, policy, renderer, keeping)
     peers = TrainingPeers(
         exports=await find(Exports, "exports"),
         generation=generation,
@@ -251,7 +268,8 @@ async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
             members=members,
             save_weights=partial(export_policy, config, post.directory, policy),
         )
-        yield Opened(actors={"trainer": await post.system.spawn(trainer, name="trainer")})
+        actors: dict[str, Ref[Any]] = {} if keeping is None else {"weights": keeping.keeper}
+        yield Opened(actors=actors | {"trainer": await post.system.spawn(trainer, name="trainer")})
 
 
 def _load_job(post: Post, renderer: Renderer) -> Job:
@@ -281,10 +299,10 @@ def _check_version(post: Post, version: int) -> None:
         )
 
 
-async def _publish_first(post: Post, policy: PolicyTrainer, renderer: Renderer) -> Publisher:
+async def _publish_first(post: Post, policy: PolicyTrainer, renderer: Renderer, keeping: Keeping | None) -> Publisher:
     """Give engines the weights, and test them.
 
-    They come in the trainer's dtype: which one is theirs, engines tell once they serve.
+    They come in the trainer's dtype: which one is theirs, engines tell once they serve. Nobody broadcasts before that.
     """
     from areal_actors.training.publication import create_publisher
 
@@ -295,13 +313,13 @@ async def _publish_first(post: Post, policy: PolicyTrainer, renderer: Renderer) 
     await generation.ask(PublishWeights(snapshot=snapshot))
     await check_generation(generation, policy=policy, renderer=renderer)
     await (await post.find(Directory, "directory")).ask(WeightsPublished(attempt=post.order.attempt))
-    return await open_publisher(config, post.directory, generation, by=by)
+    return await open_publisher(config, post.directory, generation, by=by, keeping=keeping)
 
 
 def _publish_by(post: Post) -> PublishBy:
-    """Memory can be lent within one process only."""
+    """How engines get their first weights. Memory can be lent within one process only."""
     are_together = {Role.GENERATION, Role.TRAINER} <= set(post.order.at_home)
-    return post.config.trainer.publish if are_together else PublishBy.DISK
+    return PublishBy.MEMORY if are_together and post.config.trainer.publish is PublishBy.MEMORY else PublishBy.DISK
 
 
 @asynccontextmanager

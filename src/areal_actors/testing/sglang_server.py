@@ -34,8 +34,9 @@ from areal_actors.domain import SampleKey, Sampling
 from areal_actors.engines.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
 from areal_actors.errors import InvalidRequest, ModelError
 from areal_actors.proxy.server import listen, serve
+from areal_actors.testing.sglang_weights import ReceivedWeights, UpdateFault
 
-__all__ = ["FakeSGLang", "Fault", "open_sglang_server"]
+__all__ = ["FakeSGLang", "Fault", "UpdateFault", "open_sglang_server"]
 
 UNLABELLED = "default"
 """What a server calls the weights that it started with."""
@@ -64,6 +65,7 @@ class Fault(StrEnum):
 class FakeSGLang:
     """A server that can be killed and started again, on one port. ``faults`` happen to the next requests, in order.
 
+    ``update_faults`` happen to the next updates in a group, one to each; those that are ``None`` succeed.
     ``paths`` keeps what was asked, ``bodies`` what was to be generated, ``routing_keys`` the headers that came with it.
     """
 
@@ -75,11 +77,13 @@ class FakeSGLang:
     is_incremental: bool = False
     port: int = 0
     faults: deque[Fault] = field(factory=deque)
+    update_faults: deque[UpdateFault | None] = field(factory=deque)
     paths: list[str] = field(factory=list)
     bodies: list[dict[str, Any]] = field(factory=list)
     routing_keys: list[str | None] = field(factory=list)
     _labels: dict[int, str] = field(factory=dict)
     _label: str = UNLABELLED
+    _received: ReceivedWeights = field(factory=ReceivedWeights)
     _streams: set[anyio.CancelScope] = field(factory=set)
     _dying: anyio.Event = field(factory=anyio.Event)
     _ended: anyio.Event | None = None
@@ -97,7 +101,8 @@ class FakeSGLang:
     async def start(self) -> None:
         """Listen, with the weights that the model's directory has. On the same port as before."""
         await self.engine.resume()
-        await self._load(self.model, UNLABELLED)
+        self._received = ReceivedWeights()
+        await self._load(Snapshot(version=self.engine.version + 1, path=self.model), UNLABELLED)
         listener = listen("127.0.0.1", self.port, section="server")
         self.port = listener.getsockname()[1]
         self._dying, self._ended = anyio.Event(), anyio.Event()
@@ -119,6 +124,7 @@ class FakeSGLang:
 
     def _die(self) -> None:
         self._dying.set()
+        self._received.die()
         for stream in self._streams:
             stream.cancel()
 
@@ -132,6 +138,11 @@ class FakeSGLang:
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
             "/update_weights_from_disk": self._update,
+            "/init_weights_update_group": self._join_group,
+            "/destroy_weights_update_group": self._leave_group,
+            "/begin_weight_update": self._begin_update,
+            "/update_weights_from_distributed": self._receive,
+            "/end_weight_update": self._end_update,
         }
         return Starlette(routes=[Route(path, handler, methods=["GET", "POST"]) for path, handler in routes.items()])
 
@@ -147,6 +158,8 @@ class FakeSGLang:
         document = {
             "version": self.version,
             "dtype": info.dtype,
+            "device": "cpu",
+            "tp_size": 1,
             "max_req_input_len": info.context_length,
             "grammar_backend": "xgrammar",
             "internal_states": [{"effective_max_running_requests_per_dp": info.max_concurrent}],
@@ -179,15 +192,46 @@ class FakeSGLang:
         self.paths.append(request.url.path)
         body = await request.json()
         try:
-            await self._load(Path(body["model_path"]), body["weight_version"])
+            snapshot = Snapshot(version=self.engine.version + 1, path=Path(body["model_path"]))
+            await self._load(snapshot, body["weight_version"])
         except ModelError as error:
             return JSONResponse({"success": False, "message": str(error)}, status_code=400)
         return JSONResponse({"success": True, "message": "Succeeded to update model weights."})
 
-    async def _load(self, path: Path, label: str) -> None:
-        version = self.engine.version + 1
-        await self.engine.load(Snapshot(version=version, path=path))
-        self._labels[version] = self._label = label
+    async def _load(self, snapshot: Snapshot, label: str) -> None:
+        await self.engine.load(snapshot)
+        self._labels[snapshot.version] = self._label = label
+
+    # ------------------------------------------------------------------------------------ weights in a group
+
+    async def _join_group(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        return _said(await self._received.join(await request.json()))
+
+    async def _leave_group(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        return _said(await self._received.leave((await request.json())["group_name"]))
+
+    async def _begin_update(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        return _said(self._received.begin(self.update_faults.popleft() if self.update_faults else None))
+
+    async def _receive(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        body = await request.json()
+        problem = await self._received.receive(body)
+        if self._received.has_died:
+            self._die()
+        if problem is None and body.get("weight_version") is not None:
+            try:
+                await self._load(self._received.snapshot(self.engine.version + 1), body["weight_version"])
+            except ModelError as error:
+                problem = str(error)
+        return _said(problem)
+
+    async def _end_update(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        return _said(self._received.end())
 
     # ----------------------------------------------------------------------------------------- generating
 
@@ -258,6 +302,11 @@ async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()
+
+
+def _said(problem: str | None) -> Response:
+    content = {"success": problem is None, "message": problem or "Success"}
+    return JSONResponse(content, status_code=200 if problem is None else 400)
 
 
 @define

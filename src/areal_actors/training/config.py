@@ -145,6 +145,8 @@ class PublishBy(StrEnum):
     """By reference: the engine is in the trainer's process."""
     DISK = "disk"
     """As a directory of safetensors that engines elsewhere can read."""
+    DISTRIBUTED = "distributed"
+    """Broadcast to the processes of SGLang servers; on disk only for one that cannot be reached so."""
 
 
 @frozen(kw_only=True)
@@ -299,4 +301,6 @@ class TrainerConfig:
     """How new weights reach whoever generates. Engines in other processes read them from a disk that they share."""
     publish_keep: int = field(default=2, validator=[instance_of(int), _positive])
     """Published versions that stay on the disk; a replica that joins reads the last one."""
+    publish_bucket_mib: int = field(default=512, validator=[instance_of(int), _positive])
+    """How much of the weights is broadcast at once; trainer and servers have room for so much more on their devices."""
     seed: int = 0

@@ -29,7 +29,14 @@ from areal_actors.training.config import PublishBy
 from areal_actors.training.directories import atomic_directory, sweep
 from areal_actors.training.tensor_files import write_tensors
 
-__all__ = ["DiskPublisher", "MemoryPublisher", "Publishable", "Publisher", "create_publisher"]
+__all__ = [
+    "DiskPublisher",
+    "MemoryPublisher",
+    "Publishable",
+    "Publisher",
+    "checkpoint_tensors",
+    "create_publisher",
+]
 
 _NAME = re.compile(r"version-(\d{8,})")
 
@@ -81,14 +88,18 @@ class DiskPublisher:
 
         Raises ``CheckpointError`` if they cannot be written; the versions before are untouched then.
         """
+        path = self.write(policy.version, policy.model, checkpoint_tensors(policy, self.dtype))
+        return Snapshot(version=policy.version, path=path)
+
+    def write(self, version: int, model: Any, tensors: Mapping[str, Tensor]) -> Path:
+        """As ``publish``, of tensors that have the names and the dtype of checkpoints already; where they are now."""
         sweep(self.root)
-        path = self.root.absolute() / f"version-{policy.version:08d}"
-        tensors = _named_as_checkpoints(policy.model, _distinct(policy.state_dict(), self.dtype))
+        path = self.root.absolute() / f"version-{version:08d}"
         with atomic_directory(path, num_bytes=sum(tensor.nbytes for tensor in tensors.values())) as partial:
             write_tensors(partial / "model.safetensors", tensors)
-            _write_config(policy.model, partial, self.dtype)
-        self._forget_others(policy.version)
-        return Snapshot(version=policy.version, path=path)
+            _write_config(model, partial, self.dtype)
+        self._forget_others(version)
+        return path
 
     def _forget_others(self, version: int) -> None:
         found = {int(match[1]): path for path in self.root.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -98,19 +109,31 @@ class DiskPublisher:
 
 
 def create_publisher(by: PublishBy, *, root: Path, dtype: str, num_kept: int) -> Publisher:
-    """What publishes ``by`` memory or disk; ``dtype`` (such as ``bfloat16``) is the engine's."""
+    """What publishes ``by`` memory, or by disk; ``dtype`` (such as ``bfloat16``) is the engine's.
+
+    What is broadcast lies on a shelf first, and is published by that (``shelf``).
+    """
     if by is PublishBy.MEMORY:
         return MemoryPublisher()
     return DiskPublisher(root=root, dtype=getattr(torch, dtype), num_kept=num_kept)
 
 
-def _distinct(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def checkpoint_tensors(policy: Publishable, dtype: torch.dtype, *, is_copied: bool = False) -> Mapping[str, Tensor]:
+    """The weights on the CPU in ``dtype``, each once, by the names of checkpoints.
+
+    Unless ``is_copied``, those that have that dtype and are there already are the policy's own.
+    """
+    tensors = _named_as_checkpoints(policy.model, _distinct(policy.state_dict(), dtype, is_copied=is_copied))
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _distinct(state: Mapping[str, Tensor], dtype: torch.dtype, *, is_copied: bool) -> dict[str, Tensor]:
     """Each tensor once, by its first name: tied weights are tied again by whoever loads them."""
     distinct: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in state.items():
         distinct.setdefault(tensor.data_ptr(), (name, tensor))
     return {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=is_copied)
         for name, tensor in distinct.values()
     }
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import httpx
 from attrs import field, frozen
 
 from areal_actors.domain import EngineRequest, FinishReason, Floats, Ints, PauseMode, TopLogprob, as_floats, as_ints
+from areal_actors.messages import GroupPlace, TensorBucket
 
-__all__ = ["Delta", "ServerDialect", "ServerFacts", "VersionSpan"]
+__all__ = ["BroadcastDialect", "Delta", "ServerDialect", "ServerFacts", "VersionSpan"]
 
 
 @frozen(kw_only=True)
@@ -24,7 +25,8 @@ class ServerFacts:
     """What a server says of itself. ``weight_version`` is the label of its weights, as it was given to it.
 
     ``vocab_size`` is 0 where it does not tell. With ``has_grammars``, it takes every ``Grammar``;
-    ``logprobs_follow_truncation`` is as in ``EngineInfo``.
+    ``logprobs_follow_truncation`` is as in ``EngineInfo``. Its tensors are on ``device``, and ``num_ranks`` processes
+    receive weights together; 0 where they cannot.
     """
 
     software: str
@@ -37,6 +39,8 @@ class ServerFacts:
     max_concurrent: int
     has_grammars: bool = False
     logprobs_follow_truncation: bool = False
+    device: str = "cpu"
+    num_ranks: int = 0
 
 
 @frozen(kw_only=True)
@@ -121,4 +125,37 @@ class ServerDialect(Protocol):
         The server is paused. Keys and values of the old weights are dropped. Raises ``ModelError`` if the server
         refuses the weights; it has its old ones then.
         """
+        ...
+
+
+@runtime_checkable
+class BroadcastDialect(ServerDialect, Protocol):
+    """A kind of server whose processes can join a group, and receive weights in it. The server is paused meanwhile.
+
+    Every method raises ``EngineError`` for a server that refuses, and says why.
+    """
+
+    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, num_ranks: int) -> None:
+        """Have its ``num_ranks`` processes meet the first rank of a group; returns when they have."""
+        ...
+
+    async def leave_group(self, client: httpx.AsyncClient, name: str) -> None:
+        """Have them leave it, and fail whatever they receive there."""
+        ...
+
+    async def begin_update(self, client: httpx.AsyncClient) -> None:
+        """Be ready to receive. One that was begun and not ended, by whomever, is ended first."""
+        ...
+
+    async def receive(
+        self, client: httpx.AsyncClient, group: str, bucket: TensorBucket, *, version: str | None
+    ) -> None:
+        """Receive and load a bucket; returns when that is done. With the last one comes the label of all weights.
+
+        Keys and values of the old weights are dropped with it. After an error, some of the weights are new.
+        """
+        ...
+
+    async def end_update(self, client: httpx.AsyncClient) -> None:
+        """Be ready to sample again, or to load from disk."""
         ...

@@ -24,12 +24,13 @@ from areal_actors.domain import FinishReason
 from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.engines.requests import validate_request
 from areal_actors.engines.servers.attribution import Attribution
+from areal_actors.engines.servers.broadcasting import FindWeights, open_broadcasts
 from areal_actors.engines.servers.config import ServerConfig
 from areal_actors.engines.servers.dialect import ServerDialect
 from areal_actors.engines.servers.generation import Run, empty_chunk
 from areal_actors.engines.servers.opening import Diagnose, open_gateway, wait_until_ready, watched
 from areal_actors.engines.servers.pool import Server, ServerPool, open_servers
-from areal_actors.engines.servers.publishing import Publisher
+from areal_actors.engines.servers.publishing import Publisher, Weights
 from areal_actors.errors import EngineError, InvalidRequest, ModelError, UnsupportedParameter
 
 __all__ = ["ServerEngine"]
@@ -73,6 +74,7 @@ class ServerEngine:
         snapshot: Snapshot,
         publish_directory: Path,
         diagnose: Diagnose | None = None,
+        find_weights: FindWeights | None = None,
     ) -> AsyncIterator[ServerEngine]:
         """Open an engine of the servers at ``urls``, once all of them serve ``snapshot``.
 
@@ -84,18 +86,24 @@ class ServerEngine:
             snapshot: the weights to begin with; loaded into every server, whatever it had.
             publish_directory: where weights are written for them; they must see it by the same path.
             diagnose: tells of those whose process ended; opening fails with what it says.
+            find_weights: finds who keeps the snapshots that are published as kept.
 
         Raises:
-            EngineError: a server is too old, has died, or was not ready within ``start_timeout_seconds``.
+            ConfigError: with ``find_weights``, if servers of this kind cannot be sent weights.
+            EngineError: a server is too old, has died, cannot be sent weights, or was not ready within
+                ``start_timeout_seconds``.
             ModelError: a server refuses the snapshot.
         """
+        broadcasts = None if find_weights is None else open_broadcasts(dialect, find_weights, config)
         publisher = Publisher(config.publish_directory or publish_directory, model)
         await to_thread.run_sync(publisher.remove_leftovers)
         try:
             weights = await to_thread.run_sync(publisher.write, snapshot)
             async with (
                 open_servers(urls, config) as servers,
-                watched(ServerPool(dialect=dialect, config=config, servers=servers, weights=weights)) as pool,
+                watched(
+                    ServerPool(dialect=dialect, config=config, servers=servers, weights=weights, broadcasts=broadcasts)
+                ) as pool,
                 open_gateway(config) as gateway,
             ):
                 diagnose = diagnose or _know_nothing
@@ -182,13 +190,25 @@ class ServerEngine:
         returns after the load has ended all the same.
         """
         with anyio.CancelScope(shield=True):
-            weights = await to_thread.run_sync(self._publisher.write, snapshot)
+            weights = await self._admit(snapshot)
             try:
                 async with self._pool.control:
                     await self._pool.load(weights)
             finally:
                 await to_thread.run_sync(self._publisher.keep_only, self._pool.weights)
         await self._wait_for_server()
+
+    async def _admit(self, snapshot: Snapshot) -> Weights:
+        """What servers are told of a snapshot. Raises ``ModelError`` if it does not fit their model."""
+        if not snapshot.is_kept:
+            return await to_thread.run_sync(self._publisher.write, snapshot)
+        if self._pool.broadcasts is None:
+            raise ModelError(
+                f"Snapshot of version {snapshot.version} is kept by somebody whom this engine does not know; publish "
+                "its state or a path."
+            )
+        buckets = await self._pool.broadcasts.describe(snapshot.version)
+        return await to_thread.run_sync(self._publisher.admit, snapshot.version, buckets)
 
     def statistics(self) -> EngineStatistics:
         """Counters, at once. ``running`` are those that a server has been asked for."""

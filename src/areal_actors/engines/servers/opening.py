@@ -43,12 +43,22 @@ async def wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Dia
             for server in pool.servers:
                 _raise_if_hopeless(server, diagnose)
             await pool.changed.wait()
+        _check_ranks(pool)
         return
     missing = [server.url for server in pool.servers if not server.is_serving]
     raise EngineError(
         f"{', '.join(missing)} did not answer within {config.start_timeout_seconds:g} s (start_timeout_seconds). "
         "Check that the servers run, and that this machine reaches them."
     )
+
+
+def _check_ranks(pool: ServerPool) -> None:
+    for server in () if pool.broadcasts is None else pool.servers:
+        if server.facts is not None and not server.facts.num_ranks:
+            raise EngineError(
+                f"{server.url} cannot be sent weights: its processes are parallel in other ways than by tensors. Start "
+                "several servers in the place of data parallelism, or publish by disk (trainer.publish)."
+            )
 
 
 def _raise_if_hopeless(server: Server, diagnose: Diagnose) -> None:

@@ -16,6 +16,7 @@ import httpx
 from attrs import define, field
 
 from areal_actors.domain import PauseMode
+from areal_actors.engines.servers.broadcasting import Broadcasts
 from areal_actors.engines.servers.config import ServerConfig
 from areal_actors.engines.servers.dialect import ServerDialect, ServerFacts
 from areal_actors.engines.servers.http import create_client
@@ -41,6 +42,8 @@ class Server:
     """Why it could not be brought to serve, last time."""
     is_doubtful: bool = False
     """Whether it may answer with weights that are not the present ones: nobody has looked, or it is being prepared."""
+    is_spoiled: bool = False
+    """Whether nobody knows which weights it has, whatever their label says: it began to load some."""
     suspected: anyio.Event = field(factory=anyio.Event)
 
     def suspect(self) -> None:
@@ -61,6 +64,8 @@ class ServerPool:
     config: ServerConfig
     servers: tuple[Server, ...]
     weights: Weights
+    broadcasts: Broadcasts | None = None
+    """How servers get weights that somebody keeps, where there is somebody."""
     is_paused: bool = False
     is_loading: bool = False
     num_loads: int = 0
@@ -123,8 +128,29 @@ class ServerPool:
             self.is_loading = False
             self.notify()
 
-    async def _update(self, server: Server, weights: Weights) -> None:
-        await self.dialect.update_from_disk(server.control, weights.path, version=weights.label)
+    async def _update(self, server: Server, weights: Weights, *, is_sent: bool = True) -> None:
+        """Have it load ``weights``: those that somebody keeps are sent if ``is_sent``, or written where that fails."""
+        server.is_spoiled = True
+        if weights.path is None and not (is_sent and await self._send(server, weights)):
+            assert self.broadcasts is not None
+            path = await self.broadcasts.write(weights.version)
+            await self.dialect.update_from_disk(server.control, path, version=weights.label)
+        elif weights.path is not None:
+            await self.dialect.update_from_disk(server.control, weights.path, version=weights.label)
+        server.is_spoiled = False
+
+    async def _send(self, server: Server, weights: Weights) -> bool:
+        """Whether it has got them all."""
+        assert self.broadcasts is not None
+        assert server.facts is not None
+        try:
+            await self.broadcasts.send(
+                server.url, server.control, server.facts, version=weights.version, buckets=weights.buckets
+            )
+        except EngineError as error:
+            _log.warning("weights_not_received", url=server.url, version=weights.version, reason=str(error))
+            return False
+        return True
 
     async def _each(self, action: Callable[[Server], Awaitable[None]]) -> list[ModelError]:
         """Do it to all that serve, at once. Who fails is taken out; who refuses is returned."""
@@ -179,13 +205,19 @@ class ServerPool:
             _log.info("server_serves", url=server.url, version=self.weights.version)
 
     async def _prepare(self, server: Server) -> None:
-        """Give it the present weights, unless it has them, and leave it as paused as the engine is."""
+        """Give it the present weights, unless it has them, and leave it as paused as the engine is.
+
+        They come from disk: a server that was started anew is in no group, and others are not to wait for one.
+        """
         is_known, server.facts = server.facts is not None, await self.dialect.describe(server.control)
         # A label that it had before we came may be that of another run.
-        if not is_known or server.failure is not None or server.facts.weight_version != self.weights.label:
+        has_label = server.facts.weight_version == self.weights.label
+        if not is_known or server.failure is not None or server.is_spoiled or not has_label:
             self.num_loads += 1
             await self.dialect.pause(server.control, PauseMode.KEEP)
-            await self._update(server, self.weights)
+            if self.broadcasts is not None:
+                await self.broadcasts.part(server.url, server.control)
+            await self._update(server, self.weights, is_sent=False)
         if self.is_paused:
             await self.dialect.pause(server.control, PauseMode.KEEP)
         else:

@@ -21,6 +21,7 @@ from attrs import define, field, frozen
 
 from areal_actors.domain import Snapshot
 from areal_actors.errors import ModelError
+from areal_actors.messages import TensorBucket
 
 __all__ = ["Publisher", "Weights", "read_shapes"]
 
@@ -32,10 +33,11 @@ _MAX_NAMED = 5
 
 @frozen(kw_only=True)
 class Weights:
-    """A version that servers can load from ``path``."""
+    """A version that servers can load from ``path``; without one, whoever keeps it sends or writes its ``buckets``."""
 
     version: int
-    path: Path
+    path: Path | None = None
+    buckets: tuple[TensorBucket, ...] = ()
 
     @property
     def label(self) -> str:
@@ -71,6 +73,12 @@ class Publisher:
         if snapshot.state is None:
             raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
         return self._write(snapshot.version, snapshot.state)
+
+    def admit(self, version: int, buckets: tuple[TensorBucket, ...]) -> Weights:
+        """A version that is kept elsewhere. Raises ``ModelError`` if it does not fit the model."""
+        pairs = [pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True)]
+        _check_shapes(version, dict(pairs), read_shapes(self.model))
+        return Weights(version=version, buckets=buckets)
 
     def _write(self, version: int, state: Mapping[str, Any]) -> Weights:
         tensors = self._convert(state)

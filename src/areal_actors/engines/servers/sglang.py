@@ -7,6 +7,8 @@
 * Requests are paused with ``retract``: their keys and values are dropped and computed anew, so that nothing of the old
   weights is left in the cache.
 * Versions are named at the end, as spans.
+* Weights are read from disk, or received in a group, which each process of tensor parallelism joins as a rank. Servers
+  that are parallel in other ways cannot join.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from areal_actors.engines.servers.http import (
     post_command,
 )
 from areal_actors.errors import EngineError, ModelError
+from areal_actors.messages import GroupPlace, TensorBucket
 
 __all__ = ["OLDEST", "SGLangDialect"]
 
@@ -155,6 +158,50 @@ class SGLangDialect:
             raise ModelError(f"{client.base_url} refuses the weights in {path}: {answer.said} The old weights stay.")
         raise EngineError(describe_failure(client, "/update_weights_from_disk", answer))
 
+    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, num_ranks: int) -> None:
+        """Meet the others; see ``BroadcastDialect.join_group``."""
+        body = {
+            "master_address": place.host,
+            "master_port": place.port,
+            "rank_offset": 1,
+            "world_size": 1 + num_ranks,
+            "group_name": place.name,
+            "backend": place.backend,
+        }
+        await post_command(client, "/init_weights_update_group", body)
+
+    async def leave_group(self, client: httpx.AsyncClient, name: str) -> None:
+        """Leave; see ``BroadcastDialect.leave_group``."""
+        await post_command(client, "/destroy_weights_update_group", {"group_name": name})
+
+    async def begin_update(self, client: httpx.AsyncClient) -> None:
+        """Begin; see ``BroadcastDialect.begin_update``."""
+        answer = await ask(client, "POST", "/begin_weight_update", {})
+        if answer.is_refusal:  # somebody may have begun, and been killed
+            await self.end_update(client)
+            await post_command(client, "/begin_weight_update", {})
+        elif answer.is_error:
+            raise EngineError(describe_failure(client, "/begin_weight_update", answer))
+
+    async def receive(
+        self, client: httpx.AsyncClient, group: str, bucket: TensorBucket, *, version: str | None
+    ) -> None:
+        """Receive a bucket; see ``BroadcastDialect.receive``."""
+        body: dict[str, Any] = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group,
+            "flush_cache": version is not None,
+        }
+        if version is not None:
+            body["weight_version"] = version
+        await post_command(client, "/update_weights_from_distributed", body)
+
+    async def end_update(self, client: httpx.AsyncClient) -> None:
+        """End; see ``BroadcastDialect.end_update``."""
+        await post_command(client, "/end_weight_update", {})
+
 
 # ----------------------------------------------------------------------------------------------------- asking
 
@@ -174,7 +221,15 @@ def _facts(version: str, info: Mapping[str, Any], model: Mapping[str, Any], mode
         dtype=str(info["dtype"]),
         max_concurrent=int(concurrent) * int(info.get("dp_size") or 1),
         has_grammars=info.get("grammar_backend") == "llguidance",
+        device=str(info.get("device") or "cuda"),
+        num_ranks=_count_ranks(info),
     )
+
+
+def _count_ranks(info: Mapping[str, Any]) -> int:
+    """Its processes, if they can join a group: a rank is told by its place in tensor parallelism alone."""
+    others = [int(info.get(name) or 1) for name in ("dp_size", "pp_size")]
+    return int(info.get("tp_size") or 1) if others == [1, 1] else 0
 
 
 # ---------------------------------------------------------------------------------------------------- reading

@@ -1,0 +1,178 @@
+"""A group of processes to which weights are broadcast: this one is its first rank, the others are those of a server.
+
+The others join by ``torch.distributed`` as an inference server does that is given a host, a port and a name. On this
+side the group is registered nowhere: it is not the default group, which is the gang's, and does not end with it. Every
+method but ``cancel`` blocks, and none for longer than its time: what waits is looked at again and again, so that
+``cancel`` ends it from any thread. The one exception is the meeting of ``gloo`` itself, which has a time of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+
+from areal_actors.errors import EngineError
+from areal_actors.training.config import GangConfig
+from areal_actors.training.gang import open_store
+
+__all__ = ["BroadcastGroup", "address_towards"]
+
+_POLL_SECONDS = 0.0005
+_MAX_POLL_SECONDS = 0.01
+_MEETING_SECONDS = 60.0
+"""How long those may take to connect to one another that have come."""
+_DISCARD = 9
+"""The port of nobody: to find a way, nothing is sent."""
+
+
+@define(eq=False, kw_only=True)
+class BroadcastGroup:
+    """One group. ``device`` is where its servers have tensors, ``source`` where they are sent from. Made by ``open``.
+
+    Broken, it is of no more use: after any error it is closed.
+    """
+
+    name: str
+    host: str
+    backend: str
+    device: str
+    source: torch.device
+    timeout_seconds: float
+    num_ranks: int
+    _store: TCPStore | None
+    port: int
+    _backends: dict[str, Any] = field(factory=dict)
+    _is_closed: bool = False
+
+    @classmethod
+    def open(
+        cls, name: str, *, machine: str, device: str, source: torch.device, num_ranks: int, timeout_seconds: float
+    ) -> BroadcastGroup:
+        """Listen for the ``num_ranks`` processes of a server on ``machine``, whose tensors are on ``device``.
+
+        Weights come from ``source``; with both of them on GPUs, they go by nccl, by gloo otherwise. Raises
+        ``EngineError`` if there is no address to listen at.
+        """
+        is_fast = device == "cuda" and source.type == "cuda" and dist.is_nccl_available()
+        host = address_towards(machine)
+        config = GangConfig(num_processes=num_ranks + 1, timeout_seconds=timeout_seconds)
+        try:
+            store = open_store(host, config)
+        except (OSError, RuntimeError) as error:
+            raise EngineError(f"Nobody can be met at {host}: {error}. Publish by disk, or mend the network.") from error
+        return cls(
+            name=name,
+            host=host,
+            backend="nccl" if is_fast else "gloo",
+            device=device,
+            source=source if is_fast else torch.device("cpu"),
+            timeout_seconds=timeout_seconds,
+            num_ranks=num_ranks,
+            store=store,
+            port=store.port,
+        )
+
+    def join(self) -> None:
+        """Meet the others. Raises ``EngineError`` if they do not come in time, or not all of them."""
+        store = self._store
+        if store is None:
+            raise self._closed()
+        with self._guard():
+            self._wait(lambda: store.num_keys() > 0, f"Nobody has joined {self.name} at {self.host}:{self.port}")
+            prefixed = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
+            kinds: Mapping[str, str] = distributed_c10d.BackendConfig(
+                dist.Backend(self.backend)
+            ).get_device_backend_map()
+            for device in kinds:  # as the others do, in this order: each of gloo's kinds meets by itself
+                self._backends[device] = self._create(PrefixStore(f"{device}/", prefixed))
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast ``tensors``, which are on the CPU. Raises ``EngineError`` if they were not taken in time."""
+        if self._is_closed or self.device not in self._backends:
+            raise self._closed()
+        with self._guard(), torch.no_grad():
+            sent = [tensor.to(self.source, non_blocking=True) for tensor in tensors]
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            options.timeout = timedelta(seconds=2 * self.timeout_seconds)  # we give up before
+            works = [self._backends[self.device].broadcast([tensor], options) for tensor in sent]
+            for work in works:
+                self._wait(work.is_completed, f"The server did not take its weights from {self.name}")
+                work.wait()
+
+    def cancel(self) -> None:
+        """Have whatever waits here end in a moment, and close the group, from any thread. Does not block."""
+        self._is_closed = True
+
+    def close(self) -> None:
+        """Leave; the others learn it as soon as they look. Twice is fine. Blocks while a bucket is half taken."""
+        self._is_closed = True
+        backends, self._backends, self._store = self._backends, {}, None
+        for backend in backends.values():
+            backend.abort()
+
+    def _create(self, store: PrefixStore) -> Any:
+        size, longest = self.num_ranks + 1, timedelta(seconds=self.timeout_seconds)
+        if self.backend == "nccl":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = 2 * longest  # noqa: SLF001 - its watchdog ends the process; we end the wait before
+            with torch.cuda.device(self.source):
+                return dist.ProcessGroupNCCL(store, 0, size, nccl)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        gloo._timeout = min(longest, timedelta(seconds=_MEETING_SECONDS))  # noqa: SLF001
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]  # noqa: SLF001
+        return dist.ProcessGroupGloo(store, 0, size, gloo)
+
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        deadline, pause = time.monotonic() + self.timeout_seconds, _POLL_SECONDS
+        while not is_done():
+            if self._is_closed:
+                raise self._closed()
+            if time.monotonic() > deadline:
+                raise EngineError(f"{what} within {self.timeout_seconds:g} s.")
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_POLL_SECONDS)
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """What fails in the block ends the group; errors of torch become ours."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            said = str(error).strip().split("\n", 1)[0]
+            raise EngineError(f"The server in {self.name} was lost: {said}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _closed(self) -> EngineError:
+        return EngineError(f"The group {self.name} is closed; open another one.")
+
+
+def address_towards(machine: str) -> str:
+    """The address by which ``machine`` reaches this host; of loopback, if it is this host. Nothing is sent.
+
+    Raises ``EngineError`` if there is no way to it.
+    """
+    if machine in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+        return "127.0.0.1"
+    try:
+        family, *_, address = socket.getaddrinfo(machine, _DISCARD, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(
+            f"There is no way to {machine}: {error}. Publish by disk, or name it as others do."
+        ) from error

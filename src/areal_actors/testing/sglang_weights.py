@@ -26,7 +26,7 @@ class UpdateFault(StrEnum):
     """What goes wrong with one update in a group."""
 
     REFUSED_BEGIN = "refused_begin"
-    """It may not begin, not even again."""
+    """It may not begin; tried again, that is another update."""
     LEFT_OPEN = "left_open"
     """Somebody has begun before, and was killed."""
     REFUSED = "refused"
@@ -116,15 +116,16 @@ class ReceivedWeights:
 
 def _join(body: Mapping[str, Any]) -> Any:
     """What servers do with the address that they are given."""
-    from torch.distributed import Backend, PrefixStore, distributed_c10d, rendezvous
+    from torch.distributed import Backend, distributed_c10d
 
     timeout, size = timedelta(seconds=_SECONDS), body["world_size"]
     address = f"tcp://{body['master_address']}:{body['master_port']}"
-    store, rank, size = next(rendezvous(address, body["rank_offset"], size, timeout=timeout))
+    store, rank, size = next(distributed_c10d.rendezvous(address, body["rank_offset"], size, timeout=timeout))
     store.set_timeout(timeout)
     name = body["group_name"]
+    store = distributed_c10d.PrefixStore(name, store)
     group, _ = distributed_c10d._new_process_group_helper(  # noqa: SLF001 - there is no other way, for them either
-        size, rank, [], Backend(body["backend"]), PrefixStore(name, store), group_name=name, timeout=timeout
+        size, rank, [], Backend(body["backend"]), store, group_name=name, timeout=timeout
     )
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}  # noqa: SLF001
     return group

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field
+from attrs import define
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
@@ -37,7 +37,7 @@ _DISCARD = 9
 
 @define(eq=False, kw_only=True)
 class BroadcastGroup:
-    """One group. ``device`` is where its servers have tensors, ``source`` where they are sent from. Made by ``open``.
+    """One group. Tensors are sent from ``source``. Made by ``open``.
 
     Broken, it is of no more use: after any error it is closed.
     """
@@ -45,13 +45,12 @@ class BroadcastGroup:
     name: str
     host: str
     backend: str
-    device: str
     source: torch.device
     timeout_seconds: float
     num_ranks: int
     _store: TCPStore | None
     port: int
-    _backends: dict[str, Any] = field(factory=dict)
+    _group: Any = None
     _is_closed: bool = False
 
     @classmethod
@@ -74,7 +73,6 @@ class BroadcastGroup:
             name=name,
             host=host,
             backend="nccl" if is_fast else "gloo",
-            device=device,
             source=source if is_fast else torch.device("cpu"),
             timeout_seconds=timeout_seconds,
             num_ranks=num_ranks,
@@ -90,22 +88,23 @@ class BroadcastGroup:
         with self._guard():
             self._wait(lambda: store.num_keys() > 0, f"Nobody has joined {self.name} at {self.host}:{self.port}")
             prefixed = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
-            kinds: Mapping[str, str] = distributed_c10d.BackendConfig(
-                dist.Backend(self.backend)
-            ).get_device_backend_map()
-            for device in kinds:  # as the others do, in this order: each of gloo's kinds meets by itself
-                self._backends[device] = self._create(PrefixStore(f"{device}/", prefixed))
+            # As torch names it, which makes one of a kind for all devices, and calls it by the first.
+            device = next(iter(distributed_c10d.BackendConfig(dist.Backend(self.backend)).get_device_backend_map()))
+            self._group = self._create(PrefixStore(f"{device}/", prefixed))
+            if self._is_closed:
+                raise self._closed()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast ``tensors``, which are on the CPU. Raises ``EngineError`` if they were not taken in time."""
-        if self._is_closed or self.device not in self._backends:
+        group = self._group
+        if self._is_closed or group is None:
             raise self._closed()
         with self._guard(), torch.no_grad():
             sent = [tensor.to(self.source, non_blocking=True) for tensor in tensors]
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timedelta(seconds=2 * self.timeout_seconds)  # we give up before
-            works = [self._backends[self.device].broadcast([tensor], options) for tensor in sent]
+            works = [group.broadcast([tensor], options) for tensor in sent]
             for work in works:
                 self._wait(work.is_completed, f"The server did not take its weights from {self.name}")
                 work.wait()
@@ -117,9 +116,9 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leave; the others learn it as soon as they look. Twice is fine. Blocks while a bucket is half taken."""
         self._is_closed = True
-        backends, self._backends, self._store = self._backends, {}, None
-        for backend in backends.values():
-            backend.abort()
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.abort()
 
     def _create(self, store: PrefixStore) -> Any:
         size, longest = self.num_ranks + 1, timedelta(seconds=self.timeout_seconds)

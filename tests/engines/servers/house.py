@@ -1,18 +1,27 @@
-"""An engine over servers that are fakes over echoes."""
+"""An engine over servers that are fakes over echoes, and a trainer's side from which they are sent weights."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+from attrs import define
+
+from areal_actors.actors.weights import WeightKeeper
+from areal_actors.core import ActorSystem, Ref
 from areal_actors.domain import SampleKey, Sampling
 from areal_actors.engines.base import EngineRequest, Snapshot
 from areal_actors.engines.servers.config import ServerConfig
 from areal_actors.engines.servers.engine import ServerEngine
 from areal_actors.engines.servers.sglang import SGLangDialect
+from areal_actors.messages import Weights
+from areal_actors.models import load_policy
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.testing.sglang_server import FakeSGLang, open_sglang_server
+from areal_actors.training.shelf import Shelf, ShelfPublisher
 
 CONFIG = ServerConfig(health_interval_seconds=0.05, start_timeout_seconds=20, health_timeout_seconds=2)
 
@@ -50,7 +59,7 @@ async def open_house(
         yield engine, servers
 
 
-def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = CONFIG):
+def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = CONFIG, find_weights=None):
     return ServerEngine.open(
         SGLangDialect(),
         config,
@@ -58,7 +67,52 @@ def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = 
         model=model,
         snapshot=Snapshot(version=0, path=model),
         publish_directory=tmp_path / "published",
+        find_weights=find_weights,
     )
+
+
+@define
+class Policy:
+    """A model with versions, as a trainer has it; each version has other weights than the one before."""
+
+    model: Any
+    version: int = 0
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.version += 1
+        for parameter in self.model.parameters():
+            parameter.add_(0.01)
+
+
+@define
+class Trainer:
+    """Publishes a policy by keeping it; ``keeper`` gives it to servers, in buckets of a few tensors."""
+
+    policy: Policy
+    shelf: Shelf
+    keeper: Ref[Weights]
+
+    async def find(self) -> Ref[Weights]:
+        return self.keeper
+
+    def publish(self) -> Snapshot:
+        return ShelfPublisher(shelf=self.shelf).publish(self.policy)
+
+    def step(self) -> Snapshot:
+        self.policy.step()
+        return self.publish()
+
+
+@asynccontextmanager
+async def open_trainer(model: Path, tmp_path: Path) -> AsyncIterator[Trainer]:
+    policy = Policy(load_policy(model).float().eval())
+    shelf = Shelf(root=tmp_path / "kept", bucket_bytes=64 * 1024)
+    async with ActorSystem.open(name="weights") as system:
+        yield Trainer(policy, shelf, await system.spawn(WeightKeeper(shelf), name="weights"))
 
 
 def ask(number: int = 0, *, routing_key: str = "", **sampling) -> EngineRequest:

@@ -37,6 +37,7 @@ __all__ = ["WeightKeeper"]
 _log = get_logger(__name__)
 
 _MANY = 1024
+_PARTING_SECONDS = 2.0
 
 
 @define(eq=False)
@@ -67,14 +68,16 @@ class WeightKeeper(Actor[Weights]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Close all groups at the end, without waiting for anybody."""
+        """Close all groups at the end, without waiting for those that are lost."""
         self._tasks = context.tasks
         async with OwnThread.open() as self._disk:
             try:
                 yield
             finally:
-                for entry in self._open.values():
-                    entry.group.cancel()
+                with anyio.move_on_after(_PARTING_SECONDS, shield=True):
+                    async with anyio.create_task_group() as tasks:
+                        for entry in self._open.values():
+                            tasks.start_soon(self._on_thread, entry.group.close)
 
     @DescribeWeights.handler(concurrency=_MANY)
     async def describe(self, message: DescribeWeights) -> tuple[TensorBucket, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define
+from attrs import define, field
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
@@ -29,6 +29,7 @@ __all__ = ["BroadcastGroup", "address_towards"]
 
 _POLL_SECONDS = 0.0005
 _MAX_POLL_SECONDS = 0.01
+_LEAVING_POLL_SECONDS = 0.05
 _MEETING_SECONDS = 60.0
 """How long those may take to connect to one another that have come."""
 _DISCARD = 9
@@ -39,7 +40,7 @@ _DISCARD = 9
 class BroadcastGroup:
     """One group. Tensors are sent from ``source``. Made by ``open``.
 
-    Broken, it is of no more use: after any error it is closed.
+    After any error it is of no more use; it has to be closed in the end, whatever happened.
     """
 
     name: str
@@ -51,6 +52,7 @@ class BroadcastGroup:
     _store: TCPStore | None
     port: int
     _group: Any = None
+    _works: list[Any] = field(factory=list)
     _is_closed: bool = False
 
     @classmethod
@@ -104,21 +106,30 @@ class BroadcastGroup:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timedelta(seconds=2 * self.timeout_seconds)  # we give up before
-            works = [group.broadcast([tensor], options) for tensor in sent]
-            for work in works:
+            for tensor in sent:
+                self._works.append(group.broadcast([tensor], options))
+            for work in self._works:
                 self._wait(work.is_completed, f"The server did not take its weights from {self.name}")
                 work.wait()
+            self._works = []
 
     def cancel(self) -> None:
-        """Have whatever waits here end in a moment, and close the group, from any thread. Does not block."""
+        """Have whatever waits here end in a moment, from any thread. Does not block; the group can but be closed."""
         self._is_closed = True
 
     def close(self) -> None:
-        """Leave; the others learn it as soon as they look. Twice is fine. Blocks while a bucket is half taken."""
+        """Leave; the others learn it as soon as they look. Twice is fine.
+
+        Blocks while a bucket is half taken: a group of gloo whose threads are at work would be freed with the
+        interpreter held, and everything in this process would wait for a server that is lost.
+        """
         self._is_closed = True
         group, self._group, self._store = self._group, None, None
+        works, self._works = self._works, []
         if group is not None:
             group.abort()
+        while not all(work.is_completed() for work in works):
+            time.sleep(_LEAVING_POLL_SECONDS)
 
     def _create(self, store: PrefixStore) -> Any:
         size, longest = self.num_ranks + 1, timedelta(seconds=self.timeout_seconds)
@@ -144,15 +155,15 @@ class BroadcastGroup:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """What fails in the block ends the group; errors of torch become ours."""
+        """What fails in the block makes the group useless; errors of torch become ours."""
         try:
             yield
         except RuntimeError as error:
-            self.close()
+            self.cancel()
             said = str(error).strip().split("\n", 1)[0]
             raise EngineError(f"The server in {self.name} was lost: {said}") from error
         except BaseException:
-            self.close()
+            self.cancel()
             raise
 
     def _closed(self) -> EngineError:

@@ -17,6 +17,7 @@ from areal_actors.engines.base import EngineRequest, Snapshot
 from areal_actors.engines.servers.config import ServerConfig
 from areal_actors.engines.servers.engine import ServerEngine
 from areal_actors.engines.servers.sglang import SGLangDialect
+from areal_actors.errors import CheckpointError
 from areal_actors.messages import Weights
 from areal_actors.models import load_policy
 from areal_actors.testing.engines import EchoEngine
@@ -77,9 +78,11 @@ class Policy:
 
     model: Any
     version: int = 0
+    num_lost: int = 0
+    """Tensors that it does not tell of."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.model.state_dict()
+        return dict(list(self.model.state_dict().items())[self.num_lost :])
 
     @torch.no_grad()
     def step(self) -> None:
@@ -88,12 +91,24 @@ class Policy:
             parameter.add_(0.01)
 
 
+@define(eq=False, kw_only=True)
+class FullShelf(Shelf):
+    """One whose disk is full, while it is told to be."""
+
+    is_full: bool = False
+
+    def write(self, version: int) -> Path:
+        if self.is_full:
+            raise CheckpointError("no room")
+        return super().write(version)
+
+
 @define
 class Trainer:
     """Publishes a policy by keeping it; ``keeper`` gives it to servers, in buckets of a few tensors."""
 
     policy: Policy
-    shelf: Shelf
+    shelf: FullShelf
     keeper: Ref[Weights]
 
     async def find(self) -> Ref[Weights]:
@@ -110,7 +125,7 @@ class Trainer:
 @asynccontextmanager
 async def open_trainer(model: Path, tmp_path: Path) -> AsyncIterator[Trainer]:
     policy = Policy(load_policy(model).float().eval())
-    shelf = Shelf(root=tmp_path / "kept", bucket_bytes=64 * 1024)
+    shelf = FullShelf(root=tmp_path / "kept", bucket_bytes=64 * 1024)
     async with ActorSystem.open(name="weights") as system:
         yield Trainer(policy, shelf, await system.spawn(WeightKeeper(shelf), name="weights"))
 

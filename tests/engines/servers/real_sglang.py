@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 from tests.engines.servers.gateways import open_gateway
+from tests.engines.servers.house import Trainer, open_trainer
 
 from areal_actors.domain import EngineRequest, FinishReason, SampleKey, Sampling, as_floats
 from areal_actors.engines.base import Snapshot
@@ -35,7 +36,7 @@ from areal_actors.engines.servers.config import Backend, ServerConfig
 from areal_actors.engines.servers.engine import ServerEngine
 from areal_actors.engines.servers.kinds import KINDS
 from areal_actors.engines.servers.launching import LaunchedServers, launch_servers
-from areal_actors.models import load_policy, resolve_model
+from areal_actors.models import resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Subject, collect, join_ids
 
@@ -55,6 +56,8 @@ class House:
     launched: LaunchedServers
     policy: torch.nn.Module
     subject: Subject
+    trainer: Trainer
+    """Keeps the policy for servers that are sent it."""
 
     def gap(self, chunks) -> float:
         """The largest difference between the server's log-probabilities and ours."""
@@ -77,9 +80,10 @@ def create_config(python: str, *, num_servers: int = 1) -> ServerConfig:
 async def open_house(config: ServerConfig, directory: Path, *, smg: str | None = None) -> AsyncIterator[House]:
     """Servers and an engine; through a gateway, where there is a Python ``smg`` that one is installed for."""
     path = resolve_model("tiny").path
-    policy, renderer = load_policy(path).float().eval(), load_renderer(path)
+    renderer = load_renderer(path)
 
     def recompute(prompt, output):
+        policy = trainer.policy.model
         ids = torch.tensor(np.concatenate([prompt, output]), dtype=torch.long)
         with torch.no_grad():
             logprobs = torch.log_softmax(policy(ids[None]).logits[0, len(prompt) - 1 : -1].float(), -1)
@@ -88,6 +92,7 @@ async def open_house(config: ServerConfig, directory: Path, *, smg: str | None =
     kind = KINDS[Backend.SGLANG]
     added = {token.content: index for index, token in renderer.tokenizer.get_added_tokens_decoder().items()}
     async with (
+        open_trainer(path, directory) as trainer,
         launch_servers(kind, config, model=path, logs=directory / "logs") as launched,
         open_gateway(smg, launched.urls, log=directory / "gateway.log") if smg else nullcontext() as gateway_url,
         ServerEngine.open(
@@ -98,8 +103,10 @@ async def open_house(config: ServerConfig, directory: Path, *, smg: str | None =
             snapshot=Snapshot(version=0, path=path),
             publish_directory=directory / "published",
             diagnose=launched.diagnose,
+            find_weights=trainer.find,
         ) as engine,
     ):
+        policy = trainer.policy.model
         subject = Subject(
             engine=engine,
             create_snapshot=lambda version: Snapshot(version=version, state=policy.state_dict()),
@@ -110,7 +117,7 @@ async def open_house(config: ServerConfig, directory: Path, *, smg: str | None =
             decode=renderer.decode,
             stop_token_ids=(2,),
         )
-        yield House(engine=engine, launched=launched, policy=policy, subject=subject)
+        yield House(engine=engine, launched=launched, policy=policy, subject=subject, trainer=trainer)
 
 
 def ask(house: House, name: str, *, num_tokens: int = 200) -> EngineRequest:
@@ -138,14 +145,30 @@ async def check_contract(house: House) -> None:
 
 
 async def check_published_weights(house: House) -> None:
-    """Five versions, each other weights: what the server says of its tokens is what we compute."""
+    """Five versions by disk, each other weights: what the server says of its tokens is what we compute."""
+    await publish_weights(house, house.subject.create_snapshot)
+
+
+async def check_sent_weights(house: House) -> None:
+    """The same with weights that the server receives in a group, and none on the disk."""
+    await publish_weights(house, partial(keep, house))
+    assert not house.trainer.shelf.root.exists()
+
+
+def keep(house: House, version: int) -> Snapshot:
+    """Publish the policy for the server to ask for."""
+    house.trainer.policy.version = version
+    return house.trainer.publish()
+
+
+async def publish_weights(house: House, create_snapshot: Callable[[int], Snapshot]) -> None:
     gaps, latencies = [], []
     for _ in range(5):
         with torch.no_grad():
             for parameter in house.policy.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         version, began = house.engine.version + 1, time.perf_counter()
-        await house.engine.load(house.subject.create_snapshot(version))
+        await house.engine.load(create_snapshot(version))
         async with house.engine.generate(ask(house, f"published-{version}")) as chunks:
             seen = [await anext(aiter(chunks))]
             latencies.append(time.perf_counter() - began)
@@ -159,6 +182,15 @@ async def check_published_weights(house: House) -> None:
 
 async def check_load_under_load(house: House) -> None:
     """Eight generations while weights change and sampling pauses: whole, with versions that only grow."""
+    await load_under_load(house, house.subject.create_snapshot)
+
+
+async def check_send_under_load(house: House) -> None:
+    """The same with weights that the server receives in a group."""
+    await load_under_load(house, partial(keep, house))
+
+
+async def load_under_load(house: House, create_snapshot: Callable[[int], Snapshot]) -> None:
     answers: dict[str, list] = {}
 
     async def run(name: str) -> None:
@@ -172,7 +204,7 @@ async def check_load_under_load(house: House) -> None:
             await wait_for_tokens(house, before + 400 * (version - first))
             await house.engine.pause()
             await house.engine.resume()
-            await house.engine.load(house.subject.create_snapshot(version))
+            await house.engine.load(create_snapshot(version))
     for chunks in answers.values():
         versions = [chunk.version for chunk in chunks]
         assert versions == sorted(versions)
@@ -202,6 +234,50 @@ async def check_death(house: House) -> None:
     assert all(sum(len(chunk.token_ids) for chunk in chunks) == 400 for chunks in answers)
     assert max(gaps) <= TOLERANCE
     print(f"  {len(answers)} answers whole after {time.perf_counter() - began:.1f} s, difference {max(gaps):.2g}")
+
+
+async def check_death_while_receiving(house: House) -> None:
+    """Kill -9 with a part of the buckets received: nobody hangs, and the server is back with all of the version."""
+    (server,) = house.engine._pool.servers
+    num_received = 0
+
+    async def kill(request: httpx.Request) -> None:
+        nonlocal num_received
+        num_received += request.url.path == "/update_weights_from_distributed"
+        if num_received == 3:
+            os.killpg(next(iter(house.launched.processes.values())), signal.SIGKILL)
+
+    began = time.perf_counter()
+    with torch.no_grad():
+        for parameter in house.policy.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    server.control.event_hooks["request"].append(kill)
+    await house.engine.load(keep(house, house.engine.version + 1))
+    server.control.event_hooks["request"].remove(kill)
+    chunks = await collect(house.engine, ask(house, "after-death"))
+    assert {chunk.version for chunk in chunks} == {house.engine.version}
+    assert house.gap(chunks) <= TOLERANCE
+    print(f"  whole again after {time.perf_counter() - began:.1f} s, difference {house.gap(chunks):.2g}")
+    for path in house.trainer.shelf.root.iterdir():
+        path.rename(path.with_name("old"))
+    await house.engine.load(keep(house, house.engine.version + 1))
+    assert [path.name for path in house.trainer.shelf.root.iterdir()] == ["old"]  # it was sent the next one
+
+
+async def check_refusal(house: House) -> None:
+    """An update that was left open is ended; one that goes on being refused is replaced by the disk."""
+    (server,) = house.engine._pool.servers
+    await server.control.post("/pause_generation", json={"mode": "retract"})
+    begun = await server.control.post("/begin_weight_update", json={})
+    assert begun.status_code == 200, begun.text
+    await house.engine.load(keep(house, house.engine.version + 1))
+    house.engine._pool.broadcasts._groups[server.url] = "a group of nobody"
+    began = time.perf_counter()
+    await house.engine.load(keep(house, house.engine.version + 1))
+    print(f"  loaded by disk {time.perf_counter() - began:.2f} s after it was refused")
+    chunks = await collect(house.engine, ask(house, "after-refusal"))
+    assert {chunk.version for chunk in chunks} == {house.engine.version}
+    assert house.gap(chunks) <= TOLERANCE
 
 
 NUM_EPISODES = 12
@@ -278,7 +354,12 @@ async def run_episodes(house: House, name: str, *, has_loads: bool = False) -> N
 
 
 def check_training(config: ServerConfig, directory: Path) -> None:
-    """A run of three steps, each published: the trainer computes what the server said."""
+    """A run of three steps, each published, on each way: the trainer computes what the server said."""
+    for way in ("memory", "distributed"):
+        train(config, directory / way, way)
+
+
+def train(config: ServerConfig, directory: Path, way: str) -> None:
     servers = {
         "command": list(config.command),
         "arguments": list(config.arguments),
@@ -286,17 +367,27 @@ def check_training(config: ServerConfig, directory: Path) -> None:
         "health_interval_seconds": 0.5,
     }
     arguments = ["examples/tiny.yaml", "rollout.backend=sglang", f"sglang={json.dumps(servers)}", "total_steps=3"]
+    arguments += [f"trainer.publish={way}", "trainer.publish_bucket_mib=1"]
     arguments += [f"fileroot={directory}", "logging.display=plain"]
     subprocess.run([sys.executable, "-m", "areal_actors", "train", *arguments], check=True)
     records = [json.loads(line) for line in (directory / "tiny/trial/metrics.jsonl").read_text().splitlines()]
     gaps = [record["behaviour_gap_max"] for record in records if record.get("behaviour_gap_max") is not None]
-    print(f"  largest difference between server and trainer over {len(gaps)} steps {max(gaps):.2g}")
+    print(f"  {way}: largest difference between server and trainer over {len(gaps)} steps {max(gaps):.2g}")
     assert max(gaps) <= TOLERANCE
 
 
 CHECKS = {
     check.__name__.removeprefix("check_"): check
-    for check in (check_contract, check_published_weights, check_load_under_load, check_death)
+    for check in (
+        check_contract,
+        check_published_weights,
+        check_sent_weights,
+        check_load_under_load,
+        check_send_under_load,
+        check_refusal,
+        check_death,
+        check_death_while_receiving,
+    )
 }
 
 

@@ -73,8 +73,10 @@ def create_client(url: str, *, api_key: str | None, read_timeout_seconds: float)
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
     """One request and its whole answer, whatever its status. Raises ``EngineError`` if none comes."""
+    request = client.build_request(method, path, json=body)
+    request.stream = _Body(request.content)
     try:
-        response = await client.request(method, path, json=body)
+        response = await client.send(request)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EngineError(_unreachable(client, path, error)) from error
     return _answer(response)
@@ -168,6 +170,23 @@ async def _end(lines: AsyncIterator[str]) -> None:
         scope.cancel()
         async for _ in lines:
             pass
+
+
+class _Body(httpx.AsyncByteStream):
+    """What is sent, without a generator: a server that dies in the middle of it would leave that to the collector."""
+
+    def __init__(self, content: bytes) -> None:
+        self._left = [content] if content else []
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """Once."""
+        return self
+
+    async def __anext__(self) -> bytes:
+        """All of it."""
+        if not self._left:
+            raise StopAsyncIteration
+        return self._left.pop()
 
 
 def _unreachable(client: httpx.AsyncClient, path: str, error: Exception) -> str:

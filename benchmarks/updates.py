@@ -3,9 +3,9 @@
 The way is the whole one: a publisher makes a snapshot, the generation actor has its engine load it, and a request that
 is sent then streams its first token. The engine lives in this process and is handed the weights themselves, or in
 another one, which gets them over a unix socket or as a path on disk, or it is a server, which is told by HTTP of a
-directory. By default that is the small server of ``areal_actors.testing``, in a process of its own. ``AREAL_SERVER``
-(``sglang`` or ``vllm``), ``AREAL_SERVER_URL`` and ``AREAL_SERVER_MODEL``, the directory that it was started with, name
-a real one, which is measured as well, with its own model.
+directory, or receives them in a group. By default that is the small server of ``areal_actors.testing``, in a process of
+its own. ``AREAL_SERVER`` (``sglang`` or ``vllm``), ``AREAL_SERVER_URL`` and ``AREAL_SERVER_MODEL``, the directory that
+it was started with, name a real one, which is measured as well, with its own model.
 
 What one would write first is the baseline: the tensors copied into a second model, sent through a socket before, or
 written as safetensors and read, and its logits for the same prompt. All are seconds on the clock, the least of some
@@ -17,15 +17,12 @@ SmolLM2-135M (a twelfth of them with ``--quick``).
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from enum import StrEnum
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -34,14 +31,14 @@ from typing import Any
 
 import anyio
 import numpy as np
-import torch
 from anyio import to_thread
-from attrs import define, field, frozen
+from attrs import field, frozen
 from benchmarks.harness import Result
 from benchmarks.machine import ROOT
-from safetensors.torch import load_file, save_file
+from benchmarks.moving import ByHand, Policy, measure_by_hand
 
 from areal_actors.actors.generation import GenerationActor
+from areal_actors.actors.weights import WeightKeeper
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.core.remote import connect, listen
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
@@ -49,10 +46,12 @@ from areal_actors.engines.servers.config import Backend, ServerConfig
 from areal_actors.engines.servers.engine import ServerEngine
 from areal_actors.engines.servers.kinds import KINDS
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
-from areal_actors.messages import Generate, Generation, PublishWeights
+from areal_actors.messages import Generate, Generation, PublishWeights, Weights
 from areal_actors.models import load_policy
 from areal_actors.testing.sglang_server import open_sglang_server
+from areal_actors.training.config import TrainerConfig
 from areal_actors.training.publication import DiskPublisher, MemoryPublisher, Publisher
+from areal_actors.training.shelf import Shelf, ShelfPublisher
 
 _SECRET = b"a secret of two benchmark processes"
 _ENGINE = TorchEngineConfig(dtype="float32", device="cpu", max_length=64)
@@ -62,36 +61,7 @@ _MAX_RATIO = 4.0
 actors may take three times as long as a bare socket (see ``remote``)."""
 _MIB = 1 << 20
 
-State = dict[str, torch.Tensor]
-
 _ids = count()
-
-
-@define
-class Policy:
-    """A model whose weights are others in each version, each tensor by one name."""
-
-    model: Any
-    version: int = 0
-
-    def state_dict(self) -> State:
-        """The weights; what is tied is left out."""
-        distinct: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, tensor in self.model.state_dict().items():
-            distinct.setdefault(tensor.data_ptr(), (name, tensor))
-        return dict(distinct.values())
-
-    def step(self) -> None:
-        """What a trainer would do."""
-        self.version += 1
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(0.999)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of a version."""
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
 
 
 @frozen(kw_only=True)
@@ -100,15 +70,6 @@ class Times:
 
     loaded: list[float] = field(factory=list)
     sampled: list[float] = field(factory=list)
-
-
-class ByHand(StrEnum):
-    """How weights reach a second model, without this library."""
-
-    COPIED = "copied by hand"
-    SENT = "sent by hand"
-    WRITTEN = "written by hand"
-    SYNCED = "written and synced by hand"
 
 
 @frozen(kw_only=True)
@@ -131,8 +92,8 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every b
         results = anyio.run(measure_routes, "", model, routes, rounds)
         real = _find_real(Path(directory))
         if real is not None:
-            served, route = real
-            results += anyio.run(measure_routes, f"{route.name}: ", served, [route], rounds)
+            served, ways = real
+            results += anyio.run(measure_routes, f"{os.environ['AREAL_SERVER']}: ", served, ways, rounds)
     return results
 
 
@@ -158,6 +119,7 @@ def create_model(*, num_layers: int, vocab_size: int) -> Any:
 def create_routes(model: Path, directory: Path) -> list[Route]:
     """Those that any machine has."""
     disk = DiskPublisher(root=directory / "published")
+    shelf = create_shelf(directory / "kept")
     return [
         Route(
             name="engine in this process, by memory",
@@ -181,13 +143,24 @@ def create_routes(model: Path, directory: Path) -> list[Route]:
             name="server, by disk",
             by_hand=ByHand.WRITTEN,
             publisher=MemoryPublisher(),  # the engine of servers writes it
-            open=partial(_open_fake, model, directory / "served"),
+            open=partial(_open_fake, model, directory / "served", None),
+        ),
+        Route(
+            name="server, sent in a group",
+            by_hand=ByHand.SENT,
+            publisher=ShelfPublisher(shelf=shelf),
+            open=partial(_open_fake, model, directory / "served", shelf),
         ),
     ]
 
 
-def _find_real(directory: Path) -> tuple[Path, Route] | None:
-    """The server that is named by the environment, and the directory of its model."""
+def create_shelf(root: Path) -> Shelf:
+    """With buckets of the size that is the default of a run."""
+    return Shelf(root=root, bucket_bytes=TrainerConfig().publish_bucket_mib * _MIB)
+
+
+def _find_real(directory: Path) -> tuple[Path, list[Route]] | None:
+    """The ways to the server that is named by the environment, and the directory of its model."""
     if "AREAL_SERVER_URL" not in os.environ:
         return None
     names = "AREAL_SERVER", "AREAL_SERVER_URL", "AREAL_SERVER_MODEL"
@@ -196,9 +169,22 @@ def _find_real(directory: Path) -> tuple[Path, Route] | None:
     kind, url, directory_of_model = (os.environ[name] for name in names)
     backend, model = Backend(kind), Path(directory_of_model)
     opening = partial(_open_server, backend, url, model, directory / "real")
-    return model, Route(
-        name=f"{backend} server, by disk", by_hand=ByHand.WRITTEN, publisher=MemoryPublisher(), open=opening
+    by_disk = Route(
+        name=f"{backend} server, by disk",
+        by_hand=ByHand.WRITTEN,
+        publisher=MemoryPublisher(),
+        open=partial(opening, None),
     )
+    if backend is not Backend.SGLANG:
+        return model, [by_disk]
+    shelf = create_shelf(directory / "kept-for-real")
+    sent = Route(
+        name=f"{backend} server, sent in a group",
+        by_hand=ByHand.SENT,
+        publisher=ShelfPublisher(shelf=shelf),
+        open=partial(opening, shelf),
+    )
+    return model, [by_disk, sent]
 
 
 @asynccontextmanager
@@ -215,24 +201,34 @@ async def _open_elsewhere(model: Path) -> AsyncIterator[Ref[Generation]]:
 
 
 @asynccontextmanager
-async def _open_fake(model: Path, published: Path) -> AsyncIterator[Ref[Generation]]:
+async def _open_fake(model: Path, published: Path, shelf: Shelf | None) -> AsyncIterator[Ref[Generation]]:
     with _child("server", model) as url:
-        async with _open_server(Backend.SGLANG, url, model, published) as generation:
+        async with _open_server(Backend.SGLANG, url, model, published, shelf) as generation:
             yield generation
 
 
 @asynccontextmanager
-async def _open_server(backend: Backend, url: str, model: Path, published: Path) -> AsyncIterator[Ref[Generation]]:
-    opening = ServerEngine.open(
-        KINDS[backend].create_dialect({}),
-        ServerConfig(),
-        urls=[url],
-        model=model,
-        snapshot=Snapshot(version=0, path=model),
-        publish_directory=published,
-    )
-    async with opening as engine, ActorSystem.open() as system:
-        yield await system.spawn(GenerationActor(engine))
+async def _open_server(
+    backend: Backend, url: str, model: Path, published: Path, shelf: Shelf | None
+) -> AsyncIterator[Ref[Generation]]:
+    async with ActorSystem.open() as system:
+        keeper = None if shelf is None else await system.spawn(WeightKeeper(shelf), name="weights")
+
+        async def find() -> Ref[Weights]:
+            assert keeper is not None
+            return keeper
+
+        opening = ServerEngine.open(
+            KINDS[backend].create_dialect({}),
+            ServerConfig(),
+            urls=[url],
+            model=model,
+            snapshot=Snapshot(version=0, path=model),
+            publish_directory=published,
+            find_weights=None if shelf is None else find,
+        )
+        async with opening as engine, ActorSystem.open() as inner:
+            yield await inner.spawn(GenerationActor(engine))
 
 
 @contextmanager
@@ -276,7 +272,7 @@ async def _serve_http(model: Path, directory: Path) -> None:  # noqa: ARG001 - a
 async def measure_routes(prefix: str, model: Path, routes: list[Route], rounds: int) -> list[Result]:
     """The figures of some ways of weights from a policy like ``model``, and of the baselines before them."""
     policy = Policy(load_policy(model).float().eval())
-    by_hand = _measure_by_hand(policy, load_policy(model).float().eval(), rounds)
+    by_hand = measure_by_hand(policy, load_policy(model).float().eval(), _PROMPT, rounds)
     results = [_figure(f"{prefix}{name}", times, policy) for name, times in by_hand.items()]
     for route in routes:
         async with route.open() as generation:
@@ -323,55 +319,6 @@ async def _sample(generation: Ref[Generation]) -> int:
     )
     async with generation.stream(Generate(request=request)) as chunks:
         return (await anext(aiter(chunks))).version
-
-
-def _measure_by_hand(policy: Policy, other: Any, rounds: int) -> Mapping[ByHand, list[float]]:
-    """Seconds until a second model has the weights, and has said what comes behind the prompt."""
-    prompt = torch.as_tensor(_PROMPT, dtype=torch.long)[None]
-    times: dict[ByHand, list[float]] = {way: [] for way in ByHand}
-    with tempfile.TemporaryDirectory() as directory, torch.no_grad():
-        ways: dict[ByHand, Callable[[State], State]] = {
-            ByHand.COPIED: dict,
-            ByHand.SENT: _send,
-            ByHand.WRITTEN: partial(_write, Path(directory, "weights"), is_synced=False),
-            ByHand.SYNCED: partial(_write, Path(directory, "weights"), is_synced=True),
-        }
-        other(prompt, logits_to_keep=1)
-        for _ in range(rounds):
-            policy.step()
-            for way, move in ways.items():
-                begun = time.perf_counter()
-                other.load_state_dict(move(policy.state_dict()), strict=False)  # what is tied is not there
-                other(prompt, logits_to_keep=1).logits[0, -1].argmax().item()
-                times[way].append(time.perf_counter() - begun)
-    return times
-
-
-def _send(state: State) -> State:
-    """What has arrived at the other end of a socket."""
-    arrived = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    near, far = socket.socketpair()
-    with near, far, ThreadPoolExecutor(1) as sender:
-        sending = sender.submit(lambda: [near.sendall(_bytes_of(tensor)) for tensor in state.values()])
-        for tensor in arrived.values():
-            left = _bytes_of(tensor)
-            while left:
-                left = left[far.recv_into(left) :]
-        sending.result()
-    return arrived
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().numpy()).cast("B")
-
-
-def _write(path: Path, state: State, *, is_synced: bool) -> State:
-    """What has been written and read."""
-    save_file(state, path)
-    if is_synced:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    return load_file(path)
 
 
 _CHILDREN: Mapping[str, Callable[[Path, Path], Awaitable[None]]] = {"actor": _serve_actor, "server": _serve_http}

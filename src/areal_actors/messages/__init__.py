@@ -6,7 +6,7 @@
       │ asks
       ▼
     Accounts
-      ▲ asks
+      ▲ asks                               ┌──asks──▶ Weights (beside Training)
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training ──leads──▶ Ranks
       ├──borrows──▶ Models (each with Sessions and Generation of its own)
       │                ▲                                            │ ▲

@@ -16,7 +16,7 @@ from attrs import define, field
 
 from areal_actors.engines.base import Snapshot
 
-__all__ = ["ReceivedWeights", "UpdateFault"]
+__all__ = ["ReceivedWeights", "UpdateFault", "join_group", "leave_group", "receive_tensors"]
 
 _SECONDS = 20.0
 """After which a wait in a group fails; real servers wait for half an hour."""
@@ -53,7 +53,7 @@ class ReceivedWeights:
     async def join(self, body: Mapping[str, Any]) -> str | None:
         """Meet the others; returns why not."""
         try:
-            self._groups[body["group_name"]] = await to_thread.run_sync(_join, body, abandon_on_cancel=True)
+            self._groups[body["group_name"]] = await to_thread.run_sync(join_group, body, abandon_on_cancel=True)
         except (RuntimeError, ValueError) as error:
             return f"Failed to initialize custom process group: {error}."
         return None
@@ -64,7 +64,7 @@ class ReceivedWeights:
         self._left.set()
         if group is None:
             return "The group to be destroyed does not exist."
-        await to_thread.run_sync(_leave, group)
+        await to_thread.run_sync(leave_group, group)
         return None
 
     def begin(self, fault: UpdateFault | None) -> str | None:
@@ -87,7 +87,7 @@ class ReceivedWeights:
             return "Failed to receive weights: the group is gone"
         is_half = self.fault in (UpdateFault.HALF, UpdateFault.DEATH)
         try:
-            found = await to_thread.run_sync(_receive, group, body, is_half, abandon_on_cancel=True)
+            found = await to_thread.run_sync(receive_tensors, group, body, is_half, abandon_on_cancel=True)
         except RuntimeError as error:
             return f"Failed to receive weights: {error}"
         self._state |= found
@@ -111,11 +111,11 @@ class ReceivedWeights:
         self.has_died = True
         self._left.set()
         while self._groups:
-            _leave(self._groups.popitem()[1])
+            leave_group(self._groups.popitem()[1])
 
 
-def _join(body: Mapping[str, Any]) -> Any:
-    """What servers do with the address that they are given."""
+def join_group(body: Mapping[str, Any]) -> Any:
+    """What servers do with the address that they are given. Raises ``RuntimeError`` if nobody is there."""
     from torch.distributed import Backend, distributed_c10d
 
     timeout, size = timedelta(seconds=_SECONDS), body["world_size"]
@@ -131,7 +131,8 @@ def _join(body: Mapping[str, Any]) -> Any:
     return group
 
 
-def _receive(group: Any, body: Mapping[str, Any], is_half: bool) -> dict[str, Any]:  # noqa: FBT001 - of a thread
+def receive_tensors(group: Any, body: Mapping[str, Any], is_half: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
+    """The tensors that ``body`` describes, or the first half of them. Raises ``RuntimeError`` if they do not come."""
     import torch
 
     described = list(zip(body["names"], body["dtypes"], body["shapes"], strict=True))
@@ -142,7 +143,8 @@ def _receive(group: Any, body: Mapping[str, Any], is_half: bool) -> dict[str, An
     return state
 
 
-def _leave(group: Any) -> None:
+def leave_group(group: Any) -> None:
+    """Leave a group."""
     import torch
 
     torch.distributed.destroy_process_group(group)

@@ -243,8 +243,9 @@ async def check_death_while_receiving(house: House) -> None:
 
     async def kill(request: httpx.Request) -> None:
         nonlocal num_received
-        num_received += request.url.path == "/update_weights_from_distributed"
-        if num_received == 3:
+        is_received = request.url.path == "/update_weights_from_distributed"
+        num_received += is_received
+        if is_received and num_received == 3:
             os.killpg(next(iter(house.launched.processes.values())), signal.SIGKILL)
 
     began = time.perf_counter()

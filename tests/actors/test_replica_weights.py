@@ -42,6 +42,20 @@ async def test_who_joins_late_gets_the_weights_before_it_gets_requests():
     assert {2} == set(one.versions)
 
 
+async def test_what_is_kept_is_asked_for_by_who_joins_late():
+    """Unlike what is lent, it is there until the next publication; a snapshot of nothing is refused."""
+    async with open_yard("a") as yard:
+        await yard.router.ask(PublishWeights(snapshot=Snapshot(version=1, is_kept=True)))
+        late = await yard.add("b")
+        await anyio.sleep(5)
+        states = await yard.states()
+        with pytest.raises(ModelError, match="neither state nor path"):
+            await yard.router.ask(PublishWeights(snapshot=Snapshot(version=2)))
+
+    assert [Snapshot(version=1, is_kept=True)] == late.loaded
+    assert {"a": "serving", "b": "serving"} == states
+
+
 async def test_who_cannot_load_is_out_until_it_can():
     """Its generations go on elsewhere under the new weights; it comes back by itself."""
     async with open_yard() as yard:

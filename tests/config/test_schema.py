@@ -355,3 +355,14 @@ def test_a_mode_that_is_none_is_refused(write):
     """With the nearest one."""
     with pytest.raises(ConfigError, match=r"must be one of inline, subprocess, not 'subprocss'; did you mean subproc"):
         load_config(write(rollout=MINIMAL["rollout"] | {"openai": {"mode": "subprocss"}}))
+
+
+@pytest.mark.parametrize("backend", ["torch", "vllm"])
+def test_weights_are_sent_to_servers_that_take_them(backend):
+    """Others are refused with what to do instead, at the setting that asks for it."""
+    settings = MINIMAL | {"trainer": {"publish": "distributed"}}
+    with pytest.raises(ConfigError, match=rf"trainer publish: .* SGLang .* rollout.backend is {backend}; use disk"):
+        create_config(settings | {"rollout": MINIMAL["rollout"] | {"backend": backend}})
+    accepted = create_config(settings | {"rollout": MINIMAL["rollout"] | {"backend": "sglang"}})
+
+    assert accepted.trainer.publish == "distributed"

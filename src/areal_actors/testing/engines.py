@@ -175,7 +175,7 @@ class EchoEngine:
     async def load(self, snapshot: Snapshot) -> None:
         """Stamp the snapshot's version from the next token on."""
         self._check()
-        if snapshot.state is None and snapshot.path is None:
+        if snapshot.is_empty:
             raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
         self._version = snapshot.version
         await anyio.lowlevel.checkpoint()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -127,7 +127,8 @@ class BroadcastGroup:
         group, self._group, self._store = self._group, None, None
         works, self._works = self._works, []
         if group is not None:
-            group.abort()
+            with suppress(RuntimeError):  # it may be over at this moment
+                group.abort()
         while not all(work.is_completed() for work in works):
             time.sleep(_LEAVING_POLL_SECONDS)
 
@@ -158,7 +159,7 @@ class BroadcastGroup:
         """What fails in the block makes the group useless; errors of torch become ours."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, OSError) as error:
             self.cancel()
             said = str(error).strip().split("\n", 1)[0]
             raise EngineError(f"The server in {self.name} was lost: {said}") from error

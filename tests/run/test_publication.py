@@ -1,12 +1,16 @@
-"""A run whose weights are published by disk."""
+"""A run whose weights are published by disk, or sent to the servers that generate."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from tests.run.trained import NAME, train
+
+import areal_actors
 
 
 def test_a_run_publishes_by_disk(tmp_path: Path):
@@ -19,3 +23,27 @@ def test_a_run_publishes_by_disk(tmp_path: Path):
     served = load_file(published / "version-00000001" / "model.safetensors")
     exported = load_file(tmp_path / NAME / "weights" / "model.safetensors")
     assert all(torch.equal(tensor, exported[name].to(tensor.dtype)) for name, tensor in served.items())
+
+
+def test_a_run_sends_its_weights_to_servers(tmp_path: Path):
+    """Each version is sampled from, the disk has none of them, and what was sampled is what the trainer computes."""
+    command = [sys.executable, str(Path(__file__).with_name("serving_fake.py"))]
+    path = Path(areal_actors.__file__).parents[1]  # an environment of its own would have it installed
+    outcome = train(
+        tmp_path,
+        NAME,
+        "rollout.backend=sglang",
+        f"sglang.environment.PYTHONPATH={path}",
+        f"sglang.command={json.dumps(command)}",
+        "sglang.health_interval_seconds=0.1",
+        "trainer.publish=distributed",
+    )
+
+    assert 0 == outcome.exit_code, outcome.output
+    assert not list((tmp_path / NAME / "published").rglob("*.safetensors"))
+    lines = (tmp_path / NAME / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record.get("behaviour_gap_max") is not None]
+    assert steps
+    assert all(record["behaviour_gap_max"] < 1e-4 for record in steps)
+    said = (tmp_path / NAME / "logs" / "server-0.log").read_text()
+    assert "http" in said

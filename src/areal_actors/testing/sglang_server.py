@@ -30,18 +30,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from areal_actors.core.remote.transport import unwrapped
-from areal_actors.domain import SampleKey, Sampling
-from areal_actors.engines.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
+from areal_actors.engines.base import Engine, PauseMode, Snapshot
 from areal_actors.errors import InvalidRequest, ModelError
 from areal_actors.proxy.server import listen, serve
 from areal_actors.testing.sglang_weights import ReceivedWeights, UpdateFault
+from areal_actors.testing.sglang_words import Said, parse_request
 
 __all__ = ["FakeSGLang", "Fault", "UpdateFault", "open_sglang_server"]
 
 UNLABELLED = "default"
 """What a server calls the weights that it started with."""
-
-_SAMPLING = ("max_new_tokens", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
 
 
 class Fault(StrEnum):
@@ -251,9 +249,9 @@ class FakeSGLang:
         if fault is Fault.GARBAGE:
             yield "data: <html>\n\n"
             return
-        said = _Said(body=body, is_incremental=self.is_incremental)
+        said = Said(body=body, is_incremental=self.is_incremental)
         try:
-            async with self.engine.generate(_parse(body, self.end_token_id)) as chunks:
+            async with self.engine.generate(parse_request(body, self.end_token_id)) as chunks:
                 async for chunk in chunks:
                     said.add(chunk, self._labels.get(chunk.version, UNLABELLED))
                     yield said.event(chunk, self._label)
@@ -307,66 +305,6 @@ async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
 def _said(problem: str | None) -> Response:
     content = {"success": problem is None, "message": problem or "Success"}
     return JSONResponse(content, status_code=200 if problem is None else 400)
-
-
-@define
-class _Said:
-    """What a stream has said, and how the next event says it."""
-
-    body: Mapping[str, Any]
-    is_incremental: bool
-    ids: list[int] = field(factory=list)
-    entries: list[list[Any]] = field(factory=list)
-    tops: list[list[list[Any]]] = field(factory=list)
-    spans: list[dict[str, Any]] = field(factory=list)
-
-    def add(self, chunk: Chunk, label: str) -> None:
-        start = len(self.ids)
-        temperature_is_one = self.body["sampling_params"]["temperature"] in (0.0, 1.0)
-        logprobs = chunk.raw_logprobs if temperature_is_one else chunk.logprobs
-        self.ids += chunk.token_ids.tolist()
-        self.entries += [
-            [value, token_id, None] for value, token_id in zip(logprobs.tolist(), chunk.token_ids.tolist(), strict=True)
-        ]
-        self.tops += [[[each.logprob, each.token_id, None] for each in top] for top in chunk.top_logprobs]
-        if self.spans and self.spans[-1]["version"] == label:
-            self.spans[-1]["end"] = len(self.ids)
-        elif len(self.ids) > start:
-            self.spans.append({"version": label, "start": start, "end": len(self.ids)})
-
-    def event(self, chunk: Chunk, label: str) -> str:
-        since = len(self.ids) - len(chunk.token_ids) if self.is_incremental else 0
-        finish = None if chunk.finish is None else {"type": str(chunk.finish)}
-        meta = {
-            "id": self.body["rid"],
-            "finish_reason": finish,
-            "weight_version": label,
-            "completion_tokens": len(self.ids),
-            "cached_tokens": chunk.num_cached_tokens,
-            "output_token_logprobs": self.entries[since:],
-            "output_top_logprobs": self.tops[since:],
-        }
-        if finish is not None:
-            meta["weight_versions"] = self.spans
-        return f"data: {json.dumps({'output_ids': self.ids[since:], 'meta_info': meta})}\n\n"
-
-
-def _parse(body: Mapping[str, Any], end_token_id: int | None) -> EngineRequest:
-    params = body["sampling_params"]
-    ends = [] if params["ignore_eos"] or end_token_id is None else [end_token_id]
-    sampling = Sampling(
-        **{name: params[name] for name in _SAMPLING},
-        top_k=max(params["top_k"], 0),
-        repetition_penalty=params["repetition_penalty"],
-        top_logprobs=body["top_logprobs_num"],
-    )
-    return EngineRequest(
-        id=body["rid"],
-        prompt=body["input_ids"],
-        sampling=sampling,
-        key=SampleKey(seed=0, path=(body["rid"],)),
-        stop_token_ids=tuple(() if params["ignore_eos"] else (*params["stop_token_ids"], *ends)),
-    )
 
 
 @asynccontextmanager

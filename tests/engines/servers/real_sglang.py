@@ -151,8 +151,14 @@ async def check_published_weights(house: House) -> None:
 
 async def check_sent_weights(house: House) -> None:
     """The same with weights that the server receives in a group, and none on the disk."""
+    written = find_written(house)
     await publish_weights(house, partial(keep, house))
-    assert not house.trainer.shelf.root.exists()
+    assert find_written(house) == written
+
+
+def find_written(house: House) -> list[str]:
+    """The versions that a server had to be given by disk."""
+    return sorted(path.name for path in house.trainer.shelf.root.glob("*"))
 
 
 def keep(house: House, version: int) -> Snapshot:
@@ -259,10 +265,10 @@ async def check_death_while_receiving(house: House) -> None:
     assert {chunk.version for chunk in chunks} == {house.engine.version}
     assert house.gap(chunks) <= TOLERANCE
     print(f"  whole again after {time.perf_counter() - began:.1f} s, difference {house.gap(chunks):.2g}")
-    for path in house.trainer.shelf.root.iterdir():
-        path.rename(path.with_name("old"))
+    written = find_written(house)
+    assert written
     await house.engine.load(keep(house, house.engine.version + 1))
-    assert [path.name for path in house.trainer.shelf.root.iterdir()] == ["old"]  # it was sent the next one
+    assert find_written(house) == written  # it was sent the next one
 
 
 async def check_refusal(house: House) -> None:
@@ -360,7 +366,15 @@ def check_training(config: ServerConfig, directory: Path) -> None:
         train(config, directory / way, way)
 
 
-def train(config: ServerConfig, directory: Path, way: str) -> None:
+def check_placed_training(config: ServerConfig, directory: Path) -> None:
+    """The same with the trainer and the engine in processes of their own: only the first version goes by disk."""
+    roles = json.dumps({"generation": {}, "trainer": {}})
+    train(config, directory / "placed", "distributed", f"scheduler.roles={roles}", "scheduler.local.oversubscribe=true")
+    written = sorted(path.name for path in (directory / "placed/tiny/trial/published").iterdir())
+    assert written == ["version-00000000"], written
+
+
+def train(config: ServerConfig, directory: Path, way: str, *more: str) -> None:
     servers = {
         "command": list(config.command),
         "arguments": list(config.arguments),
@@ -368,7 +382,7 @@ def train(config: ServerConfig, directory: Path, way: str) -> None:
         "health_interval_seconds": 0.5,
     }
     arguments = ["examples/tiny.yaml", "rollout.backend=sglang", f"sglang={json.dumps(servers)}", "total_steps=3"]
-    arguments += [f"trainer.publish={way}", "trainer.publish_bucket_mib=1"]
+    arguments += [f"trainer.publish={way}", "trainer.publish_bucket_mib=1", *more]
     arguments += [f"fileroot={directory}", "logging.display=plain"]
     subprocess.run([sys.executable, "-m", "areal_actors", "train", *arguments], check=True)
     records = [json.loads(line) for line in (directory / "tiny/trial/metrics.jsonl").read_text().splitlines()]
@@ -391,6 +405,8 @@ CHECKS = {
     )
 }
 
+RUNS = {"training": check_training, "placed_training": check_placed_training}
+
 
 async def check_server(config: ServerConfig, directory: Path, names: list[str]) -> None:
     began = time.perf_counter()
@@ -405,20 +421,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True, help="a Python that SGLang is installed for")
     parser.add_argument("--smg", help="a Python that SGLang's gateway is installed for")
-    parser.add_argument("checks", nargs="*", choices=[*CHECKS, "gateway", "training", []], help="all without any")
+    parser.add_argument("checks", nargs="*", choices=[*CHECKS, "gateway", *RUNS, []], help="all without any")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = create_config(options.python)
-    names = options.checks or [*CHECKS, *(["gateway"] if options.smg else []), "training"]
+    names = options.checks or [*CHECKS, *(["gateway"] if options.smg else []), *RUNS]
     with tempfile.TemporaryDirectory() as directory:
         if at_server := [name for name in names if name in CHECKS]:
             anyio.run(check_server, config, Path(directory), at_server)
         if "gateway" in names:
             print("gateway")
             anyio.run(partial(check_gateway, config, Path(directory, "gateway"), smg=options.smg))
-        if "training" in names:
-            print("training")
-            check_training(config, Path(directory))
+        for name in [name for name in names if name in RUNS]:
+            print(name)
+            RUNS[name](config, Path(directory))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ class WeightKeeper(Actor[Weights]):
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
         self._open: dict[str, _Open] = {}
+        self._left: list[BroadcastGroup] = []  # closed for us, and to be left, which may take its time
+        self._has_left = anyio.Event()
         self._threads = CapacityLimiter(_MANY)  # these wait for others, and must not keep the pool from those
         self._tasks: BackgroundTasks
         self._disk: OwnThread
@@ -70,14 +72,15 @@ class WeightKeeper(Actor[Weights]):
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Close all groups at the end, without waiting for those that are lost."""
         self._tasks = context.tasks
+        context.tasks.start_soon(self._leave)
         async with OwnThread.open() as self._disk:
             try:
                 yield
             finally:
                 with anyio.move_on_after(_PARTING_SECONDS, shield=True):
                     async with anyio.create_task_group() as tasks:
-                        for entry in self._open.values():
-                            tasks.start_soon(self._on_thread, entry.group.close)
+                        for group in [*self._left, *(entry.group for entry in self._open.values())]:
+                            tasks.start_soon(self._on_thread, group.close)
 
     @DescribeWeights.handler(concurrency=_MANY)
     async def describe(self, message: DescribeWeights) -> tuple[TensorBucket, ...]:
@@ -140,10 +143,20 @@ class WeightKeeper(Actor[Weights]):
             entry.joined.set()
 
     def _close(self, entry: _Open) -> None:
-        """It ends by itself if it is at work; leaving takes a thread, since the others may not be done."""
+        """What waits there ends in a moment."""
         entry.group.cancel()
         if self._open.pop(entry.group.name, None) is not None:
-            self._tasks.start_soon(partial(self._on_thread, entry.group.close))
+            self._left.append(entry.group)
+            self._has_left.set()
+
+    async def _leave(self) -> None:
+        """Leave groups, each on a thread, because the others in it may not be done."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                self._has_left = anyio.Event()
+                while self._left:
+                    tasks.start_soon(self._on_thread, self._left.pop().close)
+                await self._has_left.wait()
 
     async def _on_thread(self, action: Callable[[], None]) -> None:
         await to_thread.run_sync(action, abandon_on_cancel=True, limiter=self._threads)

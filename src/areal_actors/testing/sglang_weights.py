@@ -116,14 +116,14 @@ class ReceivedWeights:
 
 def join_group(body: Mapping[str, Any]) -> Any:
     """What servers do with the address that they are given. Raises ``RuntimeError`` if nobody is there."""
-    from torch.distributed import Backend, distributed_c10d
+    from torch.distributed import Backend, PrefixStore, distributed_c10d, rendezvous  # type: ignore[attr-defined]
 
     timeout, size = timedelta(seconds=_SECONDS), body["world_size"]
     address = f"tcp://{body['master_address']}:{body['master_port']}"
-    store, rank, size = next(distributed_c10d.rendezvous(address, body["rank_offset"], size, timeout=timeout))
+    store, rank, size = next(rendezvous(address, body["rank_offset"], size, timeout=timeout))
     store.set_timeout(timeout)
     name = body["group_name"]
-    store = distributed_c10d.PrefixStore(name, store)
+    store = PrefixStore(name, store)
     group, _ = distributed_c10d._new_process_group_helper(  # noqa: SLF001 - there is no other way, for them either
         size, rank, [], Backend(body["backend"]), store, group_name=name, timeout=timeout
     )

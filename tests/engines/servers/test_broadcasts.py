@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -10,9 +12,14 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import evolve
+from tests.engines.servers import keeping_apart
 from tests.engines.servers.house import CONFIG, WHOLE, Trainer, ask, ids_of, open_engine, open_trainer, script
 
+import areal_actors
+from areal_actors.core import Ref
+from areal_actors.core.remote import connect
 from areal_actors.domain import as_floats
 from areal_actors.engines.base import Snapshot
 from areal_actors.engines.servers.broadcasting import open_broadcasts
@@ -20,6 +27,7 @@ from areal_actors.engines.servers.engine import ServerEngine
 from areal_actors.engines.servers.vllm import VllmDialect
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
 from areal_actors.errors import ConfigError, EngineError, ModelError
+from areal_actors.messages import Weights
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.testing.sglang_server import FakeSGLang, UpdateFault, open_sglang_server
@@ -221,6 +229,38 @@ async def test_a_server_with_half_a_version_is_not_asked(model: Path, tmp_path: 
         while len(engine._pool.serving) < 2:
             await engine._pool.changed.wait()
         assert [server.label for server in servers] == ["2", "2"]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the process takes seconds to start, and knows no other loop
+async def test_a_trainer_that_is_killed_while_it_sends_leaves_nothing_half_done(model: Path, tmp_path: Path) -> None:
+    """Its side is another process. Nobody hangs, and nobody is asked before the next trainer has published."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    path = os.pathsep.join([str(Path(areal_actors.__file__).parents[1]), str(Path(__file__).parents[3])])
+    command = [sys.executable, keeping_apart.__file__, str(model), str(tmp_path), "1"]
+    config = evolve(CONFIG, update_timeout_seconds=10)
+    async with (
+        await anyio.open_process(command, env=os.environ | {"PYTHONPATH": path}, stderr=None) as trainer,
+        open_sglang_server(EchoEngine(script, vocab_size=384, context_length=256), model=model) as server,
+    ):
+        address = (await BufferedByteReceiveStream(trainer.stdout).receive_until(b"\n", 999)).decode()
+        async with connect(address, secret=keeping_apart.SECRET) as peer:
+
+            async def find() -> Ref[Weights]:
+                return peer.ref(Weights, "weights")
+
+            async with open_engine([server], model, tmp_path, config=config, find_weights=find) as engine:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(engine.load, Snapshot(version=1, is_kept=True))
+                    while server.paths.count(RECEIVE) < 3:
+                        await anyio.lowlevel.checkpoint()
+                    trainer.kill()
+                    while engine._pool.is_loading:
+                        await anyio.lowlevel.checkpoint()
+                    tasks.cancel_scope.cancel()  # it would wait for a server that comes back
+                assert not engine._pool.serving
+                assert server.label == "0"
+                await engine.load(Snapshot(version=2, path=model))
+                assert {chunk.version for chunk in await collect(engine, ask())} == {2}
 
 
 async def test_weights_that_do_not_fit_or_are_kept_no_longer_are_not_sent(model: Path, tmp_path: Path) -> None:

@@ -298,7 +298,8 @@ class TrainerConfig:
     num_minibatches: int = field(default=1, validator=_positive)
     skips_inert_rows: bool = True
     publish: PublishBy = PublishBy.MEMORY
-    """How new weights reach whoever generates. Engines in other processes read them from a disk that they share."""
+    """How new weights reach whoever generates. Engines in other processes read them from a disk that they share, or,
+    where they have SGLang servers, can be sent them."""
     publish_keep: int = field(default=2, validator=[instance_of(int), _positive])
     """Published versions that stay on the disk; a replica that joins reads the last one."""
     publish_bucket_mib: int = field(default=512, validator=[instance_of(int), _positive])

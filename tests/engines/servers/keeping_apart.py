@@ -6,27 +6,27 @@ import sys
 from pathlib import Path
 
 import anyio
+from safetensors.torch import load_file
 
 from areal_actors.actors.weights import WeightKeeper
 from areal_actors.core import ActorSystem
 from areal_actors.core.remote import listen
-from areal_actors.models import load_policy
-from areal_actors.training.shelf import Shelf, ShelfPublisher
+from areal_actors.training.shelf import KeptWeights, Shelf, pack_buckets
 
 SECRET = b"a secret of two processes of a test"
 
 
-class Policy:
-    """A model at a version."""
-
-    def __init__(self, model: Path, version: int) -> None:
-        self.model, self.version = load_policy(model).float(), version
-        self.state_dict = self.model.state_dict
+def create_shelf(model: Path, directory: Path, version: int) -> Shelf:
+    """As a publisher would have filled it, which needs a trainer."""
+    shelf = Shelf(root=directory / "kept", bucket_bytes=4 * 1024)
+    tensors = load_file(model / "model.safetensors")
+    buckets = tuple(pack_buckets(tensors, shelf.bucket_bytes))
+    shelf._kept = KeptWeights(version=version, tensors=tensors, buckets=buckets, write=lambda: directory)
+    return shelf
 
 
 async def main(model: Path, directory: Path, version: int) -> None:
-    shelf = Shelf(root=directory / "kept", bucket_bytes=4 * 1024)
-    ShelfPublisher(shelf=shelf).publish(Policy(model, version))
+    shelf = create_shelf(model, directory, version)
     address = f"unix:{directory}/own/socket"
     async with ActorSystem.open() as system:
         weights = await system.spawn(WeightKeeper(shelf), name="weights")

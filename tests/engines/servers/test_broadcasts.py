@@ -142,6 +142,9 @@ async def test_servers_receive_each_version_and_nothing_is_written(model: Path, 
             assert LOAD not in server.paths
         assert not find_weights(tmp_path)
         assert {chunk.version for chunk in await collect(engine, ask())} == {3}
+        for server in servers:
+            server.paths.clear()
+    assert all("/destroy_weights_update_group" in server.paths for server in servers)
 
 
 async def test_versions_are_exact_to_the_token(model: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ R = TypeVar("R")
 
 _LAST_WORDS_SECONDS = 5.0
 """How long a server may take to say why, where it was not sent what it waits for."""
-_PARTING_SECONDS = 10.0
+_PARTING_SECONDS = 5.0
 
 
 @define(eq=False)
@@ -130,18 +130,24 @@ class Broadcasts:
 
     async def _part(self, client: httpx.AsyncClient, group: str) -> None:
         """Both sides forget a group; a server that sits in it learns so that there is nothing to come."""
+
+        async def attempt(action: Awaitable[None]) -> None:
+            with suppress(EngineError):
+                await action
+
         with anyio.move_on_after(_PARTING_SECONDS, shield=True):
-            with suppress(EngineError):
-                await self._ask(CloseGroup(group=group))
-            with suppress(EngineError):
-                await self.dialect.leave_group(client, group)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(attempt, self._ask(CloseGroup(group=group)))
+                tasks.start_soon(attempt, self.dialect.leave_group(client, group))
 
     async def _ask(self, message: Message[Weights, R]) -> R:
         try:
-            keeper = await self.find()
-            return await keeper.ask(message, timeout=self.timeout_seconds)
-        except (ActorError, CheckpointError) as error:
-            raise EngineError(f"Whoever keeps the weights did not give them: {error}") from error
+            with anyio.fail_after(self.timeout_seconds):
+                keeper = await self.find()
+                return await keeper.ask(message)
+        except (ActorError, CheckpointError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {self.timeout_seconds:g} s"
+            raise EngineError(f"Whoever keeps the weights did not give them: {reason}") from error
 
 
 def open_broadcasts(dialect: ServerDialect, find: FindWeights, config: ServerConfig) -> Broadcasts:

@@ -28,7 +28,7 @@ from areal_actors.engines.servers.broadcasting import FindWeights, open_broadcas
 from areal_actors.engines.servers.config import ServerConfig
 from areal_actors.engines.servers.dialect import ServerDialect
 from areal_actors.engines.servers.generation import Run, empty_chunk
-from areal_actors.engines.servers.opening import Diagnose, open_gateway, wait_until_ready, watched
+from areal_actors.engines.servers.opening import Diagnose, leaving_groups, open_gateway, wait_until_ready, watched
 from areal_actors.engines.servers.pool import Server, ServerPool, open_servers
 from areal_actors.engines.servers.publishing import Publisher, Weights
 from areal_actors.errors import EngineError, InvalidRequest, ModelError, UnsupportedParameter
@@ -104,6 +104,7 @@ class ServerEngine:
                 watched(
                     ServerPool(dialect=dialect, config=config, servers=servers, weights=weights, broadcasts=broadcasts)
                 ) as pool,
+                leaving_groups(pool),
                 open_gateway(config) as gateway,
             ):
                 diagnose = diagnose or _know_nothing

@@ -14,7 +14,7 @@ from areal_actors.engines.servers.http import create_client
 from areal_actors.engines.servers.pool import Server, ServerPool, read_key
 from areal_actors.errors import EngineError
 
-__all__ = ["Diagnose", "open_gateway", "wait_until_ready", "watched"]
+__all__ = ["Diagnose", "leaving_groups", "open_gateway", "wait_until_ready", "watched"]
 
 Diagnose = Callable[[str], str | None]
 """Why the server at this URL has no process, from whoever started it; ``None`` while it has one."""
@@ -34,6 +34,18 @@ async def watched(pool: ServerPool) -> AsyncIterator[ServerPool]:
                 body.append(error)
                 raise
             tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def leaving_groups(pool: ServerPool) -> AsyncIterator[None]:
+    """At the end of the block, have servers that live on be in no group of ours."""
+    try:
+        yield
+    finally:
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                for server in () if pool.broadcasts is None else pool.serving:
+                    tasks.start_soon(pool.broadcasts.part, server.url, server.control)
 
 
 async def wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Diagnose) -> None:

@@ -151,7 +151,7 @@ async def test_a_keeper_ends_while_servers_are_waited_for(tmp_path: Path, model:
             said.append(error)
 
     with anyio.fail_after(10):
-        async with anyio.create_task_group() as tasks, keeping(tmp_path, model) as keeper:
+        async with anyio.create_task_group() as tasks, keeping(tmp_path, model, grace=0.1) as keeper:
             tasks.start_soon(send, keeper, await open_group(keeper))
             await anyio.wait_all_tasks_blocked()
     assert len(said) == 1

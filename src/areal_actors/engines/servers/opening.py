@@ -42,10 +42,11 @@ async def leaving_groups(pool: ServerPool) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        with anyio.CancelScope(shield=True):
-            async with anyio.create_task_group() as tasks:
-                for server in () if pool.broadcasts is None else pool.serving:
-                    tasks.start_soon(pool.broadcasts.part, server.url, server.control)
+        if (broadcasts := pool.broadcasts) is not None:
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as tasks:
+                    for server in pool.serving:
+                        tasks.start_soon(broadcasts.part, server.url, server.control)
 
 
 async def wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Diagnose) -> None:

@@ -64,7 +64,7 @@ _UNSENDABLE = (
     ValueError,
     KeyError,
     AttributeError,
-    RecursionError,
+    RuntimeError,  # also torch's, and a recursion that is too deep
     OverflowError,
     cattrs.BaseValidationError,
     cattrs.StructureHandlerNotFoundError,
@@ -273,6 +273,8 @@ def _tensor(dtype: Any, shape: Any, raw: Buffer) -> Any:
     if dtype not in _TENSOR_DTYPES or not hasattr(torch, dtype):
         raise ProtocolError(f"{dtype!r} is no dtype that this torch knows")
     if not len(raw):
+        if 0 not in shape:
+            raise ProtocolError(f"a tensor of shape {shape} has no bytes")
         return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.frombuffer(raw, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
 

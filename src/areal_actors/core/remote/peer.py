@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -48,6 +49,8 @@ class Peer:
         self._next_id = 1
         self._followers: dict[Callable[[], object], None] = {}
         self._server = Server(self, dict(exposed))
+        if not isinstance(welcome, (list, tuple)):
+            raise ProtocolError("a welcome names no actors")
         for words in welcome:
             self._on_exposed(words)
 
@@ -200,6 +203,8 @@ class Peer:
     def on_frame(self, frame: Frame) -> None:
         """See ``connection.Owner``."""
         kind = frame.kind
+        if frame.seconds != frame.seconds:  # what is no number has no place among the event loop's deadlines
+            raise ProtocolError(f"a frame of kind {kind.name} has no time")
         if kind in _REQUESTS:
             self._server.on_request(frame)
         elif kind is Kind.CANCEL:
@@ -210,6 +215,10 @@ class Peer:
             _ANSWERS[kind](self, frame)
         else:
             raise ProtocolError(f"a frame of kind {kind.name} is out of place")
+
+    def words(self, frame: Frame, *kinds: Any) -> list[Any]:
+        """What ``frame`` says. Raises ``ProtocolError`` if that is not of these ``kinds``, in this order."""
+        return _checked(self.codec.decode(frame.parts), kinds, f"a frame of kind {frame.kind.name}")
 
     def on_written(self) -> None:
         """See ``connection.Owner``."""
@@ -234,7 +243,9 @@ class Peer:
         call = self._pending.get(frame.id)
         if call is None:
             return  # its asker has left
-        (data,) = self._words(frame, 1)
+        (data,) = self.words(frame, object)
+        if call.message is None:
+            raise ProtocolError("the end of an actor was answered with a reply")
         self._end(call)
         name = self._name(call)
         try:
@@ -246,7 +257,7 @@ class Peer:
         call = self._pending.get(frame.id)
         if call is None:
             return
-        kernel, text = self._words(frame, 2)
+        kernel, text = self.words(frame, object, object)
         self._end(call)
         call.channel.num_failed += kernel is None
         call.finish(error=self._error(kernel, text))
@@ -269,7 +280,7 @@ class Peer:
         if frame.seconds != call.num_items:
             raise ProtocolError(f"item {frame.seconds:g} of {self._name(call)} came where item {call.num_items} is due")
         call.num_items += 1
-        (data,) = self._words(frame, 1)
+        (data,) = self.words(frame, object)
         try:
             call.buffer.append(self.codec.from_data(data, self._reply_kind(call.message), "an item"))
         except ProtocolError as error:
@@ -285,39 +296,38 @@ class Peer:
             call.finish()
 
     def _on_taken(self, frame: Frame) -> None:
+        if not frame.seconds.is_integer():
+            raise ProtocolError(f"{frame.seconds:g} is no number of items")
         self._server.on_taken(frame.id, int(frame.seconds))
 
     def _on_credit(self, frame: Frame) -> None:
-        name, num_messages, num_bytes = self._words(frame, 3)
+        name, num_messages, num_bytes = self.words(frame, str, int, int)
         channel = self._channels.get(name)
         if channel is not None:
             channel.refill(num_messages, num_bytes)
 
     def _on_down(self, frame: Frame) -> None:
-        name, incarnation, reason, error, is_restarting = self._words(frame, 5)
+        name, incarnation, reason, error, is_restarting = self.words(frame, str, int, str, (str, NoneType), bool)
         channel = self._channels.get(name)
+        if reason not in tuple(DownReason):
+            raise ProtocolError(f"{reason!r} is no reason for the end of an actor")
         if channel is not None:
             channel.go_down(DownReason(reason), incarnation, error, is_restarting=is_restarting)
 
     def _on_exposed_frame(self, frame: Frame) -> None:
-        self._on_exposed(self._words(frame, 3))
+        self._on_exposed(self.words(frame, str, int, list))
         self._tell_followers()
 
     def _on_exposed(self, words: Any) -> None:
-        name, incarnation, table = words
-        messages = frozenset((protocol, message, is_stream) for protocol, message, is_stream in table)
+        name, incarnation, table = _checked(words, (str, int, list), "the word of an actor")
+        rows = [_checked(row, (str, str, bool), f"what actor {name!r} handles") for row in table]
+        messages = frozenset((protocol, message, is_stream) for protocol, message, is_stream in rows)
         channel = self._channels.get(name)
         if channel is None:
             channel = self._channels[name] = Channel(self, name, incarnation, messages)
             channel.ref = RemoteRef(channel)
         else:
             channel.revive(incarnation, messages)
-
-    def _words(self, frame: Frame, number: int) -> list[Any]:
-        words = self.codec.decode(frame.parts)
-        if len(words) != number:
-            raise ProtocolError(f"a frame of kind {frame.kind.name} has {number} words, not {len(words)}")
-        return words
 
     def _end(self, call: Call) -> None:
         assert call.outgoing is not None, "what is pending was sent"
@@ -334,6 +344,12 @@ class Peer:
 
     def _name(self, call: Call) -> str:
         return "its end" if call.message is None else call.message.__name__
+
+
+def _checked(words: Any, kinds: tuple[Any, ...], what: str) -> list[Any]:
+    if not isinstance(words, list) or len(words) != len(kinds) or not all(map(isinstance, words, kinds)):
+        raise ProtocolError(f"{what} has {len(kinds)} words of other kinds than {words!r:.200}")
+    return words
 
 
 _ANSWERS: dict[Kind, Callable[[Peer, Frame], None]] = {

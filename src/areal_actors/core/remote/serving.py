@@ -135,9 +135,7 @@ class Server:
         if frame.id <= self._last_id:
             raise ProtocolError(f"request {frame.id} came after {self._last_id}; it was delivered once already")
         self._last_id = frame.id
-        words = self._peer.codec.decode(frame.parts)
-        if len(words) != 5 or not isinstance(words[0], str) or not isinstance(words[4], int):  # noqa: PLR2004 - see create
-            raise ProtocolError("a request has five words: actor, protocol, message, body and buffer")
+        words = self._peer.words(frame, str, str, str, object, int)  # actor, protocol, message, body and buffer
         try:
             self._accept(frame, words)
         except ArealError as error:
@@ -146,10 +144,10 @@ class Server:
 
     def on_stop(self, frame: Frame) -> None:
         """Somebody wants an actor to end, and to know when it has."""
-        (name,) = self._peer.codec.decode(frame.parts)
+        (name,) = self._peer.words(frame, str)
         exposed = self._exposed.get(name)
         if exposed is None:
-            self._refuse(frame, str(name), _unknown(name, self._exposed))
+            self._refuse(frame, name, _unknown(name, self._exposed))
             return
         exposed.ref.cell.watch(_Farewell(self._peer, frame.id))
         grace = exposed.ref.cell.system.grace if math.isinf(frame.seconds) else frame.seconds
@@ -185,7 +183,7 @@ class Server:
         exposed = self._exposed.get(name)
         if exposed is None:
             raise _unknown(name, self._exposed)
-        known = exposed.messages.get((protocol, message)) if isinstance(message, str) else None
+        known = exposed.messages.get((protocol, message))
         if known is None or known[1].is_stream is not (frame.kind is Kind.STREAM):
             names = ", ".join(sorted(one for _, one in exposed.messages)) or "nothing"
             raise ProtocolError(f"actor {name!r} does not take {protocol}.{message} this way; it handles {names}")

@@ -17,6 +17,7 @@ import anyio
 from anyio.abc import ByteStream, SocketAttribute, TaskGroup, TaskStatus
 from anyio.abc import Listener as SocketListener
 
+from areal_actors.core.failure import leaves
 from areal_actors.core.ref import Ref
 from areal_actors.core.remote.addresses import check_directory, parse_address
 from areal_actors.core.remote.connection import Connection
@@ -232,6 +233,7 @@ async def connect_stream(
     try:
         with anyio.fail_after(limits.hello_seconds):
             other, welcome = await send_hello(stream, own, secret)
+        peer = Peer(Connection(stream, limits), other, limits, exposed, welcome)
     except TimeoutError:
         await anyio.aclose_forcefully(stream)
         raise Unreachable(f"no introduction within {limits.hello_seconds} s", sent=False) from None
@@ -241,23 +243,21 @@ async def connect_stream(
     except BaseException:
         await anyio.aclose_forcefully(stream)
         raise
-    async with _peer(Connection(stream, limits), other, limits, exposed, welcome) as peer:
+    async with _running(peer, exposed):
         yield peer
 
 
 @asynccontextmanager
-async def _peer(
-    connection: Connection, other: Hello, limits: Limits, exposed: dict[str, Exposed], welcome: Any
-) -> AsyncIterator[Peer]:
+async def _running(peer: Peer, exposed: dict[str, Exposed]) -> AsyncIterator[None]:
+    connection = peer.connection
     body: list[BaseException] = []
     with unwrapped(body):
         async with anyio.create_task_group() as tasks:
-            peer = Peer(connection, other, limits, exposed, welcome)
             connection.start(peer, tasks)
             for one in exposed.values():
                 peer.announce(one)
             try:
-                yield peer
+                yield
                 await connection.aclose()
             except BaseException as error:
                 body.append(error)
@@ -355,10 +355,14 @@ def _unique_name() -> str:
 
 @contextmanager
 def unwrapped(body: list[BaseException]) -> Iterator[None]:
-    """Raise the block's own exception as it is, not in the group of the tasks around it, which raise nothing."""
+    """Raise the block's own exception as it is, not in a group, unless the tasks around it have raised others.
+
+    Of these the block knows no more than that it was cancelled, and whoever reads that alone would never hear why.
+    """
     try:
         yield
-    except BaseExceptionGroup:
-        if not body:
+    except BaseExceptionGroup as group:
+        own = tuple(leaves(body[0])) if body else ()
+        if any(leaf not in own for leaf in leaves(group)):
             raise
         raise body[0] from body[0].__cause__

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import anyio
 from anyio.abc import ByteStream, TaskGroup
+from anyio.lowlevel import checkpoint
 
 from areal_actors.core.loops import Loop, running_loop
 from areal_actors.core.remote.frames import Assembler, Buffer, Frame, Kind, Outbox, Outgoing
@@ -103,6 +104,7 @@ class Connection:
             self.cause = cause
             self._scope.cancel()
             self.closed.set()
+            self._tell_empty()  # who waits for everything to be written waits for what will not be
             if self._owner is not None:
                 self._owner.on_cut(cause)
 
@@ -213,6 +215,9 @@ class Connection:
     def _report_empty(self) -> None:
         assert self._owner is not None, "started with an owner"
         self._owner.on_written()
+        self._tell_empty()
+
+    def _tell_empty(self) -> None:
         waiting, self._on_empty = self._on_empty, None
         if waiting is not None:
             waiting()
@@ -221,10 +226,15 @@ class Connection:
         limits = self.limits
         while True:
             await anyio.sleep(limits.heartbeat_seconds)
-            silent = self.loop.now() - self._heard_at
+            if self._silence() > limits.silence_seconds:
+                await checkpoint()  # if we have been stopped ourselves, what was said meanwhile is read first
+            silent = self._silence()
             if silent > limits.silence_seconds:
                 self.cut(f"nothing was heard from the other side for {silent:.1f} s")
             self.send(Kind.PING)
+
+    def _silence(self) -> float:
+        return self.loop.now() - self._heard_at
 
 
 def _without(buffers: list[Buffer], num_bytes: int) -> list[Buffer]:

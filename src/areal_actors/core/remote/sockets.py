@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -23,10 +24,16 @@ from areal_actors.core.remote.frames import Buffer
 
 __all__ = ["SocketStream", "accept", "dial_tcp", "dial_unix", "run_reader", "run_writer"]
 
+logger = logging.getLogger(__name__)
+
 _BUFFER_BYTES = 1048576
 """Room in the kernel for what a unix socket sends: with the default of 208 KiB, each chunk would wait in the middle."""
 
 _RETRY_SECONDS = 0.01
+
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_EXHAUSTED_SECONDS = 0.1
+"""Whoever connects waits in the backlog until something is free again."""
 
 
 class SocketStream(ByteStream):
@@ -229,13 +236,21 @@ def _guarded(act: Callable[[], object], failed: asyncio.Future[None]) -> None:
 
 
 async def accept(listening: socket.socket) -> SocketStream:
-    """Wait for the next connection."""
+    """Wait for the next connection. One that is broken already is nobody's, nor is a lack of descriptors its end."""
+    is_told = False
     while True:
         await anyio.wait_readable(listening)
         try:
             return SocketStream(listening.accept()[0])
-        except (BlockingIOError, ConnectionAbortedError):
+        except (BlockingIOError, ConnectionError):
             continue
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
+            if not is_told:
+                logger.warning("connections wait: %s; raise the limit of open files (ulimit -n)", error.strerror)
+            is_told = True
+            await anyio.sleep(_EXHAUSTED_SECONDS)
 
 
 async def dial_unix(path: Path) -> SocketStream:

@@ -16,11 +16,12 @@ from anyio import wait_all_tasks_blocked
 from tests.core.remote.clerks import SECRET, Clerk, Desk, Echo, Note
 
 from areal_actors.core import ActorSystem
-from areal_actors.core.remote import Limits, connect, connect_stream, listen
-from areal_actors.core.remote.frames import Kind, Outgoing
+from areal_actors.core.remote import Limits, connect, connect_stream, listen, sockets
+from areal_actors.core.remote.frames import Kind, Outbox, Outgoing
 from areal_actors.core.remote.hello import greet, receive_hello, send_packet
 from areal_actors.core.remote.sockets import SocketStream
-from areal_actors.testing.remote import memory_pair
+from areal_actors.errors import ConfigError
+from areal_actors.testing.remote import memory_pair, pretend_remote
 
 pytestmark = pytest.mark.anyio
 
@@ -71,6 +72,91 @@ async def test_a_listener_survives_a_process_without_descriptors(tmp_path, caplo
                         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
                     async with connect(path, secret=SECRET) as peer:
                         assert await peer.ref(Desk, "desk").ask(Echo(value=3)) == 3
+
+
+async def test_an_address_that_does_not_answer_is_not_the_last(monkeypatch):
+    """Of the addresses of a host, one may lead nowhere, as those of a network that is switched off do."""
+    silent = socket.create_server(("127.0.0.1", 0), backlog=0)
+    waiting = [socket.socket() for _ in range(4)]
+    for one in waiting:
+        one.setblocking(False)
+        one.connect_ex(silent.getsockname())
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        there = [silent.getsockname(), ("127.0.0.1", port)]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in there]
+
+    monkeypatch.setattr(anyio, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(sockets, "_NEXT_ADDRESS_SECONDS", 0.05)
+    limits = Limits(hello_seconds=5)
+    try:
+        async with listen("tcp://127.0.0.1:0", secret=SECRET, limits=limits) as listener:
+            port = listener.address.rpartition(":")[2]
+            async with connect(f"tcp://some-host:{port}", secret=SECRET, limits=limits) as peer:
+                assert peer.is_connected
+    finally:
+        for one in (silent, *waiting):
+            one.close()
+
+
+async def test_a_path_too_long_for_a_socket_is_refused_by_name(tmp_path):
+    """By its length, and with what to do about it: the directory of a run, or TMPDIR, may lie deep."""
+    deep = tmp_path / ("x" * 120) / "own.sock"
+    with pytest.raises(ConfigError, match=r"too long for a socket .* at most 10\d.*TMPDIR"):
+        async with listen(f"unix:{deep}", secret=SECRET):
+            pass
+
+
+async def test_connections_that_come_and_go_leave_nothing_behind():
+    """Only a node that has had several lives is remembered after it has left."""
+    async with listen(None, secret=SECRET) as listener, anyio.create_task_group() as tasks:
+        for _ in range(20):
+            near, far = memory_pair()
+            tasks.start_soon(listener.serve, far)
+            async with near, far, connect_stream(near, secret=SECRET):
+                pass
+
+        assert {} == vars(listener)["_newest"]
+
+
+async def test_what_is_withdrawn_keeps_no_memory():
+    """While nothing can be written, asks may give up one after another; each may have held a large array."""
+    outbox, large = Outbox(), Outgoing(Kind.ASK, 1, [bytes(10), bytes(1 << 20)])
+    outbox.put(large)
+
+    assert outbox.withdraw(large)
+    assert (0, 0) == (outbox.num_bytes, sum(map(len, large.parts)))
+    assert [] == outbox.take()
+
+
+async def test_two_actors_that_are_stopped_wait_each_for_its_own_messages():
+    """What was told before a stop is admitted first; that of one actor says nothing of the other's."""
+    clerks = Clerk(), Clerk()
+    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
+        exposed = {f"desk-{number}": await system.spawn(clerk, mailbox_size=1) for number, clerk in enumerate(clerks)}
+        async with pretend_remote(exposed) as (peer, _):
+            desks = [peer.ref(Desk, name) for name in exposed]
+            for desk in desks:
+                for number in range(4):  # one is handled, one queued, two wait for room
+                    await desk.tell(Note(text=str(number)))
+            await wait_all_tasks_blocked()
+            first, second = anyio.Event(), anyio.Event()
+
+            async def stop(desk: Any, ended: anyio.Event) -> None:
+                await desk.stop(grace=1000)
+                ended.set()
+
+            tasks.start_soon(stop, desks[0], first)
+            await wait_all_tasks_blocked()
+            tasks.start_soon(stop, desks[1], second)
+            await wait_all_tasks_blocked()
+            clerks[0].go.set()
+            with anyio.fail_after(10):
+                await first.wait()
+                clerks[1].go.set()
+                await second.wait()
+
+    assert [["0", "1", "2", "3"]] * 2 == [clerk.seen for clerk in clerks]
 
 
 class JumpLoop(asyncio.SelectorEventLoop):

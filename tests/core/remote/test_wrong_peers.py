@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import AsyncIterator
@@ -12,13 +13,14 @@ import anyio
 import msgspec
 import pytest
 from anyio import wait_all_tasks_blocked
+from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.core.remote.clerks import SECRET, Clerk, Desk, Echo
 
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.core.failure import leaves
-from areal_actors.core.remote import Listener, connect_stream, listen
+from areal_actors.core.remote import Limits, Listener, connect_stream, listen
 from areal_actors.core.remote.codec import Codec
 from areal_actors.core.remote.frames import Kind
 from areal_actors.core.remote.hello import Hello, greet, receive_hello, send_hello, send_packet
@@ -42,7 +44,7 @@ def frame(kind: Kind, words: Any, *, id: int = 1, seconds: float = math.inf) -> 
 
 
 @asynccontextmanager
-async def wrong_peer() -> AsyncIterator[tuple[MemoryStream, Listener, Ref[Desk], Clerk]]:
+async def wrong_peer(limits: Limits | None = None) -> AsyncIterator[tuple[MemoryStream, Listener, Ref[Desk], Clerk]]:
     """A stream that has been introduced; who listens; and another connection's view of the same desk."""
     clerk = Clerk()
     (near, far), (good, served) = memory_pair(), memory_pair()
@@ -52,7 +54,9 @@ async def wrong_peer() -> AsyncIterator[tuple[MemoryStream, Listener, Ref[Desk],
         good,
         served,
         ActorSystem.open() as system,
-        listen(None, secret=SECRET, expose={"desk": await system.spawn(clerk)}) as listener,
+        listen(
+            None, secret=SECRET, expose={"desk": await system.spawn(clerk, mailbox_size=1)}, limits=limits
+        ) as listener,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(listener.serve, far)
@@ -167,3 +171,60 @@ async def test_a_tensor_without_bytes_takes_no_memory(dtype, shape):
     with pytest.raises(ProtocolError):
         codec.decode([msgspec.msgpack.encode([msgspec.msgpack.Ext(2, inner)])])
     assert torch.Size([3, 0]) == codec.decode(codec.encode([torch.empty(3, 0)]))[0].shape
+
+
+async def tell_many(stream: MemoryStream, text: str) -> None:
+    with contextlib.suppress(anyio.BrokenResourceError):
+        for number in range(1, 20):
+            await stream.send(frame(Kind.TELL, ["desk", "Desk", "Note", {"text": text}, 0], id=number))
+
+
+async def test_who_sends_beyond_its_credit_is_cut():
+    """What is under way to a mailbox that takes nothing stays within the window, whatever the other side thinks."""
+    with anyio.fail_after(10):
+        async with wrong_peer(Limits(window_messages=4)) as (stream, listener, desk, clerk):
+            await tell_many(stream, "x")
+            while any(peer.node == "wrong" for peer in listener.peers):
+                await anyio.lowlevel.checkpoint()
+            clerk.go.set()
+            await wait_all_tasks_blocked()
+
+            assert len(clerk.seen) <= 6  # one handled, one queued, and the window
+            assert await desk.ask(Echo(value=5)) == 5
+
+
+async def test_who_sends_more_bytes_than_it_may_is_cut():
+    """The message that crosses the line is the last one."""
+    with anyio.fail_after(10):
+        async with wrong_peer(Limits(window_bytes=1000)) as (stream, listener, _, __):
+            await tell_many(stream, "x" * 900)
+            while any(peer.node == "wrong" for peer in listener.peers):
+                await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+async def test_what_is_cancelled_while_it_arrives_is_not_begun(is_together):
+    """Also if the word of it and the end of the message are read at once."""
+    body = msgspec.msgpack.encode(["desk", "Desk", "Wait", {}, 0])
+    parts = (body, b"0123456789")
+    begin = struct.pack("<BBHIQd", Kind.ASK, 1, 0, 16, 1, math.inf) + struct.pack("<QQ", *map(len, parts))
+    chunks = [struct.pack("<BBHIQd", Kind.CHUNK, 0, 0, len(part), 1, 0.0) + part for part in parts]
+    cancel = struct.pack("<BBHIQd", Kind.CANCEL, 0, 0, 0, 1, 0.0)
+    with anyio.fail_after(10):
+        async with wrong_peer() as (stream, _, __, clerk):
+            await stream.send(begin + chunks[0])
+            await wait_all_tasks_blocked()
+            for data in (cancel + chunks[1],) if is_together else (cancel, chunks[1]):
+                await stream.send(data)
+                await wait_all_tasks_blocked()
+
+            assert [] == clerk.seen
+
+
+async def test_another_version_is_named_to_both():
+    """Who connects learns which versions there are, and not only that somebody hung up."""
+    near, far = memory_pair()
+    async with listen(None, secret=SECRET, node="old") as listener, near, far, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, far)
+        with anyio.fail_after(10), pytest.raises(Unreachable, match=r"speaks versions 7 to 9 .* node 'old' .* 1 to 1"):
+            await send_hello(near, evolve(own_hello(), oldest=7, newest=9), SECRET)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,16 +18,24 @@ from areal_actors.errors import ConfigError
 __all__ = ["check_directory", "is_loopback", "parse_address"]
 
 
+_MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
+
+
 def parse_address(address: str) -> tuple[Path | None, str, int]:
     """Path of a unix socket, or host and port.
 
     Raises:
-        ConfigError: it is neither, or names every interface.
+        ConfigError: it is neither, or names every interface, or has a path that is too long for a socket.
     """
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))
         if not path.is_absolute():
             raise ConfigError(f"address {address!r} needs an absolute path, as unix:/run/user/1000/areal/sessions.sock")
+        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+            raise ConfigError(
+                f"address {address!r} is too long for a socket (its path has at most {_MAX_PATH_BYTES} bytes); give a "
+                "shorter one, or set TMPDIR to a directory that lies less deep if it begins there"
+            )
         return path, "", 0
     try:
         parts = urlsplit(address)

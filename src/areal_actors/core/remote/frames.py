@@ -135,6 +135,7 @@ class Outbox:
         if not outgoing.is_sent and not outgoing.is_withdrawn:
             outgoing.is_withdrawn = True
             self.num_bytes -= outgoing.num_bytes
+            outgoing.parts = ()  # it keeps its place, and nothing else
         return outgoing.is_withdrawn
 
     def take(self) -> list[Buffer]:

@@ -111,6 +111,7 @@ async def receive_hello(stream: ByteStream, own: Hello, secret: bytes) -> Hello:
     try:
         _check_version(own, other)
     except Unreachable as error:
+        await send_packet(stream, {"hello": asdict(own)})  # from which they find out the same
         raise ProtocolError(str(error)) from None
     sent = await send_packet(stream, {"hello": asdict(own)})
     transcript = received + sent

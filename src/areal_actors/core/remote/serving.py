@@ -22,6 +22,7 @@ from areal_actors.core.envelope import Ask, StreamCall
 from areal_actors.core.local import LocalRef
 from areal_actors.core.message import AnyMessage, protocol_of
 from areal_actors.core.ref import Ref
+from areal_actors.core.remote.credit import Credit
 from areal_actors.core.remote.frames import Frame, Kind, Outgoing
 from areal_actors.core.supervision import Down
 from areal_actors.errors import (
@@ -99,7 +100,7 @@ class Server:
         self._peer = peer
         self._exposed = exposed
         self._running: dict[int, Ask] = {}
-        self._withheld: dict[str, list[int]] = {}
+        self._credit = Credit(peer.limits)
         self._watches: list[tuple[Exposed, Callable[[Down], object]]] = []
         self._num_unadmitted: Counter[str] = Counter()
         self._admission: anyio.Event | None = None
@@ -136,11 +137,16 @@ class Server:
             raise ProtocolError(f"request {frame.id} came after {self._last_id}; it was delivered once already")
         self._last_id = frame.id
         words = self._peer.words(frame, str, str, str, object, int)  # actor, protocol, message, body and buffer
+        name = words[0]
+        if name not in self._exposed:
+            self._refuse(frame, name, _unknown(name, self._exposed))
+            return
+        self._credit.use(name, frame.num_bytes)
         try:
             self._accept(frame, words)
         except ArealError as error:
-            self.give_credit(words[0], frame.num_bytes)
-            self._refuse(frame, words[0], error)
+            self.give_credit(name, frame.num_bytes)
+            self._refuse(frame, name, error)
 
     def on_stop(self, frame: Frame) -> None:
         """Somebody wants an actor to end, and to know when it has."""
@@ -161,7 +167,7 @@ class Server:
         ask = self._running.get(call)
         if ask is not None:
             ask.cell.abandon(ask)
-        elif self._peer.connection.assembler.current_id == call:
+        elif call > self._last_id:  # the end of it is still to come, or came together with this word
             self._withdrawn_id = call
 
     def on_taken(self, call: int, num_items: int) -> None:
@@ -180,9 +186,7 @@ class Server:
 
     def _accept(self, frame: Frame, words: list[Any]) -> None:
         name, protocol, message, body, limit = words
-        exposed = self._exposed.get(name)
-        if exposed is None:
-            raise _unknown(name, self._exposed)
+        exposed = self._exposed[name]
         known = exposed.messages.get((protocol, message))
         if known is None or known[1].is_stream is not (frame.kind is Kind.STREAM):
             names = ", ".join(sorted(one for _, one in exposed.messages)) or "nothing"
@@ -223,7 +227,8 @@ class Server:
         deadline = loop.now() + grace
         with loop.new_scope(deadline=deadline):
             while self._num_unadmitted[exposed.name]:
-                self._admission = anyio.Event()
+                if self._admission is None or self._admission.is_set():
+                    self._admission = anyio.Event()
                 await self._admission.wait()
         exposed.ref.cell.request_stop(max(deadline - loop.now(), 0.0))
 
@@ -256,11 +261,7 @@ class Server:
 
     def give_credit(self, name: str, num_bytes: int) -> None:
         """A message has left the way to its mailbox; credit goes back in portions, and only while replies are read."""
-        withheld = self._withheld.setdefault(name, [0, 0])
-        withheld[0] += 1
-        withheld[1] += num_bytes
-        limits = self._peer.limits
-        if withheld[0] * 4 >= limits.window_messages or withheld[1] * 4 >= limits.window_bytes:
+        if self._credit.give_back(name, num_bytes):
             self.flush_credit()
 
     def flush_credit(self) -> None:
@@ -268,19 +269,13 @@ class Server:
         connection, limits = self._peer.connection, self._peer.limits
         if connection.outbox.num_bytes > limits.max_pending_bytes or connection.cause is not None:
             return
-        for name, (num_messages, num_bytes) in self._withheld.items():
-            words = self._peer.codec.encode([name, num_messages, num_bytes])
-            connection.outbox.put_ahead(Outgoing(Kind.CREDIT, 0, words))
-        self._withheld.clear()
+        for words in self._credit.collect():
+            connection.outbox.put_ahead(Outgoing(Kind.CREDIT, 0, self._peer.codec.encode([*words])))
 
     @property
     def owes_credit(self) -> bool:
         """Whether credit waits for replies to be read."""
-        limits = self._peer.limits
-        return any(
-            num_messages * 4 >= limits.window_messages or num_bytes * 4 >= limits.window_bytes
-            for num_messages, num_bytes in self._withheld.values()
-        )
+        return self._credit.is_due
 
     def _refuse(self, frame: Frame, name: str, error: ArealError) -> None:
         if frame.kind is Kind.TELL:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ _BUFFER_BYTES = 1048576
 """Room in the kernel for what a unix socket sends: with the default of 208 KiB, each chunk would wait in the middle."""
 
 _RETRY_SECONDS = 0.01
+
+_NEXT_ADDRESS_SECONDS = 3.0
+"""An address of several that does not answer for so long is left for the next one; the last one has all the time."""
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _EXHAUSTED_SECONDS = 0.1
@@ -269,9 +273,12 @@ async def dial_tcp(host: str, port: int) -> SocketStream:
         OSError: none does.
     """
     failure = OSError(f"{host} has no address")
-    for family, _, _, _, address in await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for number, (family, _, _, _, address) in enumerate(found, start=1):
         try:
-            return await _connected(family, address)
+            with anyio.move_on_after(math.inf if number == len(found) else _NEXT_ADDRESS_SECONDS):
+                return await _connected(family, address)
+            failure = OSError(f"{address[0]} does not answer")
         except OSError as error:
             failure = error
     raise failure

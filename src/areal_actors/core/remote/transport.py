@@ -104,7 +104,8 @@ class Listener:
                 raise ProtocolError(refusal)
             # Names are taken before the next wait, so that of two that arrive together one is refused.
             old = self._peers.pop(other.node, None)
-            self._newest[other.node] = other.incarnation
+            if other.incarnation > 1:  # whoever has had one life only is not remembered: most have a name for once
+                self._newest[other.node] = other.incarnation
             if old is not None:
                 old.close(f"incarnation {other.incarnation} of node {other.node!r} has taken its place")
             connection = Connection(stream, self._limits)
@@ -132,7 +133,7 @@ class Listener:
             del self._peers[peer.node]
 
     def _refusal(self, other: Hello) -> str | None:
-        newest = self._newest.get(other.node, 0)
+        newest = self._newest.get(other.node, 1)
         if other.incarnation < newest:
             return f"node {other.node!r} lives as incarnation {newest}; incarnation {other.incarnation} is over"
         if other.incarnation == newest and other.node in self._peers:
@@ -163,7 +164,7 @@ async def listen(
         secret: what both sides know, at least 16 bytes.
         expose: actors of this process that whoever connects may reach, by name.
         node: how this side introduces itself.
-        incarnation: which life of this node it is; greater than that of all earlier ones.
+        incarnation: which life of this node it is, 1 or more; greater than that of all earlier ones.
         limits: what is granted to each connection.
 
     Raises:
@@ -208,7 +209,9 @@ async def connect(
     try:
         with anyio.fail_after(limits.hello_seconds):
             stream = await _dial(address)
-    except (OSError, TimeoutError) as error:
+    except TimeoutError:
+        raise Unreachable(f"nobody answers at {address} within {limits.hello_seconds:g} s", sent=False) from None
+    except OSError as error:
         raise Unreachable(f"nobody answers at {address}: {error}", sent=False) from None
     async with connect_stream(
         stream, secret=secret, expose=expose, node=node, incarnation=incarnation, limits=limits

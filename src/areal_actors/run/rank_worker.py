@@ -6,7 +6,6 @@ asks at home what the worker is to be, and where it listens. Both leave when the
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -44,7 +43,6 @@ async def serve_rank(order: Mapping[str, Any]) -> None:
     checkpoints = Path(order["checkpoints"]) if order["is_resumed"] else None
     policy = await to_thread.run_sync(_load_policy, config, checkpoints)
     async with _joined(policy, order["address"], secret=bytes.fromhex(order["secret"]), node=order["name"]) as joined:
-        print(json.dumps({"name": order["name"]}), flush=True)  # noqa: T201 - the line that is waited for
         await joined.stay(until_orphaned, until_signalled)
 
 

@@ -11,22 +11,21 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import anyio
 from anyio import to_thread
-from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import field, frozen
 
 from areal_actors.actors.gang import GangMembers
 from areal_actors.core import Ref
-from areal_actors.core.children import BoundedLog, Child
+from areal_actors.core.children import BoundedLog, Child, read_all
 from areal_actors.core.remote import Listener, Peer, listen
 from areal_actors.core.remote.addresses import parse_address
-from areal_actors.errors import ActorError, GangError
+from areal_actors.errors import ActorError, GangError, Unreachable
 from areal_actors.messages import Directory, Ranks, ReportGang
 from areal_actors.run.job import Job
 from areal_actors.schedulers.bootstrap import Bootstrap
@@ -36,8 +35,9 @@ __all__ = ["RankOpener", "expect_ranks", "open_ranks"]
 RankOpener = Callable[[Job], AbstractAsyncContextManager[GangMembers]]
 """Has ``trainer.gang.num_processes - 1`` ranks for the length of a block."""
 
+_COMMAND = (sys.executable, "-m", "areal_actors.worker")
 _START_SECONDS = 300.0
-_MAX_LINE = 64 * 1024
+_AGAIN_SECONDS = 0.1
 
 
 @frozen(kw_only=True)
@@ -62,10 +62,11 @@ class _Order:
 
 
 @asynccontextmanager
-async def open_ranks(job: Job) -> AsyncIterator[GangMembers]:
+async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIterator[GangMembers]:
     """Start the ranks on this machine, side by side, and wait until each has its policy.
 
-    What they say is in ``logs`` of the run's directory. Raises ``GangError`` if one does not come up.
+    What they say is in ``logs`` of the run's directory. Raises ``GangError`` if one does not come up, or is gone again
+    before the last one has.
     """
     num_more = job.config.trainer.gang.num_processes - 1
     if num_more == 0:
@@ -78,16 +79,14 @@ async def open_ranks(job: Job) -> AsyncIterator[GangMembers]:
         address = f"unix:{directory}/ranks.sock"
         listener = await stack.enter_async_context(listen(address, secret=secret))
         tasks = await stack.enter_async_context(anyio.create_task_group())
+        stack.callback(tasks.cancel_scope.cancel)  # when all have ended, whoever may still hold their pipes
         order = _Order(address=address, secret=secret, job=job)
         names = [f"rank-{number}" for number in range(1, num_more + 1)]
-        children = [await stack.enter_async_context(_child(job, name)) for name in names]
+        children = [await stack.enter_async_context(_child(job, name, command)) for name in names]
         for child in children:
             tasks.start_soon(child.listen)
-        async with anyio.create_task_group() as starting:
-            for name, child in zip(names, children, strict=True):
-                starting.start_soon(_start, child, order, name)
-        yield await _members(job, listener, names, children)
-        tasks.cancel_scope.cancel()
+            tasks.start_soon(_read_output, child)
+        yield await _members(listener, order, dict(zip(names, children, strict=True)))
 
 
 @asynccontextmanager
@@ -128,42 +127,66 @@ def _describe_task(rank: int, log: Path) -> str:
 
 
 @asynccontextmanager
-async def _child(job: Job, name: str) -> AsyncIterator[Child]:
+async def _child(job: Job, name: str, command: Sequence[str]) -> AsyncIterator[Child]:
     log = await to_thread.run_sync(BoundedLog, job.directory.path / "logs" / f"{name}.log")
-    child = await Child.start(lambda _: [sys.executable, "-m", "areal_actors.worker"], log=log)
+    child = await Child.start(lambda _: [*command], log=log)
     try:
         yield child
     finally:
         await child.kill()
 
 
-async def _start(child: Child, order: _Order, name: str) -> None:
-    """Until the rank says that it serves."""
-    assert child.process.stdin is not None
+async def _read_output(child: Child) -> None:
+    """Libraries print there; nobody shall have to wait for room in the pipe."""
     assert child.process.stdout is not None
-    try:
-        await child.process.stdin.send(order.to_line(name))
-        with anyio.fail_after(_START_SECONDS):
-            await BufferedByteReceiveStream(child.process.stdout).receive_until(b"\n", _MAX_LINE)
-    except (OSError, TimeoutError, anyio.BrokenResourceError, anyio.IncompleteRead, anyio.EndOfStream) as error:
+    await read_all(child.process.stdout, lambda chunk: child.log.write(chunk, is_last_words=False))
+
+
+async def _members(listener: Listener, order: _Order, children: Mapping[str, Child]) -> GangMembers:
+    """Those that have come up, once all have. None may be gone again by then."""
+    refs: dict[str, Ref[Ranks]] = {}
+    failed: list[str] = []
+    async with anyio.create_task_group() as starting:
+        for name, child in children.items():
+            starting.start_soon(_start, child, order, name)
+            starting.start_soon(_miss, child, name, failed, starting.cancel_scope)
+        with anyio.move_on_after(_START_SECONDS):
+            for name in children:
+                refs[name] = await _join(listener, name)
+        starting.cancel_scope.cancel()
+    failed += [name for name in children if name not in refs]
+    if failed:
+        child = children[failed[0]]
         await child.kill()
-        raise GangError(f"{name} of the training gang did not come up. {child.describe_end()}") from error
+        raise GangError(f"{failed[0]} of the training gang did not come up. {child.describe_end()}")
+    logs = order.job.directory.path / "logs"
+    whereabouts = [
+        f"process {child.process.pid}, which says more in {logs / name}.log" for name, child in children.items()
+    ]
+    return GangMembers(ranks=tuple(refs.values()), whereabouts=tuple(whereabouts))
 
 
-async def _members(job: Job, listener: Listener, names: list[str], children: list[Child]) -> GangMembers:
-    refs = [await _ref(await listener.wait_for(name)) for name in names]
-    logs = job.directory.path / "logs"
-    return GangMembers(
-        ranks=tuple(refs),
-        whereabouts=tuple(
-            f"process {child.process.pid}, which says more in {logs / name}.log"
-            for name, child in zip(names, children, strict=True)
-        ),
-    )
+async def _start(child: Child, order: _Order, name: str) -> None:
+    assert child.process.stdin is not None
+    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has ended: seen in a moment
+        await child.process.stdin.send(order.to_line(name))
+
+
+async def _miss(child: Child, name: str, failed: list[str], scope: anyio.CancelScope) -> None:
+    await child.wait_for_leader()
+    failed.append(name)
+    scope.cancel()
+
+
+async def _join(listener: Listener, name: str) -> Ref[Ranks]:
+    """A connection that is lost belongs to a process that ends in a moment."""
+    while True:
+        with suppress(Unreachable):
+            return await _ref(await listener.wait_for(name))
+        await anyio.sleep(_AGAIN_SECONDS)
 
 
 async def _ref(peer: Peer) -> Ref[Ranks]:
     """What a node exposes is told right after it has connected."""
-    with anyio.fail_after(_START_SECONDS):
-        await peer.wait_exposed("rank")
+    await peer.wait_exposed("rank")
     return peer.ref(Ranks, "rank")

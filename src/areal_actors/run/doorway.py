@@ -7,7 +7,7 @@ answer that takes longer, and not a refusal. The socket travels over a unix sock
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from socket import socket
 
@@ -23,8 +23,9 @@ async def handing_out(listener: socket, path: Path) -> AsyncIterator[None]:
 
     async def hand(stream: SocketStream) -> None:
         assert isinstance(stream, UNIXSocketStream)
-        async with stream:
-            await stream.send_fds(b"\n", [listener.fileno()])
+        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it was killed as it came
+            async with stream:
+                await stream.send_fds(b"\n", [listener.fileno()])
 
     async with await anyio.create_unix_listener(path, mode=0o600) as door, anyio.create_task_group() as tasks:
         tasks.start_soon(door.serve, hand)
@@ -33,9 +34,12 @@ async def handing_out(listener: socket, path: Path) -> AsyncIterator[None]:
 
 
 async def fetch_listener(path: Path) -> socket:
-    """The socket that is handed out at ``path``. Raises ``OSError`` where nobody is."""
-    async with await anyio.connect_unix(path) as stream:
-        _, descriptors = await stream.receive_fds(1, 1)
+    """The socket that is handed out at ``path``. Raises ``OSError`` where nobody is, or nobody any more."""
+    try:
+        async with await anyio.connect_unix(path) as stream:
+            _, descriptors = await stream.receive_fds(1, 1)
+    except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
+        raise ConnectionResetError(f"whoever hands out the socket at {path} has left") from error
     listener = socket(fileno=descriptors[0])
     listener.setblocking(False)
     return listener

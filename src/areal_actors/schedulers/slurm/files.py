@@ -15,6 +15,7 @@ Everything here blocks, on a file system that may be slow: call it on a thread.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -34,6 +35,7 @@ from areal_actors.schedulers.slurm.queue import ExitStatus, parse_exit_record
 
 __all__ = ["JobRecord", "SlurmFiles", "find_slurm_files"]
 
+_TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _DIRECTORIES = ("jobs", "bootstrap", "stop", "exit", "scripts")
 
 
@@ -71,7 +73,7 @@ class SlurmFiles:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Be the only home of this directory while the block lasts. Raises ``SchedulerError`` if another one lives."""
-        with (self.path / "home").open("a+", encoding="utf-8") as file:
+        with self._open_lock() as file:
             if not _lock(file):
                 file.seek(0)
                 raise SchedulerError(
@@ -86,8 +88,12 @@ class SlurmFiles:
     @property
     def is_held(self) -> bool:
         """Whether a home lives here."""
-        with (self.path / "home").open("a+", encoding="utf-8") as file:
+        with self._open_lock() as file:
             return not _lock(file)
+
+    def _open_lock(self) -> IO[str]:
+        with _on_disk():
+            return (self.path / "home").open("a+", encoding="utf-8")
 
     # ----------------------------------------------------------------------------------------------- records
 
@@ -157,10 +163,16 @@ def _read_record(path: Path) -> JobRecord | None:
 
 
 def _lock(file: IO[str]) -> bool:
+    """Whether we have it now; another process has it otherwise."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in _TAKEN:
+            return False
+        raise SchedulerError(
+            f"{file.name} cannot be locked: {error.strerror}. Two homes must not share a directory: mount its file "
+            "system with locks that hold on all nodes (Lustre: -o flock), or set fileroot to one that has them."
+        ) from None
     return True
 
 

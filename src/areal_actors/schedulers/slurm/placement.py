@@ -213,9 +213,12 @@ class SlurmPlacement:
     async def _keep_end(self, status: PlacementStatus) -> None:
         self._final = self._final or status
         self.record = evolve(self.record, ended=status.reason.partition("\n")[0])
-        await to_thread.run_sync(self._files.write_record, self.record)
-        await to_thread.run_sync(self._files.remove_bootstrap, self.name)
-        self._gone.set()
+        try:
+            with anyio.CancelScope(shield=True):  # whoever looks may do so for another job, and only for so long
+                await to_thread.run_sync(self._files.write_record, self.record)
+                await to_thread.run_sync(self._files.remove_bootstrap, self.name)
+        finally:
+            self._gone.set()
 
     # ------------------------------------------------------------------------------------------------ its end
 

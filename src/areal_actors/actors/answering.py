@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 import anyio
 from attrs import define, field
 
-from areal_actors.actors.attempts import Sending
+from areal_actors.actors.attempts import Attempts, Sending
 from areal_actors.actors.durable import Ledger
 from areal_actors.actors.turns import Choice, asked_of
 from areal_actors.cache import PromptPlan, Session
@@ -66,6 +66,14 @@ class Turn:
     _num_joined: int = field(default=0, init=False)
     _ended: anyio.Event | None = field(default=None, init=False)
     _adopted: anyio.CancelScope | None = field(default=None, init=False)
+
+    def begin_in(self, attempts: Attempts[Turn], attempt: Attempt | None) -> None:
+        """Be remembered for retries; and what it continues has been read, so that it needs none."""
+        if self.plan.parent is not None:
+            attempts.note_read(self.plan.parent)
+        if attempt is not None:
+            interactions = tuple(choice.interaction for choice in self.choices)
+            self.sending = attempts.begin(attempt, interactions, self, anyio.current_time())
 
     @property
     def is_movable(self) -> bool:

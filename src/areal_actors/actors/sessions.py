@@ -29,7 +29,6 @@ from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
-    Attempt,
     Credential,
     Delta,
     InteractionId,
@@ -391,14 +390,5 @@ class SessionManager(Actor[Sessions]):
             ledger=extras.ledger,
             is_streaming=isinstance(message, StreamComplete),
         )
-        self._remember(turn, message.attempt)
+        turn.begin_in(extras.attempts, message.attempt)
         return turn
-
-    def _remember(self, turn: Turn, attempt: Attempt | None) -> None:
-        """For its retries; and what it continues has been read, so that it needs none."""
-        attempts = self._extras[turn.session.id].attempts
-        if turn.plan.parent is not None:
-            attempts.note_read(turn.plan.parent)
-        if attempt is not None:
-            interactions = tuple(choice.interaction for choice in turn.choices)
-            turn.sending = attempts.begin(attempt, interactions, turn, anyio.current_time())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import anyio
-from tests.actors.house import House, say
+from tests.actors.house import House, encode, open_house, say
 
 from areal_actors.domain import Answer, Attempt, CompletionRequest, Credential, Ints, Sampling, SessionId
 from areal_actors.messages import Complete, StreamComplete
+from areal_actors.testing.engines import EchoEngine
 
 FIRST, RETRY = Attempt(fingerprint="f"), Attempt(fingerprint="f", number=1)
 NAMED = Attempt(fingerprint="f", idempotency_key="k")
@@ -37,6 +41,18 @@ class Asking:
                         self.heard.append(item)
             except Exception as error:  # noqa: BLE001 - looked at by the test
                 self.error = error
+
+
+@asynccontextmanager
+async def open_waiting() -> AsyncIterator[tuple[House, SessionId, Asking]]:
+    """A session whose request waits for an engine that says "late" when it is released."""
+    engine = EchoEngine(lambda _: encode("late"), is_gated=True)
+    async with open_house(engine=engine) as house, anyio.create_task_group() as tasks:
+        session = (await house.open()).session
+        asking = Asking()
+        tasks.start_soon(lambda: asking.complete(house, session))
+        await anyio.wait_all_tasks_blocked()
+        yield house, session, asking
 
 
 def stream_request(session: SessionId, **options: object) -> StreamComplete:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from tests.actors.callers import Asking, ids, stream_request
+from tests.actors.callers import Asking, ids, open_waiting, stream_request
 from tests.actors.house import encode, open_house, say
 
 from areal_actors.cache import export_trajectories
@@ -92,14 +92,9 @@ async def test_a_prompt_that_does_not_fit_leaves_no_trace():
 
 async def test_a_session_that_ends_mid_request_refuses_the_answer():
     """Who ended it will not look for another turn: the interaction failed, and is not trained."""
-    engine = EchoEngine(lambda _: encode("late"), is_gated=True)
-    async with open_house(engine=engine) as house, anyio.create_task_group() as tasks:
-        session = (await house.open()).session
-        asking = Asking()
-        tasks.start_soon(lambda: asking.complete(house, session))
-        await anyio.wait_all_tasks_blocked()
+    async with open_waiting() as (house, session, asking):
         await house.sessions.ask(EndSession(credential=Credential(session=session)))
-        engine.release(99)
+        house.engine.release(99)
         await anyio.wait_all_tasks_blocked()
         (turn,) = (await house.record(session)).interactions
 

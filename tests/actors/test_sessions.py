@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from tests.actors.callers import Asking
+from tests.actors.callers import Asking, open_waiting
 from tests.actors.house import encode, open_house, say
 
 from areal_actors.actors.sessions import SessionsConfig
@@ -68,15 +68,10 @@ async def test_an_ended_session_takes_no_more_requests():
 
 async def test_forgetting_ends_a_live_session_and_ignores_an_unknown_one():
     """Memory is freed at once; a request that is in flight is refused when it comes back."""
-    engine = EchoEngine(lambda _: encode("late"), is_gated=True)
-    async with open_house(engine=engine) as house, anyio.create_task_group() as tasks:
-        session = (await house.open()).session
-        asking = Asking()
-        tasks.start_soon(lambda: asking.complete(house, session))
-        await anyio.wait_all_tasks_blocked()
+    async with open_waiting() as (house, session, asking):
         for name in (session, session, SessionId("nobody")):
             await house.sessions.ask(ForgetSession(session=name))
-        engine.release(99)
+        house.engine.release(99)
         await anyio.wait_all_tasks_blocked()
         with pytest.raises(NotFound):
             await house.record(session)

@@ -168,6 +168,10 @@ class Reading:
     def versions(self) -> list[int]:
         return [chunk.version for chunk in self.chunks]
 
+    def is_whole_under(self, version: int) -> bool:
+        """Whether all tokens came, each once, from weights of this version alone."""
+        return (EIGHT, {version}) == (self.ids, set(self.versions))
+
 
 @asynccontextmanager
 async def reading(yard: Yard, asked: EngineRequest):

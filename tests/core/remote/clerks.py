@@ -23,6 +23,11 @@ class Echo(Message[Desk, Any]):
 
 
 @frozen(kw_only=True)
+class WhoAreYou(Message[Desk, str]):
+    pass
+
+
+@frozen(kw_only=True)
 class Wait(Message[Desk, None]):
     pass
 
@@ -47,13 +52,18 @@ class Foreign(Message[Other, None]):
 
 
 class Clerk(Actor[Desk]):
-    def __init__(self) -> None:
+    def __init__(self, name: str = "clerk") -> None:
+        self.name = name
         self.seen: list[str] = []
         self.go = anyio.Event()
 
     @Echo.handler
     async def echo(self, message: Echo) -> Any:
         return object() if isinstance(message.value, str) and message.value == "unsendable" else message.value
+
+    @WhoAreYou.handler
+    async def who_are_you(self, message: WhoAreYou) -> str:
+        return self.name
 
     @Wait.handler(concurrency=1000)
     async def wait(self, message: Wait) -> None:

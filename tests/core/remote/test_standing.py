@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
-from attrs import frozen
+from tests.core.remote.clerks import SECRET, Clerk, Desk, Foreign, Note, Numbers, Other, Wait, WhoAreYou
 
-from areal_actors.core import Actor, ActorSystem, Down, DownReason, Message, StreamMessage
+from areal_actors.core import ActorSystem, Down, DownReason
 from areal_actors.core.remote import Limits, Line, connect, listen, standing, standing_from
 from areal_actors.errors import (
     ActorStopped,
@@ -25,53 +25,16 @@ from areal_actors.errors import (
 
 pytestmark = pytest.mark.anyio
 
-SECRET = b"a secret that stands as well"
 LIMITS = Limits(redial_seconds=0.001, max_redial_seconds=0.01)
 
 
-class Desk:
-    """Address of the actor under test."""
+class Host(Clerk):
+    """One who lives somewhere: while it waits, it does nothing else."""
 
-
-class Other:
-    """Address of somebody else."""
-
-
-@frozen(kw_only=True)
-class WhoAreYou(Message[Desk, str]):
-    pass
-
-
-@frozen(kw_only=True)
-class Wait(Message[Desk, None]):
-    pass
-
-
-@frozen(kw_only=True)
-class Note(Message[Desk, None]):
-    text: str
-
-
-@frozen(kw_only=True)
-class Numbers(StreamMessage[Desk, int]):
-    n: int
-
-
-@frozen(kw_only=True)
-class Foreign(Message[Other, None]):
-    pass
-
-
-class Clerk(Actor[Desk]):
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self.num_waits = 0
         self.notes: list[str] = []
-        self.go = anyio.Event()
-
-    @WhoAreYou.handler
-    async def who_are_you(self, message: WhoAreYou) -> str:
-        return self.name
 
     @Wait.handler
     async def wait(self, message: Wait) -> None:
@@ -81,11 +44,6 @@ class Clerk(Actor[Desk]):
     @Note.handler
     async def note(self, message: Note) -> None:
         self.notes.append(message.text)
-
-    @Numbers.handler
-    async def numbers(self, message: Numbers):
-        for number in range(message.n):
-            yield number
 
 
 class World:
@@ -104,11 +62,11 @@ class World:
         return self.address
 
     @asynccontextmanager
-    async def life(self, name: str, **options: Any) -> AsyncIterator[Clerk]:
+    async def life(self, name: str, **options: Any) -> AsyncIterator[Host]:
         """The worker lives at a new place while the block lasts."""
         self.num_lives += 1
         options = {"node": "worker", "incarnation": self.num_lives} | options
-        clerk = Clerk(name)
+        clerk = Host(name)
         ref = await self.system.spawn(clerk, mailbox_size=1)
         address = f"unix:{self.path}/own/{self.num_lives}.sock"
         async with listen(address, secret=SECRET, expose={"desk": ref}, **options):
@@ -313,7 +271,7 @@ async def test_wrong_names_are_said(tmp_path):
 async def test_what_this_side_exposes_is_exposed_to_each_life(tmp_path):
     """From the start of the line, or later; a name is taken once."""
     async with opened(tmp_path) as world:
-        near = {name: await world.system.spawn(Clerk(name)) for name in ("early", "late")}
+        near = {name: await world.system.spawn(Host(name)) for name in ("early", "late")}
         async with world.line(node="controller", expose={"early": near["early"]}) as line:
             for number in range(2):
                 address = f"unix:{tmp_path}/own/listener-{number}.sock"
@@ -342,10 +300,10 @@ async def test_a_line_to_a_node_that_calls_home(tmp_path):
         for number in (1, 2):
             async with connect(home.address, secret=SECRET, node="worker", incarnation=number) as peer:
                 await line.wait_connected()
-                peer.expose("desk", await world.system.spawn(Clerk(f"life {number}")))
+                peer.expose("desk", await world.system.spawn(Host(f"life {number}")))
                 assert await desk.ask(WhoAreYou()) == f"life {number}"
                 with pytest.raises(ConfigError, match="exposed as 'desk' already"):
-                    peer.expose("desk", await world.system.spawn(Clerk("another")))
+                    peer.expose("desk", await world.system.spawn(Host("another")))
             while line.is_connected:
                 await anyio.lowlevel.checkpoint()
         async with connect(home.address, secret=SECRET, node="worker", incarnation=3):

@@ -9,6 +9,7 @@ import socket
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -20,7 +21,7 @@ from areal_actors.core.remote import Limits, connect, connect_stream, listen, so
 from areal_actors.core.remote.frames import Kind, Outbox, Outgoing
 from areal_actors.core.remote.hello import greet, receive_hello, send_packet
 from areal_actors.core.remote.sockets import SocketStream
-from areal_actors.errors import ConfigError
+from areal_actors.errors import ConfigError, ProtocolError, RemoteError
 from areal_actors.testing.remote import memory_pair, pretend_remote
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +31,7 @@ TABLE = [["desk", 1, [["Desk", "Note", False], ["Desk", "Echo", False]]]]
 
 async def welcome(stream: Any) -> None:
     """Be somebody who exposes a desk, and says nothing more."""
-    own = greet(node="far", incarnation=1, window_messages=1000, window_bytes=1 << 30)
+    own = greet(node="far", incarnation=1, limits=Limits(window_messages=1000, window_bytes=1 << 30))
     await receive_hello(stream, own, SECRET)
     await send_packet(stream, {"welcome": TABLE})
 
@@ -117,6 +118,25 @@ async def test_connections_that_come_and_go_leave_nothing_behind():
                 pass
 
         assert {} == vars(listener)["_newest"]
+
+
+@pytest.mark.parametrize("side", ["request", "reply"])
+async def test_what_is_too_large_fails_its_own_ask_only(side):
+    """Whoever would send it is told by how much; the connection, and what others ask on it, goes on."""
+    large, small = Limits(), Limits(max_message_bytes=300_000)
+    near, far = memory_pair()
+    there, here = (small, large) if side == "request" else (large, small)
+    value = np.zeros(400_000, np.uint8)
+    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
+        desk = await system.spawn(Clerk())
+        async with listen(None, secret=SECRET, expose={"desk": desk}, limits=there) as listener, near, far:
+            tasks.start_soon(listener.serve, far)
+            async with connect_stream(near, secret=SECRET, limits=here) as peer:
+                remote = peer.ref(Desk, "desk")
+                with pytest.raises((ProtocolError, RemoteError), match=r"has 400\d\d\d bytes; .* takes at most 300000"):
+                    await remote.ask(Echo(value=value))
+
+                assert await remote.ask(Echo(value=3)) == 3
 
 
 async def test_what_is_withdrawn_keeps_no_memory():

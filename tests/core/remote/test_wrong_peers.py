@@ -35,7 +35,7 @@ ASK = ["desk", "Desk", "Echo", {"value": 1}, 0]
 
 
 def own_hello() -> Hello:
-    return greet(node="wrong", incarnation=1, window_messages=10, window_bytes=1000)
+    return greet(node="wrong", incarnation=1, limits=Limits())
 
 
 def frame(kind: Kind, words: Any, *, id: int = 1, seconds: float = math.inf) -> bytes:  # noqa: A002 - its name

@@ -119,9 +119,8 @@ class Channel(Watched):
         known = self._known.get(cls) or self._learn(cls, is_stream=kind is Kind.STREAM)
         if known[2] is not (kind is Kind.STREAM):
             raise self._unhandled(cls)
-        codec = self.peer.codec
-        data = codec.to_data(message, cls, cls.__name__)
-        return Call(self, kind, cls, codec.encode([self.name, known[0], known[1], data, extra], cls.__name__))
+        data = self.peer.codec.to_data(message, cls, cls.__name__)
+        return Call(self, kind, cls, self.peer.encode([self.name, known[0], known[1], data, extra], cls.__name__))
 
     def create_stop(self) -> Call:
         """A call that ends when the actor has."""

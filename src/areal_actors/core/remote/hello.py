@@ -27,6 +27,7 @@ import msgspec
 from anyio.abc import ByteStream
 from attrs import asdict, frozen
 
+from areal_actors.core.remote.limits import DEFAULT_MESSAGE_BYTES, Limits
 from areal_actors.errors import ConfigError, ProtocolError, Unreachable
 
 __all__ = ["Hello", "check_secret", "greet", "read_packet", "receive_hello", "send_hello", "send_packet"]
@@ -49,6 +50,7 @@ class Hello:
     nonce: str
     window_messages: int
     window_bytes: int
+    max_message_bytes: int = DEFAULT_MESSAGE_BYTES
     oldest: int = _VERSIONS[0]
     newest: int = _VERSIONS[1]
     package: str = ""
@@ -67,14 +69,15 @@ def check_secret(secret: bytes) -> None:
         )
 
 
-def greet(*, node: str, incarnation: int, window_messages: int, window_bytes: int) -> Hello:
+def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
     """The hello of this side, with a fresh nonce."""
     return Hello(
         node=node,
         incarnation=incarnation,
         nonce=secrets.token_hex(32),
-        window_messages=window_messages,
-        window_bytes=window_bytes,
+        window_messages=limits.window_messages,
+        window_bytes=limits.window_bytes,
+        max_message_bytes=limits.max_message_bytes,
         package=_package_version(),
     )
 

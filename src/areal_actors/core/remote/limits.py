@@ -6,10 +6,12 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-__all__ = ["CHUNK_BYTES", "Limits"]
+__all__ = ["CHUNK_BYTES", "DEFAULT_MESSAGE_BYTES", "Limits"]
 
 CHUNK_BYTES = 256 * 1024
 """Largest payload of one frame. Larger messages travel in chunks of this size, and control frames pass between them."""
+
+DEFAULT_MESSAGE_BYTES = 1 << 30
 
 _POSITIVE: Any = validators.gt(0)
 
@@ -18,8 +20,9 @@ _POSITIVE: Any = validators.gt(0)
 class Limits:
     """Bounds that a connection keeps, whatever the other side sends."""
 
-    max_message_bytes: int = field(default=1 << 30, validator=_POSITIVE)
-    """A message larger than this is refused before memory is set aside for it, and closes the connection."""
+    max_message_bytes: int = field(default=DEFAULT_MESSAGE_BYTES, validator=_POSITIVE)
+    """A message larger than this is refused by the side that would send it; one that comes nevertheless closes the
+    connection, before memory is set aside for it."""
 
     window_messages: int = field(default=256, validator=_POSITIVE)
     """Messages per actor that may be under way to its mailbox: the other side waits for credit beyond them."""

@@ -21,7 +21,7 @@ from areal_actors.core.remote.codec import Codec
 from areal_actors.core.remote.connection import Connection
 from areal_actors.core.remote.frames import Buffer, Frame, Kind, Outgoing
 from areal_actors.core.remote.hello import Hello
-from areal_actors.core.remote.limits import Limits
+from areal_actors.core.remote.limits import CHUNK_BYTES, Limits
 from areal_actors.core.remote.ref import RemoteRef
 from areal_actors.core.remote.serving import KERNEL_ERRORS, Exposed, Server
 from areal_actors.core.remote.serving import expose as expose_actor
@@ -183,7 +183,20 @@ class Peer:
             ProtocolError: it cannot travel.
         """
         what = f"the reply to {message.__name__}"
-        return self.codec.encode([self.codec.to_data(reply, self._reply_kind(message), what)], what)
+        return self.encode([self.codec.to_data(reply, self._reply_kind(message), what)], what)
+
+    def encode(self, words: list[Any], what: str) -> list[Buffer]:
+        """What is about to be sent as parts.
+
+        Raises:
+            ProtocolError: it cannot travel, or is more than the other side takes at once.
+        """
+        parts = self.codec.encode(words, what)
+        if len(parts) > 1 or len(parts[0]) > CHUNK_BYTES:
+            num_bytes, most = sum(map(len, parts)), self.other.max_message_bytes
+            if num_bytes > most:
+                raise ProtocolError(f"{what} has {num_bytes} bytes; {self.node!r} takes at most {most} at once")
+        return parts
 
     def add(self, exposed: Exposed) -> None:
         """An actor is exposed from now on.

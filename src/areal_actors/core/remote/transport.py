@@ -97,7 +97,9 @@ class Listener:
 
     async def _introduced(self, stream: ByteStream) -> Peer:
         with anyio.fail_after(self._limits.hello_seconds):
-            other = await receive_hello(stream, _greet(self.node, self.incarnation, self._limits), self._secret)
+            other = await receive_hello(
+                stream, greet(node=self.node, incarnation=self.incarnation, limits=self._limits), self._secret
+            )
             refusal = self._refusal(other)
             if refusal is not None:
                 await send_packet(stream, {"refused": refusal})
@@ -232,7 +234,7 @@ async def connect_stream(
     """As ``connect``, over a stream of bytes that exists."""
     limits = limits or Limits()
     exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
-    own = _greet(node or _unique_name(), incarnation, limits)
+    own = greet(node=node or _unique_name(), incarnation=incarnation, limits=limits)
     try:
         with anyio.fail_after(limits.hello_seconds):
             other, welcome = await send_hello(stream, own, secret)
@@ -341,15 +343,6 @@ async def _listen_tcp(host: str, port: int) -> SocketListener[Any]:
 async def _dial(address: str) -> ByteStream:
     path, host, port = parse_address(address)
     return await (dial_unix(path) if path is not None else dial_tcp(host, port))
-
-
-def _greet(node: str, incarnation: int, limits: Limits) -> Hello:
-    return greet(
-        node=node,
-        incarnation=incarnation,
-        window_messages=limits.window_messages,
-        window_bytes=limits.window_bytes,
-    )
 
 
 def _unique_name() -> str:

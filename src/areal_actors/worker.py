@@ -133,11 +133,13 @@ async def _serve_rank(bootstrap: Bootstrap, home: Line) -> None:
 
 
 async def _serve(bootstrap: Bootstrap, home: Line) -> None:
+    from areal_actors.run.rank_worker import FIRST_WORD_SECONDS
     from areal_actors.run.ranks import expect_ranks, open_ranks
     from areal_actors.run.roles import Post, needs_of, open_role
 
     directory = home.ref(Directory, "directory")
-    order = await directory.ask(FetchOrder(worker=bootstrap.name, life=bootstrap.life))
+    wanted = FetchOrder(worker=bootstrap.name, life=bootstrap.life)
+    order = await directory.ask(wanted, timeout=FIRST_WORD_SECONDS)
     config = await to_thread.run_sync(load_config, order.config)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(anyio.create_task_group())

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from areal_actors.config import RunConfig
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["serve_rank", "serve_task"]
+__all__ = ["FIRST_WORD_SECONDS", "serve_rank", "serve_task"]
+
+FIRST_WORD_SECONDS = 60.0
+"""How long a process looks for home before it knows what to be. Until then it has no lease that would end it."""
 
 Leaving = Callable[[anyio.CancelScope], Coroutine[Any, Any, None]]
 """Cancels the scope when it is time to leave."""
@@ -55,7 +58,7 @@ async def serve_task(bootstrap: Bootstrap, home: Line) -> None:
     """
     directory = home.ref(Directory, "directory")
     asked = FetchOrder(worker=bootstrap.name, life=bootstrap.life, rank=bootstrap.rank)
-    order = await directory.ask(asked)
+    order = await directory.ask(asked, timeout=FIRST_WORD_SECONDS)
     config = await to_thread.run_sync(load_config, order.config)
     checkpoints = None if order.checkpoint is None else RunDirectory(path=order.directory).checkpoints
     policy = await to_thread.run_sync(_load_policy, config, checkpoints)

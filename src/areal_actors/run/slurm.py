@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 
+from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.slurm import JobRecord, SlurmCommands, SlurmFiles, cancel_records, find_slurm_files
 from areal_actors.schedulers.slurm.queue import JobRow
 
@@ -92,18 +93,33 @@ def _know(files: SlurmFiles, record: JobRecord, rows: dict[str, JobRow]) -> Know
 
 def cancel_jobs(root: Path) -> tuple[JobRecord, ...]:
     """End every job of a run directory, or of all runs below it. Raises ``SchedulerError`` if some may still run."""
-    return tuple(record for files in find_slurm_files(root) for record in _cancel(files))
+    return _for_each(find_slurm_files(root), _cancel)
 
 
 def reap_jobs(root: Path) -> tuple[JobRecord, ...]:
     """End the jobs of runs whose home is gone. Raises ``SchedulerError`` if some may still run."""
+    return _for_each(find_slurm_files(root), _reap)
+
+
+def _reap(files: SlurmFiles) -> tuple[JobRecord, ...]:
+    if files.is_held:
+        logger.warning("%s is left alone: its run lives", files.path.parent)
+        return ()
+    with files.hold():
+        return _cancel(files)
+
+
+def _for_each(runs: Sequence[SlurmFiles], end: Callable[[SlurmFiles], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:
+    """What goes wrong with one run is raised when all have had their turn."""
     ended: list[JobRecord] = []
-    for files in find_slurm_files(root):
-        if files.is_held:
-            logger.warning("%s is left alone: its run lives", files.path.parent)
-            continue
-        with files.hold():
-            ended += _cancel(files)
+    wrong: list[str] = []
+    for files in runs:
+        try:
+            ended += end(files)
+        except SchedulerError as error:
+            wrong.append(f"{files.path.parent}: {error}")
+    if wrong:
+        raise SchedulerError("\n".join(wrong))
     return tuple(ended)
 
 

@@ -11,6 +11,7 @@ here knows what there is to set.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -59,10 +60,18 @@ class Schema(Generic[C]):
             raise ConfigError(tuple(dict.fromkeys(found)))
         return config
 
-    def save(self, config: C, path: Path) -> None:
-        """Write ``config`` with every setting spelt out, so that ``load`` gives an equal one. Raises ``OSError``."""
+    def save(self, config: C, path: Path, *, has_secrets: bool = False) -> None:
+        """Write ``config`` with every setting spelt out, so that ``load`` gives an equal one. Raises ``OSError``.
+
+        The file is there whole or not at all; with secrets in it, for its owner alone.
+        """
         data = create_converter(path.parent).unstructure(config, self.cls)
-        path.write_text(format_yaml(plain(data)), encoding="utf-8")
+        mode = 0o600 if has_secrets or (path.exists() and not path.stat().st_mode & 0o077) else 0o666
+        partial = path.with_name(f".{path.name}.partial")
+        partial.unlink(missing_ok=True)
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(format_yaml(plain(data)))
+        partial.replace(path)
 
     def section(self, path: str) -> type:
         """The class of the section at the dotted ``path``. Raises ``ConfigError`` naming the nearest."""

@@ -1,0 +1,63 @@
+"""A configuration on its way to a file: whole or not at all, and its secrets for its owner alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from areal_actors.config import create_config, load_config, save_config
+
+SETTINGS = {
+    "experiment_name": "sums",
+    "total_steps": 3,
+    "model": "tiny",
+    "dataset": {"jsonl": "problems.jsonl"},
+    "rollout": {"workflow": "agent.py:Agent"},
+}
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("section", ["proxy", "host"])
+def test_a_file_with_a_key_in_it_is_its_owners_alone(tmp_path, section):
+    """A run directory is often shared, and lies where a whole cluster can read."""
+    path = tmp_path / "config.yaml"
+    config = create_config({**SETTINGS, section: {"admin_key": "sk-the-key-of-all-keys"}})
+    save_config(create_config(SETTINGS), path)
+    open_to = mode_of(path)
+    save_config(config, path)
+
+    assert 0o666 & ~current_umask() == open_to
+    assert 0o600 == mode_of(path)
+    assert config == load_config(path)
+
+
+def test_a_file_keeps_what_it_was_closed_to(tmp_path):
+    """Whoever has made it for its owner alone has had a reason."""
+    path = tmp_path / "config.yaml"
+    path.touch(mode=0o600)
+    save_config(create_config(SETTINGS), path)
+
+    assert 0o600 == mode_of(path)
+
+
+def test_who_reads_meanwhile_reads_the_former_one(tmp_path):
+    """Workers read it while a run is taken up again, which writes it anew."""
+    path = tmp_path / "config.yaml"
+    save_config(create_config(SETTINGS), path)
+    with path.open() as file:
+        before = path.read_text()
+        save_config(create_config({**SETTINGS, "seed": 7}), path)
+
+        assert before == file.read()
+    assert ["config.yaml"] == [one.name for one in tmp_path.iterdir()]
+
+
+def current_umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

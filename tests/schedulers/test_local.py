@@ -118,6 +118,19 @@ async def test_a_program_that_is_not_there_is_no_crash(tmp_path):
 
 
 @pytest.mark.anyio
+async def test_what_cannot_be_a_variable_is_no_crash(tmp_path):
+    """The system refuses it in another way than a program that is not there; what was taken for it is given back."""
+    async with scheduler_of(tmp_path, WAITS, cpus=2) as scheduler:
+        async with scheduler.place(spec_of(environment={"A=B": "1"})) as placement:
+            with anyio.fail_after(10):
+                status = await placement.wait_ended()
+
+        assert PlacementState.ENDED is status.state
+        assert "could not be started: illegal environment variable name" in status.reason
+        assert 2 == scheduler.inventory.free.cpus
+
+
+@pytest.mark.anyio
 async def test_workers_wait_for_one_another_in_order(tmp_path):
     """A worker that does not fit waits; one that fits does not pass it; whoever is stopped while waiting is gone."""
     async with scheduler_of(tmp_path, WAITS, cpus=2) as scheduler:

@@ -166,7 +166,7 @@ class LocalPlacement:
             self._child = await Child.start(
                 lambda _: command, log=words, environment=environment, directory=self.spec.working_directory
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError for words and variables that no process can have
             reason = f"{command[0]} could not be started: {error}"
             self.status = PlacementStatus(state=PlacementState.ENDED, reason=reason)
             return

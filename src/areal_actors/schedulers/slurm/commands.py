@@ -199,7 +199,7 @@ class SlurmCommands:
                 )
         except TimeoutError:
             raise SchedulerError(f"{command} did not answer within {self.timeout_seconds:g} s") from None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError for words and variables that no process can have
             raise SchedulerError(f"{command} cannot be run: {error}") from None
         return _Answer(status=done.returncode, output=_text(done.stdout), errors=_text(done.stderr))
 

@@ -23,6 +23,7 @@ from areal_actors.config.overrides import Override, apply_override, parse_overri
 from areal_actors.config.reference import paths_of, sections_of
 from areal_actors.config.structure import Mistake, Mistakes, Resolver, create_converter, nearest
 from areal_actors.errors import ConfigError
+from areal_actors.telemetry import redact_settings
 
 __all__ = ["Schema"]
 
@@ -60,17 +61,18 @@ class Schema(Generic[C]):
             raise ConfigError(tuple(dict.fromkeys(found)))
         return config
 
-    def save(self, config: C, path: Path, *, has_secrets: bool = False) -> None:
+    def save(self, config: C, path: Path) -> None:
         """Write ``config`` with every setting spelt out, so that ``load`` gives an equal one. Raises ``OSError``.
 
-        The file is there whole or not at all; with secrets in it, for its owner alone.
+        The file is there whole or not at all; one that holds a key is for its owner alone.
         """
-        data = create_converter(path.parent).unstructure(config, self.cls)
-        mode = 0o600 if has_secrets or (path.exists() and not path.stat().st_mode & 0o077) else 0o666
+        text = format_yaml(plain(create_converter(path.parent).unstructure(config, self.cls)))
+        is_secret = redact_settings(text) != text or (path.exists() and not path.stat().st_mode & 0o077)
+        mode = 0o600 if is_secret else 0o666
         partial = path.with_name(f".{path.name}.partial")
         partial.unlink(missing_ok=True)
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-            file.write(format_yaml(plain(data)))
+            file.write(text)
         partial.replace(path)
 
     def section(self, path: str) -> type:

@@ -328,11 +328,8 @@ def create_config(settings: Mapping[str, Any], *, directory: Path | None = None)
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write a configuration with every setting spelt out; ``load_config`` reads it back equal. Raises ``OSError``.
-
-    With a key in it, the file is its owner's alone.
-    """
-    _SCHEMA.save(config, path, has_secrets=bool(config.proxy.admin_key or config.host.admin_key))
+    """Write a configuration with every setting spelt out; ``load_config`` reads it back equal. Raises ``OSError``."""
+    _SCHEMA.save(config, path)
 
 
 def settings_class(path: str = "") -> type:

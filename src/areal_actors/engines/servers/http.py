@@ -12,6 +12,7 @@ import anyio
 import httpx
 from attrs import frozen
 
+from areal_actors.engines.servers.lines import Lines
 from areal_actors.errors import EngineError, InvalidRequest
 
 __all__ = [
@@ -143,32 +144,33 @@ async def open_events(
 
 
 async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Response) -> AsyncGenerator[Any]:
-    lines = response.aiter_lines()
+    chunks, lines = response.aiter_bytes(), Lines()
     try:
-        async for line in lines:
-            kind, _, data = line.partition(":")
-            if kind != "data":
-                continue
-            if data.strip() == "[DONE]":
-                return
-            yield json.loads(data)
+        async for chunk in chunks:
+            for line in lines.feed(chunk):
+                kind, _, data = line.partition(b":")
+                if kind != b"data":
+                    continue
+                if data.strip() == b"[DONE]":
+                    return
+                yield json.loads(data)
     except (httpx.HTTPError, httpx.StreamError) as error:
         raise EngineError(_unreachable(client, path, error)) from error
     except ValueError as error:
         raise EngineError(f"{client.base_url}{path.lstrip('/')} streams what is no JSON: {error}") from error
     finally:
-        await _end(lines)
+        await _end(chunks)
     raise EngineError(f"{client.base_url}{path.lstrip('/')} cut its stream off.")
 
 
-async def _end(lines: AsyncIterator[str]) -> None:
+async def _end(chunks: AsyncIterator[bytes]) -> None:
     """End what is read from the middle: cancelled where it waits for the socket, every generator of httpx's is over.
 
     Closing the outermost would leave those inside to the garbage collector, which trio calls by its name.
     """
     with anyio.CancelScope() as scope, suppress(httpx.HTTPError, httpx.StreamError):
         scope.cancel()
-        async for _ in lines:
+        async for _ in chunks:
             pass
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,23 @@ async def test_a_server_ends_with_the_block(tmp_path: Path) -> None:
         assert os.getpgid(process) == process
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+@pytest.mark.anyio
+async def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path: Path) -> None:
+    """Whoever listens there, another run's server perhaps, would be taken for ours and be given our weights."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        config = ServerConfig(command=("/bin/true",), port=port)
+        with pytest.raises(EngineError, match=rf"port {port} .*in use.*set another port"):
+            async with launch_servers(KIND, config, model=tmp_path, logs=tmp_path):
+                pass
+
+
+@pytest.mark.anyio
+async def test_a_port_beyond_the_last_is_named(tmp_path: Path) -> None:
+    """The second of two servers that begin at the last port has none."""
+    config = ServerConfig(command=("/bin/true",), port=65535, num_servers=2)
+    with pytest.raises(EngineError, match="port 65536"):
+        async with launch_servers(KIND, config, model=tmp_path, logs=tmp_path):
+            pass

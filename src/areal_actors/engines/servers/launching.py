@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -63,7 +63,7 @@ async def launch_servers(
 ) -> AsyncIterator[LaunchedServers]:
     """Keep ``config.num_servers`` running while the block lasts; their whole process groups end with it.
 
-    Raises ``EngineError`` for a program that does not exist.
+    Raises ``EngineError`` for a program that does not exist, and for a port that somebody else has.
     """
     config = evolve(config, environment={**kind.environment, **config.environment})
     ports = _choose_ports(config)
@@ -133,13 +133,20 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _choose_ports(config: ServerConfig) -> tuple[int, ...]:
-    if config.port:
-        return tuple(range(config.port, config.port + config.num_servers))
-    sockets = [socket.socket() for _ in range(config.num_servers)]
+    """Ports that are free. Raises ``EngineError`` for one that is not: who answers there would be taken for ours."""
+    wanted = range(config.port, config.port + config.num_servers) if config.port else [0] * config.num_servers
+    with ExitStack() as stack:
+        return tuple(_bind(stack.enter_context(socket.socket()), port) for port in wanted)
+
+
+def _bind(holder: socket.socket, port: int) -> int:
+    if port:  # connections to a server that has ended do not keep its port from the next one
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return tuple(int(each.getsockname()[1]) for each in sockets)
-    finally:
-        for each in sockets:
-            each.close()
+        holder.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        raise EngineError(
+            f"No server can be started at port {port} of {HOST}: {error}. End what listens there, or set another port "
+            "in the section of the server; 0 takes any that are free."
+        ) from error
+    return int(holder.getsockname()[1])

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+
 import pytest
 
 from areal_actors.config import create_config
+from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError
 from areal_actors.models import resolve_model
-from areal_actors.run.job import create_policy
+from areal_actors.run.job import create_policy, no_checkpoint, prepared_directory
+
+
+def configure(**trainer):
+    dataset = {"python": "examples/tiny_agent.py:problems"}
+    settings = {"experiment_name": "e", "total_steps": 1, "model": "tiny", "dataset": dataset}
+    return create_config({**settings, "trainer": trainer})
 
 
 def create(device: str, **trainer):
-    dataset = {"python": "examples/tiny_agent.py:problems"}
-    settings = {"experiment_name": "e", "total_steps": 1, "model": "tiny", "dataset": dataset}
-    config = create_config({**settings, "trainer": {"device": device, **trainer}})
-    return create_policy(config, resolve_model("tiny"))
+    return create_policy(configure(device=device, **trainer), resolve_model("tiny"))
 
 
 def test_the_policy_lives_on_its_device():
@@ -28,3 +36,66 @@ def test_a_device_that_is_not_there_is_named(device):
     """Before anything is sampled."""
     with pytest.raises(ConfigError, match=rf"trainer\.device.*{device}"):
         create(device)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_of_one_name_do_not_run_at_once(tmp_path, resume):
+    """The second one would move the first one's files away, and prune its checkpoints: it is told who is there."""
+    config, directory = configure(), RunDirectory(path=tmp_path / "e" / "trial")
+    with prepared_directory(config, directory, resume=False):
+        directory.metrics.write_text("{}")
+        with (
+            pytest.raises(ConfigError, match=rf"trial is in use by process {os.getpid()} on .*trial_name"),
+            prepared_directory(config, directory, resume=resume),
+        ):
+            pass
+
+        assert directory.metrics.exists()
+    with prepared_directory(config, directory, resume=resume):
+        assert resume == directory.metrics.exists()
+
+
+def test_a_file_system_without_locks_does(tmp_path, monkeypatch):
+    """Nobody can be kept out there, and nobody is refused for it."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    directory = RunDirectory(path=tmp_path / "e" / "trial")
+    with prepared_directory(configure(), directory, resume=False):
+        assert directory.config.exists()
+
+
+def test_a_run_that_could_not_begin_is_not_kept(tmp_path):
+    """Trying until the configuration is right leaves one directory, and moves no other away."""
+    config, directory = configure(), RunDirectory(path=tmp_path / "e" / "trial")
+    for _ in range(3):
+        with prepared_directory(config, directory, resume=False):
+            directory.logs.mkdir(exist_ok=True)
+            directory.log.write_text("why it could not begin")
+
+    assert ["trial"] == [path.name for path in directory.path.parent.iterdir() if path.is_dir()]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    """With what to set."""
+    (tmp_path / "e").write_text("a file")
+    directory = RunDirectory(path=tmp_path / "e" / "trial")
+    with (
+        pytest.raises(ConfigError, match=r"e/trial cannot be written: .*fileroot"),
+        prepared_directory(configure(), directory, resume=False),
+    ):
+        pass
+
+
+def test_who_cannot_resume_is_told_of_the_run_before(tmp_path):
+    """It was set aside by a start without --resume; to leave that out once more would not bring it back."""
+    directory = RunDirectory(path=tmp_path / "e" / "trial")
+    assert "leave --resume out" in str(no_checkpoint(directory))
+    (directory.checkpoints / "step-00000002").mkdir(parents=True)
+    directory.config.touch()
+    former = directory.set_aside()
+
+    assert former == tmp_path / "e" / "trial.1"
+    assert f"--run-dir {former}" in str(no_checkpoint(directory))

@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -149,14 +150,32 @@ class RunDirectory:
         """Whether a run was started here."""
         return self.metrics.exists() or self.config.exists()
 
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether there is more than settings and logs: a run that could not begin leaves no more."""
+        return self.has_run and any(path not in (self.config, self.logs) for path in self.path.iterdir())
+
     def set_aside(self) -> Path | None:
         """Make room for a fresh run: rename the directory of an earlier one to ``<trial>.<n>``, and say to what.
 
-        ``None`` where there was no run. Raises ``OSError``.
+        ``None`` where there was no run, or nothing of it but why it could not begin. Raises ``OSError``.
         """
-        if not self.has_run:
+        if not self.is_worth_keeping:
             return None
-        names = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
-        free = next(name for name in names if not name.exists())
+        free = next(path for path in self._names_aside if not path.exists())
         self.path.rename(free)
         return free
+
+    @property
+    def former(self) -> RunDirectory | None:
+        """What was set aside last, if anything was."""
+        found = None
+        for path in self._names_aside:
+            if not path.is_dir():
+                return found
+            found = RunDirectory(path=path)
+        return None
+
+    @property
+    def _names_aside(self) -> Iterator[Path]:
+        return (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))

@@ -5,12 +5,16 @@ What is opened around that is ``learning``; a run over a dataset is ``training``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from areal_actors.cache.journal.filesystems import exclusive
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.datasets import Problems, find_overlap, load_problems
@@ -32,10 +36,13 @@ __all__ = [
     "load_job",
     "load_problem_sets",
     "load_rendering",
-    "prepare_directory",
+    "no_checkpoint",
+    "prepared_directory",
 ]
 
 _log = get_logger(__name__)
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @frozen(kw_only=True)
@@ -70,8 +77,23 @@ def directory_of(config: RunConfig, run_dir: Path | None) -> RunDirectory:
     return config.run_directory if run_dir is None else RunDirectory(path=run_dir.absolute())
 
 
-def prepare_directory(config: RunConfig, directory: RunDirectory, *, resume: bool) -> None:
-    """Make the run directory; an earlier run of the same name is set aside, unless it is to go on."""
+@contextmanager
+def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Iterator[None]:
+    """Make the run directory, and hold it while the block runs: two runs in it would prune each other's checkpoints.
+
+    An earlier run of the same name is set aside, unless it is to go on. Raises ``ConfigError`` if the directory is in
+    use, cannot be written, or has no run to resume.
+    """
+    path = directory.path
+    with ExitStack() as stack:
+        with _explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _hold(path, stack)
+            _prepare_directory(config, directory, resume=resume)
+        yield
+
+
+def _prepare_directory(config: RunConfig, directory: RunDirectory, *, resume: bool) -> None:
     if resume and not directory.has_run:
         raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
     if not resume:
@@ -80,6 +102,34 @@ def prepare_directory(config: RunConfig, directory: RunDirectory, *, resume: boo
             _log.info("earlier_run_kept", path=str(former))
     directory.path.mkdir(parents=True, exist_ok=True)
     save_config(config, directory.config)
+
+
+def _hold(path: Path, stack: ExitStack) -> None:
+    """Where the file system has no locks, nobody can be kept out."""
+    lock = path.with_name(f".{path.name}.lock")  # beside it, as what is in it may be moved away
+    try:
+        stack.enter_context(exclusive(path, lock=lock, complain=partial(_in_use, path)))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _log.warning("run_directory_not_locked", path=str(path), reason=error.strerror)
+
+
+def _in_use(path: Path, holder: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is in use by {holder}, which runs there; end that run, or give this one a trial_name or --run-dir of "
+        "its own"
+    )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; set fileroot or --run-dir to a directory that can"
+        ) from error
 
 
 def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_external: bool = False) -> Job:
@@ -94,9 +144,7 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
     policy = create_policy(config, model)
     counters = policy.restore(directory.checkpoints) if resume else None
     if resume and counters is None and not is_external:
-        raise CheckpointError(
-            f"There is no complete checkpoint in {directory.checkpoints} to go on from; leave --resume out."
-        )
+        raise no_checkpoint(directory)
     return Job(
         config=config,
         directory=directory,
@@ -106,6 +154,14 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
         policy=policy,
         counters=counters,
     )
+
+
+def no_checkpoint(directory: RunDirectory) -> CheckpointError:
+    """What to say where there is nothing to resume; a run that was set aside may be the one that is meant."""
+    former = directory.former
+    has_one = former is not None and any(former.checkpoints.glob("step-*"))
+    advice = f"--run-dir {former.path} goes on with the run before" if former and has_one else "leave --resume out"
+    return CheckpointError(f"There is no complete checkpoint in {directory.checkpoints} to go on from; {advice}.")
 
 
 def load_rendering(config: RunConfig) -> Renderer:

@@ -33,7 +33,7 @@ from areal_actors.core.failure import root_cause
 from areal_actors.core.remote import Line, standing
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import DataPosition, Role
-from areal_actors.errors import CheckpointError, SchedulerError, Unreachable
+from areal_actors.errors import SchedulerError, Unreachable
 from areal_actors.messages import (
     AwaitEndpoint,
     AwaitReady,
@@ -49,7 +49,7 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.auth import create_admin_key
-from areal_actors.run.job import load_rendering
+from areal_actors.run.job import load_rendering, no_checkpoint
 from areal_actors.run.learning import save_results
 from areal_actors.run.parts import create_reporter
 from areal_actors.run.premises import Premises, open_premises
@@ -233,9 +233,7 @@ class _House:
         if found is not None:
             return found.step, parse_position(found.counters["caller"])
         if is_first and run.resume and not run.is_service:
-            raise CheckpointError(
-                f"There is no complete checkpoint in {run.directory.checkpoints} to go on from; leave --resume out."
-            )
+            raise no_checkpoint(run.directory)
         return None, DataPosition()
 
     async def note_endpoint(self, endpoint: Endpoint) -> None:

@@ -24,7 +24,7 @@ from areal_actors.domain import Role
 from areal_actors.messages import Endpoint
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.agents import prepare_agent
-from areal_actors.run.job import directory_of, load_job, prepare_directory
+from areal_actors.run.job import directory_of, load_job, prepared_directory
 from areal_actors.run.journals import open_journal
 from areal_actors.run.learning import Learning, learn
 from areal_actors.run.placement import PlacedRun, run_placed
@@ -89,14 +89,13 @@ class Server:
         is_run_here = has_rollouts(config, is_service=True) and Role.ROLLOUT not in placed
         opening = prepare_agent(config.rollout, logs=directory.agent_logs) if is_run_here else nullcontext()
         started = time.monotonic()
-        prepare_directory(config, directory, resume=resume)
 
         async def tell(endpoint: Endpoint) -> None:
             await to_thread.run_sync(_keep_key, directory.admin_key, endpoint.admin_key)
             if announce is not None:
                 announce(endpoint, directory)
 
-        with logging_to_file(directory.log):
+        with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
             _warn_of_singletons(config)
             if placed:
                 async with opening as agent:

@@ -20,7 +20,7 @@ from areal_actors.dashboard import RunSummary, summarize_run
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.run.agents import prepare_agent
-from areal_actors.run.job import directory_of, load_job, prepare_directory
+from areal_actors.run.job import directory_of, load_job, prepared_directory
 from areal_actors.run.learning import Learning, learn
 from areal_actors.run.placement import PlacedRun, run_placed
 from areal_actors.telemetry import logging_to_file
@@ -81,8 +81,7 @@ class Trainer:
         prepare = partial(prepare_agent, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs)
         opening = nullcontext() if is_rollout_apart else prepare(config.rollout)
         started = time.monotonic()
-        prepare_directory(config, directory, resume=resume)
-        with logging_to_file(directory.log):
+        with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
             async with opening as agent:
                 if config.scheduler.roles.placed:
                     await run_placed(

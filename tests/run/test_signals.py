@@ -43,7 +43,7 @@ SUBPROCESS = (
 
 DEAF = """
 import anyio
-from areal_actors.run.signals import stop_on_signals
+from areal_actors.run.signals import open_interrupts
 
 class Trainer:
     async def tell(self, message):
@@ -51,7 +51,7 @@ class Trainer:
         await anyio.sleep_forever()
 
 async def main():
-    async with stop_on_signals(Trainer()):
+    async with open_interrupts() as interrupts, interrupts.telling(Trainer()):
         print("ready", flush=True)
         await anyio.sleep_forever()
 

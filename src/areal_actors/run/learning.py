@@ -45,7 +45,7 @@ from areal_actors.run.models import open_engine
 from areal_actors.run.parts import create_reporter, create_runner, export_policy, open_publisher, settings_of
 from areal_actors.run.proxies import open_proxies
 from areal_actors.run.ranks import RankOpener, open_ranks
-from areal_actors.run.signals import stop_on_signals
+from areal_actors.run.signals import open_interrupts
 from areal_actors.telemetry import get_logger
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
@@ -75,6 +75,7 @@ class Learning:
 async def learn(job: Job, learning: Learning) -> None:
     """Open everything, train until the end, and save the results."""
     async with AsyncExitStack() as stack:
+        interrupts = await stack.enter_async_context(open_interrupts())
         members = await stack.enter_async_context(learning.open_ranks(job))
         keeping = await stack.enter_async_context(keeping_weights(job.config, job.directory))
         inference = await stack.enter_async_context(_open_inference(job, learning, keeping))
@@ -90,11 +91,11 @@ async def learn(job: Job, learning: Learning) -> None:
             logs=job.directory.path / "logs",
         )
         await stack.enter_async_context(proxies)
-        async with stop_on_signals(training) if learning.is_handling_signals else nullcontext():
+        async with interrupts.telling(training) if learning.is_handling_signals else nullcontext():
             if learning.announce is not None:
                 await learning.announce(inference.endpoint)
             summary = await training.ask(AwaitTraining())
-        await save_results(job.directory, training, inference.progress, summary)
+            await save_results(job.directory, training, inference.progress, summary)
 
 
 @asynccontextmanager

@@ -55,7 +55,7 @@ from areal_actors.run.parts import create_reporter
 from areal_actors.run.premises import Premises, open_premises
 from areal_actors.run.replicas import ServingReplicas
 from areal_actors.run.roles import HOMES, LEAVING, REPLICA, Post, has_rollouts, open_role
-from areal_actors.run.signals import stop_on_signals
+from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.upkeep import Restarts, find_final
 from areal_actors.schedulers.config import RoleConfig
 from areal_actors.telemetry import get_logger
@@ -101,8 +101,8 @@ class PlacedRun:
 async def run_placed(run: PlacedRun) -> None:
     """Train until the end, and save the results. Raises ``ArealError`` with what went wrong."""
     premises = open_premises(run.config, run.directory, placed=run.placed, admin_key=run.admin_key)
-    async with premises as opened, anyio.create_task_group() as tasks:
-        house = _House(run, opened)
+    async with open_interrupts() as interrupts, premises as opened, anyio.create_task_group() as tasks:
+        house = _House(run, opened, interrupts)
         house.start_lone_workers(tasks)
         await house.train()
         tasks.cancel_scope.cancel()
@@ -115,9 +115,10 @@ class _Lost(Exception):
 class _House:
     """Home, while the run lasts."""
 
-    def __init__(self, run: PlacedRun, premises: Premises) -> None:
+    def __init__(self, run: PlacedRun, premises: Premises, interrupts: Interrupts) -> None:
         self.run = run
         self.premises = premises
+        self.interrupts = interrupts
         self._endpoint = premises.endpoint
         self._admin_key = run.config.proxy.admin_key or run.admin_key or create_admin_key()
         self._replicas = ServingReplicas()
@@ -275,10 +276,10 @@ class _Attempt:
                     tasks.start_soon(self._hold, role, system)
             training = await self.find(Training, "trainer")
             stops = self._run.is_handling_signals
-            async with stop_on_signals(training) if stops else nullcontext():
+            async with self._house.interrupts.telling(training) if stops else nullcontext():
                 tasks.start_soon(self._house.announce)
                 summary = await _await_training(training)
-            await save_results(self._run.directory, training, await self.find(Progress, "progress"), summary)
+                await save_results(self._run.directory, training, await self.find(Progress, "progress"), summary)
             self._house.is_done = True
             tasks.cancel_scope.cancel()
 

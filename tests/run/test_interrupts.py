@@ -1,0 +1,108 @@
+"""Where the first signal goes, in each phase of a run. What whole runs make of it is in ``test_signals``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from areal_actors.errors import ActorStopped
+from areal_actors.run.signals import Interrupts, open_interrupts
+
+pytestmark = pytest.mark.anyio
+
+
+class Ear:
+    """Hears what it is told."""
+
+    def __init__(self, *, is_over: bool = False) -> None:
+        self.is_over = is_over
+        self.told = anyio.Event()
+
+    async def tell(self, message: Any) -> None:
+        assert "SIGINT" in message.reason
+        self.told.set()
+        if self.is_over:
+            raise ActorStopped("it is over")
+
+
+def training(*, is_over: bool = False) -> Any:
+    """As good as a ref, for whoever only tells."""
+    return Ear(is_over=is_over)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+async def fail(interrupts: Interrupts) -> None:
+    with pytest.raises(OSError, match="a node"):
+        async with interrupts.telling(training()):
+            raise OSError("a node is gone")
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_training_is_told_once(*, is_over: bool) -> None:
+    """Also one that has just ended, and cannot be told any more: then nothing fails for it."""
+    told = training(is_over=is_over)
+    async with open_interrupts() as interrupts, interrupts.telling(told):
+        interrupt()
+        await told.told.wait()
+
+
+async def test_what_is_left_to_be_ended_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """Once the results are saved, a signal comes up in no callback of those who close, and keeps none of them."""
+    async with open_interrupts() as interrupts:
+        async with interrupts.telling(training()):
+            pass
+        interrupt()
+        while "ending what is left" not in caplog.text:
+            await checkpoint()
+
+
+async def test_between_two_attempts_the_run_is_ended() -> None:
+    """There is nobody to be asked; whatever is open is closed in its order."""
+    closed = []
+    with pytest.raises(KeyboardInterrupt):
+        async with open_interrupts() as interrupts:
+            try:
+                await fail(interrupts)
+                interrupt()
+                await anyio.sleep_forever()
+            finally:
+                closed.append("premises")
+
+    assert ["premises"] == closed
+
+
+async def test_the_next_attempt_is_told_of_the_signal_that_the_last_one_heard() -> None:
+    """It was asked for while a trainer lived that is gone now; nobody has to ask twice."""
+    first, second = training(), training()
+    async with open_interrupts() as interrupts:
+        with pytest.raises(OSError, match="a node"):
+            async with interrupts.telling(first):
+                interrupt()
+                await first.told.wait()
+                raise OSError("a node is gone")
+        async with interrupts.telling(second):
+            await second.told.wait()
+
+
+async def test_signals_are_the_programs_own_again() -> None:
+    """A run inside a program gives them back."""
+    async with open_interrupts() as interrupts, interrupts.telling(training()):
+        pass
+
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+async def test_what_goes_wrong_is_raised_as_it_is() -> None:
+    """Not in the group of the task that listens."""
+    with pytest.raises(ValueError, match="batch"):
+        async with open_interrupts() as interrupts, interrupts.telling(training()):
+            raise ValueError("batch")

@@ -20,7 +20,7 @@ from areal_actors.engines.torch.forward import create_forward
 from areal_actors.engines.torch.generic import GenericForward
 from areal_actors.engines.torch.llama import LlamaForward
 from areal_actors.engines.torch.step import StepRunner
-from areal_actors.errors import EngineError, InvalidRequest, ModelError
+from areal_actors.errors import ConfigError, EngineError, InvalidRequest, ModelError
 from areal_actors.testing.engine_contract import collect, join_ids
 
 pytestmark = pytest.mark.anyio
@@ -351,3 +351,11 @@ async def test_a_half_precision_model_is_proved_in_full_precision(llama):
 
     assert isinstance(forward, LlamaForward)
     assert {torch.bfloat16} == {weight.dtype for weight in forward.parameters.values()}
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+async def test_a_device_that_is_not_there_is_named(llama, device):
+    """With the setting that asks for it."""
+    with pytest.raises(ConfigError, match=rf"engine\.device.*{device}"):
+        async with TorchEngine.open(TorchEngineConfig(device=device, dtype="float32"), model=llama):
+            pass

@@ -40,7 +40,7 @@ from areal_actors.engines.torch.worker import (
     Submit,
     Worker,
 )
-from areal_actors.errors import ArealError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
+from areal_actors.errors import ArealError, ConfigError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
 from areal_actors.telemetry import quiet_transformers
 
 __all__ = ["TorchEngine"]
@@ -91,6 +91,7 @@ class TorchEngine:
         the weights that ``model`` has.
 
         Raises:
+            ConfigError: the device is not there.
             ModelError: the model cannot be read, or cannot be run here.
         """
         config = config or TorchEngineConfig()
@@ -106,7 +107,7 @@ class TorchEngine:
 
     async def _start(self, model: Any) -> None:
         post = _create_poster()
-        dtype, device = getattr(torch, self._info.dtype), torch.device(self._info.device)
+        dtype, device = getattr(torch, self._info.dtype), self._info.device
 
         def open_forward() -> Forward:
             return create_forward(_own(model, dtype, device))
@@ -340,10 +341,10 @@ def _read_settings(model: Any) -> Any:
         raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
 
 
-def _own(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _own(model: Any, dtype: torch.dtype, device: str) -> Any:
     """A model that nobody else has, ready to run."""
     if not isinstance(model, str | Path):
-        return copy.deepcopy(model).to(device=device, dtype=dtype).eval()
+        return _move(copy.deepcopy(model).to(dtype=dtype), device).eval()
     from transformers import AutoModelForCausalLM
 
     try:
@@ -356,7 +357,15 @@ def _own(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
         raise ModelError(f"{model} cannot be loaded: {error}") from error
     if missing := sorted(report["missing_keys"]):  # transformers would make them up
         raise ModelError(f"The files in {model} lack {len(missing)} weights, {missing[0]} among them; save it again.")
-    return loaded.to(device).eval()
+    return _move(loaded, device).eval()
+
+
+def _move(model: Any, device: str) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"engine.device: the model cannot be moved to {device!r}: {reason}") from error
 
 
 def _choose_dtype(asked: str, device: str) -> str:

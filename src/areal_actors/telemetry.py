@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -142,12 +142,33 @@ def logging_to_stream(stream: TextIO | None = None, *, level: int = logging.INFO
 
 @contextmanager
 def logging_to_file(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
-    """Append log records to ``path`` as JSON lines while the block lasts. Raises ``OSError`` if it cannot be opened."""
+    """Append log records to ``path`` as JSON lines while the block lasts. Raises ``OSError`` if it cannot be opened.
+
+    A disk that is full later costs records, and nothing else.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LossyFile(path, encoding="utf-8")
     handler.setFormatter(_JsonFormatter())
     with _handling(handler, level):
         yield
+
+
+class _LossyFile(logging.FileHandler):
+    """Says once that it cannot write, where logging's own would print a traceback for each record, and fail at last."""
+
+    _has_complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging calls it so
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_complained:
+            self._has_complained = True
+            print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)  # noqa: T201 - no log can
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

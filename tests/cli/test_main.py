@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -116,6 +117,11 @@ def test_options_reach_the_run(config, run, tmp_path):
         (ModelError("There is no model 'tniy'"), 2, ["There is no model 'tniy'"]),
         (CheckpointError("disk full"), 1, ["disk full"]),
         (RunDirectoryError("metrics.jsonl could not be written"), 1, ["could not be written"]),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "x/curve.svg"),
+            1,
+            ["x/curve.svg cannot be written", "space"],
+        ),
         (ZeroDivisionError("division by zero"), 1, ["ZeroDivisionError: division by zero", "--verbose"]),
         (
             ExceptionGroup("x", [ExceptionGroup("y", [CheckpointError("the cause"), KeyError("k")])]),

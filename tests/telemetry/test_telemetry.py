@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import secrets
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from areal_actors.telemetry import get_logger, logging_to_file, logging_to_stream, redact
 
 log = get_logger("areal_actors.tests")
+
+FULL = Path("/dev/full")
 
 
 def test_events_reach_people_as_words_and_facts():
@@ -125,3 +128,13 @@ def test_ordinary_text_is_left_alone():
     text = "saved runs/smollm2/a-very-long-trial-name_with_words/weights at http://localhost:6006/ (see sk-learn)"
 
     assert text == redact(text)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="only Linux has a file that is always full")
+def test_a_full_disk_costs_records_and_no_more(capsys):
+    """It is said once, without a traceback for each of them, and the block ends as it would have."""
+    with logging_to_file(FULL):
+        log.warning("first")
+        log.warning("second")
+
+    assert [f"{FULL} cannot be written: No space left on device"] == capsys.readouterr().err.splitlines()

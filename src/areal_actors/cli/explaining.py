@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import sys
@@ -23,6 +24,10 @@ EXIT_WRONG = 2
 EXIT_INTERRUPTED = 130
 _WRONG = (ConfigError, ModelError, DatasetError, WorkflowError)
 """What a person mends in the configuration."""
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a person mends on the disk."""
 
 
 def explains_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,5 +70,7 @@ def _exit_with(error: BaseException, *, is_verbose: bool) -> NoReturn:
 def _explain(error: BaseException, *, is_verbose: bool) -> str:
     if isinstance(error, ArealError):
         return str(error)
+    if isinstance(error, OSError) and error.errno in _DISK and not is_verbose:
+        return f"{error.filename or 'A file'} cannot be written: {error.strerror}. Free space there, or set fileroot."
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return text if is_verbose else f"{text}\nThis was not foreseen; --verbose shows where it happened."

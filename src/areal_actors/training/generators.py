@@ -19,6 +19,6 @@ def generator_states() -> dict[str, Tensor]:
 def set_generator_states(states: Mapping[str, Tensor]) -> None:
     """Set what ``generator_states`` gave; those of GPUs only where there are as many of them."""
     torch.set_rng_state(states["cpu"])
-    devices = [states[name] for name in sorted(states) if name.startswith("cuda")]
+    devices = [states[name] for index in range(len(states)) if (name := f"cuda{index}") in states]
     if len(devices) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(devices)

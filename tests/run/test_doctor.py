@@ -127,6 +127,23 @@ def test_a_server_that_does_not_answer_is_named(tmp_path):
     assert dead in found["sglang server"].detail
 
 
+def test_a_port_of_a_server_that_is_taken_is_said(tmp_path):
+    """Where servers are to be started; who listens there would be taken for one of them."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        found = look(tmp_path, "rollout.backend=sglang", f"sglang={{command: [start], port: {port}}}")
+
+    assert found["sglang port"].verdict is Verdict.FAILED
+    assert str(port) in found["sglang port"].detail
+
+
+def test_an_agent_that_is_a_command_is_written_as_one(tmp_path):
+    """Not as a class of the library."""
+    found = look(tmp_path, "rollout.workflow={command: [sh, -c, 'true']}")
+
+    assert "sh -c true can be run" == found["agent"].detail
+
+
 @pytest.mark.parametrize(("python", "word"), [("python", "does not find"), ("/no/such/python", "cannot be run")])
 def test_a_server_that_cannot_be_started_is_said(tmp_path, python, word):
     """Its package is looked for in the environment that would run it."""

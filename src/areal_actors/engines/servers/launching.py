@@ -23,7 +23,7 @@ from areal_actors.engines.servers.kinds import ServerKind
 from areal_actors.errors import EngineError
 from areal_actors.telemetry import get_logger
 
-__all__ = ["LaunchedServers", "format_command", "launch_servers"]
+__all__ = ["LaunchedServers", "choose_ports", "format_command", "launch_servers"]
 
 _log = get_logger(__name__)
 
@@ -66,7 +66,7 @@ async def launch_servers(
     Raises ``EngineError`` for a program that does not exist, and for a port that somebody else has.
     """
     config = evolve(config, environment={**kind.environment, **config.environment})
-    ports = _choose_ports(config)
+    ports = choose_ports(config)
     launched = LaunchedServers(urls=tuple(f"http://{HOST}:{port}" for port in ports))
     body: list[BaseException] = []
     with unwrapped(body):
@@ -132,7 +132,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _OURS} | dict(more)
 
 
-def _choose_ports(config: ServerConfig) -> tuple[int, ...]:
+def choose_ports(config: ServerConfig) -> tuple[int, ...]:
     """Ports that are free. Raises ``EngineError`` for one that is not: who answers there would be taken for ours."""
     wanted = range(config.port, config.port + config.num_servers) if config.port else [0] * config.num_servers
     with ExitStack() as stack:

@@ -21,7 +21,7 @@ from areal_actors.proxy.auth import create_admin_key
 from areal_actors.proxy.server import bind
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
-from areal_actors.workflows import import_reference
+from areal_actors.workflows import CommandConfig, import_reference
 
 __all__ = ["examine_machine"]
 
@@ -86,7 +86,9 @@ def _agent(config: RunConfig) -> Iterator[Finding]:
         return
     with tempfile.TemporaryDirectory() as logs:
         prepare_agent(config.rollout, logs=Path(logs))
-    yield Finding(check="agent", verdict=Verdict.OK, detail=f"{config.rollout.workflow} can be run")
+    agent = config.rollout.workflow
+    name = " ".join(agent.command) if isinstance(agent, CommandConfig) else agent
+    yield Finding(check="agent", verdict=Verdict.OK, detail=f"{name} can be run")
 
 
 def _run_directory(config: RunConfig) -> Iterator[Finding]:

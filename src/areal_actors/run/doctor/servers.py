@@ -13,6 +13,7 @@ from areal_actors.engines.servers.config import Backend, ServerConfig
 from areal_actors.engines.servers.dialect import ServerDialect, ServerFacts
 from areal_actors.engines.servers.http import create_client
 from areal_actors.engines.servers.kinds import KINDS
+from areal_actors.engines.servers.launching import choose_ports
 from areal_actors.engines.servers.pool import read_key
 from areal_actors.errors import EngineError
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
@@ -33,10 +34,13 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
     if settings.urls:
         for url in settings.urls:
             yield from examined(f"{backend} server", partial(_running, url, backend, settings))
-    elif settings.command:
+        return
+    if settings.command:
         yield Finding(check=f"{backend} server", verdict=Verdict.SKIPPED, detail=f"{settings.command[0]} starts it")
     else:
         yield from examined(f"{backend} server", lambda: _installed(backend, settings))
+    if settings.port:
+        yield from examined(f"{backend} port", lambda: _ports(backend, settings))
 
 
 def _running(url: str, backend: Backend, settings: ServerConfig) -> Iterator[Finding]:
@@ -52,6 +56,11 @@ async def _describe(url: str, dialect: ServerDialect, settings: ServerConfig) ->
                 return await dialect.describe(client)
         except TimeoutError:
             raise EngineError(f"{url} did not answer within {_ASK_SECONDS:g} s. Does the server run there?") from None
+
+
+def _ports(backend: Backend, settings: ServerConfig) -> Iterator[Finding]:
+    ports = ", ".join(map(str, choose_ports(settings)))
+    yield Finding(check=f"{backend} port", verdict=Verdict.OK, detail=f"free: {ports}")
 
 
 def _installed(backend: Backend, settings: ServerConfig) -> Iterator[Finding]:

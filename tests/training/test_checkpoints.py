@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
+import stat
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +17,7 @@ from areal_actors.errors import CheckpointError
 from areal_actors.training import directories
 from areal_actors.training.checkpoints import find_checkpoints, find_latest, save_checkpoint
 from areal_actors.training.config import ComputeDtype, Decay, OptimizerConfig, TrainerConfig
+from areal_actors.training.directories import atomic_directory
 from areal_actors.training.trainer import PolicyTrainer
 
 CONFIG = TrainerConfig(
@@ -175,3 +179,37 @@ def test_restoring_into_another_schedule_keeps_the_count(tmp_path, make_model, m
     longer.restore(tmp_path)
 
     assert trainer._optimizer.learning_rate == longer._optimizer.learning_rate
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.ENOSYS, errno.EPERM])
+def test_a_file_system_that_syncs_no_directories_does(tmp_path, monkeypatch, refusal):
+    """Network file systems say so in different words; their files are synced all the same."""
+    synced = []
+
+    def sync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(refusal, os.strerror(refusal))
+        synced.append(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with atomic_directory(tmp_path / "there", num_bytes=1) as partial:
+        (partial / "file").write_text("x")
+
+    assert "x" == (tmp_path / "there" / "file").read_text()
+    assert 1 == len(synced)
+
+
+def test_a_file_that_cannot_be_synced_is_not_there(tmp_path, monkeypatch):
+    """Nobody knows whether it would be after a crash."""
+
+    def refuse(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with (
+        pytest.raises(CheckpointError, match="could not be written"),
+        atomic_directory(tmp_path / "there", num_bytes=1) as partial,
+    ):
+        (partial / "file").write_text("x")
+
+    assert [] == list(tmp_path.iterdir())

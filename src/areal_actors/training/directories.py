@@ -6,10 +6,11 @@ and swept away by the next writer.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -22,6 +23,9 @@ REPLACED = ".replaced"
 """Suffix of a directory that was moved aside for its successor: whole, and valid until the successor is in place."""
 
 _PARTIAL = ".partial"
+
+_NOT_SYNCED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
+"""What network file systems say that sync no directories: it is another thing for each of them."""
 
 
 @contextmanager
@@ -80,7 +84,11 @@ def _sync(directory: Path) -> None:
 def _sync_one(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with suppress(PermissionError):  # some network file systems refuse to sync a directory
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except PermissionError:  # of a file system that syncs nothing that was opened for reading
+        pass
+    except OSError as error:
+        if error.errno not in _NOT_SYNCED or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

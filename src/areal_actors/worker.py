@@ -7,7 +7,8 @@
 It is told who it is and where home is on its standard input or in a file (``schedulers.bootstrap``); at home it asks
 what to be. What a role is made of is ``run.roles``; who starts workers and misses them is ``run.upkeep``. A worker ends
 when it is told to, when its standard input does (then whoever started it is gone), when another life has taken its
-place, and when home was out of reach for longer than its lease. Where a cluster has started several processes as one
+place, and when home was out of reach for longer than its lease. On a cluster it may then stay where it is, and begin
+afresh with the next home of its run (``schedulers.rejoining``). Where a cluster has started several processes as one
 worker, the first is the worker, and the others are ranks of its gang (``run.rank_worker``).
 """
 
@@ -22,6 +23,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import cycle
+from math import ceil
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -50,6 +52,8 @@ from areal_actors.messages import (
 )
 from areal_actors.run.endings import until_orphaned, until_signalled
 from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap, read_bootstrap
+from areal_actors.schedulers.rejoining import is_superseded, look_for_next_home
+from areal_actors.schedulers.statuses import HOME_LOST, RUN_AGAIN
 from areal_actors.telemetry import get_logger, logging_to_stream
 
 __all__ = ["main"]
@@ -59,14 +63,18 @@ _log = get_logger(__name__)
 P = TypeVar("P")
 
 _EXIT_FAILED = 1
-_EXIT_AGAIN = 75
-"""What was done is saved; another worker may go on with it."""
 _SIGNS_PER_LEASE = 4
 _LAST_WORDS_SECONDS = 2.0
+_LOOK_SECONDS, _LOOK_AT_HOME_SECONDS = 1.0, 5.0
+"""How often it is asked whether there is a later home, while home is out of reach, and while it is not."""
 
 
 class _Left(Exception):
     """The worker has saved what it had, and goes."""
+
+
+class _HomeLost(Exception):
+    """Home is out of reach for too long, or another one has taken its place."""
 
 
 def main() -> NoReturn:
@@ -79,7 +87,12 @@ def main() -> NoReturn:
 
             anyio.run(serve_rank, rank)
             sys.exit(0)
-        sys.exit(anyio.run(_live, read_bootstrap(line)))
+        bootstrap = read_bootstrap(line)
+        code = anyio.run(_live, bootstrap)
+        if code == HOME_LOST and bootstrap.rejoin_seconds:
+            _log.info("next_home_is_awaited", worker=bootstrap.node, seconds=bootstrap.rejoin_seconds)
+            look_for_next_home(bootstrap, "areal_actors.worker")
+        sys.exit(code)
 
 
 def _rank_order(line: str) -> Mapping[str, Any] | None:
@@ -116,14 +129,47 @@ async def _work(bootstrap: Bootstrap) -> int:
         locate, secret=bootstrap.secret, node=bootstrap.node, incarnation=max(bootstrap.life, 1)
     ) as home:
         try:
-            await (_serve_rank if bootstrap.rank else _serve)(bootstrap, home)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_until_superseded, bootstrap, home)
+                await (_serve_rank if bootstrap.rank else _serve)(bootstrap, home)
+                tasks.cancel_scope.cancel()
         except Exception as error:  # noqa: BLE001 - home is told, and the log has it all
-            if any(isinstance(leaf, _Left) for leaf in leaves(error)):
-                return _EXIT_AGAIN
-            _log.exception("worker_failed", worker=bootstrap.name)
-            await _confess(bootstrap, home, error)
-            return _EXIT_FAILED
+            return await _explain(bootstrap, home, error)
+        if bootstrap.rank and (not home.is_connected or await _is_superseded(bootstrap)):
+            return HOME_LOST  # which may be why the first process of the gang has gone; it would be home's to say
     return 0
+
+
+async def _explain(bootstrap: Bootstrap, home: Line, error: Exception) -> int:
+    """Tell why the worker ends; returns the exit code. Whoever misses home, and cannot tell it, misses it."""
+    if any(isinstance(leaf, _Left) for leaf in leaves(error)):
+        return RUN_AGAIN
+    lost = next((leaf for leaf in leaves(error) if isinstance(leaf, _HomeLost)), None)
+    if lost is not None:
+        _log.warning("home_lost", worker=bootstrap.node, reason=str(lost))
+        return HOME_LOST
+    _log.error("worker_failed", worker=bootstrap.node, exc_info=error)
+    is_told = await _confess(bootstrap, home, error)
+    return HOME_LOST if bootstrap.rejoin_seconds and not is_told and not home.is_connected else _EXIT_FAILED
+
+
+async def _until_superseded(bootstrap: Bootstrap, home: Line) -> None:
+    """Raises ``_HomeLost`` when there is a later home."""
+    if not bootstrap.rejoin_seconds:
+        return
+    while not await _is_superseded(bootstrap):  # noqa: ASYNC110 - it is said in a file
+        await anyio.sleep(_LOOK_AT_HOME_SECONDS if home.is_connected else _LOOK_SECONDS)
+    raise _lost(bootstrap, f"another home of this run has taken the place of home {bootstrap.epoch}")
+
+
+async def _is_superseded(bootstrap: Bootstrap) -> bool:
+    return await to_thread.run_sync(is_superseded, bootstrap, abandon_on_cancel=True)
+
+
+def _lost(bootstrap: Bootstrap, why: str) -> _HomeLost:
+    """The worker has to let go now. A role that cannot be ended is ended with its process, and its job."""
+    signal.alarm(ceil(bootstrap.rejoin_seconds))
+    return _HomeLost(why)
 
 
 async def _serve_rank(bootstrap: Bootstrap, home: Line) -> None:
@@ -248,26 +294,29 @@ def _interface_to(address: str) -> str:
 
 
 async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: float) -> None:
-    """Give signs of life. Raises ``Conflict`` or ``NotFound`` if they are not wanted, ``TimeoutError`` for no answer.
+    """Give signs of life. Raises ``Conflict`` or ``NotFound`` if they are not wanted, ``_HomeLost`` for no answer.
 
     Whoever cannot be told that another has taken their place must take it that one has.
     """
     sign = KeepLease(worker=bootstrap.name, life=bootstrap.life)
     while True:
-        with anyio.fail_after(seconds):
-            while True:
+        is_heard = False
+        with anyio.move_on_after(seconds):
+            while not is_heard:
                 try:
                     await directory.ask(sign)
-                    break
+                    is_heard = True
                 except (Conflict, NotFound):
                     raise
                 except ActorError:
                     await anyio.sleep(seconds / 20)
+        if not is_heard:
+            raise _lost(bootstrap, f"home has not answered for longer than the lease of {seconds:g} s")
         await anyio.sleep(seconds / _SIGNS_PER_LEASE)
 
 
-async def _confess(bootstrap: Bootstrap, home: Line, error: BaseException) -> None:
-    """Tell home why, if it listens."""
+async def _confess(bootstrap: Bootstrap, home: Line, error: BaseException) -> bool:
+    """Tell home why, if it listens; returns whether it did."""
     words: dict[str, Any] = Codec().error_to_data(root_cause(error), bootstrap.name)
     message = ReportFailure(worker=bootstrap.name, life=bootstrap.life, error=words)
     with anyio.move_on_after(_LAST_WORDS_SECONDS):
@@ -275,6 +324,9 @@ async def _confess(bootstrap: Bootstrap, home: Line, error: BaseException) -> No
             await home.ref(Directory, "directory").ask(message)
         except (ActorError, Conflict, NotFound):
             _log.warning("home_was_not_told", worker=bootstrap.name)
+        else:
+            return True
+    return False
 
 
 if __name__ == "__main__":

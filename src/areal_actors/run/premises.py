@@ -27,7 +27,7 @@ from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.auth import create_admin_key
 from areal_actors.proxy.server import bind, url_of
 from areal_actors.run.doorway import handing_out
-from areal_actors.run.upkeep import Household
+from areal_actors.run.upkeep import Household, first_life
 from areal_actors.schedulers.base import Home, Scheduler
 from areal_actors.schedulers.config import RoleConfig, SchedulerConfig, SchedulerType
 from areal_actors.schedulers.local import LocalScheduler
@@ -82,13 +82,13 @@ async def open_premises(
         listener = await stack.enter_async_context(
             listen(home_address(scheduling, sockets), secret=secret, expose={"directory": workers}, node="home")
         )
-        scheduler = await stack.enter_async_context(_open_scheduler(config, directory, placed))
+        home = Home(addresses=(listener.address,), secret=secret)
+        scheduler = await stack.enter_async_context(_open_scheduler(config, directory, placed, home))
         is_local = listener.address.startswith("unix:")
         endpoint = None
         if is_local and Role.PROXY in placed:
             doorway = _open_doorway(config.proxy, sockets / _DOORWAY, admin_key=admin_key)
             endpoint = await stack.enter_async_context(doorway)
-        home = Home(addresses=(listener.address,), secret=secret)
         yield Premises(
             household=Household(scheduler, workers, home, scheduling, roles=placed),
             directory=workers,
@@ -118,10 +118,15 @@ def home_address(config: SchedulerConfig, sockets: Path) -> str:
 
 
 def _open_scheduler(
-    config: RunConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig]
+    config: RunConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig], home: Home
 ) -> AbstractAsyncContextManager[Scheduler]:
     if config.scheduler.type is SchedulerType.SLURM:
-        return SlurmScheduler.open(config.scheduler.slurm, directory=directory.path)
+        wanted = [
+            first_life(f"{role}-{index}", settings, home=home, num_tasks=config.num_tasks(role))
+            for role, settings in placed.items()
+            for index in range(settings.replicas)
+        ]
+        return SlurmScheduler.open(config.scheduler.slurm, directory=directory.path, wanted=wanted)
     return _open_local(config, directory, placed)
 
 

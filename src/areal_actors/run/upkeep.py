@@ -44,7 +44,7 @@ from areal_actors.schedulers.base import Home, Placement, PlacementState, Schedu
 from areal_actors.schedulers.config import RestartsConfig, RoleConfig, SchedulerConfig
 from areal_actors.telemetry import get_logger
 
-__all__ = ["Ending", "Household", "Restarts", "WhileReady", "find_final"]
+__all__ = ["Ending", "Household", "Restarts", "WhileReady", "find_final", "first_life"]
 
 _log = get_logger(__name__)
 
@@ -101,6 +101,24 @@ def find_final(error: BaseException) -> ArealError | None:
         if isinstance(leaf, ArealError) and is_fault:
             return leaf
     return None
+
+
+def first_life(name: str, role: RoleConfig, *, home: Home, num_tasks: int = 1) -> WorkerSpec:
+    """What is placed first for a worker of this name."""
+    return _spec_of(name, _LIFE_STRIDE, role, home=home, num_tasks=num_tasks)
+
+
+def _spec_of(name: str, life: int, role: RoleConfig, *, home: Home, num_tasks: int) -> WorkerSpec:
+    return WorkerSpec(
+        name=name,
+        home=home,
+        life=life,
+        resources=role.resources,
+        num_tasks=num_tasks,
+        python=role.python,
+        environment=role.environment,
+        working_directory=role.working_directory,
+    )
 
 
 @define
@@ -168,7 +186,7 @@ class Household:
         life = self._lives[name] * _LIFE_STRIDE
         await self._directory.ask(ExpectWorker(worker=name, life=life, order=order))
         learnt = _Life()
-        async with self._scheduler.place(self._spec(name, life, role, num_tasks)) as placement:
+        async with self._scheduler.place(_spec_of(name, life, role, home=self._home, num_tasks=num_tasks)) as placement:
             try:
                 with self.gathering.having(order.role, placement):
                     await self._watch(placement, learnt, while_ready)
@@ -178,18 +196,6 @@ class Household:
         await self._directory.ask(DismissWorker(worker=name, life=life))
         words = await self._directory.ask(TakeFailure(worker=name, life=life))
         return Ending(worker=name, reason=learnt.reason, error=_error_of(words), had_served=learnt.had_served)
-
-    def _spec(self, name: str, life: int, role: RoleConfig, num_tasks: int) -> WorkerSpec:
-        return WorkerSpec(
-            name=name,
-            home=self._home,
-            life=life,
-            resources=role.resources,
-            num_tasks=num_tasks,
-            python=role.python,
-            environment=role.environment,
-            working_directory=role.working_directory,
-        )
 
     async def _watch(self, placement: Placement, learnt: _Life, while_ready: WhileReady) -> None:
         """Until it is over."""

@@ -39,11 +39,25 @@ class Bootstrap:
     secret: bytes = field(repr=False)
     rank: int = 0
     num_tasks: int = 1
+    num_restarts: int = 0
+    """How often the cluster had started it already when this was said. ``life`` is the one after so many."""
+    epoch: int = 0
+    """Which home of the run this is, counted from 1. Who belongs to one takes no word of an earlier one."""
+    rejoin_seconds: float = 0.0
+    """How long the worker looks for the next home when it has lost this one. 0: it ends itself at once."""
 
     @classmethod
-    def of(cls, spec: WorkerSpec) -> Bootstrap:
+    def of(cls, spec: WorkerSpec, *, num_restarts: int = 0, epoch: int = 0, rejoin_seconds: float = 0.0) -> Bootstrap:
         """Those to the worker of ``spec``."""
-        return cls(name=spec.name, life=spec.life, addresses=spec.home.addresses, secret=spec.home.secret)
+        return cls(
+            name=spec.name,
+            life=spec.life,
+            addresses=spec.home.addresses,
+            secret=spec.home.secret,
+            num_restarts=num_restarts,
+            epoch=epoch,
+            rejoin_seconds=rejoin_seconds,
+        )
 
     @property
     def node(self) -> str:
@@ -66,19 +80,27 @@ class Bootstrap:
             "life": self.life,
             "addresses": list(self.addresses),
             "secret": self.secret.hex(),
+            "num_restarts": self.num_restarts,
+            "epoch": self.epoch,
+            "rejoin_seconds": self.rejoin_seconds,
         }
         return json.dumps(words) + "\n"
 
     @classmethod
-    def from_line(cls, line: str, *, num_restarts: int = 0) -> Bootstrap:
-        """Read what ``to_line`` wrote. Raises ``ConfigError``."""
+    def from_line(cls, line: str, *, num_restarts: int | None = None) -> Bootstrap:
+        """Read what ``to_line`` wrote, for the life after so many restarts. Raises ``ConfigError``."""
         try:
             words = json.loads(line)
+            known = int(words.get("num_restarts", 0))
+            restarts = known if num_restarts is None else num_restarts
             return cls(
                 name=str(words["name"]),
-                life=int(words["life"]) + num_restarts,
+                life=int(words["life"]) + restarts - known,
                 addresses=tuple(map(str, words["addresses"])),
                 secret=bytes.fromhex(words["secret"]),
+                num_restarts=restarts,
+                epoch=int(words.get("epoch", 0)),
+                rejoin_seconds=float(words.get("rejoin_seconds", 0.0)),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(

@@ -27,6 +27,9 @@ class _Queue:
     async def look(self):
         raise NotImplementedError
 
+    async def is_ousted(self):
+        return False
+
 
 async def placed(directory, *, scontrol=SAYING, **settings):
     """Job 7, and what its commands were asked."""

@@ -201,7 +201,7 @@ def test_how_the_worker_ended_is_kept_and_75_asks_to_run_again(tmp_path, srun, r
     )
 
     assert status == done.returncode, done.stderr
-    assert str(status) == (tmp_path / "exit" / f"7-{restarts or 0}").read_text().split()[0]
+    assert str(status) == (tmp_path / "exit" / f"{REQUEST.name}.7-{restarts or 0}").read_text().split()[0]
     assert asks == (tmp_path / "bin" / "scontrol.said").exists()
 
 

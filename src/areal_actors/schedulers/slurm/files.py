@@ -5,9 +5,11 @@
     slurm/                      its owner's alone
       home                      locked by the home that lives
       jobs/<name>.json          a record of intent: written before a job is submitted, closed at its end
+      epoch                     how many homes there have been; one that is not the latest ends itself
       bootstrap/<name>.json     whom the worker shall call, with the secret; gone when the job is
+      let-go/<name>.<n>.<rank>  that a process of a job has left its former home (``schedulers.rejoining``)
       stop/<name>               the job is not wanted any longer: it does not begin, and does not ask to run again
-      exit/<job>-<restarts>     how each of a job's lives ended, written by its script
+      exit/<name>.<job>-<n>     how each of a job's lives ended, written by its script
       scripts/<name>.sh         what was submitted, for people
 
 Everything here blocks, on a file system that may be slow: call it on a thread.
@@ -24,19 +26,20 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import cattrs
 from attrs import asdict, frozen
 
 from areal_actors.errors import SchedulerError
-from areal_actors.schedulers.base import WorkerSpec
+from areal_actors.schedulers.bootstrap import Bootstrap
+from areal_actors.schedulers.rejoining import read_epoch
 from areal_actors.schedulers.slurm.queue import ExitStatus, parse_exit_record
 
 __all__ = ["JobRecord", "SlurmFiles", "find_slurm_files"]
 
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-_DIRECTORIES = ("jobs", "bootstrap", "stop", "exit", "scripts")
+_DIRECTORIES = ("jobs", "bootstrap", "let-go", "stop", "exit", "scripts")
 
 
 @frozen(kw_only=True)
@@ -52,6 +55,9 @@ class JobRecord:
     """``None``: it is not known whether the job was taken."""
     ended: str | None = None
     """How it ended; ``None`` while that is not known."""
+    num_tasks: int = 1
+    traits: dict[str, str] | None = None
+    """What it was submitted with (``adoption.traits_of``); ``None``: it ends with its home."""
 
 
 @frozen(kw_only=True)
@@ -95,6 +101,12 @@ class SlurmFiles:
         with _on_disk():
             return (self.path / "home").open("a+", encoding="utf-8")
 
+    def begin_epoch(self) -> int:
+        """Be the latest home, for whoever holds the directory. Earlier ones, if they live, have to end themselves."""
+        epoch = read_epoch(self.path) + 1
+        _write_durably(self.path / "epoch", f"{epoch}\n")
+        return epoch
+
     # ----------------------------------------------------------------------------------------------- records
 
     def write_record(self, record: JobRecord) -> None:
@@ -113,15 +125,9 @@ class SlurmFiles:
 
     # ----------------------------------------------------------------------------------------------- one job
 
-    def write_bootstrap(self, name: str, spec: WorkerSpec) -> None:
-        """Tell the worker where home is. Its life is the first one: a restart of the job adds to it."""
-        words: dict[str, Any] = {
-            "name": spec.name,
-            "life": spec.life,
-            "addresses": list(spec.home.addresses),
-            "secret": spec.home.secret.hex(),
-        }
-        _write_durably(self.path / "bootstrap" / f"{name}.json", json.dumps(words))
+    def write_bootstrap(self, name: str, bootstrap: Bootstrap) -> None:
+        """Tell the worker where home is."""
+        _write_durably(self.path / "bootstrap" / f"{name}.json", bootstrap.to_line())
 
     def write_script(self, name: str, script: str) -> None:
         """Keep what is submitted."""
@@ -137,11 +143,16 @@ class SlurmFiles:
         """The secret is not needed any more."""
         with _on_disk():
             (self.path / "bootstrap" / f"{name}.json").unlink(missing_ok=True)
+            for path in (self.path / "let-go").glob(f"{name}.*"):
+                path.unlink(missing_ok=True)
 
-    def read_exit(self, job: int) -> ExitStatus | None:
-        """How the latest life of a job ended, if its script could say so."""
+    def read_exit(self, name: str, job: int) -> ExitStatus | None:
+        """How the latest life of a job ended, if its script could say so.
+
+        A controller that has lost its state may give the number to another job.
+        """
         found = []
-        for path in (self.path / "exit").glob(f"{job}-*"):
+        for path in (self.path / "exit").glob(f"{name}.{job}-*"):
             restarts = path.name.rpartition("-")[2]
             if restarts.isdecimal():
                 with suppress(OSError):

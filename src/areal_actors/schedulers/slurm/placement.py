@@ -49,6 +49,10 @@ class QueueReader(Protocol):
         """Read it now, and tell every placement."""
         ...
 
+    async def is_ousted(self) -> bool:
+        """Whether the jobs are a later home's. Then every placement has been told to leave them alone."""
+        ...
+
 
 class SlurmPlacement:
     """A job, from its submission until nothing of it is left."""
@@ -122,6 +126,20 @@ class SlurmPlacement:
         self.record = evolve(self.record, job=job)
         await to_thread.run_sync(self._files.write_record, self.record)
 
+    async def resume(self, row: JobRow, *, num_restarts: int) -> None:
+        """It is the job of a former home, and ours from now on."""
+        assert self.job is not None
+        self._view = observe(JobView(job=self.job, num_restarts=num_restarts), row, now=0.0, patience=0.0)
+        self._num_hurried = num_restarts
+        await to_thread.run_sync(self._files.write_record, self.record)
+
+    def hand_over(self, why: str) -> None:
+        """It is a later home's, which decides when it ends."""
+        if self._final is None:
+            self._final = PlacementStatus(state=PlacementState.ENDED, reason=why)
+            self._is_doubtful = False
+            self._gone.set()
+
     def doubt(self, why: str) -> None:
         """It is not known whether it was taken; it may even come to be twice."""
         self._silence, self._is_doubtful = why, True
@@ -161,7 +179,7 @@ class SlurmPlacement:
 
     async def _look_for(self, view: JobView, *, now: float) -> None:
         """A job that is not in the queue has ended if it says so, or if its controller has forgotten it for long."""
-        left = await to_thread.run_sync(self._files.read_exit, view.job)
+        left = await to_thread.run_sync(self._files.read_exit, self.name, view.job)
         report = await self._commands.describe(view.job) if left is None else None
         if report is not None and report.course is not Course.ENDED:
             return
@@ -195,7 +213,7 @@ class SlurmPlacement:
     async def _close(self, view: JobView) -> None:
         """It has ended: find out how, and say so for ever."""
         report = await self._report(view)
-        left = await to_thread.run_sync(self._files.read_exit, view.job)
+        left = await to_thread.run_sync(self._files.read_exit, self.name, view.job)
         code = _exit_code(view, report, left)
         words = self._given_up or _describe_end(view, code, is_unwanted=self._is_unwanted)
         if code != 0 and not self._is_unwanted:
@@ -235,6 +253,7 @@ class SlurmPlacement:
                 await self._end(grace)
 
     async def _end(self, grace: float) -> None:
+        await self._queue.is_ousted()
         if self._final is not None:
             if self._is_doubtful:
                 await self._commands.cancel_named(self.name)
@@ -246,7 +265,7 @@ class SlurmPlacement:
         why = "it did not end"
         began = anyio.current_time()
         with anyio.move_on_after(self._config.cancel_timeout_seconds):
-            while self._final is None:
+            while self._final is None and not await self._queue.is_ousted():
                 try:
                     await self._cancel()
                 except SchedulerError as error:

@@ -23,14 +23,26 @@ _ASK_AGAIN_LOOKS = 30
 
 
 async def cancel_records(
-    files: SlurmFiles, commands: SlurmCommands, *, timeout_seconds: float
+    files: SlurmFiles,
+    commands: SlurmCommands,
+    *,
+    timeout_seconds: float,
+    records: Sequence[JobRecord] | None = None,
 ) -> tuple[JobRecord, ...]:
     """End every job of ``files`` that is not known to have ended; returns their records, closed. Again is fine.
+
+    Args:
+        files: those of the run.
+        commands: the cluster.
+        timeout_seconds: how long they may take to end.
+        records: end these alone.
 
     Raises:
         SchedulerError: some are still there, or the cluster does not answer.
     """
-    records = [one for one in await to_thread.run_sync(files.read_records) if one.ended is None]
+    if records is None:
+        records = await to_thread.run_sync(files.read_records)
+    records = [one for one in records if one.ended is None]
     for record in records:
         await to_thread.run_sync(files.mark_stopped, record.name)
     left = {record.name: record for record in records}

@@ -1,8 +1,8 @@
 """Workers as jobs of a Slurm cluster, one job each, of which nothing is left when home leaves.
 
-A job is on record before it is submitted, so that what a home leaves that was killed can be found and ended: by the
-next home of the same directory, or by ``areal-actors slurm reap``. The queue is read once for all jobs, off the event
-loop; a cluster that does not answer is no reason to give up a job, nor to submit another one.
+A job is on record before it is submitted, so that what a home leaves that was killed can be found: the next home of the
+same directory takes it over (``takeover``), or ``areal-actors slurm reap`` ends it. The queue is read once for all jobs,
+off the event loop; a cluster that does not answer is no reason to give up a job, nor to submit another one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from pathlib import Path
 
 import anyio
 from anyio import to_thread
+from attrs import evolve
 
 from areal_actors.core.remote.transport import unwrapped
 from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.base import WorkerSpec
-from areal_actors.schedulers.slurm.commands import Doubtful, Refused, SlurmCommands, Submitted
+from areal_actors.schedulers.bootstrap import Bootstrap
+from areal_actors.schedulers.rejoining import read_epoch
+from areal_actors.schedulers.slurm.adoption import Traits, traits_of
+from areal_actors.schedulers.slurm.commands import Doubtful, Refused, SlurmCommands, Submitted, clean_environment
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
 from areal_actors.schedulers.slurm.queue import Course, JobRow
 from areal_actors.schedulers.slurm.reaping import cancel_records
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
 from areal_actors.schedulers.slurm.settings import SlurmConfig
+from areal_actors.schedulers.slurm.takeover import Kept, take_over
 
 __all__ = ["SlurmScheduler"]
 
@@ -59,6 +64,9 @@ class SlurmScheduler:
         self._jitter, self._module = jitter, module
         self._run = secrets.token_hex(_RUN_BYTES)
         self._placements: dict[str, SlurmPlacement] = {}
+        self._kept: dict[str, Kept] = {}
+        self._epoch = 0
+        self._ousted: SchedulerError | None = None
         self._left: set[str] = set()
         self._reading = anyio.Lock()
         self._num_silences = 0
@@ -71,6 +79,7 @@ class SlurmScheduler:
         *,
         directory: Path,
         environment: Mapping[str, str] | None = None,
+        wanted: Sequence[WorkerSpec] = (),
         jitter: Callable[[], float] = random.random,
         module: str = "areal_actors.worker",
     ) -> AsyncIterator[SlurmScheduler]:
@@ -80,12 +89,14 @@ class SlurmScheduler:
             config: settings of the cluster.
             directory: the run directory, on a file system that home shares with the nodes.
             environment: what jobs get, cleaned of Slurm's own variables; that of this process without it.
+            wanted: what will be placed first. Jobs that a former home has left for these workers are kept, where they
+                are the same; all others that it has left have ended when the block begins.
             jitter: from 0 to 1, so that many homes do not ask at the same moment.
             module: what a worker's interpreter runs.
 
         Raises:
             SchedulerError: Slurm is not installed or does not answer, another home lives in this directory, or an
-                earlier one has left jobs that cannot be ended.
+                earlier one has left jobs that cannot be ended; during the block, a later home has taken the jobs over.
         """
         config = config or SlurmConfig()
         commands = SlurmCommands(
@@ -100,9 +111,13 @@ class SlurmScheduler:
         await to_thread.run_sync(partial(logs.mkdir, parents=True, exist_ok=True))
         self = cls(config, files=files, logs=logs, commands=commands, jitter=jitter, module=module)
         with files.hold():
-            await cancel_records(files, commands, timeout_seconds=config.cancel_timeout_seconds)
+            await self._take_over(wanted)
             async with self._watching():
-                yield self
+                try:
+                    yield self
+                finally:
+                    with anyio.CancelScope(shield=True):  # bounded by cancel_timeout_seconds
+                        await self._end_kept(*self._kept)
 
     @property
     def name(self) -> str:
@@ -121,22 +136,62 @@ class SlurmScheduler:
         Raises:
             SchedulerError: the cluster refuses the job, or cannot be heard; or, at the end, the job may still run.
         """
-        request = self._request(spec)
-        if request.name in self._placements:
+        if any((one.spec.name, one.spec.life) == (spec.name, spec.life) for one in self._placements.values()):
             raise SchedulerError(f"{spec.name} has been placed in its life {spec.life} already; give it the next one")
-        placement = self._create(spec, request)
-        self._placements[request.name] = placement
+        if await self.is_ousted() and self._ousted is not None:
+            raise self._ousted
+        kept = await self._find_kept(spec)
+        request = self._request(spec)
+        placement = self._create(spec, request, kept)
+        self._placements[placement.name] = placement
         try:
             # A submission that is cut in two may have been taken: it is bounded by its own time limits instead.
             with anyio.CancelScope(shield=True):
-                await self._submit(placement, request)
+                await (self._submit(placement, request) if kept is None else self._adopt(placement, kept))
             yield placement
         finally:
             try:
                 await placement.stop(grace=_STOP_GRACE_SECONDS)
             finally:
-                self._left.add(request.name)
+                self._left.add(placement.name)
                 self._prune()
+
+    # ------------------------------------------------------------------------------------------- a former home's jobs
+
+    async def _take_over(self, wanted: Sequence[WorkerSpec]) -> None:
+        self._epoch = await to_thread.run_sync(self._files.begin_epoch)
+        traits = {spec.name: self._traits(spec) for spec in wanted} if self._config.rejoin_seconds else {}
+        self._kept = await take_over(self._files, self._commands, self._config, epoch=self._epoch, wanted=traits)
+
+    async def _find_kept(self, spec: WorkerSpec) -> Kept | None:
+        """The job that is there for a worker. One that is not what is asked for now is ended."""
+        kept = self._kept.get(spec.name)
+        if kept is not None and kept.record.traits != self._traits(spec):
+            await self._end_kept(spec.name)
+        return self._kept.pop(spec.name, None)
+
+    async def _end_kept(self, *workers: str) -> None:
+        records = [self._kept.pop(worker).record for worker in workers]
+        if not await self.is_ousted():
+            seconds = self._config.cancel_timeout_seconds
+            await cancel_records(self._files, self._commands, records=records, timeout_seconds=seconds)
+
+    async def _adopt(self, placement: SlurmPlacement, kept: Kept) -> None:
+        await placement.resume(kept.row, num_restarts=kept.num_restarts)
+        await to_thread.run_sync(self._write_bootstrap, placement, kept.num_restarts)
+
+    def _write_bootstrap(self, placement: SlurmPlacement, num_restarts: int = 0) -> None:
+        told = Bootstrap.of(
+            placement.spec,
+            num_restarts=num_restarts,
+            epoch=self._epoch,
+            rejoin_seconds=self._config.rejoin_seconds,
+        )
+        self._files.write_bootstrap(placement.name, told)
+
+    def _traits(self, spec: WorkerSpec) -> Traits:
+        environment = {**clean_environment(self._commands.environment), **spec.environment}
+        return traits_of(self._request(spec), self._config, environment)
 
     # ------------------------------------------------------------------------------------------- submitting
 
@@ -155,10 +210,18 @@ class SlurmScheduler:
             module=self._module,
         )
 
-    def _create(self, spec: WorkerSpec, request: JobRequest) -> SlurmPlacement:
+    def _create(self, spec: WorkerSpec, request: JobRequest, kept: Kept | None) -> SlurmPlacement:
+        record = JobRecord(
+            name=request.name,
+            worker=spec.name,
+            life=spec.life,
+            created_at=time.time(),
+            num_tasks=spec.num_tasks,
+            traits=dict(self._traits(spec)) if self._config.rejoin_seconds else None,
+        )
         return SlurmPlacement(
             spec,
-            record=JobRecord(name=request.name, worker=spec.name, life=spec.life, created_at=time.time()),
+            record=record if kept is None else evolve(kept.record, life=spec.life),
             log=request.log,
             files=self._files,
             commands=self._commands,
@@ -191,7 +254,7 @@ class SlurmScheduler:
 
     def _prepare(self, placement: SlurmPlacement, script: str) -> None:
         self._files.write_script(placement.name, script)
-        self._files.write_bootstrap(placement.name, placement.spec)
+        self._write_bootstrap(placement)
         self._files.write_record(placement.record)
 
     async def _find(self, name: str, deadline: float) -> Submitted | None:
@@ -216,7 +279,7 @@ class SlurmScheduler:
         body: list[BaseException] = []
         with unwrapped(body):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._watch)
+                tasks.start_soon(self._watch, tasks.cancel_scope)
                 try:
                     yield
                 except BaseException as error:
@@ -224,15 +287,34 @@ class SlurmScheduler:
                     raise
                 finally:
                     tasks.cancel_scope.cancel()
+        if self._ousted is not None:
+            raise self._ousted
 
-    async def _watch(self) -> None:
-        while True:
+    async def _watch(self, scope: anyio.CancelScope) -> None:
+        while not await self.is_ousted():
             await anyio.sleep(self._config.poll_seconds * (0.75 + self._jitter() / 2))
             await self.look()
+        scope.cancel()
+
+    async def is_ousted(self) -> bool:
+        """Whether a later home has taken over the jobs, which are left to it. It can, where locks are not kept."""
+        epoch = await to_thread.run_sync(read_epoch, self._files.path)
+        if epoch > self._epoch and self._ousted is None:
+            why = (
+                f"another home has taken over the jobs of {self._files.path.parent}: it is number {epoch} there, this "
+                f"one was number {self._epoch}. This one ends, and leaves them alone; a run can have one home."
+            )
+            logger.error("%s", why)
+            self._ousted = SchedulerError(why)
+            for one in self._placements.values():
+                one.hand_over(why)
+        return self._ousted is not None
 
     async def look(self) -> None:
         """Read the queue once, and tell every placement. What goes wrong is counted, and not raised."""
         async with self._reading:
+            if await self.is_ousted():
+                return
             living = [one for one in self._placements.values() if one.job is not None and not one.is_gone]
             if not living:
                 return

@@ -39,9 +39,9 @@ is_ending=0
 is_warned=0
 
 finish() {  # how it ended: status, time, node
-  local record="$$directory/exit/.$$SLURM_JOB_ID-$$restarts"
-  printf '%s %s %s\\n' "$$1" "$$(date +%s)" "$${SLURMD_NODENAME:-}" >"$$record" &&
-    mv "$$record" "$$directory/exit/$$SLURM_JOB_ID-$$restarts"
+  local record="$$name.$$SLURM_JOB_ID-$$restarts"
+  printf '%s %s %s\\n' "$$1" "$$(date +%s)" "$${SLURMD_NODENAME:-}" >"$$directory/exit/.$$record" &&
+    mv "$$directory/exit/.$$record" "$$directory/exit/$$record"
 }
 trap 'is_ending=1' TERM
 trap 'is_warned=1; [ -z "$$step" ] || kill -USR1 "$$step"' USR1

@@ -161,6 +161,9 @@ class SlurmConfig:
     """A job that has not been in the queue for so long, and has left no word, counts as lost."""
     preflight_seconds: float = field(default=60.0, validator=gt(0))
     """How long a job tries to reach home before it gives its node back."""
+    rejoin_seconds: float = field(default=300.0, validator=ge(0))
+    """How long a job that has lost home keeps its nodes for the next one, which is the same run, started again with
+    --resume. 0: it ends when its lease does, and the next home submits another one."""
 
     def __attrs_post_init__(self) -> None:
         if self.margin_seconds >= self.time_minutes * 60:

@@ -1,0 +1,103 @@
+"""Which jobs of a former home the next one keeps. Pure: from records, one look at the queue, and what is wanted now.
+
+A job is kept if it is what would be submitted now, word for word, and if nobody can take it for another: everything
+that was decided when it was submitted is on its record, as its traits. What is decided when its worker begins, such as
+what it trains, is no trait: its role begins afresh with every home. How a job that runs is taken over is ``takeover``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+from attrs import evolve, frozen
+
+from areal_actors.schedulers.slurm.files import JobRecord
+from areal_actors.schedulers.slurm.queue import Course, JobRow
+from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
+from areal_actors.schedulers.slurm.settings import SlurmConfig
+
+__all__ = ["Traits", "Verdict", "judge", "traits_of"]
+
+Traits = Mapping[str, str]
+"""What a job was submitted with, by name: its options, and digests of its script and of each variable."""
+
+_SESSION = re.compile(
+    r"SSH_.*|XDG_.*|DBUS_.*|GPG_.*|SUDO_.*|TMUX.*|STY|SCREEN.*|TERM|TERM_.*|COLORTERM|LS_COLORS|LINES|COLUMNS"
+    r"|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|WINDOW|WINDOWID|VSCODE_.*|HIST.*|PS[1-4]|PROMPT.*|SHLVL|PWD|OLDPWD|_"
+    r"|HOST|HOSTNAME|MAIL|INVOCATION_ID|JOURNAL_STREAM|SYSTEMD_.*|NOTIFY_SOCKET"
+)
+"""Variables of the shell that home happens to be started from. They are another's with each login."""
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """What becomes of a job on record. ``why`` it is ended; empty if it is kept, which is as ``row``."""
+
+    record: JobRecord
+    row: JobRow | None = None
+    why: str = ""
+
+
+def traits_of(request: JobRequest, config: SlurmConfig, environment: Mapping[str, str]) -> Traits:
+    """What a job for ``request`` is submitted with, but for what is another's with each submission."""
+    plain = evolve(request, run="0" * 16, life=0, avoided=())
+    found: dict[str, str] = {}
+    for argument in create_arguments(plain, config):
+        option, _, value = argument.partition("=")
+        found[option] = f"{found[option]},{value}" if option in found else value
+    found["script"] = _digest(render_script(plain, config))
+    found |= {f"${name}": _digest(value) for name, value in environment.items() if not _SESSION.fullmatch(name)}
+    return found
+
+
+def judge(records: Sequence[JobRecord], rows: Sequence[JobRow], wanted: Mapping[str, Traits]) -> tuple[Verdict, ...]:
+    """What becomes of each of ``records``, in their order.
+
+    Args:
+        records: jobs that are not known to have ended.
+        rows: what the queue has of their names.
+        wanted: the traits of what would be submitted now, by worker.
+    """
+    verdicts = [_judge_one(record, rows, wanted.get(record.worker)) for record in records]
+    newest = {one.record.worker: one for one in sorted(verdicts, key=_age) if not one.why}
+    return tuple(
+        one
+        if one.why or newest[one.record.worker] is one
+        else Verdict(record=one.record, why="a later job of its worker is kept")
+        for one in verdicts
+    )
+
+
+def _judge_one(record: JobRecord, rows: Sequence[JobRow], wanted: Traits | None) -> Verdict:
+    alive = [row for row in rows if row.name == record.name and row.course is not Course.ENDED]
+    if wanted is None:
+        return Verdict(record=record, why="the run wants no such worker, or keeps no jobs (rejoin_seconds)")
+    why = _find_obstacle(record, alive) or _find_difference(record.traits, wanted)
+    return Verdict(record=record, why=why) if why else Verdict(record=record, row=alive[0])
+
+
+def _find_obstacle(record: JobRecord, alive: Sequence[JobRow]) -> str:
+    if not alive:
+        return "it is not in the queue any more"
+    if len(alive) > 1 or record.job not in (None, alive[0].job):
+        return f"its name is that of {', '.join(f'job {row.job}' for row in alive)}"
+    row = alive[0]
+    is_certain = row.course in (Course.WAITING, Course.RUNNING) and row.state != "COMPLETING"
+    return "" if is_certain else f"it is {row.state}"
+
+
+def _find_difference(traits: Traits | None, wanted: Traits) -> str:
+    if traits is None:
+        return "it was submitted to end with its home"
+    differing = sorted(name for name in {*traits, *wanted} if traits.get(name) != wanted.get(name))
+    return f"it would be submitted with other {', '.join(differing)} now" if differing else ""
+
+
+def _age(verdict: Verdict) -> tuple[float, int, str]:
+    return verdict.record.created_at, verdict.record.life, verdict.record.name
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

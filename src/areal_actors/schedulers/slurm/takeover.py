@@ -1,0 +1,140 @@
+"""Taking over the jobs of a former home: those that are wanted as they are stay in the cluster, all others are ended.
+
+A job that waits needs nothing but another address. One that runs has processes that know the former home, and may be
+writing a checkpoint at this moment: it is kept if each of them has let go of what it did (``schedulers.rejoining``),
+and ended otherwise. When this is over, nothing that a former home has started does anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import anyio
+from anyio import to_thread
+from attrs import evolve, frozen
+
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.rejoining import count_let_go
+from areal_actors.schedulers.slurm.adoption import Traits, Verdict, judge
+from areal_actors.schedulers.slurm.commands import SlurmCommands
+from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
+from areal_actors.schedulers.slurm.queue import Course, JobRow
+from areal_actors.schedulers.slurm.reaping import cancel_records
+from areal_actors.schedulers.slurm.settings import SlurmConfig
+
+__all__ = ["Kept", "take_over"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5
+_RETRY_SECONDS = 2.0
+
+
+@frozen(kw_only=True)
+class Kept:
+    """A job that waits for its worker to be placed."""
+
+    record: JobRecord
+    row: JobRow
+    num_restarts: int
+    """How often the cluster had started it again."""
+
+
+async def take_over(
+    files: SlurmFiles, commands: SlurmCommands, config: SlurmConfig, *, epoch: int, wanted: Mapping[str, Traits]
+) -> dict[str, Kept]:
+    """Decide what becomes of every job on record; returns those that are kept, by worker. All others have ended.
+
+    Args:
+        files: those of the run, whose ``epoch`` has begun.
+        commands: the cluster.
+        config: ``rejoin_seconds`` is how long those that have let go stay for us; half of it is waited for the others.
+        epoch: ours.
+        wanted: what would be submitted now, by worker.
+
+    Raises:
+        SchedulerError: the cluster does not answer, or jobs that are not kept do not end.
+    """
+    records = [one for one in await to_thread.run_sync(files.read_records) if one.ended is None]
+    if not records:
+        return {}
+    rows = await _read_queue(commands, records, seconds=config.cancel_timeout_seconds) if wanted else ()
+    verdicts = judge(records, rows, wanted)
+    _tell_ended(verdicts)
+    ended = [one.record for one in verdicts if one.why]
+    deadline = anyio.current_time() + config.rejoin_seconds / 2
+    await cancel_records(files, commands, records=ended, timeout_seconds=config.cancel_timeout_seconds)
+    waiting = _Handover(files, commands, epoch, [one for one in verdicts if not one.why])
+    await waiting.run(deadline)
+    _tell_ended(waiting.lost)
+    lost = [one.record for one in waiting.lost]
+    await cancel_records(files, commands, records=lost, timeout_seconds=config.cancel_timeout_seconds)
+    for one in waiting.kept:
+        where = f" on {one.row.nodes}" if one.row.nodes else ""
+        logger.info("job %d of %s is kept, %s%s", one.row.job, one.record.worker, one.row.state, where)
+    return {one.record.worker: one for one in waiting.kept}
+
+
+def _tell_ended(verdicts: Sequence[Verdict]) -> None:
+    for one in verdicts:
+        logger.info("job %s of %s is not kept: %s", one.record.job or one.record.name, one.record.worker, one.why)
+
+
+async def _read_queue(commands: SlurmCommands, records: Sequence[JobRecord], *, seconds: float) -> tuple[JobRow, ...]:
+    deadline = anyio.current_time() + seconds
+    while True:
+        try:
+            return await commands.list_jobs([one.name for one in records])
+        except SchedulerError as error:
+            if anyio.current_time() >= deadline:
+                raise
+            logger.warning("%s", error)
+        await anyio.sleep(_RETRY_SECONDS)
+
+
+class _Handover:
+    """Jobs that are to be kept, until each has let go or is lost."""
+
+    def __init__(self, files: SlurmFiles, commands: SlurmCommands, epoch: int, verdicts: Sequence[Verdict]) -> None:
+        self.kept: list[Kept] = []
+        self.lost: list[Verdict] = []
+        self._files, self._commands, self._epoch = files, commands, epoch
+        self._awaited = {one.record.name: one for one in verdicts}
+
+    async def run(self, deadline: float) -> None:
+        """Until none is awaited, or time is up."""
+        why = "it has not let go of what it did for its former home"
+        while self._awaited:
+            try:
+                await self._look()
+            except SchedulerError as error:
+                why = str(error)
+            if anyio.current_time() >= deadline:
+                break
+            if self._awaited:
+                await anyio.sleep(_LOOK_SECONDS)
+        self.lost += [evolve(one, why=why) for one in self._awaited.values()]
+
+    async def _look(self) -> None:
+        seen = await self._commands.list_jobs(list(self._awaited))
+        rows = {row.name: row for row in seen if row.course is not Course.ENDED}
+        let_go = await to_thread.run_sync(count_let_go, self._files.path, self._epoch)
+        for name, verdict in list(self._awaited.items()):
+            row = rows.get(name)
+            if row is None or row.course not in (Course.WAITING, Course.RUNNING) or row.state == "COMPLETING":
+                self._awaited.pop(name)
+                self.lost.append(evolve(verdict, why="it has ended" if row is None else f"it is {row.state}"))
+            elif row.course is Course.WAITING or any(job == name for job, _ in let_go):
+                await self._ask(verdict, row, let_go)
+
+    async def _ask(self, verdict: Verdict, row: JobRow, let_go: Mapping[tuple[str, int], int]) -> None:
+        """Which of its starts this one is, the controller knows; what is left of earlier ones does not count."""
+        report = await self._commands.describe(row.job)
+        if report is None:
+            return
+        name, num_restarts = verdict.record.name, report.exit.restarts
+        if row.course is Course.WAITING or let_go.get((name, num_restarts), 0) >= verdict.record.num_tasks:
+            record = evolve(verdict.record, job=row.job)
+            self.kept.append(Kept(record=record, row=row, num_restarts=num_restarts))
+            self._awaited.pop(name)

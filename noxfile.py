@@ -207,7 +207,8 @@ def slurm(session: nox.Session) -> None:
         environment = {"DEBIAN_FRONTEND": "noninteractive"}
         session.run("apt-get", "update", external=True)
         session.run("apt-get", "install", "-y", "--no-install-recommends", *packages, env=environment, external=True)
-    tests = [f"tests/schedulers/slurm_local/{name}.py" for name in ("chaos", "training", "gangs")]
+    names = ("nodes", "controllers", "limits", "successors", "training", "gangs")
+    tests = [f"tests/schedulers/slurm_local/{name}.py" for name in names]
     session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.slurm import JobRecord, SlurmCommands, SlurmFiles, cancel_records, find_slurm_files
-from areal_actors.schedulers.slurm.queue import JobRow
+from areal_actors.schedulers.slurm.queue import Course, JobRow
 
 __all__ = ["KnownJob", "cancel_jobs", "format_jobs", "format_json", "list_known_jobs", "reap_jobs"]
 
@@ -57,7 +57,8 @@ def list_known_jobs(root: Path) -> tuple[KnownJob, ...]:
     for files in find_slurm_files(root):
         records = files.read_records()
         rows = _ask_queue([one for one in records if one.ended is None])
-        found += [_know(files, record, rows) for record in records]
+        is_alone = bool(rows) and not files.is_held
+        found += [_know(files, record, rows, is_alone=is_alone) for record in records]
     return tuple(found)
 
 
@@ -75,8 +76,11 @@ def _commands() -> SlurmCommands:
     return commands
 
 
-def _know(files: SlurmFiles, record: JobRecord, rows: dict[str, JobRow]) -> KnownJob:
+def _know(files: SlurmFiles, record: JobRecord, rows: dict[str, JobRow], *, is_alone: bool) -> KnownJob:
     row = rows.get(record.name)
+    reason = "" if row is None else row.reason
+    if row is not None and is_alone:
+        reason = f"{reason}; its home is gone" if row.course is Course.WAITING else "its home is gone"
     return KnownJob(
         run=str(files.path.parent),
         name=record.name,
@@ -86,7 +90,7 @@ def _know(files: SlurmFiles, record: JobRecord, rows: dict[str, JobRow]) -> Know
         state="gone" if record.ended is not None else "missing" if row is None else row.state,
         nodes="" if row is None else row.nodes,
         time_left="" if row is None else row.time_left,
-        reason=record.ended or ("" if row is None else row.reason),
+        reason=record.ended or reason,
         created_at=record.created_at,
     )
 

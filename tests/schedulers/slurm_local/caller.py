@@ -1,8 +1,9 @@
 """A worker with nothing to do: ``python -m tests.schedulers.slurm_local.caller``.
 
 It calls home, stays connected, and calls again when it is cut off, until its lease is over. Told to end, it writes a
-checkpoint, and leaves with the status that asks to be started again. Twice a second it leaves a sign of life, which
-only one life of a worker may do at a time. ``CALLER_ORDER`` can have it do something else.
+checkpoint, and leaves with the status that asks to be started again. When home is lost, it looks for the next one, if
+it may (``schedulers.rejoining``). Twice a second it leaves a sign of life, which only one life of a worker may do at a
+time. ``CALLER_ORDER`` can have it do something else.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import os
 import signal
 import sys
 import time
+from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import anyio
 
 from areal_actors.core.remote import Limits, connect
 from areal_actors.errors import Unreachable
+from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap, read_bootstrap
+from areal_actors.schedulers.rejoining import is_superseded, look_for_next_home
 from areal_actors.schedulers.statuses import HOME_LOST, RUN_AGAIN
 
 _LIMITS = Limits(heartbeat_seconds=0.3, silence_seconds=1.5, hello_seconds=1.5)
@@ -26,22 +30,26 @@ _LIMITS = Limits(heartbeat_seconds=0.3, silence_seconds=1.5, hello_seconds=1.5)
 
 def main() -> None:
     """Be a worker."""
-    bootstrap = Path(os.environ["AREAL_BOOTSTRAP"])
-    words = json.loads(bootstrap.read_text())
-    life = words["life"] + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    told = read_bootstrap("")
     order, _, value = os.environ.get("CALLER_ORDER", "").partition("=")
-    print(f"{words['name']} lives as {life} on {os.uname().nodename}", flush=True)
+    print(f"{told.name} lives as {told.life} on {os.uname().nodename}", flush=True)
     if order == "exit":
         print("something went wrong here", file=sys.stderr, flush=True)
         sys.exit(int(value))
     if order == "show":
         shown = {name: text for name, text in os.environ.items() if name in value.split(",")}
-        Path(bootstrap.parent.parent, f"shown-{words['name']}").write_text(json.dumps(shown))
-    sys.exit(anyio.run(_live, words, life, bootstrap.parent.parent))
+        (_directory() / f"shown-{told.name}").write_text(json.dumps(shown))
+    status = anyio.run(partial(_live, told, is_deaf=order == "deaf"))
+    if status == HOME_LOST and told.rejoin_seconds:
+        look_for_next_home(told, "tests.schedulers.slurm_local.caller")
+    sys.exit(status)
 
 
-async def _live(words: dict[str, Any], life: int, directory: Path) -> int:
-    lease = float(os.environ.get("CALLER_LEASE", "4"))
+def _directory() -> Path:
+    return Path(os.environ[BOOTSTRAP_VARIABLE]).parent.parent
+
+
+async def _live(told: Bootstrap, *, is_deaf: bool) -> int:
     status = 0
     async with anyio.create_task_group() as tasks:
 
@@ -50,13 +58,13 @@ async def _live(words: dict[str, Any], life: int, directory: Path) -> int:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGUSR1) as signals:
                 async for number in signals:
                     print(f"told to end by {number.name}", flush=True)
-                    (directory / f"checkpoint-{words['name']}").write_text(f"{life} {time.time()}")
+                    (_directory() / f"checkpoint-{told.name}").write_text(f"{told.life} {time.time()}")
                     status = RUN_AGAIN
                     tasks.cancel_scope.cancel()
 
         async def until_lost() -> None:
             nonlocal status
-            await _stay_connected(words, life, directory, lease)
+            await _stay_connected(told, lease=float(os.environ.get("CALLER_LEASE", "4")), is_deaf=is_deaf)
             print("home is lost", flush=True)
             status = HOME_LOST
             tasks.cancel_scope.cancel()
@@ -66,18 +74,16 @@ async def _live(words: dict[str, Any], life: int, directory: Path) -> int:
     return status
 
 
-async def _stay_connected(words: dict[str, Any], life: int, directory: Path, lease: float) -> None:
+async def _stay_connected(told: Bootstrap, *, lease: float, is_deaf: bool) -> None:
     last = anyio.current_time()
-    number = 0
-    while anyio.current_time() - last < lease:
-        address = words["addresses"][number % len(words["addresses"])]
-        number += 1
+    addresses = cycle(told.addresses)
+    while anyio.current_time() - last < lease and (is_deaf or not is_superseded(told)):
         try:
             async with connect(
-                address, secret=bytes.fromhex(words["secret"]), node=words["name"], incarnation=life + 1, limits=_LIMITS
+                next(addresses), secret=told.secret, node=told.name, incarnation=told.life + 1, limits=_LIMITS
             ) as peer:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_beat, directory / f"beats-{words['name']}", life)
+                    tasks.start_soon(_beat, told)
                     await peer.wait_closed()
                     tasks.cancel_scope.cancel()
                 last = anyio.current_time()
@@ -86,10 +92,10 @@ async def _stay_connected(words: dict[str, Any], life: int, directory: Path, lea
         await anyio.sleep(0.2)
 
 
-async def _beat(path: Path, life: int) -> None:
+async def _beat(told: Bootstrap) -> None:
     while True:
-        with path.open("a") as file:
-            file.write(f"{life} {time.time():.3f}\n")
+        with (_directory() / f"beats-{told.name}").open("a") as file:
+            file.write(f"{told.life} {time.time():.3f} {told.epoch}\n")
         await anyio.sleep(0.5)
 
 

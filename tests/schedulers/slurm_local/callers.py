@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,39 +14,47 @@ from areal_actors.core.remote import Limits, Listener, listen
 from areal_actors.schedulers.base import Home, Resources, WorkerSpec
 from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
 
-__all__ = ["CALLER", "SECRET", "open_home", "open_scheduler", "spec"]
+__all__ = ["CALLER", "SECRET", "SETTINGS", "open_home", "open_scheduler", "spec"]
 
 CALLER = "tests.schedulers.slurm_local.caller"
 SECRET = b"known to both sides, nobody else"
 _LIMITS = Limits(heartbeat_seconds=0.3, silence_seconds=1.5)
-_SETTINGS = {
+SETTINGS = {
     "poll_seconds": 0.3,
     "time_minutes": 10,
     "margin_seconds": 60,
     "preflight_seconds": 5.0,
     "command_timeout_seconds": 5.0,
+    "rejoin_seconds": 0.0,
 }
+"""Of the scheduler."""
 
 
 @asynccontextmanager
 async def open_scheduler(
-    cluster: Cluster, directory: Path, *, environment: Mapping[str, str] | None = None, **settings: Any
+    cluster: Cluster,
+    directory: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    wanted: Sequence[WorkerSpec] = (),
+    **settings: Any,
 ) -> AsyncIterator[SlurmScheduler]:
     """A scheduler of the cluster whose workers are callers."""
     async with SlurmScheduler.open(
-        SlurmConfig(**(_SETTINGS | settings)),
+        SlurmConfig(**(SETTINGS | settings)),
         directory=directory,
         environment=cluster.environment | (environment or {}),
+        wanted=wanted,
         module=CALLER,
     ) as scheduler:
         yield scheduler
 
 
 @asynccontextmanager
-async def open_home(address: str) -> AsyncIterator[tuple[Listener, Home]]:
+async def open_home(address: str, *, secret: bytes = SECRET) -> AsyncIterator[tuple[Listener, Home]]:
     """A listener that callers find, and how they find it."""
-    async with listen(address, secret=SECRET, node="home", limits=_LIMITS) as listener:
-        yield listener, Home(addresses=(listener.address,), secret=SECRET)
+    async with listen(address, secret=secret, node="home", limits=_LIMITS) as listener:
+        yield listener, Home(addresses=(listener.address,), secret=secret)
 
 
 def spec(

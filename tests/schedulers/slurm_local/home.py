@@ -1,24 +1,57 @@
-"""A home that somebody will kill: ``python -m tests.schedulers.slurm_local.home ADDRESS DIRECTORY NAME...``.
+"""A home that somebody will kill: ``python -m tests.schedulers.slurm_local.home ADDRESS DIRECTORY SETTINGS NAME...``.
 
-It places a caller for each name, says so as they connect, and stays.
+It places a caller for each name, says so as they connect, and stays. SETTINGS are those of the scheduler, as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
 
 import anyio
-from tests.schedulers.slurm_local.callers import CALLER, open_home, spec
+from anyio import to_thread
+from tests.schedulers.slurm_local.callers import CALLER, SETTINGS, open_home, spec
+from tests.schedulers.slurm_local.cluster import ROOT, Cluster
 
 from areal_actors.core.remote import Listener
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.base import Home, WorkerSpec
 from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
 
+__all__ = ["hear", "home_of"]
 
-async def _be_home(address: str, directory: Path, names: Sequence[str]) -> None:
-    config = SlurmConfig(poll_seconds=0.5, time_minutes=10, margin_seconds=60, preflight_seconds=2.0)
+
+@contextmanager
+def home_of(cluster: Cluster, directory: Path, *names: str, **settings: Any) -> Iterator[Popen[str]]:
+    """One in a process of its own."""
+    command = [sys.executable, "-m", "tests.schedulers.slurm_local.home", cluster.address, str(directory)]
+    command += [json.dumps(settings), *names]
+    with Popen(command, env=cluster.environment, stdout=PIPE, text=True, cwd=ROOT) as home:
+        try:
+            yield home
+        finally:
+            home.kill()
+
+
+async def hear(home: Popen[str], word: str, number: int = 1) -> list[str]:
+    """What it says in so many lines that begin with ``word``; others are skipped."""
+    assert home.stdout is not None
+    said: list[str] = []
+    while len(said) < number:
+        line = await to_thread.run_sync(home.stdout.readline)
+        assert line, "the home has ended"
+        if line.startswith(word):
+            said.append(line.removeprefix(word).strip())
+    return said
+
+
+async def _be_home(address: str, directory: Path, settings: Mapping[str, Any], names: Sequence[str]) -> None:
+    config = SlurmConfig(**(SETTINGS | dict(settings)))
     async with (
         open_home(address) as (listener, home),
         SlurmScheduler.open(config, directory=directory, module=CALLER) as scheduler,
@@ -26,16 +59,27 @@ async def _be_home(address: str, directory: Path, names: Sequence[str]) -> None:
         anyio.create_task_group() as tasks,
     ):
         for name in names:
-            placement = await stack.enter_async_context(scheduler.place(spec(home, name)))
+            placement = await stack.enter_async_context(scheduler.place(_spec(home, name)))
             print(f"placed {placement.job}", flush=True)
             tasks.start_soon(_tell, listener, name)
         await anyio.sleep_forever()
 
 
+def _spec(home: Home, name: str) -> WorkerSpec:
+    """One that is called deaf hears of no other home."""
+    return spec(home, name, order="deaf", lease=600) if name == "deaf" else spec(home, name)
+
+
 async def _tell(listener: Listener, name: str) -> None:
-    await listener.wait_for(name)
-    print(f"here {name}", flush=True)
+    while True:
+        peer = await listener.wait_for(name)
+        print(f"here {name}", flush=True)
+        await peer.wait_closed()
 
 
 if __name__ == "__main__":
-    anyio.run(_be_home, sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    try:
+        anyio.run(_be_home, sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:])
+    except SchedulerError as error:
+        print(f"ended {error}", flush=True)
+        sys.exit(1)

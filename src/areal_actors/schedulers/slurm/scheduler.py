@@ -1,8 +1,8 @@
 """Workers as jobs of a Slurm cluster, one job each, of which nothing is left when home leaves.
 
-A job is on record before it is submitted, so that what a home leaves that was killed can be found: the next home of the
-same directory takes it over (``takeover``), or ``areal-actors slurm reap`` ends it. The queue is read once for all jobs,
-off the event loop; a cluster that does not answer is no reason to give up a job, nor to submit another one.
+A job is on record before it is submitted, so that what a home leaves that was killed can be found: the next home of
+the same directory takes it over (``takeover``), or ``areal-actors slurm reap`` ends it. The queue is read once for all
+jobs, off the event loop; a cluster that does not answer is no reason to give up a job, nor to submit another one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,136 @@
+"""A real cluster whose controller or munge is away, or that cannot see our files: ``nox -s slurm``. Takes minutes.
+
+What is not known is no reason to end anything, and no command waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+from tests.schedulers.slurm_local.breaking import act, assert_no_two_lives_at_once, beats, cluster, wait_state
+from tests.schedulers.slurm_local.callers import SECRET, open_home, open_scheduler, spec
+from tests.schedulers.slurm_local.cluster import Cluster, open_cluster, why_no_namespaces, why_not
+
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.base import Home, PlacementState
+
+__all__ = ["cluster"]
+
+pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
+
+
+async def test_a_controller_that_is_away_ends_nothing(cluster, tmp_path):
+    """Killed and started again: the state is unknown, the caller goes on; leaving waits for the controller."""
+    async with (
+        open_home(cluster.address) as (listener, home),
+        open_scheduler(cluster, tmp_path, command_timeout_seconds=2.0) as scheduler,
+    ):
+        with anyio.fail_after(150):
+            async with scheduler.place(spec(home)) as placement:
+                await listener.wait_for("caller-0")
+                await wait_state(placement, PlacementState.RUNNING)
+                await anyio.sleep(8)  # its state is saved a few seconds after it began
+                await act(cluster, "kill-ctld")
+                await wait_state(placement, PlacementState.UNKNOWN)
+                await anyio.sleep(10)
+                await act(cluster, "start-ctld")
+                await wait_state(placement, PlacementState.RUNNING)
+
+                assert scheduler.num_silences > 0
+                assert {0} == {life for life, _ in beats(tmp_path)}
+                await act(cluster, "kill-ctld")
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_start_controller, cluster)
+                    await placement.stop(grace=0)
+    assert placement.status.state is PlacementState.ENDED
+
+
+async def _start_controller(cluster: Cluster) -> None:
+    await anyio.sleep(6)
+    await act(cluster, "start-ctld")
+
+
+async def test_a_controller_killed_just_after_a_start_makes_no_two(cluster, tmp_path):
+    """It may have forgotten that the job began, and start it again: then the older life is refused.
+
+    Or it has forgotten all of the job, which is lost then: home places another one.
+    """
+    await anyio.sleep(8)  # or it would believe that the job of the test before still runs
+    async with (
+        open_home(cluster.address) as (listener, home),
+        open_scheduler(cluster, tmp_path, lost_seconds=10.0) as scheduler,
+        AsyncExitStack() as stack,
+    ):
+        with anyio.fail_after(150):
+            placement = await stack.enter_async_context(scheduler.place(spec(home)))
+            await listener.wait_for("caller-0")
+            await act(cluster, "kill-ctld")
+            await act(cluster, "start-ctld")
+            await anyio.sleep(5)
+            await to_thread.run_sync(cluster.mend)
+            while not any(peer.node == "caller-0" for peer in listener.peers):
+                if placement.status.state is PlacementState.ENDED:
+                    placement = await stack.enter_async_context(scheduler.place(spec(home, life=1)))
+                    await listener.wait_for("caller-0")
+                await anyio.sleep(0.1)
+            await anyio.sleep(2)
+    assert_no_two_lives_at_once(tmp_path)
+
+
+async def test_a_stopped_munge_costs_time_limits_and_nothing_else(cluster, tmp_path):
+    """No command answers: states are unknown, a submission fails in bounded time, and the event loop never waits."""
+    munged = int((cluster.directory / "run" / "munged.pid").read_text().split()[0])
+    async with (
+        open_home(cluster.address) as (listener, home),
+        open_scheduler(
+            cluster, tmp_path, command_timeout_seconds=1.0, submit_timeout_seconds=3.0, cancel_timeout_seconds=20.0
+        ) as scheduler,
+    ):
+        with anyio.fail_after(90):
+            async with AsyncExitStack() as stack:
+                placement = await stack.enter_async_context(scheduler.place(spec(home)))
+                await listener.wait_for("caller-0")
+                os.kill(munged, signal.SIGSTOP)
+                try:
+                    await wait_state(placement, PlacementState.UNKNOWN)
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(_continue_after, munged, 8.0)
+                        with pytest.raises(SchedulerError, match="could not be submitted"):
+                            async with scheduler.place(spec(home, "late")):
+                                pass
+                finally:
+                    os.kill(munged, signal.SIGCONT)
+                await wait_state(placement, PlacementState.RUNNING)
+
+                assert {0} == {life for life, _ in beats(tmp_path)}
+
+
+async def _continue_after(process: int, seconds: float) -> None:
+    await anyio.sleep(seconds)
+    os.kill(process, signal.SIGCONT)
+
+
+async def test_a_directory_that_nodes_do_not_share_is_said_so(tmp_path):
+    """The node cannot even open the log: the end says what to look at."""
+    if why_not() or why_no_namespaces():
+        pytest.skip(why_not() or why_no_namespaces())
+    nowhere = Home(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
+    with (
+        tempfile.TemporaryDirectory(prefix="private-", dir="/tmp") as directory,
+        open_cluster(
+            Path(directory) / "c", prefix="private", num_nodes=1, options=("--netns", "--private-tmp")
+        ) as cluster,
+    ):
+        async with open_scheduler(cluster, tmp_path) as scheduler:
+            with anyio.fail_after(60):
+                async with scheduler.place(spec(nowhere)) as placement:
+                    ended = await placement.wait_ended()
+
+    assert "file system that nodes share" in ended.reason

@@ -1,0 +1,267 @@
+"""Homes that are killed or stopped, and those that come after them, on a real cluster: ``nox -s slurm``. Takes minutes.
+
+The next home keeps the jobs that it would submit again, no caller ever serves two homes, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+from tests.schedulers.slurm_local.breaking import cluster, invoke, wait_for
+from tests.schedulers.slurm_local.callers import open_home, open_scheduler, spec
+from tests.schedulers.slurm_local.cluster import Cluster
+from tests.schedulers.slurm_local.home import hear, home_of
+
+from areal_actors.core.remote import Listener
+from areal_actors.errors import SchedulerError
+from areal_actors.schedulers.base import PlacementState, Resources
+
+__all__ = ["cluster"]
+
+pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
+
+OTHER_SECRET = b"what only the next home knows..."
+
+
+def drain(cluster: Cluster, state: str) -> None:
+    """Have no node take another job, or all of them again (``RESUME``)."""
+    nodes = ",".join(cluster.node(number) for number in range(1, 5))
+    cluster.run("scontrol", "update", f"NodeName={nodes}", f"State={state}", "Reason=test")
+
+
+def epochs(directory: Path, name: str = "caller-0") -> list[int]:
+    """Whose every sign of life is, one after another."""
+    return [int(line.split()[2]) for line in (directory / "slurm" / f"beats-{name}").read_text().splitlines()]
+
+
+async def wait_life(listener: Listener, name: str) -> int:
+    """Which life of a caller calls first."""
+    return (await listener.wait_for(name)).incarnation - 1
+
+
+async def test_nothing_is_left_of_a_home_that_was_killed(cluster, tmp_path):
+    """Its callers end within their lease; the records say what there was."""
+    with home_of(cluster, tmp_path, "a", "b") as home:
+        await hear(home, "here", 2)
+        home.kill()
+        with anyio.fail_after(4 + 5 + 5 + 5):
+            while await to_thread.run_sync(cluster.queue) or cluster.processes(f"{tmp_path}/slurm/bootstrap"):
+                await anyio.sleep(0.2)
+    reaped = await to_thread.run_sync(invoke, cluster, "reap", str(tmp_path))
+
+    assert reaped.exit_code == 0, reaped.output
+    assert "Ended: " in reaped.stdout
+    listed = await to_thread.run_sync(invoke, cluster, "status", str(tmp_path), "--json")
+    assert '"gone"' in listed.stdout
+    assert '"RUNNING"' not in listed.stdout
+
+
+async def test_a_job_that_begins_after_its_home_was_killed_gives_its_node_back(cluster, tmp_path):
+    """It waited meanwhile; nobody answers it."""
+    drain(cluster, "DRAIN")
+    with home_of(cluster, tmp_path, "a") as home:
+        (job,) = await hear(home, "placed")
+        home.kill()
+        drain(cluster, "RESUME")
+        with anyio.fail_after(30):
+            while await to_thread.run_sync(cluster.queue):
+                await anyio.sleep(0.2)
+
+    (record,) = (tmp_path / "slurm" / "exit").glob(f"*.{job}-0")
+    assert record.read_text().startswith("76 ")
+    assert "home cannot be reached" in (tmp_path / "logs" / "workers" / "a.log").read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 7.0], ids=["within the lease", "after the lease"])
+async def test_the_next_home_keeps_the_jobs_of_one_that_was_killed(cluster, tmp_path, seconds):
+    """The same jobs, in another life, known to the next home alone; ``status`` says what they wait for meanwhile."""
+    with home_of(cluster, tmp_path, "caller-0", "b", rejoin_seconds=40) as former:
+        jobs = await hear(former, "placed", 2)
+        await hear(former, "here", 2)
+        former.kill()
+    await anyio.sleep(seconds)
+    listed = await to_thread.run_sync(invoke, cluster, "status", str(tmp_path))
+    async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
+        wanted = [spec(home, "caller-0", life=1000), spec(home, "b", life=1000)]
+        with anyio.fail_after(30):
+            async with (
+                open_scheduler(cluster, tmp_path, wanted=wanted, rejoin_seconds=40) as scheduler,
+                scheduler.place(wanted[0]) as first,
+                scheduler.place(wanted[1]) as second,
+            ):
+                lives = [await wait_life(listener, name) for name in ("caller-0", "b")]
+                states = [first.status.state, second.status.state]
+                reaped = await to_thread.run_sync(invoke, cluster, "reap", str(tmp_path))
+                queued = await to_thread.run_sync(cluster.queue)
+
+    assert jobs == [str(first.job), str(second.job)]
+    assert [1000, 1000] == lives
+    assert [PlacementState.RUNNING] * 2 == states
+    assert "its home is gone" in listed.stdout
+    assert "There was nothing to end" in reaped.stdout
+    assert 2 == len(queued)
+    assert [1, 2] == sorted(set(epochs(tmp_path)))
+    assert epochs(tmp_path) == sorted(epochs(tmp_path))
+    assert PlacementState.ENDED is first.status.state
+
+
+async def test_jobs_that_lost_home_end_if_no_other_comes(cluster, tmp_path):
+    """They keep their nodes for as long as they may, and no longer, and say why they end."""
+    with home_of(cluster, tmp_path, "caller-0", rejoin_seconds=6) as home:
+        await hear(home, "here")
+        home.kill()
+    await anyio.sleep(6)
+    held = await to_thread.run_sync(cluster.queue)
+    with anyio.fail_after(4 + 6 + 10):
+        while await to_thread.run_sync(cluster.queue) or cluster.processes(f"{tmp_path}/slurm/bootstrap"):
+            await anyio.sleep(0.2)
+
+    assert 1 == len(held)
+    (record,) = (tmp_path / "slurm" / "exit").iterdir()
+    assert record.read_text().startswith("77 ")
+    assert "home cannot be reached" in (tmp_path / "logs" / "workers" / "caller-0.log").read_text()
+
+
+async def test_jobs_that_lost_home_can_be_reaped(cluster, tmp_path):
+    """Whoever does not want to go on does not have to wait."""
+    with home_of(cluster, tmp_path, "caller-0", rejoin_seconds=600) as home:
+        await hear(home, "here")
+        home.kill()
+    await anyio.sleep(6)
+    with anyio.fail_after(30):
+        reaped = await to_thread.run_sync(invoke, cluster, "reap", str(tmp_path))
+
+    assert "Ended: " in reaped.stdout
+
+
+async def test_the_next_home_keeps_a_place_in_the_queue(cluster, tmp_path):
+    """A job that waits goes on waiting, and calls whoever is home when it begins."""
+    drain(cluster, "DRAIN")
+    with home_of(cluster, tmp_path, "caller-0", rejoin_seconds=40) as former:
+        (job,) = await hear(former, "placed")
+        former.kill()
+    async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
+        wanted = spec(home, life=1000)
+        with anyio.fail_after(40):
+            async with (
+                open_scheduler(cluster, tmp_path, wanted=[wanted], rejoin_seconds=40) as scheduler,
+                scheduler.place(wanted) as placement,
+            ):
+                state = placement.status.state
+                drain(cluster, "RESUME")
+                life = await wait_life(listener, "caller-0")
+
+    assert job == str(placement.job)
+    assert PlacementState.PENDING is state
+    assert 1000 == life
+    assert {2} == set(epochs(tmp_path))
+
+
+async def test_a_job_that_was_started_again_is_kept_in_the_life_that_is_asked_for(cluster, tmp_path):
+    """How often the cluster had done so before is nothing to the next home; another time is another life."""
+    with home_of(cluster, tmp_path, "caller-0", rejoin_seconds=60) as former:
+        (job,) = await hear(former, "placed")
+        await hear(former, "here")
+        cluster.run("scontrol", "requeue", job)
+        with anyio.fail_after(60):
+            while " 1 " not in (tmp_path / "slurm" / "beats-caller-0").read_text().replace("\n1 ", " 1 "):
+                await anyio.sleep(0.2)
+        former.kill()
+    async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
+        wanted = spec(home, life=1000)
+        with anyio.fail_after(90):
+            async with (
+                open_scheduler(cluster, tmp_path, wanted=[wanted], rejoin_seconds=60) as scheduler,
+                scheduler.place(wanted) as placement,
+            ):
+                life = await wait_life(listener, "caller-0")
+                cluster.run("scontrol", "requeue", job)
+                await wait_for(listener, "caller-0", 1001)
+
+    assert job == str(placement.job)
+    assert 1000 == life
+
+
+async def test_what_has_changed_is_submitted_anew(cluster, tmp_path, caplog):
+    """Other resources, a worker that is not wanted, one that does not let go: it is ended first, and why is said."""
+    caplog.set_level(logging.INFO)
+    with home_of(cluster, tmp_path, "caller-0", "b", "deaf", rejoin_seconds=12) as former:
+        jobs = await hear(former, "placed", 3)
+        await hear(former, "here", 3)
+        former.kill()
+    async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
+        wanted = [
+            spec(home, life=1000, resources=Resources(cpus=2)),
+            spec(home, "deaf", life=1000, order="deaf", lease=600),
+        ]
+        with anyio.fail_after(60):
+            async with open_scheduler(cluster, tmp_path, wanted=wanted, rejoin_seconds=12) as scheduler:
+                left = await to_thread.run_sync(cluster.queue)
+                async with scheduler.place(wanted[0]) as placement:
+                    await wait_for(listener, "caller-0", 1000)
+
+    assert [] == left
+    assert str(placement.job) not in jobs
+    assert (
+        f"job {jobs[0]} of caller-0 is not kept: it would be submitted with other --cpus-per-task, script"
+        in caplog.text
+    )
+    assert f"job {jobs[1]} of b is not kept: the run wants no such worker" in caplog.text
+    assert f"job {jobs[2]} of deaf is not kept: it has not let go" in caplog.text
+
+
+async def test_a_home_that_is_stopped_keeps_the_next_one_out(cluster, tmp_path):
+    """It holds its lock: the other one says who lives there, and does nothing. Continued, it goes on."""
+    with home_of(cluster, tmp_path, "caller-0", rejoin_seconds=40) as former:
+        await hear(former, "here")
+        former.send_signal(signal.SIGSTOP)
+        with pytest.raises(
+            SchedulerError, match=rf"process {former.pid} on .* is home to the jobs of .*; end that run"
+        ):
+            async with open_scheduler(cluster, tmp_path, rejoin_seconds=40):
+                pass
+        former.send_signal(signal.SIGCONT)
+        num_beats = len(epochs(tmp_path))
+        with anyio.fail_after(20):
+            while len(epochs(tmp_path)) < num_beats + 6:
+                await anyio.sleep(0.2)
+        former.kill()
+    reaped = await to_thread.run_sync(invoke, cluster, "reap", str(tmp_path))
+
+    assert "Ended: " in reaped.stdout
+    assert {1} == set(epochs(tmp_path))
+
+
+async def test_a_home_that_has_lost_its_lock_leaves_its_jobs_to_the_next(cluster, tmp_path):
+    """Where locks are not kept, two may be home: the earlier one ends as it finds out, and touches nothing."""
+    with home_of(cluster, tmp_path, "caller-0", "second", rejoin_seconds=40) as former:
+        jobs = await hear(former, "placed", 2)
+        await hear(former, "here", 2)
+        former.send_signal(signal.SIGSTOP)
+        (tmp_path / "slurm" / "home").unlink()
+        async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
+            wanted = [spec(home, life=1000), spec(home, "second", life=1000)]
+            with anyio.fail_after(60):
+                async with (
+                    open_scheduler(cluster, tmp_path, wanted=wanted, rejoin_seconds=40) as scheduler,
+                    scheduler.place(wanted[0]) as first,
+                    scheduler.place(wanted[1]) as second,
+                ):
+                    for name in ("caller-0", "second"):
+                        await wait_for(listener, name, 1000)
+                    former.send_signal(signal.SIGCONT)
+                    (said,) = await hear(former, "ended")
+                    await to_thread.run_sync(former.wait)
+                    await anyio.sleep(2)
+                    await scheduler.look()
+                    states = [first.status.state, second.status.state]
+
+    assert "another home has taken over the jobs" in said
+    assert [PlacementState.RUNNING] * 2 == states
+    assert jobs == [str(first.job), str(second.job)]
+    assert [1, 2] == sorted(set(epochs(tmp_path)))

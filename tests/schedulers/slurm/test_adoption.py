@@ -115,6 +115,16 @@ def test_the_order_of_records_and_rows_says_nothing(case, seed):
     assert verdicts == {one.record.name: bool(one.why) for one in judge(others, other_rows, wanted)}
 
 
+@given(case=cases, stopped=st.sets(st.integers(0, 5).map(lambda number: f"aa-{number}")))
+def test_what_was_to_end_ends(case, stopped):
+    """What its former home had begun to end is not kept; another job of its worker may be."""
+    found, seen, wanted = case
+    kept = {one.record.name for one in judge(found, seen, wanted, stopped=stopped) if not one.why}
+
+    others = [one for one in found if one.name not in stopped]
+    assert kept == {one.record.name for one in judge(others, seen, wanted) if not one.why}
+
+
 @given(case=cases)
 def test_where_nothing_is_wanted_everything_ends(case):
     """As for a run that keeps no jobs."""

@@ -8,7 +8,7 @@ what it trains, is no trait: its role begins afresh with every home. How a job t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 
 from attrs import evolve, frozen
@@ -52,15 +52,22 @@ def traits_of(request: JobRequest, config: SlurmConfig, environment: Mapping[str
     return found
 
 
-def judge(records: Sequence[JobRecord], rows: Sequence[JobRow], wanted: Mapping[str, Traits]) -> tuple[Verdict, ...]:
+def judge(
+    records: Sequence[JobRecord],
+    rows: Sequence[JobRow],
+    wanted: Mapping[str, Traits],
+    *,
+    stopped: Collection[str] = (),
+) -> tuple[Verdict, ...]:
     """What becomes of each of ``records``, in their order.
 
     Args:
         records: jobs that are not known to have ended.
         rows: what the queue has of their names.
         wanted: the traits of what would be submitted now, by worker.
+        stopped: names of jobs whose former home had begun to end them.
     """
-    verdicts = [_judge_one(record, rows, wanted.get(record.worker)) for record in records]
+    verdicts = [_judge_one(record, rows, wanted.get(record.worker), stopped) for record in records]
     newest = {one.record.worker: one for one in sorted(verdicts, key=_age) if not one.why}
     return tuple(
         one
@@ -70,10 +77,12 @@ def judge(records: Sequence[JobRecord], rows: Sequence[JobRow], wanted: Mapping[
     )
 
 
-def _judge_one(record: JobRecord, rows: Sequence[JobRow], wanted: Traits | None) -> Verdict:
+def _judge_one(record: JobRecord, rows: Sequence[JobRow], wanted: Traits | None, stopped: Collection[str]) -> Verdict:
     alive = [row for row in rows if row.name == record.name and row.course is not Course.ENDED]
     if wanted is None:
         return Verdict(record=record, why="the run wants no such worker, or keeps no jobs (rejoin_seconds)")
+    if record.name in stopped:
+        return Verdict(record=record, why="its former home was about to end it")
     why = _find_obstacle(record, alive) or _find_difference(record.traits, wanted)
     return Verdict(record=record, why=why) if why else Verdict(record=record, row=alive[0])
 

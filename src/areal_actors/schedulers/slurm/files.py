@@ -139,6 +139,10 @@ class SlurmFiles:
         with _on_disk():
             (self.path / "stop" / name).touch()
 
+    def is_stopped(self, name: str) -> bool:
+        """Whether the job is not to begin."""
+        return (self.path / "stop" / name).exists()
+
     def remove_bootstrap(self, name: str) -> None:
         """The secret is not needed any more."""
         with _on_disk():

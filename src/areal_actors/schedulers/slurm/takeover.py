@@ -56,11 +56,11 @@ async def take_over(
     Raises:
         SchedulerError: the cluster does not answer, or jobs that are not kept do not end.
     """
-    records = [one for one in await to_thread.run_sync(files.read_records) if one.ended is None]
+    records, stopped = await to_thread.run_sync(_read, files)
     if not records:
         return {}
     rows = await _read_queue(commands, records, seconds=config.cancel_timeout_seconds) if wanted else ()
-    verdicts = judge(records, rows, wanted)
+    verdicts = judge(records, rows, wanted, stopped=stopped)
     _tell_ended(verdicts)
     ended = [one.record for one in verdicts if one.why]
     deadline = anyio.current_time() + config.rejoin_seconds / 2
@@ -76,9 +76,15 @@ async def take_over(
     return {one.record.worker: one for one in waiting.kept}
 
 
+def _read(files: SlurmFiles) -> tuple[tuple[JobRecord, ...], frozenset[str]]:
+    records = tuple(one for one in files.read_records() if one.ended is None)
+    return records, frozenset(one.name for one in records if files.is_stopped(one.name))
+
+
 def _tell_ended(verdicts: Sequence[Verdict]) -> None:
     for one in verdicts:
-        logger.info("job %s of %s is not kept: %s", one.record.job or one.record.name, one.record.worker, one.why)
+        if one.why:
+            logger.info("job %s of %s is not kept: %s", one.record.job or one.record.name, one.record.worker, one.why)
 
 
 async def _read_queue(commands: SlurmCommands, records: Sequence[JobRecord], *, seconds: float) -> tuple[JobRow, ...]:

@@ -1,0 +1,149 @@
+"""How a worker that a cluster has started ends when home does; ``nox -s slurm`` has whole ones begin afresh."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from areal_actors import worker
+from areal_actors.actors.directory import DirectoryActor
+from areal_actors.core import ActorSystem
+from areal_actors.core.remote import Line, Listener, listen
+from areal_actors.domain import Role
+from areal_actors.errors import EngineError
+from areal_actors.messages import Directory, ExpectWorker, Order
+from areal_actors.schedulers.bootstrap import Bootstrap
+from areal_actors.schedulers.slurm import SlurmFiles
+from areal_actors.schedulers.statuses import HOME_LOST
+
+pytestmark = pytest.mark.anyio
+
+SECRET = b"known to home and to its workers"
+Serve = Callable[[Bootstrap, Line], Awaitable[None]]
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Real time: a virtual clock would run past the threads."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def alarm() -> Iterator[None]:
+    """Whoever lets go is given so long for it, and is ended then."""
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmFiles:
+    """Those of a run that has a home."""
+    files = SlurmFiles(path=tmp_path / "slurm")
+    files.create()
+    files.begin_epoch()
+    monkeypatch.setenv("AREAL_BOOTSTRAP", str(files.path / "bootstrap" / "x.json"))
+    return files
+
+
+@asynccontextmanager
+async def home(tmp_path: Path) -> AsyncIterator[Listener]:
+    """Where a generation is expected."""
+    order = Order(role=Role.GENERATION, config=tmp_path, directory=tmp_path, lease_seconds=5.0)
+    async with ActorSystem.open() as system:
+        known = await system.spawn(DirectoryActor())
+        await known.ask(ExpectWorker(worker="generation-0", life=1000, order=order))
+        async with listen("tcp://127.0.0.1:0", secret=SECRET, expose={"directory": known}, node="home") as listener:
+            yield listener
+
+
+async def work(
+    monkeypatch: pytest.MonkeyPatch, address: str, serve: Serve, *, rejoin: float = 60.0, rank: int = 0
+) -> int:
+    """The status of a worker that does this instead of its role."""
+    monkeypatch.setattr(worker, "_serve_rank" if rank else "_serve", serve)
+    with anyio.fail_after(20):
+        return await worker._work(
+            Bootstrap(
+                name="generation-0",
+                life=1000,
+                addresses=(address,),
+                secret=SECRET,
+                rank=rank,
+                epoch=1,
+                rejoin_seconds=rejoin,
+            )
+        )
+
+
+async def fail(bootstrap: Bootstrap, home: Line) -> None:
+    """A role whose engine breaks."""
+    raise EngineError("the engine broke")
+
+
+@pytest.mark.parametrize("rejoin", [0.0, 60.0])
+async def test_what_home_is_told_is_no_loss_of_home(files, tmp_path, monkeypatch, rejoin):
+    """It decides what is next; the job ends."""
+    async with home(tmp_path) as listener:
+
+        async def serve(bootstrap: Bootstrap, line: Line) -> None:
+            await line.wait_connected()
+            await fail(bootstrap, line)
+
+        assert 1 == await work(monkeypatch, listener.address, serve, rejoin=rejoin)
+
+
+@pytest.mark.parametrize(("rejoin", "status"), [(0.0, 1), (60.0, HOME_LOST)])
+async def test_what_nobody_can_be_told_is_a_loss_of_home(files, monkeypatch, rejoin, status):
+    """It broke because home did, perhaps; where the next home may want the job, it stays."""
+    assert status == await work(monkeypatch, "tcp://127.0.0.1:9", fail, rejoin=rejoin)
+
+
+async def test_a_later_home_is_a_loss_of_home_also_while_the_former_answers(files, tmp_path, monkeypatch):
+    """It is asked for soon enough. Nothing that a role does keeps it."""
+    async with home(tmp_path) as listener:
+
+        async def serve(bootstrap: Bootstrap, line: Line) -> None:
+            try:
+                files.begin_epoch()
+                await anyio.sleep_forever()
+            finally:
+                raise EngineError("it could not end well, either")
+
+        assert HOME_LOST == await work(monkeypatch, listener.address, serve)
+
+
+async def test_a_lease_that_is_over_is_a_loss_of_home(files, monkeypatch):
+    """As where jobs are not kept: the status says so."""
+
+    async def serve(bootstrap: Bootstrap, line: Line) -> None:
+        await worker._keep_lease(bootstrap, line.ref(Directory, "directory"), 0.2)
+
+    for rejoin in (0.0, 60.0):
+        assert HOME_LOST == await work(monkeypatch, "tcp://127.0.0.1:9", serve, rejoin=rejoin)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_rank_leaves_with_its_first_process_or_with_home(files, tmp_path, monkeypatch, is_lost):
+    """The first process may be gone because home is: then the job stays, if all of its processes do."""
+    async with home(tmp_path) as listener:
+
+        async def serve(bootstrap: Bootstrap, line: Line) -> None:
+            if not is_lost:
+                await line.wait_connected()
+
+        address = "tcp://127.0.0.1:9" if is_lost else listener.address
+        assert (HOME_LOST if is_lost else 0) == await work(monkeypatch, address, serve, rank=1)
+
+
+async def test_a_first_process_that_is_done_is_done(files, tmp_path, monkeypatch):
+    """Whether home answers at that moment or not."""
+
+    async def serve(bootstrap: Bootstrap, line: Line) -> None:
+        """Nothing."""
+
+    assert 0 == await work(monkeypatch, "tcp://127.0.0.1:9", serve)

@@ -163,7 +163,7 @@ class SlurmConfig:
     """How long a job tries to reach home before it gives its node back."""
     rejoin_seconds: float = field(default=300.0, validator=ge(0))
     """How long a job that has lost home keeps its nodes for the next one, which is the same run, started again with
-    --resume. 0: it ends when its lease does, and the next home submits another one."""
+    --resume; longer than two steps of the trainer. 0: it ends with its lease, and the next home submits another."""
 
     def __attrs_post_init__(self) -> None:
         if self.margin_seconds >= self.time_minutes * 60:

@@ -66,6 +66,8 @@ def test_epochs_only_grow(files):
     assert 3 == read_epoch(files.path)
     (files.path / "epoch").write_text("what")
     assert 0 == read_epoch(files.path)
+    with pytest.raises(SchedulerError, match="does not say how many homes"):
+        files.begin_epoch()
 
 
 def test_each_process_of_each_start_counts_for_itself(files):

@@ -102,8 +102,17 @@ class SlurmFiles:
             return (self.path / "home").open("a+", encoding="utf-8")
 
     def begin_epoch(self) -> int:
-        """Be the latest home, for whoever holds the directory. Earlier ones, if they live, have to end themselves."""
+        """Be the latest home, for whoever holds the directory. Earlier ones, if they live, have to end themselves.
+
+        Raises:
+            SchedulerError: it cannot be known which one is the latest.
+        """
         epoch = read_epoch(self.path) + 1
+        if epoch == 1 and (self.path / "epoch").exists():
+            raise SchedulerError(
+                f"{self.path / 'epoch'} does not say how many homes there were. End their jobs (areal-actors slurm "
+                f"cancel {self.path.parent}), and remove the file."
+            )
         _write_durably(self.path / "epoch", f"{epoch}\n")
         return epoch
 

@@ -48,6 +48,27 @@ async def test_bodies_that_are_no_requests(content, headers, status):
     assert status == 200 or set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(("depth", "status"), [(100, 200), (140, 400), (260, 400), (1000, 400)])
+async def test_bodies_that_are_nested_too_deeply(path, depth, status):
+    """They are refused in every dialect before anything is sampled; what is accepted can be repeated in the answer."""
+    schema = {"type": "object"}
+    function = {"name": "f", "parameters": schema}
+    body = {
+        CHAT: BODY | {"tools": [{"type": "function", "function": function}]},
+        "/v1/responses": {"input": "one", "tools": [{"type": "function", **function}]},
+        "/v1/messages": BODY | {"tools": [{"name": "f", "input_schema": schema}]},
+    }[path]
+    content = orjson.dumps(body).replace(orjson.dumps(schema), b'{"a":' * depth + b"1" + b"}" * depth)
+    async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        session = (await start(http, proxy))["session_id"]
+        response = await http.post(f"/{session}{path}", content=content)
+        ended = await http.post(f"/{session}/rl/end_session")
+
+    assert response.status_code == status
+    assert ended.json()["interaction_count"] == (status == 200)
+
+
 async def test_a_body_without_an_end_is_cut():
     """A client that sends on and on is answered and cut off, and the server lives."""
     config = ProxyConfig(max_body_bytes=100_000)

@@ -19,6 +19,7 @@ import orjson
 
 from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 from areal_actors.proxy.beside import start_beside
+from areal_actors.proxy.fields import parse_json
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 from areal_actors.telemetry import get_logger
 
@@ -233,10 +234,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object that ``body`` is; an empty one for an empty body. Raises ``InvalidRequest``."""
     if not body:
         return {}
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"The body is no valid JSON: {error.msg} (line {error.lineno}).") from None
+    value = parse_json(body, "The body")
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
     return value

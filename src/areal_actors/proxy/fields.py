@@ -8,13 +8,53 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import orjson
+
 from areal_actors.errors import InvalidRequest
 
-__all__ = ["read_flag", "read_integer", "read_mapping", "read_number", "read_text", "read_texts", "shown", "wrong"]
+__all__ = [
+    "parse_json",
+    "read_flag",
+    "read_integer",
+    "read_mapping",
+    "read_number",
+    "read_text",
+    "read_texts",
+    "shown",
+    "wrong",
+]
 
 T = TypeVar("T")
 
 _MAX_SHOWN = 40
+_MAX_DEPTH = 128
+"""Levels of objects and lists. Writers of JSON give up soon after 250, and what is read here is written again."""
+
+
+def parse_json(text: bytes, what: str, *, param: str | None = None) -> Any:
+    """The value of ``text``, which errors call ``what``.
+
+    Raises:
+        InvalidRequest: it is no JSON, or nested too deeply to be written again.
+    """
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"{what} is no valid JSON: {error.msg} (line {error.lineno}).", param=param) from None
+    # Most bodies have fewer brackets than there may be levels, and are not looked through.
+    if text.count(b"{") + text.count(b"[") > _MAX_DEPTH and _is_deep(value):
+        raise InvalidRequest(f"{what} is nested more than {_MAX_DEPTH} levels deep; flatten it.", param=param)
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        nested = [each for each in level if isinstance(each, dict | list)]
+        if not nested:
+            return False
+        level = [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def shown(value: Any) -> str:

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import orjson
 from attrs import frozen
 
 from areal_actors.domain import Exactly, Grammar, JsonText, MatchingRegex, OneOf, Tool, ToolChoice
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.proxy.fields import shown, wrong
+from areal_actors.proxy.fields import parse_json, shown, wrong
 
 __all__ = ["Selection", "parse_extensions", "parse_response_format", "parse_tool_choice"]
 
@@ -72,10 +71,7 @@ def _parse_json_schema(value: Mapping[str, Any], param: str) -> Grammar:
 def _schema(value: Any, param: str) -> Mapping[str, Any]:
     """A JSON schema, as an object or as its text."""
     if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError:
-            raise InvalidRequest(f"{param} is no valid JSON.", param=param) from None
+        value = parse_json(value.encode(), param, param=param)
     if not isinstance(value, dict):
         raise wrong(param, "a JSON schema", value)
     return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 from attrs import evolve
 from hypothesis import given
@@ -19,10 +21,13 @@ from areal_actors.domain import (
     SampleKey,
     Sampling,
     SessionId,
+    Tool,
+    ToolCallStarted,
     as_ints,
 )
 from areal_actors.errors import ContextLengthExceeded
 from areal_actors.testing.engines import echo_logprob
+from areal_actors.testing.families import FAMILIES
 
 BASE = SampleKey(seed=1, path=("train", 7, 0))
 REQUEST = CompletionRequest(messages=say("what?"), sampling=Sampling(max_new_tokens=10))
@@ -172,6 +177,35 @@ def test_the_stop_string_that_ended_an_answer_is_told(stop, expected, is_streami
 
     assert expected == answer.stop_sequence
     assert encode("4 2") == answer.completion.token_ids.tolist()
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_calls_that_were_streamed_keep_their_ids(is_parallel):
+    """Also where the model wrote the ids of some itself: the client's results name what it was told."""
+    family = FAMILIES["mistral-v3"].create_renderer()
+    numbers = count()
+    tools = (Tool(name="f", parameters={}), Tool(name="g", parameters={}))
+    request = evolve(REQUEST, tools=tools, parallel_tool_calls=is_parallel)
+    tree = ConversationTree(SessionId("s"))
+    plan = plan_prompt(tree, family, request)
+    tree.begin(InteractionId("turn"), plan)
+    choice = Choice(
+        interaction=InteractionId("turn"),
+        index=0,
+        plan=plan,
+        tree=tree,
+        renderer=family,
+        call_ids=lambda: f"call_{next(numbers)}",
+        is_streaming=True,
+    )
+    calls = '[{"name": "f", "arguments": {}, "id": "abcdef012"}, {"name": "g", "arguments": {}}]'
+    ids = family.encode(f"[TOOL_CALLS]{calls}", is_start=False)
+    told = [*choice.feed(make_chunk(ids, finish=FinishReason.STOP)), *choice.flush()]
+    message = choice.complete().message
+
+    expected = ["abcdef012", "call_0"][: 2 if is_parallel else 1]
+    assert expected == [delta.id for delta in told if isinstance(delta, ToolCallStarted)]
+    assert expected == [call.id for call in message.tool_calls]
 
 
 def test_a_choice_that_never_began_is_cancelled_without_tokens():

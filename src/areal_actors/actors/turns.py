@@ -159,8 +159,9 @@ class Choice:
         self._tree = tree
         self._renderer = renderer
         self._call_ids = call_ids
-        self._parser: StreamParser | None = self._open_parser() if is_streaming else None
-        self._deltas: list[Delta] = []
+        self._streamed_ids: list[str] = []
+        """The ids that were made for the calls of the stream; those that the model wrote itself are not among them."""
+        self._parser: StreamParser | None = self._open_parser(self._make_call_id) if is_streaming else None
         self._chunks: list[Chunk] = []
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
@@ -168,13 +169,17 @@ class Choice:
         self.answer: Answer | None = None
         """What it came to, once complete."""
 
-    def _open_parser(self) -> StreamParser:
+    def _make_call_id(self) -> str:
+        self._streamed_ids.append(self._call_ids())
+        return self._streamed_ids[-1]
+
+    def _open_parser(self, call_ids: Callable[[], str]) -> StreamParser:
         request = self._plan.request
         return self._renderer.open_stream(
             tools=_callable_tools(request),
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
-            call_ids=self._call_ids,
+            call_ids=call_ids,
             is_plain=request.is_raw,
         )
 
@@ -197,7 +202,6 @@ class Choice:
             deltas = [delta for delta in deltas if not _is_of_further_call(delta)]
         if self.index:
             deltas = [evolve(delta, choice=self.index) for delta in deltas]
-        self._deltas.extend(deltas)
         return deltas
 
     @property
@@ -250,7 +254,7 @@ class Choice:
 
     def _message(self, completion: Completion) -> ChatMessage:
         """The message, with the ids of tool calls that were streamed already."""
-        streamed = iter([delta.id for delta in self._deltas if isinstance(delta, ToolCallStarted)])
+        streamed = iter(self._streamed_ids)
         request = self._plan.request
         message = self._renderer.parse(
             completion.token_ids,
@@ -268,7 +272,7 @@ class Choice:
             return None
         parser = self._parser
         if parser is None:
-            parser = self._open_parser()
+            parser = self._open_parser(self._call_ids)
             parser.feed(completion.token_ids)
             parser.finish()
         return parser.stop_sequence

@@ -15,6 +15,7 @@ from areal_actors.cache import SessionSettings
 from areal_actors.cache.journal import MemoryJournal, recover
 from areal_actors.domain import (
     Answer,
+    Fact,
     InteractionStatus,
     RewardSet,
     SessionEnded,
@@ -126,6 +127,26 @@ async def test_what_was_cut_off_or_failed_is_noted():
     assert isinstance(fact, TurnEnded)
     assert InteractionStatus.CANCELLED == turn.status
     assert turn == fact.interaction
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_nothing_is_noted_of_a_turn_that_was_answered(way: str):
+    """It was written: a note without a fact in it would wake the disk once more for every turn."""
+
+    class Counting(MemoryJournal):
+        num_notes = 0
+
+        def note(self, *facts: Fact) -> None:
+            self.num_notes += 1
+            super().note(*facts)
+
+    journal = Counting()
+    async with open_house(journal=journal) as house:
+        caller = await call(house, (await open_durable(house)).session, way, FIRST)
+
+    assert 1 == len(caller.answers)
+    assert [SessionStarted, TurnEnded] == kinds(journal)
+    assert 0 == journal.num_notes
 
 
 @pytest.mark.parametrize("way", WAYS)

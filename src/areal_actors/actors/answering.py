@@ -138,9 +138,10 @@ class Turn:
         )
 
     def _note_unanswered(self, ledger: Ledger) -> None:
-        now, tree = ledger.clock(), self.session.tree
         unanswered = [choice.interaction for choice in self.choices if choice.answer is None]
-        ledger.note(*[self._fact(tree.get(interaction), None, now) for interaction in unanswered])
+        if unanswered:
+            now, tree = ledger.clock(), self.session.tree
+            ledger.note(*[self._fact(tree.get(interaction), None, now) for interaction in unanswered])
 
     def end(self) -> None:
         """Cancel the choices that have not ended, and wake whoever joined."""

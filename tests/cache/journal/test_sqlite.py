@@ -54,17 +54,23 @@ async def test_writes_that_wait_together_become_one_commit(held):
 
 
 async def test_a_disk_that_hangs_fails_the_journal_at_a_bound(path):
-    """Writes that wait are counted; beyond the bound nothing is taken any longer, and it is said why."""
+    """Writes that wait are counted; beyond the bound nothing is taken any longer, and it is said why.
+
+    To those who write: who notes something is about to end a turn or a session, which has to end all the same.
+    """
     leave = threading.Event()
     async with SqliteJournal.open(path, JournalConfig(max_pending=3)) as journal:
         journal._thread.post(leave.wait)
-        for number in range(3):
+        for number in range(4):
             journal.note(create_start(f"s{number}"))
         with pytest.raises(JournalError, match="3 writes to the journal wait for the disk"):
-            journal.note(create_start("s3"))
+            await journal.write(create_start("s4"))
         leave.set()
         with pytest.raises(JournalError, match="seems to hang"):
-            await journal.write(create_start("s4"))
+            await journal.write(create_start("s5"))
+    journal.note(create_start("s6"))
+    with pytest.raises(JournalError, match="is closed"):
+        await journal.write(create_start("s7"))
 
     assert [] == await sessions_of(path)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -100,8 +100,9 @@ class SqliteJournal:
             raise handed.error
 
     def note(self, *facts: Fact) -> None:
-        """As ``Journal.note``."""
-        self._hand_over(_Handed(facts))
+        """As ``Journal.note``: never raises, because whoever notes is about to end something and must end it."""
+        with suppress(JournalError):  # that of a full queue is kept for the next write
+            self._hand_over(_Handed(facts))
 
     async def read(self) -> AsyncIterator[Fact]:
         """As ``Journal.read``, a few facts at a time. Raises ``JournalError`` if the file is damaged."""

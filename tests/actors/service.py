@@ -42,6 +42,7 @@ class Service:
     house: House
     intake: Ref[Intake]
     notebook: Notebook
+    keeper: IntakeKeeper
     sessions: list[SessionId] = field(factory=list)
 
     async def start(self, group: str | None = None, **options: Any) -> SessionId:
@@ -93,5 +94,5 @@ async def open_service(*, max_concurrent: int = 8, batch_size: int = 8, **option
         notebook = Notebook()
         progress = await house.system.spawn(notebook, name="progress")
         peers = IntakePeers(sessions=house.sessions, exports=house.exports, capacity=house.capacity, progress=progress)
-        intake = await house.system.spawn(IntakeKeeper(peers=peers, config=config), name="intake")
-        yield Service(house, intake, notebook)
+        keeper = IntakeKeeper(peers=peers, config=config)
+        yield Service(house, await house.system.spawn(keeper, name="intake"), notebook, keeper)

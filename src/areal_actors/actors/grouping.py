@@ -150,6 +150,10 @@ class OpenGroups:
         """Where a session belongs; ``None`` for one that is not of the intake."""
         return self._by_session.get(session)
 
+    def unseat_session(self, session: SessionId) -> None:
+        """Nothing came of it: whoever takes its seat has another one, and this one would stay known for ever."""
+        self._by_session.pop(session, None)
+
     def remove(self, group: OpenGroup) -> bool:
         """The group is over; returns whether it was there."""
         name = (group.owner, group.name or "")

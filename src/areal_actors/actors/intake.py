@@ -232,6 +232,7 @@ class IntakeKeeper(Actor[Intake]):
         await self._report(group, seat, episode, record)
         if episode.failure is not None:
             _log.warning("session_rejected", session=session, reason=episode.failure)
+            self._groups.unseat_session(session)
             await self._peers.sessions.tell(ForgetSession(session=session))
         elif not self._config.is_delivering and record is not None:
             self._handout.offer(TakenSession(record=record, episode=episode))

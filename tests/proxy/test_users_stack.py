@@ -14,9 +14,9 @@ from areal_actors.actors.exporter import Exporter
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.sessions import SessionManager
 from areal_actors.core import ActorSystem
-from areal_actors.domain import Credential
+from areal_actors.domain import Credential, Quotas
 from areal_actors.messages import CreateKey, DescribeEndpoint, DescribeOwner, OpenSession, RevokeKey
-from areal_actors.proxy import ProxyServer
+from areal_actors.proxy import ProxyServer, visitors
 from areal_actors.staleness import CapacityLimits, CapacityState
 from areal_actors.testing.engines import EchoEngine, script_answers
 
@@ -70,6 +70,22 @@ async def test_a_proxy_learns_whose_a_session_is(tmp_path):
     assert ("ada", issued.key.id) == (owner.user, owner.user_key)
     assert [200] * 6 == before
     assert [401, 401, 200] == after
+
+
+async def test_a_proxy_hears_of_the_first_key(tmp_path, monkeypatch):
+    """Which was issued, and has started a session, elsewhere, after this proxy had heard that there were no keys."""
+    monkeypatch.setattr(visitors, "_DENIAL_SECONDS", 0.0)
+    async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, second):
+        nobodys = bearer((await sessions.ask(OpenSession(task="t"))).api_key)
+        path = "/v1/chat/completions"
+        before = await second.post(path, json=BODY, headers=nobodys)
+        issued = await accounts.ask(CreateKey(user="ada", quotas=Quotas(max_requests_per_minute=1)))
+        started = (await first.post("/rl/start_session", headers=bearer(issued.secret))).json()
+        adas = [await second.post(path, json=BODY, headers=bearer(started["api_key"])) for _ in range(2)]
+        after = await second.post(path, json=BODY, headers=nobodys)
+
+    assert [200, 429] == [answer.status_code for answer in adas]
+    assert (200, 200) == (before.status_code, after.status_code)
 
 
 async def test_plain_inference_takes_no_place_and_leaves_nothing(tmp_path):

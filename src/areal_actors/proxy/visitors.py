@@ -7,6 +7,7 @@ session manager, and never changes: it is asked once. What a user may do is know
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -35,6 +36,8 @@ from areal_actors.messages import (
 __all__ = ["Visit", "Visitors"]
 
 _FORGET_SECONDS = 5.0
+_DENIAL_SECONDS = 1.0
+"""For so long it is believed that nobody has a key: as long as the keeper takes to hear of one in its file."""
 _MAX_KNOWN = 100_000
 """Owners that are remembered; beyond, all are asked for again."""
 _NEEDS_SESSION = (
@@ -77,7 +80,8 @@ class Visitors:
     sessions: Ref[Sessions]
     accounts: Ref[Accounts] | None = None
     has_users: bool | None = None
-    """Whether anybody has a key; ``None`` until it was asked."""
+    """Whether anybody has a key; ``None`` until it was asked, and again a while after it was denied."""
+    _denied_at: float = field(default=-math.inf, init=False)
     _owners: dict[SessionId | bytes, SessionOwner] = field(factory=dict, init=False)
 
     def is_nobodys(self, credential: Credential) -> bool:
@@ -87,7 +91,8 @@ class Visitors:
         if self.has_users is None or is_user_key(credential.key):
             return False
         if not self.has_users:
-            return True
+            # The first key may be issued, and used, through another proxy of the service, or on the command line.
+            return anyio.current_time() < self._denied_at + _DENIAL_SECONDS
         owner = self._owners.get(_name(credential))
         return owner is not None and owner.user is None
 
@@ -151,7 +156,8 @@ class Visitors:
         """The user's name, and what opens the session that is meant; ``None`` for a user's key without a session."""
         if is_user_key(credential.key) and self.accounts is not None:
             return await self._resolve_user(self.accounts, credential, is_counted=is_counted)
-        if self.has_users is None and self.accounts is not None:
+        if not self.has_users and self.accounts is not None:
+            self._denied_at = anyio.current_time()
             self.has_users = await self.accounts.ask(HasKeys())
         if not self.has_users:
             return None, credential

@@ -67,7 +67,10 @@ def shown(value: Any) -> str:
         return f"a list of {len(value)}"
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    digits = str(value)
+    return digits if len(digits) <= _MAX_SHOWN else digits[:_MAX_SHOWN] + "…"
 
 
 def wrong(name: str, expected: str, value: Any) -> InvalidRequest:

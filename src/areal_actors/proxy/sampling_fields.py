@@ -19,6 +19,7 @@ MAX_TOKENS = 2**31 - 1
 """The largest token id, and the largest bound on new tokens."""
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
+_MAX_DIGITS = len(str(MAX_TOKENS))
 
 
 def read_sampling(
@@ -72,7 +73,9 @@ def _read_logit_bias(body: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     biases = read_mapping(body, "logit_bias")
     pairs: list[tuple[int, float]] = []
     for name in biases:
-        if not (name.isascii() and name.isdigit()) or int(name[:12]) > MAX_TOKENS:
+        # In one spelling each: "7" and "07" would be two biases of one token.
+        is_id = name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS and str(int(name)) == name
+        if not is_id or int(name) > MAX_TOKENS:
             raise wrong("logit_bias", "an object whose keys are token ids", name)
         pairs.append((int(name), read_number(biases, name, 0.0, low=-100, high=100)))
     return tuple(sorted(pairs))

@@ -110,6 +110,23 @@ async def test_what_an_expired_session_had_may_be_kept():
         assert (0.5, True) == (group.episodes[0].reward, str(group.episodes[0].cut_short).startswith("expired"))
 
 
+async def test_rewards_that_exceed_every_float_together_cost_their_session_only():
+    """It is rejected with its reason, and the service takes the next one in."""
+    async with open_service() as service:
+        session = await service.start()
+        for question in ("what?", "why?"):
+            answer = await service.house.complete(session, say(question))
+            await service.house.sessions.ask(
+                SetReward(credential=Credential(session=session), reward=3e38, interaction=answer[0].interaction)
+            )
+        await service.house.sessions.ask(EndSession(credential=Credential(session=session)))
+        await service.play(await service.start(), final=0.5)
+        (group,) = await service.lease()
+
+        assert 0.5 == group.episodes[0].reward
+        assert ["Its rows cannot be built", "None"] == [str(failure).split(":")[0] for failure in service.failures]
+
+
 async def test_a_session_that_was_forgotten_behind_our_back_is_rejected():
     """Its group goes on without it."""
     from areal_actors.messages import ForgetSession

@@ -161,6 +161,18 @@ def test_returns_that_exceed_every_float_are_refused() -> None:
         backpropagate(tree, 1.0, "sum")
 
 
+@pytest.mark.parametrize("reward", [3e38, 1.7e308])
+def test_sums_that_no_float32_holds_are_refused(reward: float) -> None:
+    """Training has float32: two rewards that fit may exceed it together."""
+    with pytest.raises(RewardError, match="scale its rewards down"):
+        backpropagate(chain(reward, reward), 1.0)
+    record = SessionRecord(
+        id=SessionId("s"), interactions=(interaction("a", 0, reward=reward), interaction("b", 1, reward=reward))
+    )
+    with pytest.raises(RewardError, match="float32"):
+        total_reward(record)
+
+
 def test_unknown_rules_and_discounts_are_refused_by_name() -> None:
     """The message lists what there is."""
     with pytest.raises(ExportError, match=r"no rule 'median' .* creation-order, max, mean, sum"):
@@ -193,6 +205,7 @@ def test_damaged_parents_are_refused() -> None:
         (np.int64(3), 3.0),
         (np.bool_(True), 1.0),
         (np.array(2.0), 2.0),
+        (np.finfo(np.float32).min, float(np.finfo(np.float32).min)),
         (torch.tensor(0.5), 0.5),
         (torch.tensor([1]), 1.0),
         (torch.tensor(1.5, requires_grad=True), 1.5),
@@ -217,6 +230,8 @@ def test_numbers_of_all_kinds_are_rewards(value: Any, expected: float) -> None:
         math.inf,
         -math.inf,
         10**400,
+        1e39,
+        -np.float64(1.7e308),
         np.float64("nan"),
         np.str_("1"),
         np.array([1.0, 2.0]),
@@ -226,7 +241,7 @@ def test_numbers_of_all_kinds_are_rewards(value: Any, expected: float) -> None:
     ],
 )
 def test_what_is_no_finite_number_is_refused(value: Any) -> None:
-    """Text is not guessed at, and NaN never reaches a gradient; messages stay short."""
+    """Text is not guessed at, NaN and what float32 has no number for reach no gradient; messages stay short."""
     with pytest.raises(RewardError) as caught:
         parse_reward(value)
 

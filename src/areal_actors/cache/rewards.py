@@ -23,10 +23,14 @@ from areal_actors.errors import ExportError, RewardError
 __all__ = ["RULES", "RewardTree", "Rule", "backpropagate", "parse_reward", "total_reward"]
 
 
-def parse_reward(value: Any) -> float:
-    """A finite float from a float, int, bool, or numpy or torch scalar.
+_LARGEST = float.fromhex("0x1.fffffep+127")
+"""The greatest float32."""
 
-    Raises ``RewardError`` for everything else: text, ``None``, arrays, NaN and infinities.
+
+def parse_reward(value: Any) -> float:
+    """A float within the range of float32, which training has, from a float, int, bool, or numpy or torch scalar.
+
+    Raises ``RewardError`` for everything else: text, ``None``, arrays, NaN, infinities and what would become one.
     """
     scalar = _item(value)
     if not isinstance(scalar, Real):
@@ -37,7 +41,14 @@ def parse_reward(value: Any) -> float:
         raise RewardError(f"A reward must fit into a float: {_shorten(value)} does not.") from None
     if not math.isfinite(reward):
         raise RewardError(f"A reward must be finite, not {reward}; check what computed it.")
+    if not _is_trainable(reward):
+        raise RewardError(f"A reward must fit into a float32, which training has: {reward} does not; scale it down.")
     return reward
+
+
+def _is_trainable(value: float) -> bool:
+    """Whether a float32 of it is finite. NaN is not."""
+    return abs(value) <= _LARGEST
 
 
 def _item(value: Any) -> Any:
@@ -155,8 +166,8 @@ def backpropagate(
 ) -> dict[InteractionId, float]:
     """The return of every completed interaction. Changes nothing, and can be asked again with another discount.
 
-    ``rule`` is a name in ``RULES``, or a function like theirs. Raises ``RewardError`` for a discount or returns that
-    are not finite, ``ExportError`` for an unknown rule or a damaged record.
+    ``rule`` is a name in ``RULES``, or a function like theirs. Raises ``RewardError`` for a discount that is not finite
+    or returns that no float32 holds, ``ExportError`` for an unknown rule or a damaged record.
     """
     tree = source if isinstance(source, RewardTree) else RewardTree.of(source)
     if not math.isfinite(discount):
@@ -165,8 +176,8 @@ def backpropagate(
         returns = _find_rule(rule)(tree, discount)
     except OverflowError:
         returns = (math.inf,)
-    if not all(map(math.isfinite, returns)):
-        raise RewardError("The returns of this session exceed every float; scale its rewards down.")
+    if not all(map(_is_trainable, returns)):
+        raise RewardError("The returns of this session exceed every float32; scale its rewards down.")
     return dict(zip(tree.ids, returns, strict=True))
 
 
@@ -179,5 +190,11 @@ def _find_rule(rule: str | Rule) -> Rule:
 
 
 def total_reward(record: SessionRecord) -> float:
-    """The sum of the rewards that were assigned to completed interactions, before any propagation."""
-    return math.fsum(RewardTree.of(record).rewards)
+    """The sum of the rewards that were assigned to completed interactions, before any propagation.
+
+    Raises ``RewardError`` if no float32 holds it.
+    """
+    try:
+        return parse_reward(math.fsum(RewardTree.of(record).rewards))
+    except OverflowError:
+        raise RewardError("The rewards of this session exceed every float32 together; scale them down.") from None

@@ -134,6 +134,17 @@ class TestKeysOfCallers:
         assert store.acknowledge(first.id)
         assert second.id == store.resolve(Credential(key="my-own-key")).id
 
+    @pytest.mark.parametrize("is_capability", [True, False])
+    def test_a_key_opens_its_earlier_session_by_name(self, store: SessionStore, *, is_capability: bool) -> None:
+        """Whoever uses one key for all its sessions may reward the one that has just ended, while the next is live."""
+        first = store.create("a", now=0, key="my-own-key")
+        store.end(first.id, now=1)
+        second = store.create("b", now=2, key="my-own-key")
+        by_name = [Credential(session=each.id, key="my-own-key") for each in (first, second)]
+
+        found = [store.for_reward(each, now=3, is_capability=is_capability).id for each in by_name]
+        assert [first.id, second.id] == found
+
     @pytest.mark.parametrize("key", ["", "short"])
     def test_a_key_must_be_a_secret(self, store: SessionStore, key: str) -> None:
         """A key that anybody would try is refused."""

@@ -214,13 +214,17 @@ class SessionStore:
 
         Raises ``NotFound`` for an unknown session, ``Unauthorized`` for a missing or wrong key.
         """
-        owner = None if credential.key is None else self._owner(_digest(credential.key))
+        digest = None if credential.key is None else _digest(credential.key)
+        owner = None if digest is None else self._owner(digest)
         if credential.session is None:
             return _required(owner)
+        named = self._sessions.get(credential.session)
+        if named is not None and digest is not None and hmac.compare_digest(named.key_digest, digest):
+            return named  # also where a later session was started with the same key
         if not is_capability and _required(owner).id != credential.session:
             raise Unauthorized(f"This key does not open session {credential.session}; use the key it was started with.")
         session = self.get(credential.session)
-        if owner is not None and owner is not session:
+        if owner is not None:
             raise Unauthorized(f"This key belongs to another session; {session.id} was started with its own key.")
         return session
 

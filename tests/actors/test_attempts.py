@@ -149,14 +149,27 @@ def test_numbered_requests_are_forgotten_in_time():
 
 
 def test_memory_is_bounded():
-    """The oldest go first, named ones too."""
+    """The oldest answers go first, named ones too."""
     client = Client()
-    client.send(key="k")
+    named = client.answered(key="k")
     for _ in range(2 * MAX_REMEMBERED):
-        client.send(choices=3)
+        client.answered(choices=3)
 
     assert MAX_REMEMBERED - 3 < len(client.attempts) <= MAX_REMEMBERED
-    assert client.send(key="k").number == 0
+    assert client.send(key="k") is not named
+
+
+def test_what_is_pending_is_not_forgotten():
+    """However many others there are: its retry would be sampled beside it."""
+    client = Client()
+    named, numbered = client.send(key="k"), client.send(fingerprint="b")
+    for _ in range(2 * MAX_REMEMBERED):
+        client.answered()
+        client.send()
+
+    assert client.send(key="k") is named
+    assert client.send(1, fingerprint="b") is numbered
+    assert len(client.attempts) == 2 * MAX_REMEMBERED + 2
 
 
 class Retrying(RuleBasedStateMachine):

@@ -135,8 +135,14 @@ class Attempts(Generic[W]):
         return found
 
     def _forget_old(self, now: float) -> None:
-        while len(self._sendings) > MAX_REMEMBERED or _is_old(next(iter(self._sendings.values())), now):
-            self.forget(next(iter(self._sendings.values())))
+        """What is pending is kept, for as long as it takes: forgotten, its retry would be sampled beside it."""
+        while (oldest := next(iter(self._sendings.values()))) and _is_old(oldest, now):
+            self.forget(oldest)
+        while len(self._sendings) > MAX_REMEMBERED:
+            ended = next((each for each in self._sendings.values() if each.ended_at is not None), None)
+            if ended is None:
+                return
+            self.forget(ended)
 
 
 def _fits(sending: Sending[W], attempt: Attempt, now: float) -> bool:

@@ -12,6 +12,7 @@ import shutil
 import socket
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from areal_actors.messages import TensorBucket
 __all__ = ["Publisher", "Weights", "read_shapes"]
 
 _FILE = "model.safetensors"
+_PREFIX, _LOCKED = "weights-", ".lock"
 _COPIED = ("config.json", "generation_config.json")
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_NAMED = 5
@@ -56,10 +58,11 @@ class Publisher:
     model: Path
     dtype: str = ""
     _own: Path = field(init=False)
+    _lock: int | None = field(default=None, init=False)
     _numbers: count[int] = field(factory=count, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._own = self.directory / f"weights-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        self._own = self.directory / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
 
     def write(self, snapshot: Snapshot) -> Weights:
         """Make ``snapshot`` readable for servers.
@@ -90,6 +93,9 @@ class Publisher:
         from safetensors.torch import save_file
 
         try:
+            if self._lock is None:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = _hold(_lock_of(self._own))
             partial.mkdir(parents=True)
             save_file(tensors, partial / _FILE, metadata={"format": "pt"})
             for name in _COPIED:
@@ -128,25 +134,50 @@ class Publisher:
                     shutil.rmtree(path, ignore_errors=True)
 
     def remove_leftovers(self) -> None:
-        """Remove what processes of this machine left that were killed."""
-        for path in self.directory.glob(f"weights-{socket.gethostname()}-*-*"):
-            process = path.name.rsplit("-", 2)[1]
-            if process.isdecimal() and not _is_alive(int(process)):
-                shutil.rmtree(path, ignore_errors=True)
+        """Remove what processes left that were killed, on whatever machine: the lock of each went with it."""
+        for lock in self.directory.glob(f"{_PREFIX}*{_LOCKED}"):
+            try:
+                descriptor = _open_locked(lock)
+            except OSError:  # somebody lives, or nobody can tell here who does
+                continue
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
 
     def close(self) -> None:
         """Remove all that was written here."""
         shutil.rmtree(self._own, ignore_errors=True)
+        descriptor, self._lock = self._lock, None
+        if descriptor is not None:
+            _lock_of(self._own).unlink(missing_ok=True)
+            os.close(descriptor)
 
 
-def _is_alive(process: int) -> bool:
+def _lock_of(own: Path) -> Path:
+    return own.with_name(own.name + _LOCKED)
+
+
+def _hold(lock: Path) -> int:
+    """A descriptor that says, for as long as this process lives, that ``lock`` is its own.
+
+    On a file system without locks it says nothing, and nobody removes what a killed process left there.
+    """
+    with suppress(OSError):
+        return _open_locked(lock)
+    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _open_locked(lock: Path) -> int:
+    """Raises ``OSError`` if another process has it, or it cannot be locked."""
+    import fcntl  # there is none on Windows, where this module shall be importable
+
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _check_shapes(version: int, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -97,9 +97,10 @@ async def open_interrupts() -> AsyncIterator[Interrupts]:
     Raises ``KeyboardInterrupt`` at its end if the run was cut off.
     """
     body: list[BaseException] = []
+    tasks = anyio.create_task_group()
+    interrupts = Interrupts(tasks)
     with unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            interrupts = Interrupts(tasks)
+        async with tasks:
             try:
                 yield interrupts
             except BaseException as error:

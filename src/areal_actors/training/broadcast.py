@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from areal_actors.errors import EngineError
 from areal_actors.training.config import GangConfig
@@ -49,7 +49,7 @@ class BroadcastGroup:
     source: torch.device
     timeout_seconds: float
     num_ranks: int
-    _store: TCPStore | None
+    _store: TCPStore | None = field(alias="store")
     port: int
     _group: Any = None
     _works: list[Any] = field(factory=list)
@@ -91,7 +91,7 @@ class BroadcastGroup:
             self._wait(lambda: store.num_keys() > 0, f"Nobody has joined {self.name} at {self.host}:{self.port}")
             prefixed = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
             # As torch names it, which makes one of a kind for all devices, and calls it by the first.
-            device = next(iter(distributed_c10d.BackendConfig(dist.Backend(self.backend)).get_device_backend_map()))
+            device = dist.Backend.backend_capability[self.backend][0]
             self._group = self._create(PrefixStore(f"{device}/", prefixed))
             if self._is_closed:
                 raise self._closed()

@@ -38,7 +38,7 @@ def test_every_benchmark_is_known():
     """A module beside the runner is either a benchmark that it runs, or one of its own parts."""
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 
-    assert {*NAMES, "__main__", "harness", "machine", "report", "floors", "load", "null_engine"} == modules
+    assert {*NAMES, "__main__", "harness", "machine", "report", "floors", "load", "moving", "null_engine"} == modules
 
 
 @pytest.mark.usefixtures("without_measuring")

@@ -136,8 +136,23 @@ def open_cluster(
     lines = [f"{name}={value}" for name, value in (extra or {}).items()]
     (directory / "etc" / "extra.conf").write_text("\n".join(lines) + "\n")
     cluster = Cluster(directory=directory, prefix=prefix, has_namespaces="--netns" in options)
-    try:
-        cluster.act("start", "--nodes", str(num_nodes), "--prefix", prefix, *options)
-        yield cluster
-    finally:
-        cluster.act("purge")
+    with _purged_if_killed(directory):
+        try:
+            cluster.act("start", "--nodes", str(num_nodes), "--prefix", prefix, *options)
+            yield cluster
+        finally:
+            cluster.act("purge")
+
+
+@contextmanager
+def _purged_if_killed(directory: Path) -> Iterator[None]:
+    """A shell that sees to the cluster where we are killed: it waits for a word of ours, or for our end."""
+    purge = 'read -r word || { "$1" purge -d "$2"; rm -rf "$2"; }'
+    shell = ["sh", "-c", purge, "sh", str(_SCRIPT), str(directory)]
+    with subprocess.Popen(
+        shell, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as keeper:
+        try:
+            yield
+        finally:
+            keeper.communicate(b"done\n")

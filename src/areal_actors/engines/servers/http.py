@@ -17,6 +17,7 @@ from areal_actors.errors import EngineError, InvalidRequest
 
 __all__ = [
     "Answer",
+    "address_of",
     "as_answer",
     "ask",
     "create_client",
@@ -83,9 +84,14 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, body: Mapping[s
     return _answer(response)
 
 
+def address_of(client: httpx.AsyncClient, path: str) -> str:
+    """Where ``path`` is asked for, as errors name it."""
+    return f"{str(client.base_url).rstrip('/')}/{path.lstrip('/')}"
+
+
 def describe_failure(client: httpx.AsyncClient, path: str, answer: Answer) -> str:
     """A sentence about an answer that should have been another."""
-    return f"{client.base_url}{path.lstrip('/')} answered {answer.status}: {answer.said}"
+    return f"{address_of(client, path)} answered {answer.status}: {answer.said}"
 
 
 async def get_document(client: httpx.AsyncClient, path: str, *, software: str) -> Mapping[str, Any]:
@@ -157,10 +163,10 @@ async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Res
     except (httpx.HTTPError, httpx.StreamError) as error:
         raise EngineError(_unreachable(client, path, error)) from error
     except ValueError as error:
-        raise EngineError(f"{client.base_url}{path.lstrip('/')} streams what is no JSON: {error}") from error
+        raise EngineError(f"{address_of(client, path)} streams what is no JSON: {error}") from error
     finally:
         await _end(chunks)
-    raise EngineError(f"{client.base_url}{path.lstrip('/')} cut its stream off.")
+    raise EngineError(f"{address_of(client, path)} cut its stream off.")
 
 
 async def _end(chunks: AsyncIterator[bytes]) -> None:
@@ -193,7 +199,7 @@ class _Body(httpx.AsyncByteStream):
 
 def _unreachable(client: httpx.AsyncClient, path: str, error: Exception) -> str:
     what = str(error) or type(error).__name__
-    return f"{client.base_url}{path.lstrip('/')} cannot be reached: {what}"
+    return f"{address_of(client, path)} cannot be reached: {what}"
 
 
 def _answer(response: httpx.Response) -> Answer:

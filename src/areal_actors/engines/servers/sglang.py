@@ -27,6 +27,7 @@ from areal_actors.engines.lark import format_lark
 from areal_actors.engines.servers.dialect import Delta, ServerFacts, VersionSpan
 from areal_actors.engines.servers.http import (
     Answer,
+    address_of,
     as_answer,
     ask,
     describe_failure,
@@ -244,12 +245,12 @@ async def _read(client: httpx.AsyncClient, request: EngineRequest, events: Async
                 raise failure_of(client, "/generate", as_answer(event))
             delta = _parse(client, request, event, num_seen)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{client.base_url}generate streams what SGLang does not: {error!r}") from error
+            raise EngineError(f"{address_of(client, 'generate')} streams what SGLang does not: {error!r}") from error
         num_seen += len(delta.token_ids)
         yield delta
         if delta.finish is not None:
             return
-    raise EngineError(f"{client.base_url}generate ended its stream without a reason.")
+    raise EngineError(f"{address_of(client, 'generate')} ended its stream without a reason.")
 
 
 def _parse(client: httpx.AsyncClient, request: EngineRequest, event: Mapping[str, Any], num_seen: int) -> Delta:

@@ -44,6 +44,7 @@ from areal_actors.engines.lark import format_lark
 from areal_actors.engines.servers.dialect import Delta, ServerFacts, VersionSpan
 from areal_actors.engines.servers.http import (
     Answer,
+    address_of,
     as_answer,
     ask,
     describe_failure,
@@ -291,7 +292,7 @@ async def _find_model(client: httpx.AsyncClient) -> Path:
     try:
         return Path(document["data"][0]["root"])
     except (KeyError, TypeError, IndexError) as error:
-        raise EngineError(f"{client.base_url}v1/models does not name its model: {error!r}") from error
+        raise EngineError(f"{address_of(client, 'v1/models')} does not name its model: {error!r}") from error
 
 
 # ------------------------------------------------------------------------------------------------- reading

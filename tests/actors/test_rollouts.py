@@ -184,7 +184,7 @@ async def test_rewards_that_no_float_can_add_up_fail_the_episode():
         first = await episode.ask("what?")
         follow_up = (*say("what?"), *say("", first.message.content)[1:], *say("and?"))
         (second,) = await episode.house.complete(episode.session, follow_up)
-        return {first.interaction: 1.7e308, second.interaction: 1.7e308}
+        return {first.interaction: 3e38, second.interaction: 3e38}
 
     async with open_theatre(act) as theatre:
         (episode,) = (await theatre.play()).episodes

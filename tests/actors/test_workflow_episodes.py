@@ -275,7 +275,7 @@ async def test_what_cannot_be_added_up_is_not_kept():
         first = await episode.ask("what?")
         follow_up = (*say("what?"), *say("", first.message.content)[1:], *say("and?"))
         (second,) = await episode.house.complete(episode.session, follow_up)
-        return {first.interaction: 1.7e308, second.interaction: 1.7e308}
+        return {first.interaction: 3e38, second.interaction: 3e38}
 
     config = RolloutsConfig(member_outcome=MemberOutcome.KEEP_PARTIAL, episode_timeout_seconds=60)
     async with open_theatre(act, config=config) as theatre:

@@ -5,7 +5,6 @@ What is opened around that is ``learning``; a run over a dataset is ``training``
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from areal_actors.cache.journal.filesystems import exclusive
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.datasets import Problems, find_overlap, load_problems
 from areal_actors.errors import CheckpointError, ConfigError
+from areal_actors.locks import NO_LOCKS, hold
 from areal_actors.models import ModelFiles, load_policy, resolve_model
 from areal_actors.rendering import Renderer, load_renderer
 from areal_actors.telemetry import get_logger
@@ -41,8 +40,6 @@ __all__ = [
 ]
 
 _log = get_logger(__name__)
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @frozen(kw_only=True)
@@ -108,9 +105,9 @@ def _hold(path: Path, stack: ExitStack) -> None:
     """Where the file system has no locks, nobody can be kept out."""
     lock = path.with_name(f".{path.name}.lock")  # beside it, as what is in it may be moved away
     try:
-        stack.enter_context(exclusive(path, lock=lock, complain=partial(_in_use, path)))
+        stack.enter_context(hold(lock, partial(_in_use, path)))
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         _log.warning("run_directory_not_locked", path=str(path), reason=error.strerror)
 

@@ -1,17 +1,10 @@
-"""Where a journal may lie, and who holds it: network filesystems are recognised, and one process has it at a time."""
+"""Where a journal may lie: network filesystems are recognised."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-from areal_actors.errors import ArealError, JournalError
-
-__all__ = ["exclusive", "filesystem_of", "is_network"]
+__all__ = ["filesystem_of", "is_network"]
 
 _NETWORK = (
     *("afs", "beegfs", "ceph", "cifs", "coda", "gcsfuse", "gfs2", "glusterfs", "gpfs", "juicefs"),
@@ -47,39 +40,3 @@ def _unescaped(point: str) -> str:
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, character)
     return point
-
-
-@contextmanager
-def exclusive(
-    path: Path, *, lock: Path | None = None, complain: Callable[[str], ArealError] | None = None
-) -> Iterator[None]:
-    """Hold ``path`` while the block runs; the system lets go of it when the process dies.
-
-    What is locked is the file ``lock``, or ``path`` with ``.lock`` appended. It stays: whoever removes it while
-    somebody holds it lets two in.
-
-    Raises:
-        ArealError: somebody else holds it; what ``complain`` makes of who that is, or a ``JournalError`` that says so.
-    """
-    import fcntl  # there is none on Windows, where this module shall be importable
-
-    lock = lock or path.with_name(f"{path.name}.lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            raise (complain or partial(_complain, path))(holder) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _complain(path: Path, holder: str) -> JournalError:
-    return JournalError(
-        f"{path} is in use by {holder}. Two services cannot share a journal: end the other one, or give this one a "
-        "trial name or a journal.path of its own."
-    )

@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,10 +21,11 @@ from typing import Self
 from areal_actors.cache.journal import retention
 from areal_actors.cache.journal.codec import TABLES, Statement, Table, encode
 from areal_actors.cache.journal.config import JournalConfig, JournalSync
-from areal_actors.cache.journal.filesystems import exclusive, filesystem_of, is_network
+from areal_actors.cache.journal.filesystems import filesystem_of, is_network
 from areal_actors.cache.journal.migrations import migrate
 from areal_actors.domain import Fact, GroupConsumed, GroupQueued, SessionForgotten, VersionSaved
 from areal_actors.errors import JournalError
+from areal_actors.locks import hold
 
 __all__ = ["Store"]
 
@@ -85,7 +87,7 @@ class Store:
                 "journal.path to a local disk, or journal.allow_shared if no other machine uses it."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._stack.enter_context(exclusive(path))
+        self._stack.enter_context(hold(path.with_name(f"{path.name}.lock"), partial(_in_use, path)))
         self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, cached_statements=64)
         self._stack.callback(self._connection.close)
         self._set_up(is_shared=is_shared)
@@ -240,3 +242,10 @@ def _advice(name: str) -> str:
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return _WRITABLE
     return "Free some space, or look after the disk; then start the service again, which goes on from what was written."
+
+
+def _in_use(path: Path, holder: str) -> JournalError:
+    return JournalError(
+        f"{path} is in use by {holder}. Two services cannot share a journal: end the other one, or give this one a "
+        "trial name or a journal.path of its own."
+    )

@@ -22,6 +22,7 @@ from attrs import define, field, frozen
 
 from areal_actors.domain import Snapshot
 from areal_actors.errors import ModelError
+from areal_actors.locks import take
 from areal_actors.messages import TensorBucket
 
 __all__ = ["Publisher", "Weights", "read_shapes"]
@@ -95,7 +96,8 @@ class Publisher:
         try:
             if self._lock is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                self._lock = _hold(_lock_of(self._own))
+                with suppress(OSError):  # without locks, nobody removes what a killed process left
+                    self._lock = take(_lock_of(self._own))
             partial.mkdir(parents=True)
             save_file(tensors, partial / _FILE, metadata={"format": "pt"})
             for name in _COPIED:
@@ -136,9 +138,10 @@ class Publisher:
     def remove_leftovers(self) -> None:
         """Remove what processes left that were killed, on whatever machine: the lock of each went with it."""
         for lock in self.directory.glob(f"{_PREFIX}*{_LOCKED}"):
-            try:
-                descriptor = _open_locked(lock)
-            except OSError:  # somebody lives, or nobody can tell here who does
+            descriptor = None
+            with suppress(OSError):  # nobody can tell here who lives
+                descriptor = take(lock)
+            if descriptor is None:
                 continue
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
@@ -147,37 +150,14 @@ class Publisher:
     def close(self) -> None:
         """Remove all that was written here."""
         shutil.rmtree(self._own, ignore_errors=True)
+        _lock_of(self._own).unlink(missing_ok=True)
         descriptor, self._lock = self._lock, None
         if descriptor is not None:
-            _lock_of(self._own).unlink(missing_ok=True)
             os.close(descriptor)
 
 
 def _lock_of(own: Path) -> Path:
     return own.with_name(own.name + _LOCKED)
-
-
-def _hold(lock: Path) -> int:
-    """A descriptor that says, for as long as this process lives, that ``lock`` is its own.
-
-    On a file system without locks it says nothing, and nobody removes what a killed process left there.
-    """
-    with suppress(OSError):
-        return _open_locked(lock)
-    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def _open_locked(lock: Path) -> int:
-    """Raises ``OSError`` if another process has it, or it cannot be locked."""
-    import fcntl  # there is none on Windows, where this module shall be importable
-
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _check_shapes(version: int, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

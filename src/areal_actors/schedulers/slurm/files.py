@@ -17,28 +17,24 @@ Everything here blocks, on a file system that may be slow: call it on a thread.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
-import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import cattrs
 from attrs import asdict, frozen
 
 from areal_actors.errors import SchedulerError
+from areal_actors.locks import NO_LOCKS, hold, is_held
 from areal_actors.schedulers.bootstrap import Bootstrap
 from areal_actors.schedulers.rejoining import read_epoch
 from areal_actors.schedulers.slurm.queue import ExitStatus, parse_exit_record
 
 __all__ = ["JobRecord", "SlurmFiles", "find_slurm_files"]
 
-_TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _DIRECTORIES = ("jobs", "bootstrap", "let-go", "stop", "exit", "scripts")
 
 
@@ -79,27 +75,39 @@ class SlurmFiles:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Be the only home of this directory while the block lasts. Raises ``SchedulerError`` if another one lives."""
-        with self._open_lock() as file:
-            if not _lock(file):
-                file.seek(0)
-                raise SchedulerError(
-                    f"{file.read().strip() or 'another process'} is home to the jobs of {self.path}; end that run "
-                    "first, or use another trial_name."
-                )
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+        with ExitStack() as stack:
+            with self._locking():
+                stack.enter_context(hold(self._lock, self._complain))
             yield
 
     @property
     def is_held(self) -> bool:
         """Whether a home lives here."""
-        with self._open_lock() as file:
-            return not _lock(file)
+        with self._locking():
+            return is_held(self._lock)
 
-    def _open_lock(self) -> IO[str]:
+    @property
+    def _lock(self) -> Path:
+        return self.path / "home"
+
+    def _complain(self, holder: str) -> SchedulerError:
+        return SchedulerError(
+            f"{holder} is home to the jobs of {self.path}; end that run first, or use another trial_name."
+        )
+
+    @contextmanager
+    def _locking(self) -> Iterator[None]:
         with _on_disk():
-            return (self.path / "home").open("a+", encoding="utf-8")
+            try:
+                yield
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                raise SchedulerError(
+                    f"{self._lock} cannot be locked: {error.strerror}. Two homes must not share a directory: mount its "
+                    "file system with locks that hold on all nodes (Lustre: -o flock), or set fileroot to one that has "
+                    "them."
+                ) from None
 
     def begin_epoch(self) -> int:
         """Be the latest home, for whoever holds the directory. Earlier ones, if they live, have to end themselves.
@@ -184,20 +192,6 @@ def _read_record(path: Path) -> JobRecord | None:
         return cattrs.structure(json.loads(path.read_text(encoding="utf-8")), JobRecord)
     except (OSError, ValueError, TypeError, cattrs.BaseValidationError):
         return None
-
-
-def _lock(file: IO[str]) -> bool:
-    """Whether we have it now; another process has it otherwise."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _TAKEN:
-            return False
-        raise SchedulerError(
-            f"{file.name} cannot be locked: {error.strerror}. Two homes must not share a directory: mount its file "
-            "system with locks that hold on all nodes (Lustre: -o flock), or set fileroot to one that has them."
-        ) from None
-    return True
 
 
 @contextmanager

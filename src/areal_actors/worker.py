@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -34,6 +33,7 @@ from areal_actors.config import load_config
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.core.failure import leaves, root_cause
 from areal_actors.core.remote import Line, Listener, listen, standing
+from areal_actors.core.remote.addresses import own_address
 from areal_actors.core.remote.codec import Codec
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
@@ -284,12 +284,7 @@ async def _listen(bootstrap: Bootstrap, order: Order) -> AsyncIterator[Listener]
 
 def _interface_to(address: str) -> str:
     """The address of this machine that others see when it connects to ``address``; nothing is sent."""
-    parts = urlsplit(address)
-    with socket.socket(
-        socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:
-        probe.connect((parts.hostname, parts.port))
-        host = str(probe.getsockname()[0])
+    host = own_address(urlsplit(address).hostname or "")
     return f"[{host}]" if ":" in host else host
 
 

@@ -21,6 +21,7 @@ from attrs import define, field
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from areal_actors.core.remote.addresses import is_loopback, own_address
 from areal_actors.errors import EngineError
 from areal_actors.training.config import GangConfig
 from areal_actors.training.gang import open_store
@@ -32,8 +33,6 @@ _MAX_POLL_SECONDS = 0.01
 _LEAVING_POLL_SECONDS = 0.05
 _MEETING_SECONDS = 60.0
 """How long those may take to connect to one another that have come."""
-_DISCARD = 9
-"""The port of nobody: to find a way, nothing is sent."""
 
 
 @define(eq=False, kw_only=True)
@@ -176,13 +175,10 @@ def address_towards(machine: str) -> str:
 
     Raises ``EngineError`` if there is no way to it.
     """
-    if machine in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+    if machine == socket.gethostname() or is_loopback(machine):
         return "127.0.0.1"
     try:
-        family, *_, address = socket.getaddrinfo(machine, _DISCARD, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        return own_address(machine)
     except OSError as error:
         raise EngineError(
             f"There is no way to {machine}: {error}. Publish by disk, or name it as others do."

@@ -10,7 +10,7 @@ from contextlib import suppress
 from ipaddress import IPv6Address
 from pathlib import Path
 
-from areal_actors.core.remote.addresses import is_loopback
+from areal_actors.core.remote.addresses import is_loopback, own_address
 
 __all__ = ["interface_to"]
 
@@ -26,10 +26,7 @@ def interface_to(host: str) -> str | None:
     if is_loopback(host):
         return "lo"
     try:
-        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            own = probe.getsockname()[0]
+        own = own_address(host)
     except OSError:
         return None
     return next((name for _, name in socket.if_nameindex() if own in _addresses(name)), None)

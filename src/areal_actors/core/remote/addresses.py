@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ from urllib.parse import urlsplit
 
 from areal_actors.errors import ConfigError
 
-__all__ = ["check_directory", "is_loopback", "parse_address"]
+__all__ = ["check_directory", "is_loopback", "own_address", "parse_address"]
 
 
+_DISCARD = 9
+"""The port of nobody."""
 _MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 
 
@@ -55,6 +58,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def own_address(host: str) -> str:
+    """The address of this machine by which it reaches ``host``, and ``host`` it. Nothing is sent.
+
+    Raises:
+        OSError: there is no way to it.
+    """
+    family, *_, address = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 def _is_wildcard(host: str) -> bool:

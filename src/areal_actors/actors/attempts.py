@@ -136,7 +136,7 @@ class Attempts(Generic[W]):
 
     def _forget_old(self, now: float) -> None:
         """What is pending is kept, for as long as it takes: forgotten, its retry would be sampled beside it."""
-        while (oldest := next(iter(self._sendings.values()))) and _is_old(oldest, now):
+        while _is_old(oldest := next(iter(self._sendings.values())), now):
             self.forget(oldest)
         while len(self._sendings) > MAX_REMEMBERED:
             ended = next((each for each in self._sendings.values() if each.ended_at is not None), None)

@@ -81,8 +81,6 @@ class Exporter(Actor[Exports]):
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._unsaved: list[tuple[int, Group]] = []
         self._ready: dict[GroupId, Group] = {}
-        self._arrived: list[Group] = []  # since it was looked for stale ones
-        self._looked_for: tuple[int, int] | None = None
         self._held: set[GroupId] = set()  # ready or lent
         self._lease: Lease | None = None
         self._leased_version = 0
@@ -136,7 +134,6 @@ class Exporter(Actor[Exports]):
         if is_accepted:
             self._held.add(group.id)
             self._ready[group.id] = group
-            self._arrived.append(group)
             self._notify()
         else:
             self._consume(group)
@@ -168,12 +165,8 @@ class Exporter(Actor[Exports]):
         self._notify()
 
     def _drop_stale(self, wanted: LeaseGroups) -> None:
-        """Look at each group once for each version that is asked for: rows are long, and groups may be many."""
-        asked = wanted.version, wanted.max_staleness
-        groups = self._arrived if asked == self._looked_for else list(self._ready.values())
-        self._looked_for, self._arrived = asked, []
-        for group in groups:
-            if group.id in self._ready and _is_stale(group, wanted):
+        for group in list(self._ready.values()):
+            if _is_stale(group, wanted):
                 _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
                 del self._ready[group.id]
                 self._num_dropped += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -131,11 +132,11 @@ class Group:
     problem: Problem
     episodes: tuple[Episode, ...]
 
-    @property
+    @cached_property
     def head_version(self) -> int:
-        """The oldest weights that sampled a token of the group; -1 if there is none."""
-        versions = [t.head_version for e in self.episodes for t in e.trajectories if t.head_version >= 0]
-        return min(versions, default=-1)
+        """The oldest weights that sampled a token of the group; -1 if there is none. Rows are long, and read once."""
+        versions = [trajectory.head_version for episode in self.episodes for trajectory in episode.trajectories]
+        return min((version for version in versions if version >= 0), default=-1)
 
 
 @frozen(kw_only=True)

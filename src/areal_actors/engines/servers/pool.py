@@ -131,12 +131,12 @@ class ServerPool:
     async def _update(self, server: Server, weights: Weights, *, is_sent: bool = True) -> None:
         """Have it load ``weights``: those that somebody keeps are sent if ``is_sent``, or written where that fails."""
         server.is_spoiled = True
-        if weights.path is None and not (is_sent and await self._send(server, weights)):
+        path = weights.path
+        if path is None and not (is_sent and await self._send(server, weights)):
             assert self.broadcasts is not None
             path = await self.broadcasts.write(weights.version)
+        if path is not None:
             await self.dialect.update_from_disk(server.control, path, version=weights.label)
-        elif weights.path is not None:
-            await self.dialect.update_from_disk(server.control, weights.path, version=weights.label)
         server.is_spoiled = False
 
     async def _send(self, server: Server, weights: Weights) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,13 +15,11 @@ from areal_actors.cache import (
     STYLES,
     Exported,
     export_trajectories,
-    from_document,
     from_tensors,
     to_arrays,
-    to_document,
     to_tensors,
 )
-from areal_actors.domain import ChatMessage, SessionRecord, Trajectory, Untrained, UntrainedReason, unfold
+from areal_actors.domain import ChatMessage, SessionRecord, Untrained, UntrainedReason, unfold
 from areal_actors.errors import ExportError
 
 
@@ -131,22 +127,6 @@ def test_tree_tensors_say_what_precedes_what(talk: Any) -> None:
         from_tensors(arrays | {"predecessors": arrays["predecessors"][:, ::-1]}, session="s")
 
 
-def test_documents_with_trees_say_so_in_their_version(talk: Any) -> None:
-    """A reader that knows no branches must not take them for one sequence; a broken order is refused."""
-    record = branching(talk)
-    documents = {s: to_document(export_trajectories(record, discount=1.0, style=s)) for s in STYLES}
-    broken = json.loads(json.dumps(documents["tree"]))
-    broken["interactions"]["d"]["tensor_dict"]["predecessors"][0][2] = 5
-
-    assert {style: document["version"] for style, document in documents.items()} == {
-        "individual": 1,
-        "concat": 1,
-        "tree": 2,
-    }
-    with pytest.raises(ExportError, match="follows one that stands behind it"):
-        from_document(broken)
-
-
 def test_a_fork_of_tokens_is_a_row_of_its_own(new_talk: Callable[..., Any]) -> None:
     """Where the template rewrote history, each turn is trained in its own context; returns still flow."""
     talk = new_talk(rewrites=True)
@@ -206,7 +186,6 @@ def test_a_session_without_calls_exports_nothing(talk: Any, style: str) -> None:
 
     assert exported == Exported(session="s")
     assert to_arrays(exported.trajectories)["input_ids"].shape == (0, 0)
-    assert exported == from_document(to_document(exported))
 
 
 def test_a_chain_of_a_thousand_turns_is_one_row(talk: Any) -> None:
@@ -286,51 +265,3 @@ def test_columns_of_unequal_length_are_refused(talk: Any) -> None:
 
     with pytest.raises(ExportError, match="interaction b differ in number"):
         export_trajectories(damaged(record, "b", completion=completion), discount=1.0, style="concat")
-
-
-def test_a_logprob_that_is_not_finite_cannot_be_written(talk: Any) -> None:
-    """JSON has no word for it, and no trainer a use."""
-    record = branching(talk)
-    completion = evolve(record.interactions[1].completion, logprobs=[-1.0, -math.inf])
-    exported = export_trajectories(damaged(record, "b", completion=completion), discount=1.0, style="concat")
-
-    with pytest.raises(ExportError, match="logprobs of interaction c are not finite"):
-        to_document(exported)
-
-
-def _without(document: dict[str, Any], *path: str) -> dict[str, Any]:
-    copy = json.loads(json.dumps(document))
-    inner = copy
-    for key in path[:-1]:
-        inner = inner[key]
-    del inner[path[-1]]
-    return copy
-
-
-def test_documents_of_another_kind_are_refused(talk: Any) -> None:
-    """Another version, a missing field, a short column: each is an error by name."""
-    document = to_document(export_trajectories(branching(talk), discount=1.0, style="concat"))
-    short = json.loads(json.dumps(document))
-    short["interactions"]["c"]["tensor_dict"]["logprobs"][0].pop()
-
-    with pytest.raises(ExportError, match="version 3; only"):
-        from_document(document | {"version": 3})
-    with pytest.raises(ExportError, match="None version None"):
-        from_document({})
-    with pytest.raises(ExportError, match="malformed: KeyError"):
-        from_document(_without(document, "interactions", "c", "tensor_dict", "logprobs"))
-    with pytest.raises(ExportError, match="row c differ in length"):
-        from_document(short)
-    with pytest.raises(ExportError, match="malformed"):
-        from_document(document | {"interactions": []})
-
-
-def test_documents_say_what_clients_of_the_export_route_read(talk: Any) -> None:
-    """The keys that are promised, by the id of the row's last interaction, in order."""
-    document = to_document(export_trajectories(branching(talk), discount=0.5, style="individual"))
-
-    assert list(document["interactions"]) == ["a", "b", "c", "d"]
-    row = document["interactions"]["c"]
-    assert (row["interaction_id"], row["reward"]) == ("c", 1.0)
-    assert row["tensor_dict"]["rewards"] == [1.0]
-    assert isinstance(from_document(document).trajectories[0], Trajectory)

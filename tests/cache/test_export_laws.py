@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -15,9 +14,7 @@ from areal_actors.cache import (
     Exported,
     backpropagate,
     export_trajectories,
-    from_document,
     to_arrays,
-    to_document,
 )
 from areal_actors.domain import (
     Interaction,
@@ -175,15 +172,6 @@ def test_exporting_is_a_view(record: SessionRecord, discount: float, style: str)
     export_trajectories(record, discount=discount / 3, style=style)
 
     assert first == export_trajectories(record, discount=discount, style=style)
-
-
-@given(session_records(), styles)
-def test_documents_round_trip_exactly(record: SessionRecord, style: str) -> None:
-    """Through real JSON text: every id, bit of a float, reason and tag comes back."""
-    exported = export_trajectories(record, discount=0.9, style=style)
-    text = json.dumps(to_document(exported), allow_nan=False)
-
-    assert exported == from_document(json.loads(text))
 
 
 @given(session_records(), styles)

@@ -246,3 +246,10 @@ def test_what_is_no_finite_number_is_refused(value: Any) -> None:
         parse_reward(value)
 
     assert len(str(caught.value)) < 200
+
+
+def test_depth_counts_the_turns_before_one_in_its_conversation() -> None:
+    """It follows conversational parents, whatever the order of requests."""
+    tree = RewardTree(ids=("a", "b", "side", "c", "d"), parents=(None, 0, None, 0, 3), rewards=(0.0,) * 5)
+
+    assert tree.depths() == [0, 1, 0, 1, 2]

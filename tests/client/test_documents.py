@@ -10,12 +10,28 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from areal_actors.client import format_episode, parse_episode
-from areal_actors.domain import Episode, InteractionId, SessionId, Trajectory, Untrained, UntrainedReason
+from areal_actors.domain import (
+    Episode,
+    FinishReason,
+    InteractionId,
+    SessionId,
+    Trajectory,
+    TurnInfo,
+    Untrained,
+    UntrainedReason,
+)
 from areal_actors.errors import ExportError
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 identifiers = st.text(max_size=12).map(InteractionId)
+
+turn_infos = st.builds(
+    TurnInfo,
+    depth=st.integers(0, 99),
+    tag=st.none() | st.text(max_size=5),
+    finish=st.none() | st.sampled_from(FinishReason),
+)
 
 
 @st.composite
@@ -36,6 +52,7 @@ def _trajectories(draw):
         tag=draw(st.none() | st.text(max_size=5)),
         predecessors=draw(st.none() | ints),
         raw_logprobs=draw(st.none() | floats),
+        turn_infos=draw(st.lists(turn_infos, max_size=2).map(tuple)),
     )
 
 

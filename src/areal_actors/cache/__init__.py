@@ -2,14 +2,13 @@
 
 All of it is plain code on frozen values, without waiting: ``canonical`` and ``links`` find parents, ``tree`` owns the
 interactions of a session and ``session`` the sessions, ``prompts`` plans exact prompts, ``rewards`` propagates,
-``export``, ``arrays`` and ``document`` make training rows of it. ``journal`` is what
+``export`` and ``arrays`` make training rows of it. ``journal`` is what
 waits, for a disk.
 """
 
 from __future__ import annotations
 
 from areal_actors.cache.arrays import to_arrays, to_tensors
-from areal_actors.cache.document import from_document, to_document
 from areal_actors.cache.export import STYLES, Exported, export_trajectories
 from areal_actors.cache.history import full_history, lookup_in
 from areal_actors.cache.links import Match
@@ -36,7 +35,6 @@ __all__ = [
     "SessionStore",
     "backpropagate",
     "export_trajectories",
-    "from_document",
     "from_tensors",
     "full_history",
     "full_ids",
@@ -46,7 +44,6 @@ __all__ = [
     "plan_prompt",
     "prompt_ids",
     "to_arrays",
-    "to_document",
     "to_tensors",
     "total_reward",
 ]

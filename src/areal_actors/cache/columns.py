@@ -13,19 +13,20 @@ import numpy.typing as npt
 from attrs import frozen
 
 from areal_actors.cache.history import Lookup
-from areal_actors.domain import Completion, Interaction, InteractionId, SessionId
+from areal_actors.domain import Completion, Interaction, InteractionId, SessionId, TurnInfo
 from areal_actors.errors import ExportError
 
-__all__ = ["Source", "Span", "checked_completion", "columns_of"]
+__all__ = ["Source", "Span", "checked_completion", "columns_of", "infos_of"]
 
 
 @frozen
 class Source:
-    """What rows are built from: the turns to train, in order of request, and the return of every completed one."""
+    """What rows are built from: the turns to train, in order of request; return and depth of every completed turn."""
 
     session: SessionId
     trained: tuple[Interaction, ...]
     returns: Mapping[InteractionId, float]
+    depths: Mapping[InteractionId, int]
     lookup: Lookup
     max_tokens: int | None = None
 
@@ -61,6 +62,13 @@ def columns_of(
             columns["logprobs"][where] = span.completion.logprobs
             columns["raw_logprobs"][where] = span.completion.raw_logprobs
     return columns
+
+
+def infos_of(spans: Sequence[Span], depths: Mapping[InteractionId, int]) -> tuple[TurnInfo, ...]:
+    """Return what a row says about each of its turns, in their order. ``depths`` are those of completed turns."""
+    return tuple(
+        TurnInfo(depth=depths.get(span.turn.id, 0), tag=span.turn.tag, finish=span.completion.finish) for span in spans
+    )
 
 
 def checked_completion(turn: Interaction, num_tokens: int) -> Completion:

@@ -15,7 +15,7 @@ All train every sampled token exactly once or list it in ``untrained`` with a re
 log-probability, the version and the return of each. Rows are built front to back from stored ids, in time linear in
 their length; lengths are checked against what was recorded when the prompt was planned.
 
-Padded arrays are in ``arrays``, the JSON document in ``document``, what returns are in ``rewards``.
+Padded arrays are in ``arrays``, returns in ``rewards``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from attrs import frozen
 
-from areal_actors.cache.columns import Source, Span, checked_completion, columns_of
+from areal_actors.cache.columns import Source, Span, checked_completion, columns_of, infos_of
 from areal_actors.cache.history import Lookup, lookup_in
-from areal_actors.cache.rewards import Rule, backpropagate
+from areal_actors.cache.rewards import RewardTree, Rule, backpropagate
 from areal_actors.cache.tokens import full_ids, token_path
 from areal_actors.cache.trees import tree_rows
 from areal_actors.domain import (
@@ -90,7 +90,9 @@ def export_trajectories(
     """
     if style not in STYLES:
         raise ExportError(f"There is no export style {style!r}; choose one of {', '.join(sorted(STYLES))}.")
-    returns = backpropagate(record, discount, rule)
+    tree = RewardTree.of(record)
+    returns = backpropagate(tree, discount, rule)
+    depths = dict(zip(tree.ids, tree.depths(), strict=True))
     lookup = lookup_in(record)
     rewarded = _rewarded_conversations(record) if skip_unrewarded else None
     trained: list[Interaction] = []
@@ -102,7 +104,7 @@ def export_trajectories(
                 trained.append(turn)
             else:
                 untrained.append(Untrained(interaction=turn.id, num_tokens=num_tokens, reason=reason))
-    rows = STYLES[style](Source(record.id, tuple(trained), returns, lookup, max_tokens))
+    rows = STYLES[style](Source(record.id, tuple(trained), returns, depths, lookup, max_tokens))
     return Exported(session=record.id, trajectories=tuple(rows), untrained=tuple(untrained))
 
 
@@ -212,6 +214,7 @@ def _build_row(source: Source, parts: Sequence[_Part], *, trained: frozenset[Int
         **columns_of(spans, num_tokens, source.returns, trained),
         reward=source.returns[last.id],
         tag=last.tag,
+        turn_infos=infos_of(spans, source.depths),
     )
 
 

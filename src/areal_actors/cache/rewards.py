@@ -89,6 +89,14 @@ class RewardTree:
             rewards=tuple(turn.reward or 0.0 for turn in completed),
         )
 
+    def depths(self) -> list[int]:
+        """Return how many interactions precede each one in its conversation; 0 for roots."""
+        depths = [0] * len(self.ids)
+        for position in reversed(self.leaves_first()):
+            parent = self.parents[position]
+            depths[position] = 0 if parent is None else depths[parent] + 1
+        return depths
+
     def leaves_first(self) -> list[int]:
         """Positions such that children precede their parents. Raises ``ExportError`` if the parents form a cycle."""
         num_open = [0] * len(self.ids)

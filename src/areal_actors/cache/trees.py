@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field
 
-from areal_actors.cache.columns import Source, Span, checked_completion, columns_of
+from areal_actors.cache.columns import Source, Span, checked_completion, columns_of, infos_of
 from areal_actors.cache.history import ancestry
 from areal_actors.domain import Interaction, InteractionId, Ints, Trajectory
 
@@ -102,6 +102,7 @@ class _Tree:
             reward=self._source.returns[last.id],
             tag=last.tag,
             predecessors=np.concatenate(self._predecessors),
+            turn_infos=infos_of(self.spans, self._source.depths),
         )
 
     def _missing(self, turn: Interaction) -> list[Interaction]:

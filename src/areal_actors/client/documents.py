@@ -11,9 +11,19 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+from attrs import asdict
 
 from areal_actors.cache import to_arrays
-from areal_actors.domain import Episode, InteractionId, SessionId, Trajectory, Untrained, UntrainedReason
+from areal_actors.domain import (
+    Episode,
+    FinishReason,
+    InteractionId,
+    SessionId,
+    Trajectory,
+    TurnInfo,
+    Untrained,
+    UntrainedReason,
+)
 from areal_actors.errors import ExportError
 
 __all__ = ["ARRAYS_TYPE", "DOCUMENT_VERSION", "format_episode", "pack_arrays", "parse_episode"]
@@ -74,7 +84,8 @@ def parse_episode(document: Mapping[str, Any]) -> Episode:
 def _format_trajectory(row: Trajectory) -> dict[str, Any]:
     arrays = {name: getattr(row, name) for name in _ARRAYS}
     arrays |= {name: found for name in _OPTIONAL_ARRAYS if (found := getattr(row, name)) is not None}
-    return {"interaction_ids": row.interactions, "reward": row.reward, "tag": row.tag, **arrays}
+    infos = {"turn_infos": [asdict(info) for info in row.turn_infos]} if row.turn_infos else {}
+    return {"interaction_ids": row.interactions, "reward": row.reward, "tag": row.tag, **arrays, **infos}
 
 
 def _parse_episode(document: Mapping[str, Any]) -> Episode:
@@ -106,4 +117,12 @@ def _parse_trajectory(session: SessionId, row: Mapping[str, Any]) -> Trajectory:
         tag=row["tag"],
         **{name: row[name] for name in _ARRAYS},
         **{name: row[name] for name in _OPTIONAL_ARRAYS if name in row},
+        turn_infos=tuple(_parse_turn_info(info) for info in row.get("turn_infos", ())),
+    )
+
+
+def _parse_turn_info(info: Mapping[str, Any]) -> TurnInfo:
+    finish = info.get("finish")
+    return TurnInfo(
+        depth=info.get("depth", 0), tag=info.get("tag"), finish=None if finish is None else FinishReason(finish)
     )

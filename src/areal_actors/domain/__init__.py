@@ -52,7 +52,16 @@ from areal_actors.domain.grammar import (
 from areal_actors.domain.models import TrainedModel, is_model_identifier
 from areal_actors.domain.predecessors import is_tree_order, tree_attention_mask, tree_position_ids
 from areal_actors.domain.roles import Role
-from areal_actors.domain.rows import DataPosition, Episode, Group, Problem, Trajectory, Untrained, UntrainedReason
+from areal_actors.domain.rows import (
+    DataPosition,
+    Episode,
+    Group,
+    Problem,
+    Trajectory,
+    TurnInfo,
+    Untrained,
+    UntrainedReason,
+)
 from areal_actors.domain.sampling import (
     Chunk,
     Completion,
@@ -136,6 +145,7 @@ __all__ = [
     "Trajectory",
     "TrialId",
     "TurnEnded",
+    "TurnInfo",
     "Untrained",
     "UntrainedReason",
     "Usage",

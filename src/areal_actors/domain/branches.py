@@ -50,6 +50,7 @@ def _branch(row: Trajectory, places: npt.NDArray[np.int64], is_done: npt.NDArray
     return evolve(
         row,
         interactions=tuple(row.interactions[turn] for turn in kept) or row.interactions[-1:],
+        turn_infos=(tuple(row.turn_infos[turn] for turn in kept) or row.turn_infos[-1:]) if row.turn_infos else (),
         input_ids=row.input_ids[places],
         loss_mask=mask,
         logprobs=np.where(mask == 1, row.logprobs[places], 0),

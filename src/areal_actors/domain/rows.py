@@ -14,6 +14,7 @@ from attrs.converters import optional
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
 from areal_actors.domain.chat import InteractionId, SessionId
 from areal_actors.domain.predecessors import tree_position_ids
+from areal_actors.domain.sampling import FinishReason
 from areal_actors.domain.tree import GroupId
 
 
@@ -37,6 +38,20 @@ class Untrained:
 
 
 @frozen(kw_only=True)
+class TurnInfo:
+    """Facts about one turn of a row that all of its sampled tokens share.
+
+    ``depth`` counts the completed turns before it in its conversation, 0 for the first. It is the depth in the
+    conversation tree, not the index within the row, so that it is the same in every export style. ``tag`` names the
+    agent that asked (``x-areal-agent``). ``finish`` is the engine's reason for stopping, ``None`` if unknown.
+    """
+
+    depth: int = 0
+    tag: str | None = None
+    finish: FinishReason | None = None
+
+
+@frozen(kw_only=True)
 class Trajectory:
     """One training row of T tokens: for each its id, whether it is trained, what sampled it, what it earned.
 
@@ -47,6 +62,9 @@ class Trajectory:
 
     ``predecessors`` int32 [T], where there are any, make the row a tree (see ``domain.predecessors``). ``raw_logprobs``
     float32 [T], where the engine's are known, are those of the plain softmax on the mask, and 0 off it.
+
+    ``turn_infos`` are aligned with ``interactions``; empty where nothing is known about the turns, as in rows that a
+    workflow built from its own tensors.
     """
 
     session: SessionId
@@ -61,6 +79,7 @@ class Trajectory:
     tag: str | None = None
     predecessors: Ints | None = field(default=None, converter=optional(as_ints), eq=array_equality)
     raw_logprobs: Floats | None = field(default=None, converter=optional(as_floats), eq=array_equality)
+    turn_infos: tuple[TurnInfo, ...] = ()
 
     @property
     def position_ids(self) -> Ints:

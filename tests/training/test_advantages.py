@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from areal_actors.domain import Episode, SessionId
 from areal_actors.training.advantages import (
     compute_advantages,
-    generalised_advantages,
     has_zero_variance,
 )
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
@@ -196,32 +195,3 @@ def test_rewards_are_finite(one_turn_group, value):
 
     with pytest.raises(ValueError, match="g1"):
         compute_advantages([evolve(group, episodes=(group.episodes[0], broken))], AdvantageConfig())
-
-
-def slow_gae(rewards, values, mask, discount, trace_decay):
-    """Token by token, from the end."""
-    result = np.zeros_like(rewards)
-    for row in range(len(rewards)):
-        following, next_value = 0.0, 0.0
-        for t in reversed(range(rewards.shape[1])):
-            if mask[row, t]:
-                delta = rewards[row, t] + discount * next_value - values[row, t]
-                following = delta + discount * trace_decay * following
-                result[row, t], next_value = following, values[row, t]
-    return result
-
-
-@given(
-    seed=st.integers(0, 1000),
-    shape=st.tuples(st.integers(1, 4), st.integers(1, 33)),
-    discount=st.floats(0, 1),
-    trace_decay=st.floats(0, 1),
-)
-def test_gae_equals_the_slow_recurrence(seed, shape, discount, trace_decay):
-    """The doubling scan gives the recurrence's values, for masks of any kind."""
-    rng = np.random.default_rng(seed)
-    rewards, values, mask = rng.normal(size=shape), rng.normal(size=shape), rng.integers(0, 2, shape)
-
-    found = generalised_advantages(rewards, values, mask, discount=discount, trace_decay=trace_decay)
-
-    assert found == pytest.approx(slow_gae(rewards, values, mask, discount, trace_decay), abs=1e-9)

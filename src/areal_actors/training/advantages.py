@@ -1,4 +1,4 @@
-"""From groups to advantages: statistics over the members of a group, and generalised advantage estimation. Pure numpy.
+"""From groups to advantages: statistics over the members of a group. Pure numpy.
 
 Groups are those that the rows carry, never a stride over the batch, so members may fail and episodes may differ in
 rows. Failed episodes are in no statistic; an episode whose rows were withheld keeps its reward in the baseline.
@@ -35,7 +35,7 @@ from attrs import field, frozen
 from areal_actors.domain import Episode, Floats, Group, Trajectory, as_floats
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
 
-__all__ = ["GroupAdvantages", "compute_advantages", "generalised_advantages", "has_zero_variance"]
+__all__ = ["GroupAdvantages", "compute_advantages", "has_zero_variance"]
 
 Doubles = npt.NDArray[np.float64]
 
@@ -74,36 +74,6 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
 def has_zero_variance(group: Group) -> bool:
     """Whether all rewards of the group's successful episodes are equal: then it does not say what was better."""
     return _is_constant(np.array([episode.reward for episode in _successes(group)]))
-
-
-def generalised_advantages(
-    rewards: npt.ArrayLike,
-    values: npt.ArrayLike,
-    mask: npt.ArrayLike,
-    *,
-    discount: float = 1.0,
-    trace_decay: float = 0.95,
-) -> Doubles:
-    """Generalised advantage estimates (arXiv:1506.02438) of sampled tokens, float64 [B, T], 0 off the mask.
-
-    ``rewards``, ``values`` and ``mask`` are [B, T]. Tokens off the mask are no steps: the successor of a sampled
-    token is the row's next sampled token, and after the last one the value is 0. With d the
-    discount and l the trace decay::
-
-        A_t = r_t + d V_{t+1} - V_t + d l A_{t+1}
-
-    The recurrence is solved by doubling, in log2(T) vector operations.
-    """
-    mask_BT = np.asarray(mask, dtype=bool)
-    order_BT = np.argsort(~mask_BT, axis=1, kind="stable")
-    steps_BT = np.take_along_axis(mask_BT, order_BT, axis=1)
-    rewards_BT = np.take_along_axis(np.asarray(rewards, dtype=np.float64), order_BT, axis=1) * steps_BT
-    values_BT = np.take_along_axis(np.asarray(values, dtype=np.float64), order_BT, axis=1) * steps_BT
-    next_BT = np.pad(values_BT, ((0, 0), (0, 1)))[:, 1:]
-    scanned_BT = _scan_backwards(rewards_BT + discount * next_BT - values_BT, discount * trace_decay)
-    result_BT = np.zeros_like(scanned_BT)
-    np.put_along_axis(result_BT, order_BT, scanned_BT * steps_BT, axis=1)
-    return result_BT
 
 
 # ------------------------------------------------------------------------------------------- group baselines
@@ -243,13 +213,3 @@ def _require_finite(group: Group) -> None:
         for row in episode.trajectories:
             if not (np.isfinite(row.returns).all() and np.isfinite(row.reward)):
                 raise ValueError(f"A row of session {row.session} has a return that is not finite.")
-
-
-def _scan_backwards(deltas_BT: Doubles, factor: float) -> Doubles:
-    """Solve A_t = delta_t + factor · A_{t+1}: after k rounds A_t holds the first 2^k terms of its sum."""
-    result_BT = deltas_BT.copy()
-    reach, power = 1, factor
-    while reach < result_BT.shape[1]:
-        result_BT[:, :-reach] += power * result_BT[:, reach:]
-        reach, power = reach * 2, power * power
-    return result_BT

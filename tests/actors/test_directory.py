@@ -32,7 +32,7 @@ from areal_actors.messages import (
     WeightsPublished,
 )
 
-ORDER = Order(role=Role.PROXY, config=Path("c.yaml"), directory=Path("run"), lease_seconds=0.01)
+ORDER = Order(role=Role.PROXY, config=Path("c.yaml"), directory=Path("run"), lease_seconds=0.01, is_replaced_alone=True)
 NAME = "proxy-0"
 REPORT = Report(address="unix:/a", endpoint=Endpoint(url="http://h:1", admin_key="k"))
 
@@ -162,3 +162,44 @@ async def test_the_first_cause_is_kept():
             await directory.ask(ReportFailure(worker=NAME, life=1, error=words))
 
         assert {"a": 1} == await directory.ask(TakeFailure(worker=NAME, life=1))
+
+
+@pytest.mark.anyio
+async def test_a_restart_by_the_cluster_ends_the_attempt_of_a_worker_that_shares_its_fate():
+    """Whatever its role: a proxy whose address changes takes everybody with it who was told the former one."""
+    async with ActorSystem.open() as system:
+        directory = await system.spawn(DirectoryActor())
+        order = evolve(ORDER, is_replaced_alone=False, lease_seconds=600)
+        await directory.ask(ExpectWorker(worker=NAME, life=1000, order=order))
+        await directory.ask(ReportReady(worker=NAME, life=1000, report=REPORT))
+        with pytest.raises(Conflict, match="cannot be replaced alone"):
+            await directory.ask(FetchOrder(worker=NAME, life=1001))
+        reason = await directory.ask(AwaitLapse(worker=NAME, life=1000))
+
+    assert "started it again" in reason
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("ending", ["dismissed", "expected"])
+async def test_the_address_of_a_proxy_is_forgotten_with_its_life(ending: str):
+    """A later attempt waits for its own proxy, however long that takes to start."""
+    found = []
+    later = Report(address="unix:/b", endpoint=Endpoint(url="http://h:2", admin_key="k"))
+    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
+        directory = await system.spawn(DirectoryActor())
+
+        async def look():
+            found.append(await directory.ask(AwaitEndpoint()))
+
+        await directory.ask(ExpectWorker(worker=NAME, life=1, order=ORDER))
+        await directory.ask(ReportReady(worker=NAME, life=1, report=REPORT))
+        if ending == "dismissed":
+            await directory.ask(DismissWorker(worker=NAME, life=1))
+        await directory.ask(ExpectWorker(worker=NAME, life=2, order=ORDER))
+        tasks.start_soon(look)
+        await anyio.wait_all_tasks_blocked()
+        before = list(found)
+        await directory.ask(ReportReady(worker=NAME, life=2, report=later))
+
+    assert [] == before
+    assert [later.endpoint] == found

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import httpx
 import numpy as np
 import pytest
 from tests.actors.house import House, encode, say
 from tests.actors.theatre import Act, Episode, open_theatre
 
 from areal_actors.actors.rollouts import RolloutsConfig
+from areal_actors.core.failure import root_cause
 from areal_actors.domain import Credential, DataPosition, SessionId
 from areal_actors.errors import EpisodeError, NotFound
 from areal_actors.messages import (
@@ -371,6 +373,56 @@ async def test_an_agent_that_always_fails_ends_the_run():
     assert isinstance(cause, EpisodeError)
     assert "last 3 groups failed" in str(cause)
     assert "the tool broke" in str(cause)
+
+
+async def test_an_episode_that_could_not_reach_the_proxy_is_run_again():
+    """It is no failure of the agent: it is reported once, when it was run to its end, and counts towards no limit."""
+    attempts, checks = [], []
+
+    async def act(episode: Episode) -> float:
+        attempts.append(episode.session)
+        if len(attempts) == 1:
+            raise httpx.ConnectError("Connection refused")
+        await episode.ask()
+        return 1.0
+
+    def answer_health() -> None:
+        checks.append(len(attempts))
+        if len(checks) < 4:
+            raise httpx.ConnectError("Connection refused")
+
+    config, limits = RolloutsConfig(group_size=1, max_failed_groups=1), CapacityLimits(max_concurrent=1, batch_size=1)
+    opening = open_theatre(act, is_producing=True, config=config, limits=limits, answer_health=answer_health)
+    async with opening as theatre:
+        lease = await theatre.house.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=0))
+        told = [item.episode for item in theatre.notebook.news if isinstance(item, EpisodeFinished)]
+        num_left = await num_live_sessions(theatre.house, attempts[:1])
+
+    assert [1, 1, 1, 1] == checks
+    assert [0] == [group.problem.position for group in lease.groups]
+    assert [1.0] == [episode.reward for episode in lease.groups[0].episodes]
+    assert None is told[0].failure
+    assert 0 == num_left
+
+
+async def test_a_proxy_that_stays_out_of_reach_ends_the_run():
+    """With its address, and which settings to look at, after the time that it is given."""
+
+    async def act(episode: Episode) -> float:
+        raise httpx.ConnectError("Connection refused")
+
+    def answer_health() -> None:
+        raise httpx.ConnectError("Connection refused")
+
+    config = RolloutsConfig(group_size=1, max_unreachable_seconds=30)
+    with pytest.raises(ExceptionGroup) as crash:
+        async with open_theatre(act, is_producing=True, config=config, answer_health=answer_health):
+            await anyio.sleep_forever()
+    cause = root_cause(crash.value)
+
+    assert isinstance(cause, EpisodeError)
+    assert "The proxy at http://proxy has not answered for 30 s" in str(cause)
+    assert "proxy.public_host" in str(cause)
 
 
 async def test_the_runner_stops_with_episodes_in_flight():

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import httpx
 from attrs import define, field, frozen
 from tests.actors.house import House, open_house, say
 
 from areal_actors.actors.rollouts import Peers, RolloutRunner, RolloutsConfig
-from areal_actors.client import create_http_client
 from areal_actors.core import Actor, Ref
 from areal_actors.domain import Answer, DataPosition, Problem, SessionId
 from areal_actors.messages import (
@@ -127,10 +127,20 @@ async def open_theatre(
     start: DataPosition | None = None,
     config: RolloutsConfig | None = None,
     num_seats: int | None = None,
+    answer_health: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> AsyncIterator[Theatre]:
-    """Open the house and a runner in it; ``options`` are the house's. With ``num_seats``, so many act at once."""
-    async with open_house(**options) as house, create_http_client() as http_client:
+    """Open the house and a runner in it; ``options`` are the house's. With ``num_seats``, so many act at once.
+
+    ``answer_health`` is called where the proxy is asked whether it is there, and raises where it is not.
+    """
+
+    def respond(_: httpx.Request) -> httpx.Response:
+        answer_health()
+        return httpx.Response(200)
+
+    transport = httpx.MockTransport(respond)
+    async with open_house(**options) as house, httpx.AsyncClient(transport=transport) as http_client:
         notebook = Notebook()
         progress = await house.system.spawn(notebook, name="progress")
         runner = RolloutRunner(

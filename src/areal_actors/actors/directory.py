@@ -15,7 +15,6 @@ import anyio
 from attrs import define
 
 from areal_actors.core import Actor
-from areal_actors.domain import Role
 from areal_actors.errors import Conflict, NotFound
 from areal_actors.messages import (
     AwaitEndpoint,
@@ -42,7 +41,6 @@ from areal_actors.messages import (
 __all__ = ["DirectoryActor"]
 
 _MANY = 4096
-_ALONE = (Role.PROXY, Role.GENERATION)
 _PATIENCE = 1.25
 """Home waits for so many leases before it gives a worker up, which has ended itself by then."""
 
@@ -66,7 +64,7 @@ class DirectoryActor(Actor[Directory]):
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._endpoint: Endpoint | None = None
+        self._own_endpoint: Endpoint | None = None
         self._published_attempt = 0
         self._changed = anyio.Event()
 
@@ -90,8 +88,6 @@ class DirectoryActor(Actor[Directory]):
         """It can be found from now on."""
         entry = self._hear(message.worker, message.life)
         entry.report = message.report
-        if message.report.endpoint is not None:
-            self._endpoint = message.report.endpoint
         self._announce()
 
     @ReportGang.handler
@@ -159,15 +155,20 @@ class DirectoryActor(Actor[Directory]):
 
     @AwaitEndpoint.handler(concurrency=_MANY)
     async def await_endpoint(self, message: AwaitEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
-        """Wait for the first proxy."""
-        while self._endpoint is None:
+        """Wait for a proxy that serves at present; an earlier life of it listened somewhere else."""
+        while (endpoint := self._find_endpoint()) is None:
             await self._changed.wait()
-        return self._endpoint
+        return endpoint
+
+    def _find_endpoint(self) -> Endpoint | None:
+        reports = [entry.report for entry in self._entries.values() if not entry.is_replaced]
+        endpoints = [report.endpoint for report in reports if report is not None and report.endpoint is not None]
+        return endpoints[0] if endpoints else self._own_endpoint
 
     @EndpointChanged.handler
     async def note_endpoint(self, message: EndpointChanged) -> None:
         """Of a proxy at home."""
-        self._endpoint = message.endpoint
+        self._own_endpoint = message.endpoint
         self._announce()
 
     @WeightsPublished.handler
@@ -206,7 +207,7 @@ class DirectoryActor(Actor[Directory]):
             raise NotFound(f"Nobody here expects a worker {worker}; it belongs to another run, or to none any more.")
         if life < entry.life:
             raise Conflict(f"Life {life} of {worker} is over; its life {entry.life} has begun.")
-        if life > entry.life and entry.order.role not in _ALONE:
+        if life > entry.life and not entry.order.is_replaced_alone:
             entry.is_replaced = True
             self._announce()
             raise Conflict(f"{worker} cannot be replaced alone: the run begins anew from its latest checkpoint.")

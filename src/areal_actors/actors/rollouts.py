@@ -17,6 +17,7 @@ from attrs.validators import ge, gt
 
 from areal_actors.actors.outcomes import MemberOutcome, fail_together
 from areal_actors.actors.positions import positions_from
+from areal_actors.actors.reachability import ProxyProbe
 from areal_actors.actors.workflow_episodes import WorkflowEpisode
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, Group, GroupId, Problem, SampleKey, SessionId
@@ -75,6 +76,8 @@ class RolloutsConfig:
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     is_archiving: bool = True
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
+    max_unreachable_seconds: float = field(default=300.0, validator=gt(0))
+    """How long the proxy may be out of reach before the run ends; meanwhile no episode counts as failed."""
     max_failed_groups: int = field(default=16, validator=ge(1))
     """So many training groups in a row of which every episode failed end the run: it would learn nothing, for ever."""
 
@@ -145,6 +148,7 @@ class RolloutRunner(Actor[Rollouts]):
         self._peers = peers
         self._endpoint = endpoint
         self._http_client = http_client
+        self._proxy = ProxyProbe(endpoint, http_client)
         self._config = config
         self._problem_at = problem_at
         self._held_out = held_out
@@ -268,6 +272,15 @@ class RolloutRunner(Actor[Rollouts]):
         return episodes
 
     async def _run_session(self, agent: Agent, slot: _Slot) -> Episode:
+        """Run the agent to an episode. One that failed because the proxy was out of reach is run again."""
+        while True:
+            episode = await self._run_once(agent, slot)
+            if episode is not None:
+                return episode
+            await self._proxy.wait_reachable(max_seconds=self._config.max_unreachable_seconds)
+
+    async def _run_once(self, agent: Agent, slot: _Slot) -> Episode | None:
+        """Return the episode, or ``None`` if it failed and the proxy does not answer, which no agent can help."""
         started = anyio.current_time()
         opened = await self._peers.sessions.ask(
             OpenSession(task=f"{slot.group}-{slot.member}", group=slot.group, key=slot.key)
@@ -275,6 +288,9 @@ class RolloutRunner(Actor[Rollouts]):
         is_wanted = False
         try:
             episode = await self._settle(agent, slot, opened)
+            has_ended_early = episode.failure is not None or episode.cut_short is not None
+            if has_ended_early and not await self._proxy.is_reachable():
+                return None
             episode = evolve(episode, seconds=anyio.current_time() - started)
             await self._report(slot, episode)
             is_wanted = slot.is_training

@@ -49,7 +49,8 @@ class Order:
     address for the worker's own actors; without one, it is any port of the interface by which it reaches home.
     ``endpoint`` is what a proxy is to be, as far as that is known, and ``doorway`` the path of a unix socket where it
     is handed the socket that it listens at; ``admin_key`` opens one that listens by itself. ``has_intake`` and the like
-    tell which actors there are in the run: an intake is what makes it a service.
+    tell which actors there are in the run: an intake is what makes it a service. ``is_replaced_alone`` tells whether
+    the worker may start again while the others go on; if not, its end is the end of the attempt.
     """
 
     role: Role
@@ -67,6 +68,7 @@ class Order:
     endpoint: Endpoint | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     doorway: Path | None = None
+    is_replaced_alone: bool = False
 
     @property
     def version(self) -> int:

@@ -147,6 +147,7 @@ class _House:
             endpoint=self._endpoint,
             admin_key=self._admin_key if role is Role.PROXY and role in run.placed else None,
             doorway=self.premises.doorway,
+            is_replaced_alone=role in self.alone,
             **options,
         )
 

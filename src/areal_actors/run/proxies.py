@@ -112,6 +112,7 @@ def _order(inference: Inference, config: Path, *, listen: str) -> Order:
         has_accounts=inference.accounts is not None,
         listen=listen,
         endpoint=inference.endpoint,
+        is_replaced_alone=True,
     )
 
 

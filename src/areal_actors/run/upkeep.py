@@ -193,7 +193,8 @@ class Household:
             finally:
                 with anyio.CancelScope(shield=True):  # bounded by the grace
                     await placement.stop(grace=self.config.stop_seconds)
-        await self._directory.ask(DismissWorker(worker=name, life=life))
+                    # Also when the attempt is cancelled: the next one must not be given the address of this life.
+                    await self._directory.ask(DismissWorker(worker=name, life=life))
         words = await self._directory.ask(TakeFailure(worker=name, life=life))
         return Ending(worker=name, reason=learnt.reason, error=_error_of(words), had_served=learnt.had_served)
 

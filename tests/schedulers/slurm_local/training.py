@@ -104,9 +104,9 @@ def test_a_run_whose_roles_are_jobs_learns(cluster, tmp_path, job):
     assert summary["eval_last"] > summary["eval_first"]
 
 
-@pytest.mark.parametrize("worker", ["generation-0", "trainer-0"])
+@pytest.mark.parametrize("worker", ["generation-0", "trainer-0", "proxy-0"])
 def test_a_run_goes_on_when_a_node_dies(cluster, tmp_path, worker):
-    """An engine is replaced alone; the trainer begins again at its checkpoint. No step is missing or made twice."""
+    """An engine is replaced alone; without trainer or proxy, the run begins again at its checkpoint. Each step once."""
     if not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
     directory = tmp_path / "run"
@@ -123,6 +123,25 @@ def test_a_run_goes_on_when_a_node_dies(cluster, tmp_path, worker):
     assert run.returncode == 0
     assert 30 == summary["steps"]
     assert list(range(1, 31)) == steps(directory)
+
+
+@pytest.mark.parametrize("how", ["requeue", "cancel"])
+def test_a_run_goes_on_when_its_proxy_is_lost(cluster, tmp_path, how):
+    """The next attempt has another proxy; episodes that were cut off count as no failures. Each step is made once."""
+    directory = tmp_path / "run"
+    settings = (*TINY, "checkpoint.every_steps=2", "total_steps=8")
+    with training(cluster, directory, *settings, roles=THREE) as run:
+        wait_until(run, lambda: len(steps(directory)) >= 3)
+        job = next(job for name, job in jobs(cluster, "RUNNING").items() if "proxy" in name)
+        command = ("scontrol", "requeue", job) if how == "requeue" else ("scancel", job)
+        cluster.run(*command)
+        said, _ = run.communicate(timeout=600)
+    failures = directory / "failures.jsonl"
+
+    assert run.returncode == 0
+    assert 8 == json.loads(said.splitlines()[-1])["steps"]
+    assert list(range(1, 9)) == steps(directory)
+    assert not failures.exists() or not failures.read_text()
 
 
 def test_two_runs_that_want_more_than_there_is_come_one_after_the_other(cluster, tmp_path):

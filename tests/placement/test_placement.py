@@ -14,6 +14,7 @@ from areal_actors.config import create_config
 from areal_actors.errors import ConfigError
 from areal_actors.run.training import Trainer
 
+FLOAT32 = ("engine.dtype=float32", "trainer.dtype=float32")
 SETTINGS = {"experiment_name": "e", "total_steps": 2, "model": "tiny"}
 
 
@@ -33,7 +34,7 @@ def test_a_worker_starts_servers_of_its_own(tmp_path):
     command = [sys.executable, str(Path(__file__).with_name("serve_tiny.py"))]
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     servers = json.dumps({"command": command, "environment": environment, "health_interval_seconds": 0.5})
-    play = Play(roles=("generation",), steps=2, settings=("rollout.backend=sglang", f"sglang={servers}"))
+    play = Play(roles=("generation",), steps=2, settings=("rollout.backend=sglang", f"sglang={servers}", *FLOAT32))
     outcome = perform(play, tmp_path)
 
     assert 0 == outcome.code, outcome.output

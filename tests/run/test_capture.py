@@ -55,7 +55,7 @@ def train(tmp_path: Path, agent: Any = None, *, steps: int = 1, eta: int = 0, **
         "dataset": {"python": f"{HERE}:problems", "size": 64},
         "rollout": {"workflow": f"{HERE}:Asker", "group_size": 4, "max_head_offpolicyness": eta},
         "engine": {"num_threads": 1, "max_length": 256},
-        "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.01}} | trainer,
+        "trainer": {"optimizer": {"learning_rate": 0.01}} | trainer,
         "logging": {"tensorboard": False, "display": "none"},
     }
     config = create_config(settings)
@@ -110,7 +110,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-def test_each_fault_stops_the_run_within_a_step_by_its_name(tmp_path: Path, spoil: Any, fault: Fault):
+def test_each_fault_stops_the_run_within_a_step_by_its_name(tmp_path: Path, spoil: Any, fault: Fault, auto_dtype: str):
     """An engine that turns wrong after the self-test: no step was taken, a checkpoint and the rows are there."""
     spoil(fault, num_honest=1)
     violation = violation_of(lambda: train(tmp_path, steps=3))
@@ -149,7 +149,9 @@ def test_each_fault_is_seen_before_the_first_agent_runs(tmp_path: Path, spoil: A
     ],
     ids=["eta 0", "eta 1", "eta 2, several updates", "n", "greedy", "truncated", "grammar"],
 )
-def test_honest_engines_raise_no_alarm(tmp_path: Path, options: dict[str, Any], settings: dict[str, Any]):
+def test_honest_engines_raise_no_alarm(
+    tmp_path: Path, auto_dtype: str, options: dict[str, Any], settings: dict[str, Any]
+):
     """However tokens were sampled, and however old they are."""
     directory = train(tmp_path, Asker(**options), steps=3, **settings)
 
@@ -164,7 +166,7 @@ def test_the_gate_can_be_switched_off(tmp_path: Path, spoil: Any):
 
 
 @pytest.mark.parametrize("style", ["concat", "tree"])
-def test_sessions_are_trained_in_every_style(tmp_path: Path, style: str):
+def test_sessions_are_trained_in_every_style(tmp_path: Path, style: str, max_gap: float):
     """Several answers to one prompt, as rows of their own or in one; their log-probabilities are the trainer's."""
     settings = {
         "experiment_name": "styles",
@@ -174,12 +176,12 @@ def test_sessions_are_trained_in_every_style(tmp_path: Path, style: str):
         "fileroot": str(tmp_path),
         "dataset": {"python": f"{HERE}:problems", "size": 8},
         "rollout": {"workflow": f"{HERE}:Asker", "group_size": 4, "openai": {"export_style": style}},
-        "trainer": {"dtype": "float32"},
+        "engine": {"num_threads": 1, "max_length": 256},
         "logging": {"tensorboard": False, "display": "none"},
     }
     config = create_config(settings)
     Trainer(config).train(Asker(n=3))
     step = json.loads(config.run_directory.metrics.read_text().splitlines()[-1])
 
-    assert step["behaviour_gap_max"] < 1e-3
+    assert step["behaviour_gap_max"] < max_gap
     assert step["trained_tokens"] > 24

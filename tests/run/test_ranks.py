@@ -31,6 +31,7 @@ SETTINGS = (
     "engine.num_threads=1",
     "logging.tensorboard=false",
     "logging.display=plain",
+    "engine.dtype=float32",  # one rounding of a log-probability to bfloat16 samples another token
     "trainer.dtype=float32",
     "trainer.max_packed_tokens=128",
     "trainer.optimizer.learning_rate=0.001",  # a step of AdamW has the sign of what may be rounding alone

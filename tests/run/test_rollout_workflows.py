@@ -185,7 +185,7 @@ def train(
         "gconfig": {"max_new_tokens": 6},
         "rollout": {"workflow": f"{HERE}:ToolWorkflow", "group_size": 3, "max_head_offpolicyness": 0} | rollout,
         "engine": {"num_threads": 1, "max_length": 512},
-        "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.01}},
+        "trainer": {"optimizer": {"learning_rate": 0.01}},
         "logging": {"tensorboard": False, "display": "plain"},
     }
     trainer = Trainer(create_config(settings))
@@ -205,7 +205,7 @@ def dumped(directory: RunDirectory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str) -> None:
+def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str, max_gap: float) -> None:
     """A class with arguments: one step, with evaluations beside it, and a dump in the documented layout."""
     scopes: set[Any] = set()
     summary, directory = train(
@@ -221,7 +221,7 @@ def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str) ->
 
     assert (1, 6, 0, 0.0) == (summary.steps, step["episodes"], step["failed_episodes"], step["staleness_max"])
     assert step["loss"] is not None
-    assert step["behaviour_gap_max"] < 1e-3
+    assert step["behaviour_gap_max"] < max_gap
     assert {("rollout", False), ("eval-rollout", True)} == scopes
     assert [f"{rows[0]['task_id']}.jsonl", "0.jsonl"] == [path.name, f"{evaluated['task_id']}.jsonl"]
     fields = "task_id sample_idx seqlen prompt_len head_version tail_version reward prompt completion"
@@ -231,7 +231,7 @@ def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str) ->
     assert all(row["prompt_len"] == len(tokenizer.encode(row["prompt"])) < row["seqlen"] for row in rows)
 
 
-def test_interactions_are_trained_on(tmp_path: Path, tokenizer: Any) -> None:
+def test_interactions_are_trained_on(tmp_path: Path, tokenizer: Any, max_gap: float) -> None:
     """An instance, in the deprecated form, with several turns: each is a row, and an episode weighs its reward once."""
     gconfig = GenerationConfig(max_new_tokens=6)
     _, directory = train(tmp_path, MultiTurnWorkflow(share_of_letters, gconfig, tokenizer))
@@ -240,7 +240,7 @@ def test_interactions_are_trained_on(tmp_path: Path, tokenizer: Any) -> None:
     first, second = [row for row in rows if (row["task_id"], row["sample_idx"]) == (rows[0]["task_id"], 0)]
 
     assert (6, 0) == (step["episodes"], step["failed_episodes"])
-    assert step["behaviour_gap_max"] < 1e-3
+    assert step["behaviour_gap_max"] < max_gap
     assert 12 == len(rows)
     assert second["prompt_len"] > first["seqlen"]
     assert second["prompt"].startswith(first["prompt"])

@@ -10,14 +10,12 @@ import pytest
 from areal_actors.training.config import (
     AdvantageConfig,
     BehaviourConfig,
-    ComputeDtype,
     KlConfig,
     ObjectiveConfig,
     OptimizerConfig,
     OverlongConfig,
     TrainerConfig,
 )
-from areal_actors.training.precision import compute_dtype, has_fast_bfloat16
 
 
 @pytest.mark.parametrize(
@@ -47,14 +45,3 @@ def test_settings_do_not_load_torch():
     script = "import sys, areal_actors.training.config; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
-def test_auto_precision_follows_the_machine():
-    """bfloat16 where it is fast, float32 elsewhere; a choice by name is obeyed."""
-    import torch
-
-    cpu = torch.device("cpu")
-
-    assert compute_dtype(ComputeDtype.AUTO, cpu) is (torch.bfloat16 if has_fast_bfloat16(cpu) else torch.float32)
-    assert compute_dtype(ComputeDtype.BFLOAT16, cpu) is torch.bfloat16
-    assert compute_dtype(ComputeDtype.FLOAT32, cpu) is torch.float32

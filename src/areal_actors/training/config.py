@@ -54,7 +54,7 @@ class ComputeDtype(StrEnum):
     """In what the forward and backward pass compute; the weights that the optimiser keeps are float32 in any case."""
 
     AUTO = "auto"
-    """bfloat16 autocast on CUDA and on CPUs with bfloat16 instructions, float32 elsewhere."""
+    """bfloat16 autocast on CUDA and on CPUs with bfloat16 instructions, float32 elsewhere; or ``$AREAL_AUTO_DTYPE``."""
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 

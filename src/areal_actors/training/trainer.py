@@ -19,6 +19,7 @@ from torch import Tensor
 
 from areal_actors.domain import Floats, Group, Trajectory, as_floats, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
+from areal_actors.precision import choose_dtype
 from areal_actors.training.advantages import GroupAdvantages, compute_advantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.capture import CaptureGate, CaptureWatch
@@ -32,7 +33,6 @@ from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_tree
 from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.penalties import estimate_kl, penalise_kl, penalise_overlong
-from areal_actors.training.precision import compute_dtype
 from areal_actors.training.sharding import gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
 from areal_actors.training.support import require_plain_head, require_tree_support
@@ -79,7 +79,7 @@ class PolicyTrainer:
         self._reference = Scorer(reference.eval()) if reference is not None else None
         self.gang = Gang.alone()
         self._objective = objective or create_objective(self.config.objective)
-        self._dtype = compute_dtype(self.config.dtype, model.device)
+        self._dtype = self._choose_dtype()
         self.expect_engine(dtype="float32")
         self._check()
         self._optimizer = self._create_optimizer()
@@ -110,7 +110,7 @@ class PolicyTrainer:
             for scorer in filter(None, (self._scorer, self._reference)):
                 shard(scorer, gang)
             self.gang, num_updates = gang, self._optimizer.num_updates
-            self._dtype = compute_dtype(self.config.dtype, self.model.device)
+            self._dtype = self._choose_dtype()
             self._optimizer = self._create_optimizer()
             self._optimizer.load_state_dict(moments, num_updates=num_updates)
 
@@ -379,6 +379,11 @@ class PolicyTrainer:
     @property
     def _passes(self) -> Passes:
         return Passes(gang=self.gang, dtype=self._dtype, temperature=self.config.temperature)
+
+    def _choose_dtype(self) -> torch.dtype:
+        """The format of forward and backward passes; weights and moments are float32 whatever it is."""
+        dtype: torch.dtype = getattr(torch, choose_dtype(self.config.dtype, str(self.model.device)))
+        return dtype
 
     def _create_optimizer(self) -> Optimizer:
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

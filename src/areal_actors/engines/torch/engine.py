@@ -41,6 +41,7 @@ from areal_actors.engines.torch.worker import (
     Worker,
 )
 from areal_actors.errors import ArealError, ConfigError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
+from areal_actors.precision import choose_dtype
 from areal_actors.telemetry import quiet_transformers
 
 __all__ = ["TorchEngine"]
@@ -323,7 +324,7 @@ def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
         model=str(getattr(settings, "name_or_path", "") or type(model).__name__),
         vocab_size=settings.vocab_size,
         context_length=min(config.max_length, limit),
-        dtype=_choose_dtype(config.dtype, device),
+        dtype=choose_dtype(config.dtype, device),
         device=device,
         max_concurrent=config.max_concurrent,
     )
@@ -366,20 +367,3 @@ def _move(model: Any, device: str) -> Any:
     except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"engine.device: the model cannot be moved to {device!r}: {reason}") from error
-
-
-def _choose_dtype(asked: str, device: str) -> str:
-    if asked != "auto":
-        return asked
-    return "bfloat16" if _multiplies_bfloat16(device) else "float32"
-
-
-def _multiplies_bfloat16(device: str) -> bool:
-    """Whether ``device`` multiplies bfloat16 in hardware (CUDA; AMX, AVX512-BF16). Emulation is slower than float32.
-
-    Capabilities are asked for, not timed: a machine that is busy for a moment must not change what is computed.
-    """
-    if device.startswith("cuda"):
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))

@@ -51,6 +51,7 @@ from areal_actors.messages import (
     Training,
 )
 from areal_actors.run.endings import until_orphaned, until_signalled
+from areal_actors.run.open_files import raise_open_files_limit
 from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap, read_bootstrap
 from areal_actors.schedulers.rejoining import is_superseded, look_for_next_home
 from areal_actors.schedulers.statuses import HOME_LOST, RUN_AGAIN
@@ -79,6 +80,7 @@ class _HomeLost(Exception):
 
 def main() -> NoReturn:
     """Be what home says, until it is over."""
+    raise_open_files_limit()
     with logging_to_stream():
         line = "" if BOOTSTRAP_VARIABLE in os.environ else sys.stdin.readline()
         rank = _rank_order(line)

@@ -44,7 +44,9 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
 
     loaded = load_config(config, overrides)
     from areal_actors.run import train as run_training
+    from areal_actors.run.open_files import raise_open_files_limit
 
+    raise_open_files_limit()
     summary = run_training(loaded, resume=resume, run_dir=run_dir)
     click.echo(json.dumps(summary.to_json()))
 
@@ -76,7 +78,10 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
 
     loaded = load_config(config, overrides)
     from areal_actors.run import serve as run_service
+    from areal_actors.run.open_files import raise_open_files_limit
     from areal_actors.run.serving import describe_service, format_service
+
+    raise_open_files_limit()
 
     def announce(endpoint: Endpoint, directory: RunDirectory) -> None:
         click.echo((format_service if is_json else describe_service)(endpoint, directory))
@@ -108,7 +113,9 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
 
     loaded = load_config(config, overrides)
     from areal_actors.run.host import run_host
+    from areal_actors.run.open_files import raise_open_files_limit
 
+    raise_open_files_limit()
     run_host(loaded, announce=click.echo)
 
 
@@ -130,5 +137,7 @@ def entry(*, proxies: tuple[str, ...], host: str, port: int) -> None:
       areal-actors entry a=http://127.0.0.1:8001 b=http://127.0.0.1:8002
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.run.entry import parse_backends, run_entry
+    from areal_actors.run.open_files import raise_open_files_limit
 
+    raise_open_files_limit()
     run_entry(parse_backends(proxies), host=host, port=port, announce=click.echo)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from areal_actors.core.remote.addresses import is_loopback
 from areal_actors.errors import ConfigError
 from areal_actors.proxy.config import ProxyConfig
+from areal_actors.proxy.connections import release_on_asyncio, release_on_trio
 from areal_actors.proxy.traffic import Traffic
 
 __all__ = ["bind", "listen", "serve", "serve_until_cancelled", "url_of"]
@@ -110,10 +111,12 @@ async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[],
     if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
         from hypercorn.asyncio import serve as serve_on_asyncio
 
+        release_on_asyncio()
         await serve_on_asyncio(framework, config, shutdown_trigger=shutdown, mode="asgi")
     else:
         from hypercorn.trio import serve as serve_on_trio
 
+        release_on_trio()
         await serve_on_trio(framework, config, shutdown_trigger=shutdown, mode="asgi")
 
 

@@ -21,6 +21,7 @@ from areal_actors.proxy.auth import create_admin_key
 from areal_actors.proxy.server import bind
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
+from areal_actors.run.open_files import open_files_limit
 from areal_actors.workflows import CommandConfig, import_reference
 
 __all__ = ["examine_machine"]
@@ -28,6 +29,9 @@ __all__ = ["examine_machine"]
 _PACKAGES = ("torch", "transformers", "anyio", "starlette", "hypercorn")
 _OPTIMIZER_BYTES_PER_WEIGHT_BYTE = 3
 """A checkpoint holds the weights, and two moments of each."""
+_OWN_FILES = 256
+_FILES_PER_EPISODE = 4
+"""An agent's connections, those to an inference server and to a child process that runs the agent."""
 
 
 def examine_machine(config: RunConfig) -> Iterator[Finding]:
@@ -39,6 +43,7 @@ def examine_machine(config: RunConfig) -> Iterator[Finding]:
     yield from examined("run directory", lambda: _run_directory(config))
     yield from examined("journal", lambda: _journal(config))
     yield from examined("port", lambda: _port(config))
+    yield from examined("open files", lambda: _open_files(config))
     yield from examined("device", lambda: _device(config))
 
 
@@ -138,6 +143,26 @@ def _port(config: RunConfig) -> Iterator[Finding]:
     bind(proxy).close()
     port = config.proxy.port or "any free port"
     yield Finding(check="port", verdict=Verdict.OK, detail=f"the proxy can listen at {config.proxy.host}, {port}")
+
+
+def _open_files(config: RunConfig) -> Iterator[Finding]:
+    limit, needed = open_files_limit(), _needed_files(config)
+    if limit is None or limit >= needed:
+        detail = "any number may be open" if limit is None else f"{limit:,} files and connections may be open at once"
+        yield Finding(check="open files", verdict=Verdict.OK, detail=detail)
+        return
+    yield Finding(
+        check="open files",
+        verdict=Verdict.WARNING,
+        detail=f"{limit:,} files and connections may be open at once, and this job may want {needed:,}",
+        advice="Raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd), or lower rollout.max_concurrent_rollouts.",
+    )
+
+
+def _needed_files(config: RunConfig) -> int:
+    """What the process has open without agents, and connections of each episode that runs."""
+    episodes = config.rollout.max_concurrent_rollouts * config.rollout.group_size
+    return _OWN_FILES + _FILES_PER_EPISODE * episodes
 
 
 def _device(config: RunConfig) -> Iterator[Finding]:

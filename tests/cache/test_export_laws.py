@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,9 @@ from areal_actors.cache import (
     export_trajectories,
     to_arrays,
 )
+from areal_actors.client import format_episode, parse_episode
 from areal_actors.domain import (
+    Episode,
     Interaction,
     InteractionId,
     InteractionStatus,
@@ -135,6 +138,22 @@ def test_the_branches_of_a_tree_are_the_rows_of_concat(record: SessionRecord, ma
             assert np.array_equal(getattr(expected, name), getattr(found, name)), name
         assert found.interactions == tuple(expected.interactions[t] for t in np.unique(expected.turns) if t >= 0)
         assert np.float32(expected.reward) == np.float32(found.reward)
+
+
+@given(session_records(), styles)
+def test_every_sampled_token_knows_the_distribution_it_came_from(record: SessionRecord, style: str) -> None:
+    """In each style, in each branch of a tree, and after a document was written and read."""
+    asked = {turn.id: turn.sampling for turn in record.interactions}
+    exported = export_trajectories(record, discount=1.0, style=style)
+    document = orjson.dumps(
+        format_episode(Episode(session=record.id, member=0, trajectories=exported.trajectories)),
+        option=orjson.OPT_SERIALIZE_NUMPY,
+    )
+    for rows in (exported.trajectories, parse_episode(orjson.loads(document)).trajectories):
+        for row in (branch.row for whole in rows for branch in unfold(whole)):
+            for t in np.flatnonzero(row.loss_mask):
+                turn = row.turns[t]
+                assert row.turn_infos[turn].sampling == asked[row.interactions[turn]]
 
 
 @given(session_records())

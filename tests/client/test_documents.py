@@ -21,6 +21,7 @@ from areal_actors.domain import (
     UntrainedReason,
 )
 from areal_actors.errors import ExportError
+from areal_actors.testing.strategies import sampling_distributions
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -31,6 +32,7 @@ turn_infos = st.builds(
     depth=st.integers(0, 99),
     tag=st.none() | st.text(max_size=5),
     finish=st.none() | st.sampled_from(FinishReason),
+    sampling=st.none() | sampling_distributions(),
 )
 
 

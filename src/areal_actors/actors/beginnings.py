@@ -13,7 +13,7 @@ from areal_actors.actors.answering import Turn
 from areal_actors.actors.durable import Ledger
 from areal_actors.actors.turns import Choice, SampleKeys, engine_request, find_grammar
 from areal_actors.cache import PromptPlan, Session, plan_prompt
-from areal_actors.domain import CompletionRequest, EngineInfo, InteractionId
+from areal_actors.domain import CompletionRequest, EngineInfo, InteractionId, SamplingDistribution
 from areal_actors.rendering import Renderer
 
 __all__ = ["Beginnings"]
@@ -28,11 +28,13 @@ class Beginnings:
         self._token = token_factory
         self._context_length = 0
         self._has_grammars = False
+        self._logprobs_follow_truncation = True
 
     def learn(self, engine: EngineInfo) -> None:
         """Take over the engine's bounds; needed before the first turn."""
         self._context_length = engine.context_length
         self._has_grammars = engine.has_grammars
+        self._logprobs_follow_truncation = engine.logprobs_follow_truncation
 
     def num_prompt_tokens(self, session: Session, request: CompletionRequest) -> int:
         """How long the prompt would be; nothing is begun."""
@@ -67,14 +69,27 @@ class Beginnings:
             )
             for name, key in zip(names, keys, strict=True)
         )
-        choices = tuple(self._choice(session, plan, name, is_streaming=is_streaming) for name in enumerate(names))
+        sampling = request.sampling.distribution(
+            has_grammar=grammar is not None, logprobs_follow_truncation=self._logprobs_follow_truncation
+        )
+        choices = tuple(
+            self._choice(session, plan, name, sampling=sampling, is_streaming=is_streaming) for name in enumerate(names)
+        )
         return Turn(
             session=session, plan=plan, choices=choices, requests=requests, is_streaming=is_streaming, ledger=ledger
         )
 
-    def _choice(self, session: Session, plan: PromptPlan, name: tuple[int, str], *, is_streaming: bool) -> Choice:
+    def _choice(
+        self,
+        session: Session,
+        plan: PromptPlan,
+        name: tuple[int, str],
+        *,
+        sampling: SamplingDistribution,
+        is_streaming: bool,
+    ) -> Choice:
         index, interaction = name[0], InteractionId(name[1])
-        session.tree.begin(interaction, plan)
+        session.tree.begin(interaction, plan, sampling=sampling)
         return Choice(
             interaction=interaction,
             index=index,

@@ -67,7 +67,13 @@ def columns_of(
 def infos_of(spans: Sequence[Span], depths: Mapping[InteractionId, int]) -> tuple[TurnInfo, ...]:
     """Return what a row says about each of its turns, in their order. ``depths`` are those of completed turns."""
     return tuple(
-        TurnInfo(depth=depths.get(span.turn.id, 0), tag=span.turn.tag, finish=span.completion.finish) for span in spans
+        TurnInfo(
+            depth=depths.get(span.turn.id, 0),
+            tag=span.turn.tag,
+            finish=span.completion.finish,
+            sampling=span.turn.sampling,
+        )
+        for span in spans
     )
 
 

@@ -32,6 +32,7 @@ from areal_actors.domain import (
     InteractionId,
     InteractionStatus,
     Ints,
+    SamplingDistribution,
     SessionId,
     SessionRecord,
     TurnEnded,
@@ -243,8 +244,12 @@ class ConversationTree:
 
     # ----------------------------------------------------------------------------------------- lifecycles
 
-    def begin(self, interaction_id: InteractionId, plan: PromptPlan) -> Interaction:
+    def begin(
+        self, interaction_id: InteractionId, plan: PromptPlan, *, sampling: SamplingDistribution | None = None
+    ) -> Interaction:
         """Add a pending interaction; several may begin with one plan (the choices of ``n > 1``).
+
+        ``sampling`` is the distribution that the engine is asked to sample from; without it, that of the request.
 
         Raises ``Conflict`` if the id is taken.
         """
@@ -264,6 +269,7 @@ class ConversationTree:
             num_prompt_tokens=len(plan.token_ids),
             is_stored=plan.request.store,
             tag=plan.request.tag,
+            sampling=plan.request.sampling.distribution() if sampling is None else sampling,
         )
         self._latest = self._follow(interaction, plan)
         self._index.begin(interaction_id, plan.match.history)

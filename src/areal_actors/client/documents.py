@@ -18,6 +18,7 @@ from areal_actors.domain import (
     Episode,
     FinishReason,
     InteractionId,
+    SamplingDistribution,
     SessionId,
     Trajectory,
     TurnInfo,
@@ -122,7 +123,10 @@ def _parse_trajectory(session: SessionId, row: Mapping[str, Any]) -> Trajectory:
 
 
 def _parse_turn_info(info: Mapping[str, Any]) -> TurnInfo:
-    finish = info.get("finish")
+    finish, sampling = info.get("finish"), info.get("sampling")
     return TurnInfo(
-        depth=info.get("depth", 0), tag=info.get("tag"), finish=None if finish is None else FinishReason(finish)
+        depth=info.get("depth", 0),
+        tag=info.get("tag"),
+        finish=None if finish is None else FinishReason(finish),
+        sampling=None if sampling is None else SamplingDistribution(**sampling),
     )

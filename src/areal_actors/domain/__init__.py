@@ -72,6 +72,7 @@ from areal_actors.domain.sampling import (
     PauseMode,
     SampleKey,
     Sampling,
+    SamplingDistribution,
     Snapshot,
     TopLogprob,
 )
@@ -126,6 +127,7 @@ __all__ = [
     "Role",
     "SampleKey",
     "Sampling",
+    "SamplingDistribution",
     "ServiceState",
     "ServiceView",
     "SessionEnded",

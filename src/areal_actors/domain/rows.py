@@ -14,7 +14,7 @@ from attrs.converters import optional
 from areal_actors.domain.arrays import Floats, Ints, array_equality, as_floats, as_ints
 from areal_actors.domain.chat import InteractionId, SessionId
 from areal_actors.domain.predecessors import tree_position_ids
-from areal_actors.domain.sampling import FinishReason
+from areal_actors.domain.sampling import FinishReason, SamplingDistribution
 from areal_actors.domain.tree import GroupId
 
 
@@ -44,11 +44,13 @@ class TurnInfo:
     ``depth`` counts the completed turns before it in its conversation, 0 for the first. It is the depth in the
     conversation tree, not the index within the row, so that it is the same in every export style. ``tag`` names the
     agent that asked (``x-areal-agent``). ``finish`` is the engine's reason for stopping, ``None`` if unknown.
+    ``sampling`` is the distribution that the tokens were sampled from, ``None`` if unknown.
     """
 
     depth: int = 0
     tag: str | None = None
     finish: FinishReason | None = None
+    sampling: SamplingDistribution | None = None
 
 
 @frozen(kw_only=True)

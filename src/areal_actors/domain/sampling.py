@@ -14,6 +14,33 @@ from areal_actors.domain.grammar import Grammar
 
 
 @frozen(kw_only=True)
+class SamplingDistribution:
+    """The settings that decide which distribution the tokens of a turn were sampled from.
+
+    ``temperature``, ``top_p``, ``top_k`` and ``min_p`` are as in ``Sampling``. ``is_adjusted`` marks turns whose logits
+    were changed by penalties, a bias or a grammar as well, which nothing recomputes. ``logprobs_follow_truncation``
+    says whether the engine's log-probabilities are those after top-k, top-p and min-p, as ``EngineInfo`` does.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    is_adjusted: bool = False
+    logprobs_follow_truncation: bool = True
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token was taken, so that nothing was drawn at all."""
+        return self.temperature == 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens were cut off before one was drawn."""
+        return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+@frozen(kw_only=True)
 class Sampling:
     """How to sample. The neutral values are the defaults: temperature 1, no truncation, no penalty.
 
@@ -34,6 +61,20 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int = 0
+
+    def distribution(
+        self, *, has_grammar: bool = False, logprobs_follow_truncation: bool = True
+    ) -> SamplingDistribution:
+        """Return what training has to know about the distribution that these settings sample from."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1.0)
+        return SamplingDistribution(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            is_adjusted=has_grammar or any(penalties) or bool(self.logit_bias),
+            logprobs_follow_truncation=logprobs_follow_truncation,
+        )
 
 
 @frozen(kw_only=True)

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from areal_actors.domain.arrays import Ints, array_equality, as_ints
 from areal_actors.domain.chat import ChatMessage, InteractionId, SessionId
-from areal_actors.domain.sampling import Completion
+from areal_actors.domain.sampling import Completion, SamplingDistribution
 
 GroupId = NewType("GroupId", str)
 
@@ -52,7 +52,8 @@ class Interaction:
     parent's prompt and answer (all of them for a root); the first ``num_instructions`` of them take the place of the
     parent's leading instructions (``None``: those stay). ``has_instructions`` tells that the first message of the whole
     history was meant for this request alone. ``order`` counts requests, ``completed_order`` counts completions in a
-    session. ``failure`` says why a failed one failed.
+    session. ``failure`` says why a failed one failed. ``sampling`` is the distribution that the answer is sampled from,
+    ``None`` where it is unknown.
     """
 
     id: InteractionId
@@ -73,6 +74,7 @@ class Interaction:
     is_stored: bool = True
     tag: str | None = None
     failure: str | None = None
+    sampling: SamplingDistribution | None = None
 
 
 @frozen(kw_only=True)

@@ -31,6 +31,7 @@ from areal_actors.domain import (
     TurnEnded,
     VersionSaved,
 )
+from areal_actors.testing.strategies import sampling_distributions
 
 __all__ = ["any_texts", "facts", "json_values", "sessions_started", "turns_ended"]
 
@@ -112,6 +113,7 @@ def _interactions() -> st.SearchStrategy[Interaction]:
         is_stored=st.booleans(),
         tag=_optional_texts(),
         failure=_optional_texts(),
+        sampling=st.none() | sampling_distributions(),
     )
 
 

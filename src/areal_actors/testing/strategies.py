@@ -23,6 +23,7 @@ from areal_actors.domain import (
     Interaction,
     InteractionId,
     InteractionStatus,
+    SamplingDistribution,
     SessionId,
     SessionRecord,
     ToolCall,
@@ -35,6 +36,7 @@ __all__ = [
     "conversations",
     "echo_styles",
     "reward_trees",
+    "sampling_distributions",
     "session_records",
     "tool_calls",
 ]
@@ -166,6 +168,19 @@ def _chained(names: Sequence[str]) -> Callable[[ChatMessage], ChatMessage]:
 # -------------------------------------------------------------------------------------------- sessions, rewards
 
 
+def sampling_distributions() -> st.SearchStrategy[SamplingDistribution]:
+    """Distributions that a request may ask for: often the plain softmax, sometimes greedy, truncated or adjusted."""
+    return st.builds(
+        SamplingDistribution,
+        temperature=st.sampled_from([1.0, 1.0, 0.0, 0.3, 0.7, 1.3]),
+        top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
+        top_k=st.sampled_from([0, 0, 1, 5]),
+        min_p=st.sampled_from([0.0, 0.0, 0.05]),
+        is_adjusted=st.sampled_from([False, False, False, True]),
+        logprobs_follow_truncation=st.booleans(),
+    )
+
+
 def completions(*, max_tokens: int = 5) -> st.SearchStrategy[Completion]:
     """Sampled tokens with log-probabilities and (perhaps mixed) versions."""
     token = st.tuples(st.integers(0, _MAX_TOKEN), st.floats(-50, 0, width=32), st.integers(0, 9))
@@ -222,6 +237,7 @@ def _interactions(draw: st.DrawFn, order: int, earlier: Sequence[Interaction]) -
         reward=draw(st.none() | _rewards()) if is_completed else None,
         is_stored=draw(st.sampled_from([True, True, True, False])),
         tag=draw(st.sampled_from([None, "planner"])),
+        sampling=draw(st.none() | sampling_distributions()),
     )
 
 

@@ -15,6 +15,8 @@ from areal_actors.testing.journal_contract import create_session
 
 VERSION_1 = Path(__file__).with_name("version_1.sql")
 """What ``.dump`` said of a journal of version 1. It is never written anew: it stands for files that people have."""
+VERSION_3 = Path(__file__).with_name("version_3.sql")
+"""The same of version 3, the last one without the sampling settings of a turn."""
 
 ADDED = "ALTER TABLE sessions ADD COLUMN note TEXT DEFAULT 'none';\nCREATE INDEX by_note ON sessions (note);\n"
 
@@ -23,16 +25,20 @@ def number(connection: sqlite3.Connection, query: str) -> int:
     return int(connection.execute(query).fetchone()[0])
 
 
+def restored(path, dump, *, version):
+    """A file of ``version`` with what ``dump`` says."""
+    connection = sqlite3.connect(path)
+    connection.executescript(dump.read_text(encoding="utf-8"))
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    return path
+
+
 @pytest.fixture
 def old(tmp_path):
     """A file of version 1."""
-    path = tmp_path / "journal.sqlite"
-    connection = sqlite3.connect(path)
-    connection.executescript(VERSION_1.read_text(encoding="utf-8"))
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute("PRAGMA user_version = 1")
-    connection.close()
-    return path
+    return restored(tmp_path / "journal.sqlite", VERSION_1, version=1)
 
 
 @pytest.fixture
@@ -43,9 +49,10 @@ def connection(old):
 
 
 @pytest.mark.anyio
-async def test_a_journal_of_version_1_is_read(old):
-    """Whatever version this program writes, it restores what version 1 had written."""
-    async with SqliteJournal.open(old) as journal:
+@pytest.mark.parametrize(("dump", "version"), [(VERSION_1, 1), (VERSION_3, 3)])
+async def test_journals_of_earlier_versions_are_read(tmp_path, dump, version):
+    """Whatever version this program writes, it restores what they had written; how turns sampled is unknown."""
+    async with SqliteJournal.open(restored(tmp_path / "journal.sqlite", dump, version=version)) as journal:
         facts = [fact async for fact in journal.read()]
 
     group = GroupQueued(group=GroupId("g"), position=1, sessions=(SessionId("a"),), data={"question": "2 + 2"})

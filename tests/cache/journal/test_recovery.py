@@ -27,6 +27,7 @@ from areal_actors.domain import (
     InteractionStatus,
     RewardSet,
     SampleKey,
+    Sampling,
     SessionEnded,
     SessionForgotten,
     SessionId,
@@ -118,7 +119,8 @@ def histories(draw: st.DrawFn, new_talk: Any) -> Journaled:
     for _ in range(draw(st.integers(0, 9))):
         move = draw(st.sampled_from(["begin", "begin", "end", "end", "reward"]))
         if move == "begin" or not session.plans:
-            session.begin(draw(requests(session.tree)))
+            sampling = Sampling(temperature=draw(st.sampled_from([0.0, 0.3, 1.0])), top_k=draw(st.integers(0, 2)))
+            session.begin(evolve(draw(requests(session.tree)), sampling=sampling))
         elif move == "end" and session.pending:
             how = draw(st.sampled_from(["complete", "complete", "complete", "cancel", "fail"]))
             session.end(draw(st.sampled_from(session.pending)), how, draw(chat_messages("assistant")))

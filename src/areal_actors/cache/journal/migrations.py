@@ -87,7 +87,11 @@ CREATE VIEW finished_groups AS
     );
 """
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD)
+_FOURTH = """
+ALTER TABLE turns ADD COLUMN sampling TEXT;
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH)
 """All steps; their number is the version that this program writes."""
 
 

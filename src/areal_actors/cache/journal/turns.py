@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from attrs import asdict
 
 from areal_actors.cache.journal.values import (
     Sql,
@@ -33,6 +34,7 @@ from areal_actors.domain import (
     Interaction,
     InteractionStatus,
     Ints,
+    SamplingDistribution,
     TurnEnded,
 )
 
@@ -46,7 +48,7 @@ TURN_COLUMNS = (
     *("session", "interaction", "request_order", "completed_order", "parent", "token_parent", "fork", "status"),
     *("ended_at", "tag", "reward", "stop_sequence", "failure", "num_prompt_tokens", "num_cached_tokens", "is_stored"),
     *("has_instructions", "num_instructions", "messages", "output", "attempt", "siblings", "frame", "prompt_suffix"),
-    *("prompt_digest", "asked"),
+    *("prompt_digest", "asked", "sampling"),
     *_COMPLETION_COLUMNS,
 )
 """All but the number of the row."""
@@ -82,6 +84,7 @@ def turn_values(fact: TurnEnded) -> tuple[Sql, ...]:
         "prompt_suffix": pack_ints(turn.prompt_suffix),
         "prompt_digest": fact.prompt_digest,
         "asked": None if fact.asked is None else dump_json(fact.asked),
+        "sampling": None if turn.sampling is None else dump_json(asdict(turn.sampling)),
         **_completion_values(turn.completion),
     }
     return tuple(map(row.__getitem__, TURN_COLUMNS))
@@ -144,6 +147,7 @@ def to_turn(row: Mapping[str, Any]) -> TurnEnded:
         is_stored=bool(row["is_stored"]),
         tag=to_text(row["tag"]),
         failure=to_text(row["failure"]),
+        sampling=None if row["sampling"] is None else SamplingDistribution(**load_json(row["sampling"])),
     )
     return TurnEnded(
         session=to_text(row["session"]),

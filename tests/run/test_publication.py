@@ -6,11 +6,21 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from tests.moe import save_moe
 from tests.run.trained import NAME, train
+from transformers import AutoModelForCausalLM
 
 import areal_actors
+
+SERVED = (
+    "rollout.backend=sglang",
+    f"sglang.environment.PYTHONPATH={Path(areal_actors.__file__).parents[1]}",  # as if its environment had it installed
+    f"sglang.command={json.dumps([sys.executable, str(Path(__file__).with_name('serving_fake.py'))])}",
+    "sglang.health_interval_seconds=0.1",
+)
 
 
 def test_a_run_publishes_by_disk(tmp_path: Path):
@@ -27,17 +37,7 @@ def test_a_run_publishes_by_disk(tmp_path: Path):
 
 def test_a_run_sends_its_weights_to_servers(tmp_path: Path):
     """Each version is sampled from, the disk has none of them, and what was sampled is what the trainer computes."""
-    command = [sys.executable, str(Path(__file__).with_name("serving_fake.py"))]
-    path = Path(areal_actors.__file__).parents[1]  # an environment of its own would have it installed
-    outcome = train(
-        tmp_path,
-        NAME,
-        "rollout.backend=sglang",
-        f"sglang.environment.PYTHONPATH={path}",
-        f"sglang.command={json.dumps(command)}",
-        "sglang.health_interval_seconds=0.1",
-        "trainer.publish=distributed",
-    )
+    outcome = train(tmp_path, NAME, *SERVED, "trainer.publish=distributed", "trainer.dtype=float32")
 
     assert 0 == outcome.exit_code, outcome.output
     assert not list((tmp_path / NAME / "published").rglob("*.safetensors"))
@@ -47,3 +47,28 @@ def test_a_run_sends_its_weights_to_servers(tmp_path: Path):
     assert all(record["behaviour_gap_max"] < 1e-4 for record in steps)
     said = (tmp_path / NAME / "logs" / "server-0.log").read_text()
     assert "http" in said
+
+
+SHAPES = {
+    "lent": (),
+    "by disk": ("trainer.publish=disk",),
+    "written for servers": SERVED,
+    "an engine in a process of its own": ("trainer.publish=disk", "scheduler.roles={generation: {}}"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mixture_of_experts_is_trained_and_published(tmp_path: Path, shape: str):
+    """In every shape of a run: what was sampled is what the trainer computes, and the result loads in transformers."""
+    model = save_moe("qwen3_moe", tmp_path / "model")
+    settings = (f"model={model}", "total_steps=2", "engine.dtype=float32", "trainer.dtype=float32", *SHAPES[shape])
+    outcome = train(tmp_path, NAME, *settings)
+
+    assert 0 == outcome.exit_code, outcome.output
+    lines = (tmp_path / NAME / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record.get("behaviour_gap_max") is not None]
+    assert 2 == len(steps)
+    assert all(record["behaviour_gap_max"] < 1e-4 for record in steps)
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / NAME / "weights", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]

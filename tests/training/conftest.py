@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from tests import moe
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_actors.domain import Episode, Group, GroupId, InteractionId, Problem, SessionId, Trajectory
@@ -116,6 +117,8 @@ def _make_model(kind: str = "llama", *, seed: int = 0, vocab: int = VOCAB) -> An
         "max_position_embeddings": 256,
         "initializer_range": 0.2,
     }
+    if kind in moe.KINDS:
+        return moe.create_moe(kind, seed=seed, vocab=vocab)
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
     return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))

@@ -46,7 +46,7 @@ async def logprobs_after(snapshot: Snapshot, model: torch.nn.Module, dtype: str)
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "qwen3_moe", "olmoe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_both_ways_give_the_engine_the_same_weights(tmp_path: Path, make_model, kind: str, dtype: str):
     """To the last bit, in the engine's dtype, whether weights are tied or not."""
@@ -69,7 +69,7 @@ def test_what_is_lent_is_shared():
     assert model.weight.data_ptr() == snapshot.state["weight"].data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "qwen3_moe", "olmoe"])
 def test_an_engine_can_be_started_from_what_was_published(tmp_path: Path, make_model, kind: str):
     """It is a model's directory, in the dtype that it says."""
     policy = make_policy(make_model, kind)

@@ -24,6 +24,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 from torch import Tensor
 
+from areal_actors.checkpoint_tensors import to_checkpoint_tensors
 from areal_actors.domain import Snapshot
 from areal_actors.training.config import PublishBy
 from areal_actors.training.directories import atomic_directory, sweep
@@ -34,7 +35,6 @@ __all__ = [
     "MemoryPublisher",
     "Publishable",
     "Publisher",
-    "checkpoint_tensors",
     "create_publisher",
 ]
 
@@ -88,7 +88,8 @@ class DiskPublisher:
 
         Raises ``CheckpointError`` if they cannot be written; the versions before are untouched then.
         """
-        path = self.write(policy.version, policy.model, checkpoint_tensors(policy, self.dtype))
+        tensors = to_checkpoint_tensors(policy.model, policy.state_dict(), dtype=self.dtype)
+        path = self.write(policy.version, policy.model, tensors)
         return Snapshot(version=policy.version, path=path)
 
     def write(self, version: int, model: Any, tensors: Mapping[str, Tensor]) -> Path:
@@ -116,34 +117,6 @@ def create_publisher(by: PublishBy, *, root: Path, dtype: str, num_kept: int) ->
     if by is PublishBy.MEMORY:
         return MemoryPublisher()
     return DiskPublisher(root=root, dtype=getattr(torch, dtype), num_kept=num_kept)
-
-
-def checkpoint_tensors(policy: Publishable, dtype: torch.dtype, *, is_copied: bool = False) -> Mapping[str, Tensor]:
-    """The weights on the CPU in ``dtype``, each once, by the names of checkpoints.
-
-    Unless ``is_copied``, those that have that dtype and are there already are the policy's own.
-    """
-    tensors = _named_as_checkpoints(policy.model, _distinct(policy.state_dict(), dtype, is_copied=is_copied))
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def _distinct(state: Mapping[str, Tensor], dtype: torch.dtype, *, is_copied: bool) -> dict[str, Tensor]:
-    """Each tensor once, by its first name: tied weights are tied again by whoever loads them."""
-    distinct: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in state.items():
-        distinct.setdefault(tensor.data_ptr(), (name, tensor))
-    return {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=is_copied)
-        for name, tensor in distinct.values()
-    }
-
-
-def _named_as_checkpoints(model: Any, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    """By the names that other programs expect: in memory, some models have their weights in another arrangement."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    renamed: Mapping[str, Tensor] = revert_weight_conversion(model, tensors)
-    return renamed
 
 
 def _write_config(model: Any, directory: Path, dtype: torch.dtype) -> None:

@@ -15,10 +15,11 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from areal_actors.checkpoint_tensors import to_checkpoint_tensors
 from areal_actors.domain import Snapshot
 from areal_actors.errors import EngineError
 from areal_actors.messages import TensorBucket
-from areal_actors.training.publication import DiskPublisher, Publishable, checkpoint_tensors
+from areal_actors.training.publication import DiskPublisher, Publishable
 
 __all__ = ["KeptWeights", "Shelf", "ShelfPublisher", "pack_buckets"]
 
@@ -56,7 +57,7 @@ class Shelf:
         """Keep the weights as they are, in ``dtype``, and forget those before. Blocks while they are copied."""
         self._kept = self._written = None  # two versions may be more than there is memory for
         disk = DiskPublisher(root=self.root, dtype=dtype, num_kept=self.num_kept)
-        tensors = checkpoint_tensors(policy, dtype, is_copied=True)
+        tensors = to_checkpoint_tensors(policy.model, policy.state_dict(), dtype=dtype, is_copied=True)
         self.device = next(policy.model.parameters()).device
         self._kept = KeptWeights(
             version=policy.version,

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import frozen
+from safetensors.torch import load_file
+from tests.moe import KINDS, create_moe
+from transformers import AutoModelForCausalLM
 
 from areal_actors.domain import Snapshot
 from areal_actors.engines.servers.publishing import Publisher
+from areal_actors.training.publication import DiskPublisher
 
 ANOTHER = """
 import sys, time
@@ -92,3 +97,32 @@ def test_without_locks_nobody_is_taken_for_dead(tmp_path, model, monkeypatch):
     assert weights.path.exists()
     first.close()
     assert not list((tmp_path / "shared").iterdir())
+
+
+@frozen
+class Policy:
+    """What a trainer publishes."""
+
+    model: torch.nn.Module
+    version: int = 1
+
+    def state_dict(self):
+        return dict(self.model.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_servers_are_given_the_tensors_that_checkpoints_have(tmp_path, kind):
+    """A lent state dict and a published directory end up as the same files, also where memory merges experts."""
+    began, trained = create_moe(kind, seed=0), create_moe(kind, seed=1)
+    began.save_pretrained(tmp_path / "model")
+    publisher = Publisher(tmp_path / "shared", tmp_path / "model", dtype="bfloat16")
+    lent = publisher.write(Snapshot(version=1, state=trained.state_dict()))
+    disk = DiskPublisher(root=tmp_path / "disk", dtype=torch.bfloat16).publish(Policy(trained))
+    found, expected = (load_file(path / "model.safetensors") for path in (lent.path, disk.path))
+    loaded = AutoModelForCausalLM.from_pretrained(lent.path, dtype="auto")
+
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(parameter.to(torch.bfloat16), loaded.get_parameter(name))
+    publisher.close()

@@ -112,21 +112,13 @@ class Publisher:
         return Weights(version=version, path=target)
 
     def _convert(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Each tensor once, by its first name: servers tie by themselves what is tied."""
+        """Return the tensors that servers load, in their dtype."""
         import torch
 
+        from areal_actors.checkpoint_tensors import open_skeleton, to_checkpoint_tensors
+
         dtype = getattr(torch, self.dtype) if self.dtype in _DTYPES else None
-        seen: set[int] = set()
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in state.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise ModelError(f"{name} of the snapshot is a {type(tensor).__name__} and no tensor.")
-            if tensor.data_ptr() in seen and tensor.numel():
-                continue
-            seen.add(tensor.data_ptr())
-            target = dtype if tensor.is_floating_point() else None
-            tensors[name] = tensor.detach().to("cpu", target or tensor.dtype).contiguous()
-        return tensors
+        return to_checkpoint_tensors(open_skeleton(self.model), state, dtype=dtype)
 
     def keep_only(self, weights: Weights) -> None:
         """Remove what was written here, but for ``weights``."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from areal_actors.checkpoint_tensors import read_checkpoint
 from areal_actors.engines.base import Snapshot
 from areal_actors.errors import ModelError
 
@@ -43,23 +43,7 @@ def _read(snapshot: Snapshot) -> Mapping[str, Any]:
         return snapshot.state
     if snapshot.path is None:
         raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
-    return _read_directory(snapshot.path)
-
-
-def _read_directory(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{path} has no *.safetensors files; save the model there with save_pretrained.")
-    state: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            state.update(load_file(file))
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file} cannot be read: {error}. Save it again; the old weights stay.") from error
-    return state
+    return read_checkpoint(snapshot.path)
 
 
 def _find_problems(

@@ -38,6 +38,7 @@
     ├── ModelError                  a model that cannot be found, read or converted             (config)
     ├── DatasetError                problems that cannot be found or read                       (config)
     ├── WorkflowError               a workflow that cannot be imported or run                   (config)
+    ├── CustomFunctionError         a function of the configuration fails, or returns no result (run)
     ├── RunDirectoryError           files of a run that cannot be written, or are not there      (run)
     ├── JournalError                facts that cannot be written, or a journal that cannot be read (session)
     ├── SchedulerError              a worker that cannot be placed, or a cluster that refuses   (run)
@@ -65,6 +66,7 @@ __all__ = [
     "ConfigError",
     "Conflict",
     "ContextLengthExceeded",
+    "CustomFunctionError",
     "DatasetError",
     "DeadlineExceeded",
     "DeadlockError",
@@ -365,6 +367,10 @@ class DatasetError(ArealError):
 
 class WorkflowError(ArealError):
     """The workflow cannot be imported, or is none."""
+
+
+class CustomFunctionError(ArealError):
+    """A function that the configuration names cannot be imported, raised, or returned what is no result."""
 
 
 class RunDirectoryError(ArealError):

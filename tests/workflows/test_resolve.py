@@ -9,7 +9,8 @@ from textwrap import dedent
 import pytest
 
 from areal_actors.errors import WorkflowError
-from areal_actors.workflows import import_reference, resolve_agent
+from areal_actors.references import import_reference
+from areal_actors.workflows import resolve_agent
 
 
 class Greeter:

@@ -21,10 +21,10 @@ from attrs.validators import ge, in_, le
 from areal_actors.actors.positions import ConsumedPositions, HighestPosition
 from areal_actors.cache import STYLES, export_trajectories, total_reward
 from areal_actors.cache.journal import Journal, NoJournal
-from areal_actors.cache.rewards import RULES
+from areal_actors.cache.rewards import RULES, load_rule
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, SessionId, VersionSaved
-from areal_actors.errors import Conflict
+from areal_actors.errors import Conflict, CustomFunctionError
 from areal_actors.messages import (
     AcknowledgeLease,
     Capacity,
@@ -39,6 +39,7 @@ from areal_actors.messages import (
     SaveVersion,
     Sessions,
 )
+from areal_actors.references import FunctionReference, builtin_or_reference
 from areal_actors.staleness import is_too_stale
 from areal_actors.telemetry import get_logger
 
@@ -53,7 +54,7 @@ class ExportConfig:
 
     style: str = field(default="individual", validator=in_(tuple(STYLES)))
     discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
-    rule: str = field(default="mean", validator=in_(tuple(RULES)))
+    rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
 
 
 class Exporter(Actor[Exports]):
@@ -77,6 +78,7 @@ class Exporter(Actor[Exports]):
         self._sessions = sessions
         self._capacity = capacity
         self._config = config or ExportConfig()
+        self._rule = load_rule(self._config.rule)
         self._consumed = HighestPosition(start) if are_problems_external else ConsumedPositions(start)
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._unsaved: list[tuple[int, Group]] = []
@@ -99,12 +101,15 @@ class Exporter(Actor[Exports]):
     async def export(self, message: ExportSession) -> Episode:
         """Read the session and build its rows; nothing is forgotten by that."""
         record = await self._sessions.ask(CollectSession(session=message.session))
-        exported = export_trajectories(
-            record,
-            style=message.style or self._config.style,
-            discount=self._config.discount if message.discount is None else message.discount,
-            rule=self._config.rule,
-        )
+        try:
+            exported = export_trajectories(
+                record,
+                style=message.style or self._config.style,
+                discount=self._config.discount if message.discount is None else message.discount,
+                rule=self._rule,
+            )
+        except CustomFunctionError as error:
+            raise CustomFunctionError(f"{error} It was asked for session {message.session}.") from error
         return Episode(
             session=message.session,
             member=message.member,

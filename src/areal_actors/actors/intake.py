@@ -39,7 +39,7 @@ from areal_actors.actors.outcomes import MemberOutcome, fail_together
 from areal_actors.cache.journal import Journal, NoJournal, RestoredGroups, RestoredSession
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import Episode, GroupId, GroupQueued, SessionId, SessionRecord
-from areal_actors.errors import ActorError, ActorStopped, ArealError, Conflict, NotFound
+from areal_actors.errors import ActorError, ActorStopped, ArealError, Conflict, CustomFunctionError, NotFound
 from areal_actors.messages import (
     Capacity,
     ClaimPermit,
@@ -255,7 +255,7 @@ class IntakeKeeper(Actor[Intake]):
             return evolve(nothing, failure=_EXPIRED)
         try:
             episode = await self._peers.exports.ask(ExportSession(session=session, member=seat.member))
-        except ActorError:
+        except (ActorError, CustomFunctionError):
             raise
         except ArealError as error:
             return evolve(nothing, failure=f"Its rows cannot be built: {error}")

@@ -21,7 +21,7 @@ from areal_actors.actors.reachability import ProxyProbe
 from areal_actors.actors.workflow_episodes import WorkflowEpisode
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import Credential, DataPosition, Episode, Group, GroupId, Problem, SampleKey, SessionId
-from areal_actors.errors import ActorError, ArealError, ConfigError, EpisodeError, RewardError
+from areal_actors.errors import ActorError, ArealError, ConfigError, CustomFunctionError, EpisodeError, RewardError
 from areal_actors.messages import (
     AcquirePermit,
     Capacity,
@@ -317,7 +317,7 @@ class RolloutRunner(Actor[Rollouts]):
             episode = await self._conclude(slot, opened.session, reward)
             if reward == Reward():
                 await self._check_rewarded(opened.session)
-        except ActorError:
+        except (ActorError, CustomFunctionError):
             raise
         except ArealError as error:
             raise EpisodeError(f"{self._agent_name}.run returned a reward that cannot be kept: {error}") from error
@@ -383,7 +383,7 @@ class RolloutRunner(Actor[Rollouts]):
         """What was completed, with the rewards so far; ``None`` if that is nothing, or if it cannot be added up."""
         try:
             episode = await self._conclude(slot, session, Reward())
-        except ActorError:
+        except (ActorError, CustomFunctionError):
             raise
         except ArealError as error:
             _log.warning("nothing_kept", session=session, reason=str(error))

@@ -11,9 +11,10 @@ from __future__ import annotations
 from areal_actors.cache.arrays import to_arrays, to_tensors
 from areal_actors.cache.export import STYLES, Exported, export_trajectories
 from areal_actors.cache.history import full_history, lookup_in
+from areal_actors.cache.laws import LawReport, find_broken
 from areal_actors.cache.links import Match
 from areal_actors.cache.prompts import PromptPlan, PromptRenderer, plan_prompt
-from areal_actors.cache.rewards import RULES, RewardTree, Rule, backpropagate, parse_reward, total_reward
+from areal_actors.cache.rewards import RULES, RewardTree, Rule, backpropagate, load_rule, parse_reward, total_reward
 from areal_actors.cache.session import IssuedSession, Session, SessionSettings, SessionStore
 from areal_actors.cache.tensors import from_tensors, pad_together
 from areal_actors.cache.tokens import full_ids, prompt_ids
@@ -25,6 +26,7 @@ __all__ = [
     "ConversationTree",
     "Exported",
     "IssuedSession",
+    "LawReport",
     "Match",
     "PromptPlan",
     "PromptRenderer",
@@ -35,9 +37,11 @@ __all__ = [
     "SessionStore",
     "backpropagate",
     "export_trajectories",
+    "find_broken",
     "from_tensors",
     "full_history",
     "full_ids",
+    "load_rule",
     "lookup_in",
     "pad_together",
     "parse_reward",

@@ -11,16 +11,18 @@ reward that was never set counts as 0. Which tokens carry the returns is decided
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from attrs import frozen
 
 from areal_actors.domain import Interaction, InteractionId, InteractionStatus, SessionRecord
 from areal_actors.errors import ExportError, RewardError
+from areal_actors.references import CustomFunction, is_reference, load_function, shorten
 
-__all__ = ["RULES", "RewardTree", "Rule", "backpropagate", "parse_reward", "total_reward"]
+__all__ = ["RULES", "RewardTree", "Rule", "backpropagate", "load_rule", "parse_reward", "total_reward"]
 
 
 _LARGEST = float.fromhex("0x1.fffffep+127")
@@ -125,8 +127,15 @@ def _position(turn: Interaction, positions: Mapping[InteractionId, int]) -> int 
     return positions[turn.parent]
 
 
-Rule = Callable[[RewardTree, float], Sequence[float]]
-"""From a tree and a discount to one return per interaction, in the order of the tree."""
+class Rule(Protocol):
+    """A reward rule: from a tree and a discount to one return per interaction, in the order of the tree.
+
+    A pure function of numbers: it keeps nothing between two calls and leaves the tree as it is.
+    """
+
+    def __call__(self, tree: RewardTree, discount: float, /) -> Sequence[float]:
+        """Return the return of each interaction."""
+        ...
 
 
 def _along_tree(combine: Callable[[list[float]], float]) -> Rule:
@@ -175,7 +184,8 @@ def backpropagate(
     """The return of every completed interaction. Changes nothing, and can be asked again with another discount.
 
     ``rule`` is a name in ``RULES``, or a function like theirs. Raises ``RewardError`` for a discount that is not finite
-    or returns that no float32 holds, ``ExportError`` for an unknown rule or a damaged record.
+    or returns that no float32 holds, ``ExportError`` for an unknown rule or a damaged record, ``CustomFunctionError``
+    for a function that raises or returns anything but one number for each interaction.
     """
     tree = source if isinstance(source, RewardTree) else RewardTree.of(source)
     if not math.isfinite(discount):
@@ -189,9 +199,49 @@ def backpropagate(
     return dict(zip(tree.ids, returns, strict=True))
 
 
+def load_rule(rule: str) -> str | Rule:
+    """The rule that a configuration names: a built-in name as it is, or the function that a reference leads to.
+
+    Raises ``CustomFunctionError`` if it cannot be imported.
+    """
+    return _Checked(function=load_function(rule)) if rule not in RULES and is_reference(rule) else rule
+
+
+@frozen(kw_only=True)
+class _Checked:
+    """A custom rule whose returns are checked: one finite number for each interaction."""
+
+    function: CustomFunction
+
+    def __call__(self, tree: RewardTree, discount: float, /) -> Sequence[float]:
+        before = (tree.ids, tree.parents, tree.rewards)
+        found = self.function(tree, discount)
+        if before != (tree.ids, tree.parents, tree.rewards):
+            raise self.function.complaint("changed the tree that it was given; a rule returns new numbers.")
+        wanted = f"a rule returns one number for each of the {len(tree.ids)} interactions of the tree"
+        tolist = getattr(found, "tolist", None)  # an array of numpy or torch
+        values = tolist() if callable(tolist) else found
+        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+            raise self.function.complaint(f"returned {shorten(found)} of type {type(found).__name__}; {wanted}.")
+        values = list(values)
+        if len(values) != len(tree.ids):
+            raise self.function.complaint(f"returned {len(values)} numbers, {shorten(values)}; {wanted}.")
+        return [self._number(name, value) for name, value in zip(tree.ids, values, strict=True)]
+
+    def _number(self, name: InteractionId, value: Any) -> float:
+        with suppress(RewardError):
+            scalar = _item(value)
+            if isinstance(scalar, Real) and not math.isnan(float(scalar)):
+                return float(scalar)
+        raise self.function.complaint(f"returned {shorten(value)} for interaction {name}; a return is a number.")
+
+
 def _find_rule(rule: str | Rule) -> Rule:
     if not isinstance(rule, str):
-        return rule
+        if isinstance(rule, _Checked) or rule in RULES.values():
+            return rule
+        name = getattr(rule, "__qualname__", type(rule).__name__)
+        return _Checked(function=CustomFunction(name=name, function=rule))
     if rule not in RULES:
         raise ExportError(f"There is no rule {rule!r} for rewards; choose one of {', '.join(sorted(RULES))}.")
     return RULES[rule]

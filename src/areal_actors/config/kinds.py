@@ -11,6 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 
+from areal_actors.references import FunctionReference
+
 __all__ = ["describe_type", "hint", "show", "type_name"]
 
 _SCALARS: dict[Any, str] = {
@@ -21,6 +23,7 @@ _SCALARS: dict[Any, str] = {
     Path: "a path",
     NoneType: "null",
     Any: "anything",
+    FunctionReference: "a function (its name, or file.py:name)",
 }
 _MAX_SHOWN = 60
 

@@ -38,6 +38,7 @@ from areal_actors.domain import Role
 from areal_actors.engines.servers.config import Backend, ServedEngine, ServerConfig
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.proxy import ProxyConfig
+from areal_actors.references import FunctionReference, builtin_or_reference
 from areal_actors.rendering import RendererConfig
 from areal_actors.schedulers.config import SchedulerConfig
 from areal_actors.staleness import CapacityLimits
@@ -95,8 +96,8 @@ class AgentConfig:
     """How long such a process may take to import the agent's module and make the agent."""
     turn_discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
     """What an answer passes on of its return to the turn before it."""
-    reward_rule: str = field(default="mean", validator=in_(tuple(RULES)))
-    """How the returns of several continuations become one."""
+    reward_rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
+    """How the returns of several continuations become one: mean, sum, max, creation-order, or a function of yours."""
     export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
 
 
@@ -308,6 +309,7 @@ _SCHEMA = Schema(
         WorkflowReference: _resolve_reference,
         CommandWord: _resolve_word,
         ProblemsReference: _resolve_reference,
+        FunctionReference: _resolve_reference,
         DataPath: lambda text, directory: str(resolve_path(text, directory)),
     },
 )

@@ -19,9 +19,9 @@ from areal_actors.datasets import Problems, find_overlap, load_problems
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.locks import NO_LOCKS, hold
 from areal_actors.models import ModelFiles, load_policy, resolve_model
+from areal_actors.references import import_reference
 from areal_actors.rendering import Renderer, load_renderer
 from areal_actors.telemetry import get_logger
-from areal_actors.workflows import import_reference
 
 if TYPE_CHECKING:
     from areal_actors.training.config import TrainerConfig

@@ -24,6 +24,7 @@ from areal_actors.domain import Role
 from areal_actors.messages import Endpoint
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.agents import prepare_agent
+from areal_actors.run.functions import log_functions, try_functions
 from areal_actors.run.job import directory_of, load_job, prepared_directory
 from areal_actors.run.journals import open_journal
 from areal_actors.run.learning import Learning, learn
@@ -85,6 +86,7 @@ class Server:
     ) -> RunSummary:
         """Serve inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
         config, directory = self.config, directory_of(self.config, run_dir)
+        functions = await to_thread.run_sync(try_functions, config)
         placed = config.scheduler.roles.placed
         is_run_here = has_rollouts(config, is_service=True) and Role.ROLLOUT not in placed
         opening = prepare_agent(config.rollout, logs=directory.agent_logs) if is_run_here else nullcontext()
@@ -96,6 +98,7 @@ class Server:
                 announce(endpoint, directory)
 
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
+            log_functions(functions)
             _warn_of_singletons(config)
             if placed:
                 async with opening as agent:

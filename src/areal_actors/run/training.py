@@ -20,6 +20,7 @@ from areal_actors.dashboard import RunSummary, summarize_run
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.run.agents import prepare_agent
+from areal_actors.run.functions import log_functions, try_functions
 from areal_actors.run.job import directory_of, load_job, prepared_directory
 from areal_actors.run.learning import Learning, learn
 from areal_actors.run.placement import PlacedRun, run_placed
@@ -71,6 +72,7 @@ class Trainer:
         """Train inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
         config = self.config
         _check_complete(config, has_workflow=workflow is not None)
+        functions = await to_thread.run_sync(try_functions, config)
         directory = directory_of(config, run_dir)
         is_rollout_apart = Role.ROLLOUT in config.scheduler.roles.placed
         if is_rollout_apart and workflow is not None:
@@ -82,6 +84,7 @@ class Trainer:
         opening = nullcontext() if is_rollout_apart else prepare(config.rollout)
         started = time.monotonic()
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
+            log_functions(functions)
             async with opening as agent:
                 if config.scheduler.roles.placed:
                     await run_placed(

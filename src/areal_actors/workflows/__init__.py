@@ -13,7 +13,7 @@ from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, 
 from areal_actors.workflows.placeholders import placeholder_keys
 from areal_actors.workflows.pool import AgentPool, PoolConfig
 from areal_actors.workflows.proxy import ProxyWorkflow
-from areal_actors.workflows.resolve import import_reference, resolve_agent, resolve_workflow
+from areal_actors.workflows.resolve import resolve_agent, resolve_workflow
 from areal_actors.workflows.results import Sample, parse_rollout
 from areal_actors.workflows.rewards import AsyncRewardWrapper
 from areal_actors.workflows.rollout import GroupedRolloutWorkflow, RolloutResult, RolloutWorkflow
@@ -44,7 +44,6 @@ __all__ = [
     "Sample",
     "SeatedAgent",
     "create_handover",
-    "import_reference",
     "name_of",
     "parse_result",
     "parse_rollout",

@@ -19,10 +19,12 @@ from areal_actors.datasets import DatasetConfig, find_overlap, load_problems
 from areal_actors.models import ModelFiles, resolve_model, resolve_tokenizer
 from areal_actors.proxy.auth import create_admin_key
 from areal_actors.proxy.server import bind
+from areal_actors.references import import_reference
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
+from areal_actors.run.functions import try_functions
 from areal_actors.run.open_files import open_files_limit
-from areal_actors.workflows import CommandConfig, import_reference
+from areal_actors.workflows import CommandConfig
 
 __all__ = ["examine_machine"]
 
@@ -40,6 +42,7 @@ def examine_machine(config: RunConfig) -> Iterator[Finding]:
     yield from examined("model", lambda: _model(config))
     yield from examined("problems", lambda: _problems(config))
     yield from examined("agent", lambda: _agent(config))
+    yield from examined("functions", lambda: _functions(config))
     yield from examined("run directory", lambda: _run_directory(config))
     yield from examined("journal", lambda: _journal(config))
     yield from examined("port", lambda: _port(config))
@@ -94,6 +97,12 @@ def _agent(config: RunConfig) -> Iterator[Finding]:
     agent = config.rollout.workflow
     name = " ".join(agent.command) if isinstance(agent, CommandConfig) else agent
     yield Finding(check="agent", verdict=Verdict.OK, detail=f"{name} can be run")
+
+
+def _functions(config: RunConfig) -> Iterator[Finding]:
+    for found in try_functions(config):
+        detail = f"{found.setting}: {found.reference} {found.detail}"
+        yield Finding(check="functions", verdict=Verdict.OK, detail=detail)
 
 
 def _run_directory(config: RunConfig) -> Iterator[Finding]:

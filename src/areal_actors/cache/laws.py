@@ -1,0 +1,303 @@
+"""The laws of reward propagation, as statements about any rule: which ones hold is the first thing to know of it.
+
+A law draws its examples from a ``Draw``. ``testing.laws`` lets Hypothesis draw, which looks for the smallest tree that
+breaks a law; ``find_broken`` draws from a seeded generator, within a bounded time, for a run with a custom rule.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from attrs import evolve, frozen
+
+from areal_actors.cache.rewards import RewardTree, Rule, backpropagate
+from areal_actors.domain import InteractionId
+
+__all__ = ["LAWS", "Draw", "Law", "LawReport", "Returns", "chain", "find_broken", "is_close"]
+
+Returns = Mapping[InteractionId, float]
+
+
+class Draw(Protocol):
+    """Where the examples of a law come from."""
+
+    def number(self, low: float, high: float) -> float:
+        """Return a number within the bounds."""
+        ...
+
+    def index(self, size: int) -> int:
+        """Return one of ``size`` positions."""
+        ...
+
+    def order(self, size: int) -> list[int]:
+        """Return a permutation of ``size`` positions."""
+        ...
+
+    def tree(self) -> RewardTree:
+        """Return a small forest of any shape."""
+        ...
+
+
+@frozen(kw_only=True)
+class Law:
+    """One law. ``statement`` says it in a sentence; ``holds`` raises ``AssertionError`` for a rule that breaks it."""
+
+    name: str
+    statement: str
+    holds: Callable[[str | Rule, RewardTree, Draw], None]
+    needs_chain: bool = False
+
+
+def is_close(left: Returns, right: Returns) -> bool:
+    """Whether two maps of returns agree but for rounding."""
+    return left.keys() == right.keys() and all(
+        math.isclose(left[name], right[name], rel_tol=1e-9, abs_tol=1e-6) for name in left
+    )
+
+
+def chain(*rewards: float) -> RewardTree:
+    """A conversation without branches, its turns named by their numbers."""
+    return RewardTree(
+        ids=tuple(InteractionId(str(number)) for number in range(len(rewards))),
+        parents=tuple(number - 1 if number else None for number in range(len(rewards))),
+        rewards=rewards,
+    )
+
+
+def _own(tree: RewardTree) -> Returns:
+    return dict(zip(tree.ids, tree.rewards, strict=True))
+
+
+def _leaves_keep_their_own(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    returns = backpropagate(tree, draw.number(0, 1), rule)
+    leaves = [name for position, name in enumerate(tree.ids) if position not in tree.parents]
+    own = _own(tree)
+    assert {name: own[name] for name in leaves} == {name: returns[name] for name in leaves}
+
+
+def _closed_form(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    discount = draw.number(0, 1)
+    expected = {
+        InteractionId(str(k)): math.fsum(reward * discount**i for i, reward in enumerate(tree.rewards[k:]))
+        for k in range(len(tree.rewards))
+    }
+    assert is_close(expected, backpropagate(tree, discount, rule))
+
+
+def _no_future_is_identity(rule: str | Rule, tree: RewardTree, _: Draw) -> None:
+    assert _own(tree) == backpropagate(tree, 0.0, rule)
+
+
+def _linear(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    size, scale, discount = len(tree.ids), draw.number(-3, 3), draw.number(0, 1)
+    others = tuple(draw.number(-1e3, 1e3) for _ in range(size))
+    mixed = tuple(scale * a + b for a, b in zip(tree.rewards, others, strict=True))
+    left = backpropagate(tree, discount, rule)
+    right = backpropagate(evolve(tree, rewards=others), discount, rule)
+    sums = {name: scale * left[name] + right[name] for name in left}
+    assert is_close(sums, backpropagate(evolve(tree, rewards=mixed), discount, rule))
+
+
+def _free_of_order(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    discount, order = draw.number(0, 1), draw.order(len(tree.ids))
+    assert is_close(backpropagate(tree, discount, rule), backpropagate(_permuted(tree, order), discount, rule))
+
+
+def _permuted(tree: RewardTree, order: list[int]) -> RewardTree:
+    """The same tree with its interactions written down in another order."""
+    places = {old: new for new, old in enumerate(order)}
+    parents = (tree.parents[old] for old in order)
+    return RewardTree(
+        ids=tuple(tree.ids[old] for old in order),
+        parents=tuple(None if parent is None else places[parent] for parent in parents),
+        rewards=tuple(tree.rewards[old] for old in order),
+    )
+
+
+def _bounded(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    discount = draw.number(0, 0.95)
+    largest = max(map(abs, tree.rewards), default=0.0)
+    longest = max((len(_line(tree, position)) for position in range(len(tree.ids))), default=0)
+    bound = largest * math.fsum(discount**k for k in range(longest))
+    assert all(abs(value) <= bound * (1 + 1e-9) for value in backpropagate(tree, discount, rule).values())
+
+
+def _roots_are_independent(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    discount, size = draw.number(0, 1), len(tree.ids)
+    other = draw.tree()
+    both = RewardTree(
+        ids=tree.ids + tuple(InteractionId(f"other-{name}") for name in other.ids),
+        parents=tree.parents + tuple(None if parent is None else parent + size for parent in other.parents),
+        rewards=tree.rewards + other.rewards,
+    )
+    returns = backpropagate(both, discount, rule)
+    assert is_close(backpropagate(tree, discount, rule), {name: returns[name] for name in tree.ids})
+
+
+def _siblings_are_strangers(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    if not tree.ids:
+        return
+    changed = draw.index(len(tree.ids))
+    discount = draw.number(0, 1)
+    rewards = list(tree.rewards)
+    rewards[changed] += draw.number(-1e3, 1e3)
+    before = backpropagate(tree, discount, rule)
+    after = backpropagate(evolve(tree, rewards=tuple(rewards)), discount, rule)
+    concerned = {tree.ids[position] for position in _line(tree, changed)}
+    assert all(before[name] == after[name] for name in tree.ids if name not in concerned)
+
+
+def _line(tree: RewardTree, position: int | None) -> list[int]:
+    """A turn and its ancestors."""
+    line: list[int] = []
+    while position is not None:
+        line.append(position)
+        position = tree.parents[position]
+    return line
+
+
+def _pure(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    first, second = draw.number(0, 1), draw.number(0, 1)
+    expected = backpropagate(tree, first, rule)
+    backpropagate(tree, second, rule)
+    assert expected == backpropagate(tree, first, rule)
+
+
+LAWS: Mapping[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            name="leaves keep their own",
+            statement="An answer without continuations returns its own reward.",
+            holds=_leaves_keep_their_own,
+        ),
+        Law(
+            name="chains have a closed form",
+            statement="On a chain, a return is the sum of later rewards, each discounted once per step.",
+            holds=_closed_form,
+            needs_chain=True,
+        ),
+        Law(
+            name="discount 0 is the identity",
+            statement="With discount 0, every answer returns its own reward.",
+            holds=_no_future_is_identity,
+        ),
+        Law(
+            name="linear",
+            statement="The returns of a sum of rewards are the sum of their returns, and scaling goes through.",
+            holds=_linear,
+        ),
+        Law(
+            name="free of order",
+            statement="Permuting siblings, roots and arrival changes nothing.",
+            holds=_free_of_order,
+        ),
+        Law(
+            name="bounded",
+            statement="No return exceeds the largest reward times the sum of discounts along the longest path.",
+            holds=_bounded,
+        ),
+        Law(
+            name="roots are independent",
+            statement="Rewards of one conversation change nothing in another one of the session.",
+            holds=_roots_are_independent,
+        ),
+        Law(
+            name="siblings are strangers",
+            statement="A reward reaches the answer that earned it and its ancestors, and no other answer.",
+            holds=_siblings_are_strangers,
+        ),
+        Law(
+            name="pure",
+            statement="Asking twice gives the same, also when another discount was asked for in between.",
+            holds=_pure,
+        ),
+    )
+}
+"""Every law, by name."""
+
+
+# -------------------------------------------------------------------------------------------- without Hypothesis
+
+
+class _SeededDraw:
+    """Examples from a generator: the same on every machine and in every run."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - examples, not secrets
+
+    def number(self, low: float, high: float) -> float:
+        return self._random.choice([low, high, self._random.uniform(low, high), self._random.uniform(low, high)])
+
+    def index(self, size: int) -> int:
+        return self._random.randrange(size)
+
+    def order(self, size: int) -> list[int]:
+        return self._random.sample(range(size), size)
+
+    def tree(self) -> RewardTree:
+        size = self._random.randint(1, 8)
+        parents = [self._random.choice([None, *range(position)]) for position in range(size)]
+        return RewardTree(
+            ids=tuple(InteractionId(f"turn-{position}") for position in range(size)),
+            parents=tuple(parents),
+            rewards=tuple(self._random.choice([0.0, 1.0, self.number(-10, 10)]) for _ in range(size)),
+        )
+
+    def chain(self) -> RewardTree:
+        return chain(*(self.number(-10, 10) for _ in range(self._random.randint(1, 6))))
+
+
+@frozen(kw_only=True)
+class LawReport:
+    """Which laws a rule kept on ``num_trees`` trees, and which it broke."""
+
+    kept: tuple[str, ...]
+    broken: tuple[str, ...]
+    num_trees: int
+
+
+SHAPES: Mapping[str, RewardTree] = {
+    "single": chain(1.0),
+    "chain": chain(0.0, 0.5, 1.0),
+    "branch": RewardTree(
+        ids=tuple(map(InteractionId, ("root", "left", "right"))), parents=(None, 0, 0), rewards=(0.0, 0.0, 1.0)
+    ),
+    "forest": RewardTree(
+        ids=tuple(map(InteractionId, ("first", "second", "third"))), parents=(None, None, 1), rewards=(0.0, 1.0, -1.0)
+    ),
+}
+"""Small trees of every kind, on which a rule is tried before anything else."""
+
+
+def find_broken(
+    rule: str | Rule,
+    *,
+    num_trees: int = 60,
+    max_seconds: float = 0.5,
+    clock: Callable[[], float] = time.monotonic,
+) -> LawReport:
+    """Try ``rule`` on ``SHAPES``, then every law on ``num_trees`` trees or as many as ``max_seconds`` allow.
+
+    Raises ``CustomFunctionError`` for a rule that raises or does not return one number for each interaction.
+    """
+    for tree in SHAPES.values():
+        backpropagate(tree, 0.9, rule)
+    started, broken, num_done = clock(), set[str](), 0
+    for seed in range(num_trees):
+        draw = _SeededDraw(seed)
+        for law in LAWS.values():
+            tree = draw.chain() if law.needs_chain else draw.tree()
+            try:
+                law.holds(rule, tree, draw)
+            except AssertionError:
+                broken.add(law.name)
+        num_done += 1
+        if clock() - started > max_seconds:
+            break
+    kept = tuple(name for name in LAWS if name not in broken)
+    return LawReport(kept=kept, broken=tuple(name for name in LAWS if name in broken), num_trees=num_done)

@@ -1,0 +1,164 @@
+"""Python objects named in a configuration: ``file.py:name``, ``module:name`` or ``package.module.name``.
+
+Agents, problems, and the functions that a run is given (``extensions``) are named so. Only what the person who starts
+the run wrote is imported: nothing that arrives over HTTP comes near this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from enum import Enum
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NewType
+
+from attrs import field, frozen
+
+from areal_actors.errors import ArealError, CustomFunctionError, WorkflowError
+
+__all__ = [
+    "CustomFunction",
+    "FunctionReference",
+    "builtin_or_reference",
+    "import_reference",
+    "is_reference",
+    "load_function",
+    "shorten",
+]
+
+FunctionReference = NewType("FunctionReference", str)
+"""The name of a built-in function, or ``/absolute/file.py:name``, ``module:name`` or ``package.module.name``."""
+
+
+def is_reference(text: str) -> bool:
+    """Whether ``text`` has the form of a path to an object. Names of built-in functions have no ``:`` and no ``.``."""
+    return ":" in text or "." in text
+
+
+def builtin_or_reference(names: Iterable[str]) -> Callable[[Any, Any, Any], None]:
+    """Return a validator that takes one of ``names``, a member of an enum, or text with the form of a reference."""
+    known = [str(name) for name in names]
+
+    def validate(_: Any, __: Any, value: Any) -> None:
+        if isinstance(value, Enum) or value in known or (isinstance(value, str) and is_reference(value)):
+            return
+        close = get_close_matches(str(value), known, n=1, cutoff=0.6)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"must be one of {', '.join(known)}, or a function as file.py:name, not {value!r}{meant}")
+
+    return validate
+
+
+def import_reference(
+    reference: str, *, directory: Path | None = None, error: type[ArealError] = WorkflowError, kind: str = "Class"
+) -> Any:
+    """The object behind ``file.py:name``, ``module:name`` or ``package.module.name``.
+
+    Raises ``error`` with the step that failed: no such file, an import that raised, no such name. ``kind`` is what the
+    message says is missing after the file.
+    """
+    if reference.endswith(".py"):
+        raise error(f"{reference!r} names a file; say what in it: '{reference}:{kind}'.")
+    module_name, _, name = reference.partition(":") if ":" in reference else reference.rpartition(".")
+    if not module_name or not name:
+        raise error(f"{reference!r} names nothing; write 'file.py:{kind}' or 'package.module.{kind}'.")
+    is_file = module_name.endswith(".py")
+    module = _import_file(module_name, directory, error) if is_file else _import_module(module_name, error)
+    target: Any = module
+    for part in name.split("."):
+        if not hasattr(target, part):
+            names = [n for n in vars(module) if not n.startswith("_")]
+            close = get_close_matches(name, names, n=1, cutoff=0.6)
+            meant = f"; did you mean {close[0]}?" if close else "."
+            raise error(f"{module_name} has no {name!r}; it has: {', '.join(sorted(names)[:12])}{meant}")
+        target = getattr(target, part)
+    return target
+
+
+def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> ModuleType:
+    path = (directory or Path.cwd()).joinpath(name).resolve()
+    if not path.is_file():
+        raise error(f"There is no file {path}; paths in a configuration are relative to its file.")
+    # The name holds the whole path, so that two agent.py of two directories are two modules, and pickling finds either.
+    module_name = f"areal_workflow_{path.stem}_{blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise error(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as failure:
+        del sys.modules[module_name]
+        raise error(f"Importing {path} raised {type(failure).__name__}: {failure}") from failure
+    return module
+
+
+def _import_module(name: str, error: type[ArealError]) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as failure:
+        raise error(f"Cannot import {name}: {failure}. Is it installed, and on PYTHONPATH?") from failure
+    except Exception as failure:
+        raise error(f"Importing {name} raised {type(failure).__name__}: {failure}") from failure
+
+
+# ------------------------------------------------------------------------------------------- custom functions
+
+
+@frozen(kw_only=True)
+class CustomFunction:
+    """A function that the configuration names: a reward rule, an advantage estimator, a policy loss or a metric.
+
+    ``name`` is what messages call it, ``my_rule.py:best_continuation``.
+    """
+
+    name: str
+    function: Callable[..., Any] = field(eq=False)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What the function returns. Raises ``CustomFunctionError`` with what it raised as the cause."""
+        try:
+            return self.function(*arguments)
+        except (ArealError, OverflowError):
+            raise
+        except Exception as error:
+            changes = any(hint in str(error) for hint in _CHANGES)
+            advice = " It must not change what it is given; work on a copy." if changes else ""
+            raise self.complaint(f"raised {type(error).__name__}: {error}.{advice}") from error
+
+    def complaint(self, text: str) -> CustomFunctionError:
+        """The error that says ``text`` of the function."""
+        return CustomFunctionError(f"{self.name} {text}")
+
+
+_CHANGES = ("does not support item assignment", "read-only", "FrozenInstanceError", "can't set attribute")
+"""What Python, numpy and attrs say where a frozen value is changed."""
+
+
+def load_function(reference: str, *, directory: Path | None = None) -> CustomFunction:
+    """Import a function. Raises ``CustomFunctionError`` if it cannot be imported, or cannot be called as it is."""
+    target = import_reference(reference, directory=directory, error=CustomFunctionError, kind="function")
+    file, colon, name = reference.rpartition(":")
+    found = CustomFunction(name=f"{Path(file).name}:{name}" if colon else reference, function=target)
+    if not callable(target):
+        raise found.complaint(f"is a {type(target).__name__}, which cannot be called; name a function.")
+    if inspect.isclass(target):
+        raise found.complaint("is a class; name a function, or an instance that can be called.")
+    if inspect.iscoroutinefunction(target):
+        raise found.complaint("is 'async def'; it is called between other computations, and must be a plain 'def'.")
+    return found
+
+
+def shorten(value: Any, limit: int = 80) -> str:
+    """``repr`` of what a function returned, for messages."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,64 @@
+"""The custom functions that a configuration names, tried on examples before a run changes anything on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from attrs import frozen
+
+from areal_actors.cache.laws import LawReport, find_broken
+from areal_actors.cache.rewards import load_rule
+from areal_actors.config import RunConfig
+from areal_actors.errors import CustomFunctionError
+from areal_actors.references import FunctionReference
+from areal_actors.telemetry import get_logger
+
+__all__ = ["TriedFunction", "log_functions", "try_functions"]
+
+_log = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@frozen(kw_only=True)
+class TriedFunction:
+    """A custom function that works on the examples; ``detail`` is a sentence about it."""
+
+    setting: str
+    reference: FunctionReference
+    detail: str
+
+
+def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
+    """Import and try each custom function of ``config``. Blocks for less than a second each.
+
+    Raises ``CustomFunctionError`` naming the setting, the function and what it returned.
+    """
+    return tuple(_try_all(config))
+
+
+def _try_all(config: RunConfig) -> Iterator[TriedFunction]:
+    setting, reference = "rollout.openai.reward_rule", config.rollout.openai.reward_rule
+    rule = _explained(setting, lambda: load_rule(reference))
+    if not isinstance(rule, str):
+        report = _explained(setting, lambda: find_broken(rule))
+        yield TriedFunction(setting=setting, reference=reference, detail=_describe(report))
+
+
+def _explained(setting: str, action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except CustomFunctionError as error:
+        raise CustomFunctionError(f"{setting}: {error}") from error
+
+
+def _describe(report: LawReport) -> str:
+    broken = f"does not keep: {', '.join(report.broken)}; " if report.broken else ""
+    return f"{broken}keeps {', '.join(report.kept) or 'no law'} ({report.num_trees} trees)"
+
+
+def log_functions(tried: tuple[TriedFunction, ...]) -> None:
+    """Log a line for each function."""
+    for function in tried:
+        _log.info("custom_function", setting=function.setting, function=function.reference, detail=function.detail)

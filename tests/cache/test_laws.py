@@ -1,0 +1,58 @@
+"""The laws without Hypothesis: what a run finds of a rule when it starts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from areal_actors.cache import RULES, LawReport, find_broken
+from areal_actors.cache.laws import LAWS
+from areal_actors.errors import CustomFunctionError
+
+BROKEN = {
+    "mean": (),
+    "sum": ("bounded",),
+    "max": ("linear",),
+    "creation-order": (
+        "leaves keep their own",
+        "free of order",
+        "bounded",
+        "roots are independent",
+        "siblings are strangers",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_the_laws_of_each_rule_are_those_that_hypothesis_finds(rule):
+    """The seeded trees break what Hypothesis breaks, and nothing else."""
+    report = find_broken(rule)
+
+    assert BROKEN[rule] == report.broken
+    assert set(LAWS) == {*report.kept, *report.broken}
+
+
+def test_a_rule_that_remembers_is_not_pure():
+    """The order of questions must not matter."""
+    calls = itertools.count()
+
+    assert "pure" in find_broken(lambda tree, _: [float(next(calls))] * len(tree.ids)).broken
+
+
+def test_a_slow_rule_is_tried_on_fewer_trees():
+    """The time is bounded by the clock, whatever a rule costs."""
+    ticks = itertools.count()
+    report = find_broken("mean", clock=lambda: float(next(ticks)))
+
+    assert LawReport(kept=tuple(LAWS), broken=(), num_trees=1) == report
+
+
+def test_a_rule_that_fails_on_a_forest_is_found_by_the_shapes():
+    """It is tried on a single answer, a chain, a branch and a forest, whatever the seeds draw."""
+
+    def only_one_root(tree, _):
+        return tree.rewards if tree.parents.count(None) == 1 else tree.rewards[:1]
+
+    with pytest.raises(CustomFunctionError, match=r"only_one_root returned 1 numbers, \[0.0\]; .* each of the 3"):
+        find_broken(only_one_root)

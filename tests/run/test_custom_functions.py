@@ -1,0 +1,141 @@
+"""Functions that a configuration names: they train, in workers too, and a wrong one fails by name and costs nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.placement.play import Play, perform
+
+from areal_actors.__main__ import cli
+from areal_actors.config import load_config, save_config
+from areal_actors.dashboard import RunDirectory
+from areal_actors.errors import ConfigError
+from areal_actors.run.functions import try_functions
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIG = EXAMPLES / "tiny.yaml"
+SMALL = (
+    "total_steps=2",
+    "batch_size=2",
+    "rollout.group_size=4",
+    "eval_dataset.size=2",
+    "engine.max_concurrent=16",
+    "engine.num_threads=1",
+    "logging.tensorboard=false",
+    "logging.display=plain",
+    "trainer.dtype=float32",
+)
+RULE = f"{EXAMPLES}/property_test.py:best_continuation"
+
+
+def train(run_dir: Path, *overrides: str) -> Result:
+    return CliRunner().invoke(cli, ["train", str(CONFIG), *SMALL, *overrides, "--run-dir", str(run_dir)])
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    path = RunDirectory(path=run_dir).metrics
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a module and returns the reference of its ``f``."""
+
+    def write(body: str) -> str:
+        path = tmp_path / "mine.py"
+        path.write_text(body)
+        return f"{path}:f"
+
+    return write
+
+
+# ------------------------------------------------------------------------------------------------- reward rule
+
+
+def test_the_rule_of_the_property_test_is_trained_with(tmp_path):
+    """The example that Hypothesis attacks is named in the configuration; the run logs which laws it keeps."""
+    result = train(tmp_path / "run", f"rollout.openai.reward_rule={RULE}")
+
+    assert result.exit_code == 0, result.output
+    assert [0, 1, 2] == steps_of(tmp_path / "run")
+    log = RunDirectory(path=tmp_path / "run").log.read_text()
+    assert "does not keep: chains have a closed form, linear" in log
+    assert "; keeps leaves keep their own" in log
+
+
+def test_a_worker_finds_the_rule(tmp_path):
+    """Sessions that live in a process of their own import the file that the configuration of the run names."""
+    play = Play(roles=("sessions",), steps=1, settings=(f"rollout.openai.reward_rule={RULE}",))
+    outcome = perform(play, tmp_path)
+
+    assert 0 == outcome.code, outcome.output
+    assert [1] == [record["step"] for record in outcome.metrics]
+
+
+def test_a_reference_is_relative_to_the_configuration_and_survives_saving(tmp_path, write):
+    """What is saved names the same file from any directory."""
+    reference = write("def f(tree, discount):\n    return tree.rewards\n")
+    path = tmp_path / "run.yaml"
+    path.write_text("experiment_name: e\ntotal_steps: 1\nmodel: tiny\nrollout: {openai: {reward_rule: 'mine.py:f'}}\n")
+    config = load_config(path)
+    save_config(config, tmp_path / "elsewhere.yaml")
+
+    assert reference == config.rollout.openai.reward_rule
+    assert config == load_config(tmp_path / "elsewhere.yaml")
+    assert ["rollout.openai.reward_rule"] == [found.setting for found in try_functions(config)]
+
+
+def test_an_unknown_name_lists_the_known_ones(tmp_path):
+    """The nearest one, and the form that a function has."""
+    with pytest.raises(
+        ConfigError, match=r"must be one of mean, sum, max, creation-order, or a function as file.py:n"
+    ) as e:
+        load_config(CONFIG, ["rollout.openai.reward_rule=maen"])
+    assert "did you mean mean?" in str(e.value)
+
+
+WRONG_RULES = {
+    "def f(tree, discount):\n    return tree.rewards[1:]\n": "returned 0 numbers, []; a rule returns one number",
+    "def f(tree, discount):\n    pass\n": "returned None of type NoneType; a rule returns one number for each of the 1",
+    "def f(tree, discount):\n    return [float('nan')] * len(tree.ids)\n": "returned nan for interaction 0",
+    "def f(tree, discount):\n    return ['1.0'] * len(tree.ids)\n": "returned '1.0' for interaction 0",
+    "def f(tree, discount):\n    tree.rewards[0] += 1\n    return tree.rewards\n": "must not change what it is given",
+    "def f(tree, discount):\n    tree.rewards = ()\n": "raised FrozenInstanceError",
+    "def f(tree):\n    return tree.rewards\n": "raised TypeError: f() takes 1 positional argument",
+    "def f(tree, discount):\n    return 1 / 0\n": "raised ZeroDivisionError",
+    "def g(tree, discount):\n    return tree.rewards\n": "has no 'f'; it has: g",
+    "async def f(tree, discount):\n    return tree.rewards\n": "must be a plain 'def'",
+    "f = 3\n": "is a int, which cannot be called",
+    "1/0\n": "raised ZeroDivisionError",
+}
+
+
+@pytest.mark.parametrize("body", WRONG_RULES)
+def test_a_wrong_rule_fails_by_name_before_anything_is_written(tmp_path, write, body):
+    """The run of the same name that is there already is untouched."""
+    earlier = tmp_path / "run" / "metrics.jsonl"
+    earlier.parent.mkdir()
+    earlier.write_text("kept")
+    result = train(tmp_path / "run", f"rollout.openai.reward_rule={write(body)}")
+
+    assert result.exit_code != 0
+    assert "rollout.openai.reward_rule: " in result.output
+    assert "mine.py" in result.output
+    assert WRONG_RULES[body] in " ".join(result.output.split())
+    assert [earlier] == [path for path in earlier.parent.parent.rglob("*") if path.suffix == ".jsonl"]
+    assert "kept" == earlier.read_text()
+
+
+def test_a_rule_that_fails_on_a_session_ends_the_run_before_the_step(tmp_path, write):
+    """The message names the function, what it returned and the session; nothing was trained."""
+    body = "def f(tree, discount):\n    return None if 'chatcmpl' in tree.ids[0] else tree.rewards\n"
+    result = train(tmp_path / "run", f"rollout.openai.reward_rule={write(body)}", "eval_dataset=null")
+    text = " ".join(result.output.split())
+
+    assert result.exit_code != 0
+    assert "mine.py:f returned None of type NoneType" in text
+    assert "It was asked for session train-0-" in text
+    assert [] == steps_of(tmp_path / "run")

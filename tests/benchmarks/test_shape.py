@@ -1,0 +1,44 @@
+"""The figures of ``nox -s shape`` are of the source as it stands."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from benchmarks import shape
+
+
+def sources(**texts: str) -> shape.Source:
+    """Modules of the package with these texts."""
+    paths = {shape.PACKAGE / "p" / f"{name}.py": text for name, text in texts.items()}
+    return shape.Source(paths, {path: ast.parse(text) for path, text in paths.items()})
+
+
+def test_cycles_are_found_also_where_only_type_checkers_see_them() -> None:
+    """Modules that import one another are one group; those that only import are in none."""
+    source = sources(
+        a="from areal_actors.p import b",
+        b="from areal_actors.p.c import x",
+        c="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from areal_actors.p.a import y",
+        d="import areal_actors.p.a",
+    )
+
+    assert [["areal_actors.p.a", "areal_actors.p.b", "areal_actors.p.c"]] == shape.find_cycles(source)
+
+
+def test_a_file_with_one_importer_in_its_folder_is_counted() -> None:
+    """One that two modules import is not, nor one that nothing imports."""
+    source = sources(
+        a="from areal_actors.p import b, c", b="", c="from areal_actors.p.d import x", d="", e="import areal_actors.p.d"
+    )
+
+    assert [Path("p/b.py"), Path("p/c.py")] == [
+        path.relative_to(shape.PACKAGE) for path in shape.find_single_importer_files(source)
+    ]
+
+
+def test_single_use_counts_references_within_the_file() -> None:
+    """A private function that is called twice, or a public one, is none."""
+    source = sources(a="def f():\n    _once()\n    _twice()\n    _twice()\ndef _once(): ...\ndef _twice(): ...")
+
+    assert (1 / 3, ["p/a.py: _once"]) == shape.share_of_single_use(source)

@@ -265,6 +265,6 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def shape(session: nox.Session) -> None:
-    """Measure how hard the source is to read: file hops, single-use code, import cycles, language. ``-- --examples``."""
+    """Measure how hard the source is to read: file hops, single use, import cycles. ``-- --examples`` lists them."""
     install(session)
     session.run("python", "-m", "benchmarks.shape", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})

@@ -3,7 +3,8 @@
 ``engines`` has an engine without a model and ``faults`` one that lies, ``engine_contract`` what every engine must keep
 and ``journal_contract`` what every journal, ``strategies`` and ``facts`` what Hypothesis draws, ``serving`` the real
 proxy in front of a script (``sessions``), ``tokenizers`` a small real tokenizer, ``families`` the chat templates of
-many models. Only virtual time is imported here: the rest needs Hypothesis or transformers.
+many models, ``gradients`` the exact bias of an estimator. Only virtual time is imported here: the rest needs Hypothesis
+or transformers.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from areal_actors.domain import (
     Answer,
     Fact,
     InteractionStatus,
+    RewardScope,
     RewardSet,
     SessionEnded,
     SessionForgotten,
@@ -105,7 +106,7 @@ async def test_sessions_rewards_and_ends_are_durable_before_they_are_told():
     assert isinstance(first, SessionStarted)
     assert (KEY, None) == (first.sample_key, first.user)
     assert (True, 1.0) == (record.is_ended, record.interactions[0].reward)
-    assert rewarded == RewardSet(session=session, interaction=answer.interaction, reward=1.0)
+    assert rewarded == RewardSet(session=session, interaction=answer.interaction, reward=1.0, scope=RewardScope.EPISODE)
     assert isinstance(ended, SessionEnded)
     assert ended.is_final
 

@@ -14,6 +14,7 @@ from attrs import evolve
 from areal_actors.cache import (
     STYLES,
     Exported,
+    Unrewarded,
     export_trajectories,
     from_tensors,
     to_arrays,
@@ -156,7 +157,7 @@ def test_what_is_not_trained_is_listed_with_its_reason(talk: Any) -> None:
 
     for style in sorted(STYLES):
         exported = export_trajectories(
-            talk.tree.snapshot(), discount=1.0, style=style, max_tokens=90, skip_unrewarded=True
+            talk.tree.snapshot(), discount=1.0, style=style, max_tokens=90, unrewarded=Unrewarded.SKIP
         )
         assert exported.untrained == (
             Untrained(interaction="unstored", num_tokens=3, reason=UntrainedReason.NOT_STORED),

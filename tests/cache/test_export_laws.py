@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from areal_actors.cache import (
     STYLES,
     Exported,
+    Unrewarded,
     backpropagate,
     export_trajectories,
     to_arrays,
@@ -57,9 +58,11 @@ def trained_tokens(exported: Exported) -> Counter[tuple[Any, ...]]:
     return found
 
 
-def sampled_tokens(record: SessionRecord, discount: float) -> Counter[tuple[Any, ...]]:
+def sampled_tokens(
+    record: SessionRecord, discount: float, unrewarded: Unrewarded = Unrewarded.INHERIT
+) -> Counter[tuple[Any, ...]]:
     """What was really sampled in the completed interactions, from the record alone."""
-    returns = backpropagate(record, discount)
+    returns = backpropagate(record, discount, unrewarded=unrewarded)
     found: Counter[tuple[Any, ...]] = Counter()
     for turn in record.interactions:
         if turn.status is InteractionStatus.COMPLETED:
@@ -75,15 +78,15 @@ def sampled_tokens(record: SessionRecord, discount: float) -> Counter[tuple[Any,
     discount=st.floats(0, 1),
     style=styles,
     max_tokens=st.none() | st.integers(1, 20),
-    skip=st.booleans(),
+    unrewarded=st.sampled_from(Unrewarded),
 )
 def test_every_sampled_token_is_trained_once_or_listed(
-    *, record: SessionRecord, discount: float, style: str, max_tokens: int | None, skip: bool
+    *, record: SessionRecord, discount: float, style: str, max_tokens: int | None, unrewarded: Unrewarded
 ) -> None:
     """Trained tokens carry what was sampled; the others are listed with a reason; nothing is in both."""
-    exported = export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens, skip_unrewarded=skip)
+    exported = export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens, unrewarded=unrewarded)
     left_out = {entry.interaction: entry.num_tokens for entry in exported.untrained}
-    expected = {key for key in sampled_tokens(record, discount) if key[0] not in left_out}
+    expected = {key for key in sampled_tokens(record, discount, unrewarded) if key[0] not in left_out}
 
     assert dict.fromkeys(expected, 1) == dict(trained_tokens(exported))
     total = sum(len(turn.completion.token_ids) for turn in record.interactions if turn.completion is not None)

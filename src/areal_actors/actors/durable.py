@@ -97,7 +97,9 @@ class Ledger:
 
     def _reward(self, rewarded: Interaction) -> RewardSet:
         assert rewarded.reward is not None
-        return RewardSet(session=self.session, interaction=rewarded.id, reward=rewarded.reward)
+        return RewardSet(
+            session=self.session, interaction=rewarded.id, reward=rewarded.reward, scope=rewarded.reward_scope
+        )
 
     def note(self, *facts: Fact) -> None:
         """Write ``facts`` without waiting."""

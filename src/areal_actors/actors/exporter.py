@@ -21,7 +21,7 @@ from attrs.validators import ge, in_, le
 from areal_actors.actors.positions import ConsumedPositions, HighestPosition
 from areal_actors.cache import STYLES, export_trajectories, total_reward
 from areal_actors.cache.journal import Journal, NoJournal
-from areal_actors.cache.rewards import RULES, load_rule
+from areal_actors.cache.rewards import RULES, Unrewarded, load_rule
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, SessionId, VersionSaved
 from areal_actors.errors import Conflict, CustomFunctionError
@@ -55,6 +55,7 @@ class ExportConfig:
     style: str = field(default="individual", validator=in_(tuple(STYLES)))
     discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
     rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
+    unrewarded: Unrewarded = Unrewarded.INHERIT
 
 
 class Exporter(Actor[Exports]):
@@ -107,6 +108,7 @@ class Exporter(Actor[Exports]):
                 style=message.style or self._config.style,
                 discount=self._config.discount if message.discount is None else message.discount,
                 rule=self._rule,
+                unrewarded=self._config.unrewarded,
             )
         except CustomFunctionError as error:
             raise CustomFunctionError(f"{error} It was asked for session {message.session}.") from error

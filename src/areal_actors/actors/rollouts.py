@@ -331,7 +331,7 @@ class RolloutRunner(Actor[Rollouts]):
         """Assign the rewards, end the session and build its rows."""
         credential = Credential(session=session)
         if reward.last is not None:
-            await self._peers.sessions.ask(SetReward(credential=credential, reward=reward.last))
+            await self._peers.sessions.ask(SetReward(credential=credential, reward=reward.last, is_outcome=True))
         for interaction, value in reward.by_interaction.items():
             await self._peers.sessions.ask(SetReward(credential=credential, reward=value, interaction=interaction))
         await self._peers.sessions.ask(EndSession(credential=credential))

@@ -209,11 +209,13 @@ class SessionManager(Actor[Sessions]):
         if message.final_reward is not None:
             self._for_reward(message.credential)
         async with extras.changing:
-            final = None if message.final_reward is None else session.tree.rewarded(None, message.final_reward)
+            final = None
+            if message.final_reward is not None:
+                final = session.tree.rewarded(None, message.final_reward, is_outcome=True)
             if extras.ledger is not None and (final is not None or not session.is_ended):
                 await extras.ledger.write_end(final)
             if final is not None:
-                session.tree.set_reward(final.id, final.reward)
+                session.tree.put_reward(final)
             self._store.end(session.id, anyio.current_time())
         await self._settle(session.id)
         await self._announce(SessionFinished(session=session.id, is_final=message.final_reward is not None))
@@ -226,12 +228,11 @@ class SessionManager(Actor[Sessions]):
         extras = self._extras[session.id]
         if message.interaction is not None:
             extras.attempts.note_read(message.interaction)
-        if extras.ledger is None:
-            return session.tree.set_reward(message.interaction, message.reward).id
-        async with extras.ledger.lock:
-            rewarded = session.tree.rewarded(message.interaction, message.reward)
-            await extras.ledger.write_reward(rewarded)
-            return session.tree.set_reward(rewarded.id, rewarded.reward).id
+        async with extras.changing:
+            rewarded = session.tree.rewarded(message.interaction, message.reward, is_outcome=message.is_outcome)
+            if extras.ledger is not None:
+                await extras.ledger.write_reward(rewarded)
+            return session.tree.put_reward(rewarded).id
 
     @CheckCredential.handler
     async def check(self, message: CheckCredential) -> SessionId:

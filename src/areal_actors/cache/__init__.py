@@ -14,7 +14,16 @@ from areal_actors.cache.history import full_history, lookup_in
 from areal_actors.cache.laws import LawReport, find_broken
 from areal_actors.cache.links import Match
 from areal_actors.cache.prompts import PromptPlan, PromptRenderer, plan_prompt
-from areal_actors.cache.rewards import RULES, RewardTree, Rule, backpropagate, load_rule, parse_reward, total_reward
+from areal_actors.cache.rewards import (
+    RULES,
+    RewardTree,
+    Rule,
+    Unrewarded,
+    backpropagate,
+    load_rule,
+    parse_reward,
+    total_reward,
+)
 from areal_actors.cache.session import IssuedSession, Session, SessionSettings, SessionStore
 from areal_actors.cache.tensors import from_tensors, pad_together
 from areal_actors.cache.tokens import full_ids, prompt_ids
@@ -35,6 +44,7 @@ __all__ = [
     "Session",
     "SessionSettings",
     "SessionStore",
+    "Unrewarded",
     "backpropagate",
     "export_trajectories",
     "find_broken",

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from areal_actors.cache.history import Lookup
-from areal_actors.domain import Completion, Interaction, InteractionId, SessionId, TurnInfo
+from areal_actors.domain import Completion, Credit, Interaction, InteractionId, SessionId, TurnInfo
 from areal_actors.errors import ExportError
 
 __all__ = ["Source", "Span", "checked_completion", "columns_of", "infos_of"]
@@ -21,12 +21,13 @@ __all__ = ["Source", "Span", "checked_completion", "columns_of", "infos_of"]
 
 @frozen
 class Source:
-    """What rows are built from: the turns to train, in order of request; return and depth of every completed turn."""
+    """What rows are built from: the turns to train, in order of request, and facts about every completed turn."""
 
     session: SessionId
     trained: tuple[Interaction, ...]
     returns: Mapping[InteractionId, float]
     depths: Mapping[InteractionId, int]
+    credits: Mapping[InteractionId, Credit]
     lookup: Lookup
     max_tokens: int | None = None
 
@@ -64,13 +65,14 @@ def columns_of(
     return columns
 
 
-def infos_of(spans: Sequence[Span], depths: Mapping[InteractionId, int]) -> tuple[TurnInfo, ...]:
-    """Return what a row says about each of its turns, in their order. ``depths`` are those of completed turns."""
+def infos_of(spans: Sequence[Span], source: Source) -> tuple[TurnInfo, ...]:
+    """Return what a row says about each of its turns, in their order."""
     return tuple(
         TurnInfo(
-            depth=depths.get(span.turn.id, 0),
+            depth=source.depths.get(span.turn.id, 0),
             tag=span.turn.tag,
             finish=span.completion.finish,
+            credit=source.credits.get(span.turn.id),
             sampling=span.turn.sampling,
         )
         for span in spans

@@ -27,7 +27,14 @@ from attrs import frozen
 
 from areal_actors.cache.columns import Source, Span, checked_completion, columns_of, infos_of
 from areal_actors.cache.history import Lookup, lookup_in
-from areal_actors.cache.rewards import RewardTree, Rule, backpropagate
+from areal_actors.cache.rewards import (
+    Rule,
+    Unrewarded,
+    backpropagate,
+    credits_of,
+    inherited_tree,
+    rewarded_conversations,
+)
 from areal_actors.cache.tokens import full_ids, token_path
 from areal_actors.cache.trees import tree_rows
 from areal_actors.domain import (
@@ -72,7 +79,7 @@ def export_trajectories(
     style: str,
     rule: str | Rule = "mean",
     max_tokens: int | None = None,
-    skip_unrewarded: bool = False,
+    unrewarded: Unrewarded = Unrewarded.INHERIT,
 ) -> Exported:
     """The training rows of a session. A pure view: asking twice gives the same.
 
@@ -82,7 +89,8 @@ def export_trajectories(
         style: A name in ``STYLES``.
         rule: How returns combine, a name in ``rewards.RULES`` or a function like theirs.
         max_tokens: Interactions with a longer prompt and output are left out (``too_long``); what fits is kept.
-        skip_unrewarded: Leave out conversations in which no turn was rewarded (``no_reward``), such as side calls.
+        unrewarded: What becomes of conversations in which no answer was rewarded, such as side calls: they inherit the
+            outcome of the episode, are left out (``no_reward``), or return 0.
 
     Raises:
         ExportError: for an unknown style or rule, or a record whose parts do not fit together.
@@ -90,11 +98,11 @@ def export_trajectories(
     """
     if style not in STYLES:
         raise ExportError(f"There is no export style {style!r}; choose one of {', '.join(sorted(STYLES))}.")
-    tree = RewardTree.of(record)
+    tree = inherited_tree(record, rule, unrewarded)
     returns = backpropagate(tree, discount, rule)
     depths = dict(zip(tree.ids, tree.depths(), strict=True))
     lookup = lookup_in(record)
-    rewarded = _rewarded_conversations(record) if skip_unrewarded else None
+    rewarded = rewarded_conversations(record) if unrewarded is Unrewarded.SKIP else None
     trained: list[Interaction] = []
     untrained: list[Untrained] = []
     for turn in record.interactions:
@@ -104,7 +112,8 @@ def export_trajectories(
                 trained.append(turn)
             else:
                 untrained.append(Untrained(interaction=turn.id, num_tokens=num_tokens, reason=reason))
-    rows = STYLES[style](Source(record.id, tuple(trained), returns, depths, lookup, max_tokens))
+    source = Source(record.id, tuple(trained), returns, depths, credits_of(record, tree, rule), lookup, max_tokens)
+    rows = STYLES[style](source)
     return Exported(session=record.id, trajectories=tuple(rows), untrained=tuple(untrained))
 
 
@@ -127,17 +136,6 @@ def _reason(
     if rewarded is not None and turn.id not in rewarded:
         return UntrainedReason.NO_REWARD
     return None
-
-
-def _rewarded_conversations(record: SessionRecord) -> frozenset[InteractionId]:
-    """The interactions of those conversations (a root and all its descendants) in which a turn was rewarded."""
-    roots: dict[InteractionId, InteractionId] = {}
-    rewarded: set[InteractionId] = set()
-    for turn in record.interactions:  # parents precede their children
-        roots[turn.id] = turn.id if turn.parent is None else roots.get(turn.parent, turn.id)
-        if turn.reward is not None and turn.status is InteractionStatus.COMPLETED:
-            rewarded.add(roots[turn.id])
-    return frozenset(turn for turn, root in roots.items() if root in rewarded)
 
 
 # ------------------------------------------------------------------------------------------------------- rows
@@ -214,7 +212,7 @@ def _build_row(source: Source, parts: Sequence[_Part], *, trained: frozenset[Int
         **columns_of(spans, num_tokens, source.returns, trained),
         reward=source.returns[last.id],
         tag=last.tag,
-        turn_infos=infos_of(spans, source.depths),
+        turn_infos=infos_of(spans, source),
     )
 
 

@@ -4,8 +4,13 @@ The default rule is ``return(n) = reward(n) + discount * mean(return(children of
 conversational parents. On a chain with reward 1 at its end and discount 0.9 that is 1.0, 0.9, 0.81, …; nothing flows
 between siblings or roots. A rule is a function from a ``RewardTree`` and a discount to returns, chosen by name.
 
-Only completed interactions take part: a pending, cancelled or failed child neither receives nor dilutes anything. A
-reward that was never set counts as 0. Which tokens carry the returns is decided in ``export``.
+Only completed interactions take part: a pending, cancelled or failed child neither receives nor dilutes anything.
+
+A number that an agent returned is the *outcome* of the whole episode (``SessionRecord.outcome``), although it is kept
+on the last answer. A conversation (a root and all that continues it) in which no answer was rewarded inherits it: each
+of its leaves counts as rewarded with the outcome. So do the leaves of the conversation that holds the last answer, but
+for answers that continue that one, which came when the outcome was known. Without an outcome, and where ``Unrewarded``
+says so, a reward that was never set counts as 0. Which tokens carry the returns is decided in ``export``.
 """
 
 from __future__ import annotations
@@ -13,16 +18,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from numbers import Real
 from typing import Any, Protocol
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from areal_actors.domain import Interaction, InteractionId, InteractionStatus, SessionRecord
+from areal_actors.domain import Credit, Interaction, InteractionId, InteractionStatus, SessionRecord
 from areal_actors.errors import ExportError, RewardError
 from areal_actors.references import CustomFunction, is_reference, load_function, shorten
 
-__all__ = ["RULES", "RewardTree", "Rule", "backpropagate", "load_rule", "parse_reward", "total_reward"]
+__all__ = [
+    "RULES",
+    "RewardTree",
+    "Rule",
+    "Unrewarded",
+    "backpropagate",
+    "credits_of",
+    "inherited_tree",
+    "load_rule",
+    "parse_reward",
+    "rewarded_conversations",
+    "total_reward",
+]
 
 
 _LARGEST = float.fromhex("0x1.fffffep+127")
@@ -69,27 +87,78 @@ def _shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
+class Unrewarded(StrEnum):
+    """What becomes of conversations in which no answer was rewarded."""
+
+    INHERIT = "inherit"
+    """They inherit the outcome of the episode; 0 if there is none, as when rewards were given to single answers."""
+    SKIP = "skip"
+    """They are not trained (``no_reward``)."""
+    ZERO = "zero"
+    """They return 0, and so does a branch that leads to no reward."""
+
+
 @frozen(kw_only=True)
 class RewardTree:
     """The part of a session that rewards see: for each interaction its parent and its own reward, in order of request.
 
-    ``parents`` are positions in ``ids``, ``None`` for roots.
+    ``parents`` are positions in ``ids``, ``None`` for roots. ``heirs`` are the positions of leaves whose reward is the
+    outcome of the episode, inherited; nobody set it on them.
     """
 
     ids: tuple[InteractionId, ...]
     parents: tuple[int | None, ...]
     rewards: tuple[float, ...]
+    heirs: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, record: SessionRecord) -> RewardTree:
-        """The completed interactions of a session."""
+    def of(cls, record: SessionRecord, *, unrewarded: Unrewarded = Unrewarded.INHERIT) -> RewardTree:
+        """The completed interactions of a session, with what its conversations inherit unless they are to have 0.
+
+        ``Unrewarded.SKIP`` is the same here: of what ``export`` does not skip, the conversation that holds the outcome
+        inherits it.
+        """
         completed = [turn for turn in record.interactions if turn.status is InteractionStatus.COMPLETED]
         positions = {turn.id: position for position, turn in enumerate(completed)}
-        return cls(
+        tree = cls(
             ids=tuple(turn.id for turn in completed),
             parents=tuple(_position(turn, positions) for turn in completed),
             rewards=tuple(turn.reward or 0.0 for turn in completed),
         )
+        outcome = record.outcome
+        if outcome is None or outcome.reward is None or unrewarded is Unrewarded.ZERO:
+            return tree
+        named = {positions[t.id] for t in completed if t.reward is not None and t.id != outcome.id}
+        return tree._bequeath(outcome.reward, at=positions[outcome.id], named=named)
+
+    def _bequeath(self, outcome: float, *, at: int, named: set[int]) -> RewardTree:
+        """The tree in which every leaf has ``outcome`` whose conversation has none of the rewards at ``named``.
+
+        It is kept ``at`` one answer; leaves that continue that are no heirs.
+        """
+        roots = self.roots()
+        closed = {roots[position] for position in named}
+        later = self._descendants(at)
+        leaves = set(range(len(self.ids))) - set(self.parents)
+        heirs = frozenset(leaf for leaf in leaves - later if leaf != at and roots[leaf] not in closed)
+        rewards = tuple(outcome if position in heirs else own for position, own in enumerate(self.rewards))
+        return evolve(self, rewards=rewards, heirs=heirs)
+
+    def roots(self) -> list[int]:
+        """Return for each interaction the position of the root of its conversation."""
+        roots = list(range(len(self.ids)))
+        for position in reversed(self.leaves_first()):
+            parent = self.parents[position]
+            roots[position] = position if parent is None else roots[parent]
+        return roots
+
+    def _descendants(self, ancestor: int) -> set[int]:
+        found: set[int] = set()
+        for position in reversed(self.leaves_first()):
+            parent = self.parents[position]
+            if parent is not None and (parent == ancestor or parent in found):
+                found.add(position)
+        return found
 
     def depths(self) -> list[int]:
         """Return how many interactions precede each one in its conversation; 0 for roots."""
@@ -169,25 +238,32 @@ def _creation_order(tree: RewardTree, discount: float) -> Sequence[float]:
     return returns
 
 
+_CREATION_ORDER = "creation-order"
+
 RULES: Mapping[str, Rule] = {
     "mean": _along_tree(_mean),
     "sum": _along_tree(math.fsum),
     "max": _along_tree(max),
-    "creation-order": _creation_order,
+    _CREATION_ORDER: _creation_order,
 }
 """The rules that can be chosen by name."""
 
 
 def backpropagate(
-    source: SessionRecord | RewardTree, discount: float, rule: str | Rule = "mean"
+    source: SessionRecord | RewardTree,
+    discount: float,
+    rule: str | Rule = "mean",
+    *,
+    unrewarded: Unrewarded = Unrewarded.INHERIT,
 ) -> dict[InteractionId, float]:
     """The return of every completed interaction. Changes nothing, and can be asked again with another discount.
 
-    ``rule`` is a name in ``RULES``, or a function like theirs. Raises ``RewardError`` for a discount that is not finite
-    or returns that no float32 holds, ``ExportError`` for an unknown rule or a damaged record, ``CustomFunctionError``
-    for a function that raises or returns anything but one number for each interaction.
+    ``rule`` is a name in ``RULES``, or a function like theirs; it sees what conversations of a record inherit as
+    rewards of their leaves. Raises ``RewardError`` for a discount that is not finite or returns that no float32 holds,
+    ``ExportError`` for an unknown rule or a damaged record, ``CustomFunctionError`` for a function that raises or
+    returns anything but one number for each interaction.
     """
-    tree = source if isinstance(source, RewardTree) else RewardTree.of(source)
+    tree = source if isinstance(source, RewardTree) else inherited_tree(source, rule, unrewarded)
     if not math.isfinite(discount):
         raise RewardError(f"The discount must be a finite number, not {discount}.")
     try:
@@ -197,6 +273,46 @@ def backpropagate(
     if not all(map(_is_trainable, returns)):
         raise RewardError("The returns of this session exceed every float32; scale its rewards down.")
     return dict(zip(tree.ids, returns, strict=True))
+
+
+def inherited_tree(record: SessionRecord, rule: str | Rule, unrewarded: Unrewarded) -> RewardTree:
+    """Return the tree that ``rule`` is asked with.
+
+    ``creation-order`` has nothing to inherit: it pays every reward to all that was requested before, whatever the
+    conversation, and an inherited one would be paid twice.
+    """
+    return RewardTree.of(record, unrewarded=Unrewarded.ZERO if rule == _CREATION_ORDER else unrewarded)
+
+
+def credits_of(record: SessionRecord, tree: RewardTree, rule: str | Rule) -> dict[InteractionId, Credit]:
+    """Return for each interaction of ``tree``, which is that of ``record``, which reward its return draws on."""
+    is_set = {turn.id for turn in record.interactions if turn.reward is not None}
+    draws: list[Credit] = [
+        Credit.REWARDED if name in is_set else Credit.INHERITED if position in tree.heirs else Credit.NONE
+        for position, name in enumerate(tree.ids)
+    ]
+    if rule == _CREATION_ORDER:
+        last = max((position for position, found in enumerate(draws) if found is Credit.REWARDED), default=-1)
+        draws[: last + 1] = [Credit.REWARDED] * (last + 1)
+        return dict(zip(tree.ids, draws, strict=True))
+    for position in tree.leaves_first():
+        parent = tree.parents[position]
+        if parent is not None:
+            draws[parent] = min(draws[parent], draws[position], key=_PRECEDENCE.index)
+    return dict(zip(tree.ids, draws, strict=True))
+
+
+_PRECEDENCE = (Credit.REWARDED, Credit.INHERITED, Credit.NONE)
+"""A turn that leads both to a reward and to a leaf that inherits is told as rewarded: both are the outcome."""
+
+
+def rewarded_conversations(record: SessionRecord) -> frozenset[InteractionId]:
+    """Return the completed interactions of conversations in which an answer was rewarded."""
+    tree = RewardTree.of(record, unrewarded=Unrewarded.ZERO)
+    rewarded = {turn.id for turn in record.interactions if turn.reward is not None}
+    roots = tree.roots()
+    found = {root for name, root in zip(tree.ids, roots, strict=True) if name in rewarded}
+    return frozenset(name for name, root in zip(tree.ids, roots, strict=True) if root in found)
 
 
 def load_rule(rule: str) -> str | Rule:
@@ -248,11 +364,11 @@ def _find_rule(rule: str | Rule) -> Rule:
 
 
 def total_reward(record: SessionRecord) -> float:
-    """The sum of the rewards that were assigned to completed interactions, before any propagation.
+    """The sum of the rewards that were assigned to completed interactions, before any is inherited or propagated.
 
     Raises ``RewardError`` if no float32 holds it.
     """
     try:
-        return parse_reward(math.fsum(RewardTree.of(record).rewards))
+        return parse_reward(math.fsum(RewardTree.of(record, unrewarded=Unrewarded.ZERO).rewards))
     except OverflowError:
         raise RewardError("The rewards of this session exceed every float32 together; scale them down.") from None

@@ -32,6 +32,7 @@ from areal_actors.domain import (
     InteractionId,
     InteractionStatus,
     Ints,
+    RewardScope,
     SamplingDistribution,
     SessionId,
     SessionRecord,
@@ -359,19 +360,22 @@ class ConversationTree:
 
     # -------------------------------------------------------------------------------------------- rewards
 
-    def set_reward(self, interaction_id: InteractionId | None, reward: Any) -> Interaction:
+    def set_reward(self, interaction_id: InteractionId | None, reward: Any, *, is_outcome: bool = False) -> Interaction:
         """Assign a reward (replacing an earlier one) to one interaction, or to the last completed one.
 
         ``reward`` is a finite number: float, int, bool, or a numpy or torch scalar. Without an id, interactions that
         the client asked not to store are passed over, unless there are no others. A pending interaction keeps its
         reward until it completes.
 
+        ``is_outcome`` says that a reward without an id is the outcome of the episode, whatever else has a reward; it
+        stays the outcome when another number without an id replaces it.
+
         Raises ``NotFound`` for an unknown id; ``RewardError`` if ``reward`` is no such number, if nothing has completed
         yet, or if the interaction was cancelled or has failed.
         """
-        return self._put(self.rewarded(interaction_id, reward))
+        return self.put_reward(self.rewarded(interaction_id, reward, is_outcome=is_outcome))
 
-    def rewarded(self, interaction_id: InteractionId | None, reward: Any) -> Interaction:
+    def rewarded(self, interaction_id: InteractionId | None, reward: Any, *, is_outcome: bool = False) -> Interaction:
         """The interaction that ``set_reward`` would reward, with that reward; nothing is changed. Raises as it does."""
         value = parse_reward(reward)
         interaction = self._last() if interaction_id is None else self.get(interaction_id)
@@ -380,7 +384,18 @@ class ConversationTree:
                 f"Interaction {interaction.id} was not completed ({interaction.status}) and is not trained; "
                 "reward a completed one."
             )
-        return evolve(interaction, reward=value)
+        if interaction_id is not None:
+            scope = RewardScope.ANSWER
+        elif is_outcome or interaction.reward_scope is RewardScope.EPISODE:
+            scope = RewardScope.EPISODE
+        else:
+            scope = RewardScope.LAST
+        return evolve(interaction, reward=value, reward_scope=scope)
+
+    def put_reward(self, rewarded: Interaction) -> Interaction:
+        """Keep the reward that ``rewarded`` gave to an interaction, whatever became of that meanwhile."""
+        now = self.get(rewarded.id)
+        return self._put(evolve(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
 
     def _last(self) -> Interaction:
         last = self._last_stored or self._last_completed

@@ -102,7 +102,7 @@ class _Tree:
             reward=self._source.returns[last.id],
             tag=last.tag,
             predecessors=np.concatenate(self._predecessors),
-            turn_infos=infos_of(self.spans, self._source.depths),
+            turn_infos=infos_of(self.spans, self._source),
         )
 
     def _missing(self, turn: Interaction) -> list[Interaction]:

@@ -15,6 +15,7 @@ from attrs import asdict
 
 from areal_actors.cache import to_arrays
 from areal_actors.domain import (
+    Credit,
     Episode,
     FinishReason,
     InteractionId,
@@ -123,10 +124,11 @@ def _parse_trajectory(session: SessionId, row: Mapping[str, Any]) -> Trajectory:
 
 
 def _parse_turn_info(info: Mapping[str, Any]) -> TurnInfo:
-    finish, sampling = info.get("finish"), info.get("sampling")
+    finish, sampling, credit = info.get("finish"), info.get("sampling"), info.get("credit")
     return TurnInfo(
         depth=info.get("depth", 0),
         tag=info.get("tag"),
         finish=None if finish is None else FinishReason(finish),
+        credit=None if credit is None else Credit(credit),
         sampling=None if sampling is None else SamplingDistribution(**sampling),
     )

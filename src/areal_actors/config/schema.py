@@ -27,7 +27,7 @@ from areal_actors.actors.rollouts import RolloutsConfig
 from areal_actors.actors.sessions import SessionsConfig
 from areal_actors.cache import STYLES
 from areal_actors.cache.journal import JournalConfig
-from areal_actors.cache.rewards import RULES
+from areal_actors.cache.rewards import RULES, Unrewarded
 from areal_actors.config.documents import Document
 from areal_actors.config.host import HostConfig
 from areal_actors.config.loading import Schema
@@ -98,6 +98,9 @@ class AgentConfig:
     """What an answer passes on of its return to the turn before it."""
     reward_rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
     """How the returns of several continuations become one: mean, sum, max, creation-order, or a function of yours."""
+    unrewarded: Unrewarded = Unrewarded.INHERIT
+    """What becomes of conversations in which no answer was rewarded: they inherit the outcome that the agent returned,
+    are not trained (skip), or return 0."""
     export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
 
 
@@ -140,7 +143,10 @@ class RolloutConfig:
     def export(self) -> ExportConfig:
         """What the exporter needs of this."""
         return ExportConfig(
-            style=self.openai.export_style, discount=self.openai.turn_discount, rule=self.openai.reward_rule
+            style=self.openai.export_style,
+            discount=self.openai.turn_discount,
+            rule=self.openai.reward_rule,
+            unrewarded=self.openai.unrewarded,
         )
 
 

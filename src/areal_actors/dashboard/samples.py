@@ -99,12 +99,17 @@ def describe_session(news: SessionArchived, *, version: int, decode: Decode) -> 
     """A session as plain data, bounded in size."""
     record, episode = news.record, news.episode
     returns, masks = _trained(episode.trajectories)
+    credit_of = {
+        name: info.credit
+        for row in episode.trajectories
+        for name, info in zip(row.interactions, row.turn_infos, strict=False)  # rows of workflows have no infos
+    }
     budget = _MAX_TOKENS
     turns = []
     for turn in record.interactions[:_MAX_TURNS]:
         described = _describe_turn(turn, decode, budget)
         mask = () if news.is_eval else masks.get(turn.id, ())  # evaluations have rows, and nobody trains them
-        described |= {"return": returns.get(turn.id), "mask": _runs(mask)}
+        described |= {"return": returns.get(turn.id), "credit": credit_of.get(turn.id), "mask": _runs(mask)}
         budget -= len(described["tokens"])
         turns.append(described)
     return {

@@ -53,6 +53,7 @@ from areal_actors.domain.models import TrainedModel, is_model_identifier
 from areal_actors.domain.predecessors import is_tree_order, tree_attention_mask, tree_position_ids
 from areal_actors.domain.roles import Role
 from areal_actors.domain.rows import (
+    Credit,
     DataPosition,
     Episode,
     Group,
@@ -77,7 +78,14 @@ from areal_actors.domain.sampling import (
     TopLogprob,
 )
 from areal_actors.domain.services import ServiceState, ServiceView, TrialId
-from areal_actors.domain.tree import ForkReason, GroupId, Interaction, InteractionStatus, SessionRecord
+from areal_actors.domain.tree import (
+    ForkReason,
+    GroupId,
+    Interaction,
+    InteractionStatus,
+    RewardScope,
+    SessionRecord,
+)
 
 __all__ = [
     "LOGPROB_SLACK",
@@ -91,6 +99,7 @@ __all__ = [
     "Completion",
     "CompletionRequest",
     "Credential",
+    "Credit",
     "DataPosition",
     "Delta",
     "EngineInfo",
@@ -123,6 +132,7 @@ __all__ = [
     "Quotas",
     "ReasoningDelta",
     "Repeated",
+    "RewardScope",
     "RewardSet",
     "Role",
     "SampleKey",

@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from areal_actors.domain.chat import Attempt, InteractionId, SessionId
 from areal_actors.domain.sampling import SampleKey
-from areal_actors.domain.tree import GroupId, Interaction
+from areal_actors.domain.tree import GroupId, Interaction, RewardScope
 
 __all__ = [
     "Fact",
@@ -70,11 +70,12 @@ class TurnEnded:
 
 @frozen(kw_only=True)
 class RewardSet:
-    """A reward was assigned, replacing an earlier one."""
+    """A reward was assigned, replacing an earlier one. ``scope`` says what it was set for."""
 
     session: SessionId
     interaction: InteractionId
     reward: float
+    scope: RewardScope = RewardScope.ANSWER
 
 
 @frozen(kw_only=True)

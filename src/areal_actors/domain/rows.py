@@ -37,6 +37,17 @@ class Untrained:
     reason: UntrainedReason
 
 
+class Credit(StrEnum):
+    """Which reward the return of a turn draws on."""
+
+    REWARDED = "rewarded"
+    """A reward that was set on the turn's answer, or on one that continues it."""
+    INHERITED = "inherited"
+    """The outcome of the episode, which was set on an answer that does not continue this one."""
+    NONE = "none"
+    """None: the return is 0."""
+
+
 @frozen(kw_only=True)
 class TurnInfo:
     """Facts about one turn of a row that all of its sampled tokens share.
@@ -45,12 +56,14 @@ class TurnInfo:
     conversation tree, not the index within the row, so that it is the same in every export style. ``tag`` names the
     agent that asked (``x-areal-agent``). ``finish`` is the engine's reason for stopping, ``None`` if unknown.
     ``sampling`` is the distribution that the tokens were sampled from, ``None`` if unknown.
+    ``credit`` says which reward its return draws on, ``None`` if unknown.
     """
 
     depth: int = 0
     tag: str | None = None
     finish: FinishReason | None = None
     sampling: SamplingDistribution | None = None
+    credit: Credit | None = None
 
 
 @frozen(kw_only=True)

@@ -41,6 +41,17 @@ class ForkReason(StrEnum):
     PARENT_UNFINISHED = "parent_unfinished"
 
 
+class RewardScope(StrEnum):
+    """What a reward was set for. The reward itself is kept on one answer in any case."""
+
+    ANSWER = "answer"
+    """That answer, which was named by its id."""
+    LAST = "last"
+    """The answer that had been completed last: the outcome of the episode while no other answer has a reward."""
+    EPISODE = "episode"
+    """The whole episode: what an agent returned, or the final reward of ``finalize``."""
+
+
 @frozen(kw_only=True)
 class Interaction:
     """One request and its answer within a session's tree.
@@ -52,8 +63,9 @@ class Interaction:
     parent's prompt and answer (all of them for a root); the first ``num_instructions`` of them take the place of the
     parent's leading instructions (``None``: those stay). ``has_instructions`` tells that the first message of the whole
     history was meant for this request alone. ``order`` counts requests, ``completed_order`` counts completions in a
-    session. ``failure`` says why a failed one failed. ``sampling`` is the distribution that the answer is sampled from,
-    ``None`` where it is unknown.
+    session. ``reward`` is the number that was set, ``reward_scope`` what it was set for. ``failure`` says why a failed
+    one failed. ``sampling`` is the distribution that the answer is sampled from, ``None`` where it is
+    unknown.
     """
 
     id: InteractionId
@@ -71,6 +83,7 @@ class Interaction:
     status: InteractionStatus = InteractionStatus.PENDING
     completed_order: int | None = None
     reward: float | None = None
+    reward_scope: RewardScope = RewardScope.ANSWER
     is_stored: bool = True
     tag: str | None = None
     failure: str | None = None
@@ -79,7 +92,10 @@ class Interaction:
 
 @frozen(kw_only=True)
 class SessionRecord:
-    """A session as it stands: what export, journal and report read. ``interactions`` are in order of request."""
+    """A session as it stands: what export, journal and report read. ``interactions`` are in order of request.
+
+    Which reward is the outcome of the episode follows from ``reward_scope`` alone: see ``outcome``.
+    """
 
     id: SessionId
     interactions: tuple[Interaction, ...] = ()
@@ -88,6 +104,20 @@ class SessionRecord:
     metadata: Mapping[str, Any] = field(factory=dict)
     is_restored: bool = False
     """Whether an earlier process began it, whose last weights may be lost: nobody can compute its tokens again."""
+
+    @property
+    def outcome(self) -> Interaction | None:
+        """The answer whose reward is the outcome of the episode; ``None`` where rewards are those of answers only.
+
+        That is the last one whose reward was set for the episode. Without such a one, a reward that was set without
+        naming an answer is the outcome as long as it is the only reward of the session.
+        """
+        rewarded = [t for t in self.interactions if t.reward is not None and t.status is InteractionStatus.COMPLETED]
+        whole = [turn for turn in rewarded if turn.reward_scope is RewardScope.EPISODE]
+        if whole:
+            return max(whole, key=lambda turn: (turn.completed_order or 0, turn.order))
+        is_only = len(rewarded) == 1 and rewarded[0].reward_scope is RewardScope.LAST
+        return rewarded[0] if is_only else None
 
     @property
     def num_empty_turns(self) -> int:

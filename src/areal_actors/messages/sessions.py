@@ -137,11 +137,15 @@ class CheckCredential(Message[Sessions, SessionId]):
 
 @frozen(kw_only=True)
 class SetReward(Message[Sessions, InteractionId]):
-    """Assign a reward to one interaction, or to the last completed one; replies with its id. Setting twice replaces."""
+    """Assign a reward to one interaction, or to the last completed one; replies with its id. Setting twice replaces.
+
+    ``is_outcome`` says that a reward of the last one is the outcome of the whole episode, whatever else has a reward.
+    """
 
     credential: Credential
     reward: float
     interaction: InteractionId | None = None
+    is_outcome: bool = False
 
 
 @frozen(kw_only=True)

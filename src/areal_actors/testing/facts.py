@@ -20,6 +20,7 @@ from areal_actors.domain import (
     Interaction,
     InteractionId,
     InteractionStatus,
+    RewardScope,
     RewardSet,
     SampleKey,
     SessionEnded,
@@ -110,6 +111,7 @@ def _interactions() -> st.SearchStrategy[Interaction]:
         status=st.sampled_from(InteractionStatus),
         completed_order=st.none() | st.integers(0, 99),
         reward=st.none() | st.floats(),
+        reward_scope=st.sampled_from(RewardScope),
         is_stored=st.booleans(),
         tag=_optional_texts(),
         failure=_optional_texts(),
@@ -168,7 +170,9 @@ def facts() -> st.SearchStrategy[Fact]:
     return st.one_of(
         sessions_started(),
         turns_ended(),
-        st.builds(RewardSet, session=_sessions(), interaction=ids, reward=st.floats()),
+        st.builds(
+            RewardSet, session=_sessions(), interaction=ids, reward=st.floats(), scope=st.sampled_from(RewardScope)
+        ),
         st.builds(SessionEnded, session=_sessions(), ended_at=st.floats(), is_final=st.booleans()),
         st.builds(SessionForgotten, session=_sessions()),
         st.builds(

@@ -29,6 +29,7 @@ from areal_actors.domain import (
     Interaction,
     InteractionId,
     InteractionStatus,
+    RewardScope,
     RewardSet,
     SampleKey,
     SessionEnded,
@@ -219,7 +220,7 @@ async def check_what_is_said_again_replaces(open_journal: OpenJournal) -> None:
     """A reward that is corrected is read once, as it was set last; a session that is finalized has one end."""
     facts = create_session("a", 1)
     turn = create_turn("a", 0)
-    again = RewardSet(session=turn.session, interaction=turn.interaction.id, reward=-1.0)
+    again = RewardSet(session=turn.session, interaction=turn.interaction.id, reward=-1.0, scope=RewardScope.EPISODE)
     final = SessionEnded(session=turn.session, ended_at=9.0, is_final=True)
     async with open_journal() as journal:
         await journal.write(*facts)

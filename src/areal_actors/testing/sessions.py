@@ -28,6 +28,7 @@ from areal_actors.domain import (
     InteractionId,
     InteractionStatus,
     ReasoningDelta,
+    RewardScope,
     SessionId,
     SessionRecord,
     TextDelta,
@@ -194,14 +195,14 @@ class ScriptedSessions(Actor[Sessions]):
         session = self._store.for_reward(
             message.credential, anyio.current_time(), is_capability=message.credential.is_capability
         )
-        return self._reward(session, message.interaction, message.reward)
+        return self._reward(session, message.interaction, message.reward, is_outcome=message.is_outcome)
 
     @EndSession.handler
     async def end(self, message: EndSession) -> SessionClosed:
         """End a session."""
         session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
         if message.final_reward is not None:
-            self._reward(session, None, message.final_reward)
+            self._reward(session, None, message.final_reward, is_outcome=True)
         self._store.end(session.id, anyio.current_time())
         if self._intake is not None:
             is_final = message.final_reward is not None
@@ -272,10 +273,14 @@ class ScriptedSessions(Actor[Sessions]):
         )
         return answer
 
-    def _reward(self, session: Session, interaction: InteractionId | None, reward: float) -> InteractionId:
+    def _reward(
+        self, session: Session, interaction: InteractionId | None, reward: float, *, is_outcome: bool
+    ) -> InteractionId:
         interactions = self._interactions[session.id]
         name = interaction or next(reversed(interactions), None)
         if name is None or name not in interactions:
             raise NotFound(f"Session {session.id} has no interaction {name}.")
-        interactions[name] = evolve(interactions[name], reward=parse_reward(reward))
+        scope = RewardScope.EPISODE if is_outcome else RewardScope.LAST
+        scope = scope if interaction is None else RewardScope.ANSWER
+        interactions[name] = evolve(interactions[name], reward=parse_reward(reward), reward_scope=scope)
         return name

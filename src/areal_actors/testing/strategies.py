@@ -23,6 +23,7 @@ from areal_actors.domain import (
     Interaction,
     InteractionId,
     InteractionStatus,
+    RewardScope,
     SamplingDistribution,
     SessionId,
     SessionRecord,
@@ -204,7 +205,7 @@ def _rewards() -> st.SearchStrategy[float]:
 
 @st.composite
 def session_records(draw: st.DrawFn, *, max_size: int = 6) -> SessionRecord:
-    """Sessions with several roots, siblings, forks of tokens, unfinished and unstored interactions, late rewards."""
+    """Sessions with several roots, siblings, forks of tokens, unfinished and unstored turns, rewards and outcomes."""
     turns: list[Interaction] = []
     for order in range(draw(st.integers(0, max_size))):
         turns.append(draw(_interactions(order, turns)))
@@ -235,6 +236,7 @@ def _interactions(draw: st.DrawFn, order: int, earlier: Sequence[Interaction]) -
         status=status,
         completed_order=len(completed) if is_completed else None,
         reward=draw(st.none() | _rewards()) if is_completed else None,
+        reward_scope=draw(st.sampled_from([RewardScope.ANSWER, *RewardScope])),
         is_stored=draw(st.sampled_from([True, True, True, False])),
         tag=draw(st.sampled_from([None, "planner"])),
         sampling=draw(st.none() | sampling_distributions()),

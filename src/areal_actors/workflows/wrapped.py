@@ -89,6 +89,7 @@ async def _assign(session: OpenAIProxyClient, reward: Reward) -> dict[str, float
         assigned[interaction] = value
     if reward.last is not None:
         assigned[await session.set_last_reward(reward.last)] = reward.last
+        await session.end_session(reward.last)  # says that the number is that of the whole episode
     return assigned
 
 

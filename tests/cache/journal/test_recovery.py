@@ -83,7 +83,7 @@ class Journaled:
             rewarded = self.tree.set_reward(None if interaction is None else InteractionId(interaction), reward)
         except RewardError:
             return
-        self.facts.append(RewardSet(session=S, interaction=rewarded.id, reward=reward))
+        self.facts.append(RewardSet(session=S, interaction=rewarded.id, reward=reward, scope=rewarded.reward_scope))
 
 
 def restored(facts: Sequence[Fact]) -> ConversationTree:

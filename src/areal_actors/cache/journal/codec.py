@@ -19,6 +19,7 @@ from areal_actors.domain import (
     Fact,
     GroupConsumed,
     GroupQueued,
+    RewardScope,
     RewardSet,
     SampleKey,
     SessionEnded,
@@ -113,12 +114,15 @@ def _start(row: Row) -> SessionStarted:
 
 
 def _reward_row(fact: RewardSet, seq: int, _: float) -> Iterator[Statement]:
-    yield _INSERTIONS["rewards"], (seq, text(fact.session), text(fact.interaction), real(fact.reward))
+    yield _INSERTIONS["rewards"], (seq, text(fact.session), text(fact.interaction), real(fact.reward), fact.scope)
 
 
 def _reward(row: Row) -> RewardSet:
     return RewardSet(
-        session=to_text(row["session"]), interaction=to_text(row["interaction"]), reward=float(row["reward"])
+        session=to_text(row["session"]),
+        interaction=to_text(row["interaction"]),
+        reward=float(row["reward"]),
+        scope=RewardScope(row["scope"] or RewardScope.ANSWER),
     )
 
 
@@ -204,7 +208,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         name="rewards",
         key=("session", "interaction"),
-        columns=("session", "interaction", "reward"),
+        columns=("session", "interaction", "reward", "scope"),
         decode=_reward,
         is_kept=_NOT_GONE,
     ),

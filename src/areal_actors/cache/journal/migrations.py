@@ -91,7 +91,13 @@ _FOURTH = """
 ALTER TABLE turns ADD COLUMN sampling TEXT;
 """
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH)
+# Older rewards are those of answers: which of them had been returned for a whole episode was not written down.
+_FIFTH = """
+ALTER TABLE turns ADD COLUMN reward_scope TEXT;
+ALTER TABLE rewards ADD COLUMN scope TEXT;
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH)
 """All steps; their number is the version that this program writes."""
 
 

@@ -171,11 +171,12 @@ class _Session:
         self.turns.pop(turn.interaction.id, None)
         self.turns[turn.interaction.id] = turn
 
-    def set_reward(self, interaction_id: InteractionId, reward: float) -> None:
+    def set_reward(self, fact: RewardSet) -> None:
         """A reward of an interaction that is pending comes again with the end of that, if it has one."""
-        turn = self.turns.get(interaction_id)
+        turn = self.turns.get(fact.interaction)
         if turn is not None:
-            self.turns[interaction_id] = evolve(turn, interaction=evolve(turn.interaction, reward=reward))
+            rewarded = evolve(turn.interaction, reward=fact.reward, reward_scope=fact.scope)
+            self.turns[fact.interaction] = evolve(turn, interaction=rewarded)
 
     def end(self, fact: SessionEnded) -> None:
         """The first end counts; that it is final may be said later."""
@@ -249,7 +250,7 @@ def _tell(session: _Session, fact: TurnEnded | RewardSet | SessionEnded | Sessio
         case TurnEnded():
             session.add_turn(fact)
         case RewardSet():
-            session.set_reward(fact.interaction, fact.reward)
+            session.set_reward(fact)
         case SessionEnded():
             session.end(fact)
         case SessionForgotten():

@@ -34,6 +34,7 @@ from areal_actors.domain import (
     Interaction,
     InteractionStatus,
     Ints,
+    RewardScope,
     SamplingDistribution,
     TurnEnded,
 )
@@ -48,7 +49,7 @@ TURN_COLUMNS = (
     *("session", "interaction", "request_order", "completed_order", "parent", "token_parent", "fork", "status"),
     *("ended_at", "tag", "reward", "stop_sequence", "failure", "num_prompt_tokens", "num_cached_tokens", "is_stored"),
     *("has_instructions", "num_instructions", "messages", "output", "attempt", "siblings", "frame", "prompt_suffix"),
-    *("prompt_digest", "asked", "sampling"),
+    *("prompt_digest", "asked", "sampling", "reward_scope"),
     *_COMPLETION_COLUMNS,
 )
 """All but the number of the row."""
@@ -69,6 +70,7 @@ def turn_values(fact: TurnEnded) -> tuple[Sql, ...]:
         "ended_at": real(fact.ended_at),
         "tag": text(turn.tag),
         "reward": real(turn.reward),
+        "reward_scope": turn.reward_scope,
         "stop_sequence": text(fact.stop_sequence),
         "failure": text(turn.failure),
         "num_prompt_tokens": turn.num_prompt_tokens,
@@ -144,6 +146,7 @@ def to_turn(row: Mapping[str, Any]) -> TurnEnded:
         status=InteractionStatus(row["status"]),
         completed_order=row["completed_order"],
         reward=None if row["reward"] is None else float(row["reward"]),
+        reward_scope=RewardScope(row["reward_scope"] or RewardScope.ANSWER),
         is_stored=bool(row["is_stored"]),
         tag=to_text(row["tag"]),
         failure=to_text(row["failure"]),

@@ -1,0 +1,304 @@
+"""The outcome of an episode: which reward it is, and which conversations inherit it."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.cache import STYLES, RewardTree, Unrewarded, backpropagate, export_trajectories, total_reward
+from areal_actors.cache.rewards import credits_of
+from areal_actors.domain import (
+    ChatMessage,
+    Credit,
+    Interaction,
+    InteractionId,
+    InteractionStatus,
+    RewardScope,
+    SessionId,
+    SessionRecord,
+    UntrainedReason,
+)
+from areal_actors.testing.strategies import session_records
+
+
+def record_of(
+    parents: list[int | None],
+    rewards: dict[int, tuple[float, RewardScope]],
+    *,
+    unstored: frozenset[int] = frozenset(),
+) -> SessionRecord:
+    """A session of completed turns named by their numbers, without tokens."""
+    turns = [
+        Interaction(
+            id=InteractionId(str(number)),
+            order=number,
+            parent=None if parent is None else InteractionId(str(parent)),
+            prompt_suffix=np.array([1], np.int32),
+            num_prompt_tokens=1,
+            status=InteractionStatus.COMPLETED,
+            completed_order=number,
+            reward=rewards[number][0] if number in rewards else None,
+            reward_scope=rewards[number][1] if number in rewards else RewardScope.ANSWER,
+            is_stored=number not in unstored,
+        )
+        for number, parent in enumerate(parents)
+    ]
+    return SessionRecord(id=SessionId("session"), interactions=tuple(turns))
+
+
+def returns_of(record: SessionRecord, discount: float = 1.0, **options: Any) -> list[float]:
+    """The returns in order of request."""
+    return [round(value, 6) for value in backpropagate(record, discount, **options).values()]
+
+
+WHOLE, LAST, ANSWER = RewardScope.EPISODE, RewardScope.LAST, RewardScope.ANSWER
+
+
+# ------------------------------------------------------------------------------------------------ by example
+
+
+def test_a_chain_keeps_its_numbers() -> None:
+    """With one conversation, nothing is inherited."""
+    assert [0.81, 0.9, 1.0] == returns_of(record_of([None, 0, 1], {2: (1.0, WHOLE)}), 0.9)
+
+
+def test_conversations_without_a_reward_inherit_the_outcome() -> None:
+    """A sub-agent of two turns, a conversation before a compaction, and the one that holds the last answer."""
+    record = record_of([None, 0, None, None, 3], {4: (1.0, WHOLE)})
+
+    assert [0.9, 1.0, 1.0, 0.9, 1.0] == returns_of(record, 0.9)
+    assert [0.0, 0.0, 0.0, 0.9, 1.0] == returns_of(record, 0.9, unrewarded=Unrewarded.ZERO)
+
+
+def test_an_abandoned_branch_inherits_the_outcome() -> None:
+    """The losing choice, and what was asked again, had a part in the episode as well."""
+    record = record_of([None, 0, 0, 2], {3: (1.0, WHOLE)})
+
+    assert [0.855, 1.0, 0.9, 1.0] == returns_of(record, 0.9)
+    assert [0.405, 0.0, 0.9, 1.0] == returns_of(record, 0.9, unrewarded=Unrewarded.ZERO)
+
+
+def test_answers_after_the_outcome_have_no_part_in_it() -> None:
+    """What continues the rewarded answer came later: the rewarded one keeps its number, and the later one has none."""
+    record = record_of([None, 0, 1, 0], {1: (1.0, WHOLE)})
+
+    assert [0.9, 1.0, 0.0, 1.0] == returns_of(record, 0.9)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_a_conversation_with_a_reward_inherits_nothing(discount: float) -> None:
+    """Not even where the reward is 0."""
+    record = record_of([None, 0, None, None], {0: (0.0, ANSWER), 2: (1.0, WHOLE)})
+
+    assert [0.0, 0.0, 1.0, 1.0] == returns_of(record, discount)
+
+
+def test_rewards_of_answers_are_no_outcome() -> None:
+    """A dict, or ``set_reward`` with an id: other conversations return 0."""
+    record = record_of([None, None], {1: (1.0, ANSWER)})
+
+    assert record.outcome is None
+    assert [0.0, 1.0] == returns_of(record)
+
+
+def test_a_reward_without_an_id_is_the_outcome_while_it_is_the_only_one() -> None:
+    """Another reward makes it one of an answer."""
+    alone = record_of([None, None, None], {2: (1.0, LAST)})
+    dense = record_of([None, None, None], {1: (0.5, LAST), 2: (1.0, LAST)})
+    named = record_of([None, None, None], {0: (0.5, ANSWER), 2: (1.0, LAST)})
+
+    assert [1.0, 1.0, 1.0] == returns_of(alone)
+    assert [0.0, 0.5, 1.0] == returns_of(dense)
+    assert [0.5, 0.0, 1.0] == returns_of(named)
+
+
+def test_a_returned_number_is_the_outcome_whatever_else_was_rewarded() -> None:
+    """Of several, the last completed answer holds it; the others are rewards of their answers."""
+    record = record_of([None, None, None, None], {0: (0.5, ANSWER), 1: (0.25, WHOLE), 3: (1.0, WHOLE)})
+
+    assert [0.5, 0.25, 1.0, 1.0] == returns_of(record)
+
+
+def test_an_unstored_continuation_changes_nothing() -> None:
+    """The last answer that is trained holds the outcome, although a later one was not to be stored."""
+    record = record_of([None, 0, 1], {1: (1.0, WHOLE)}, unstored=frozenset({2}))
+
+    assert [0.9, 1.0] == returns_of(record, 0.9)[:2]
+
+
+def test_creation_order_has_nothing_to_inherit() -> None:
+    """It pays every reward to all turns before it, in whatever conversation."""
+    record = record_of([None, None, None], {2: (1.0, WHOLE)})
+
+    assert [0.81, 0.9, 1.0] == returns_of(record, 0.9, rule="creation-order")
+
+
+def test_a_rule_sees_what_is_inherited_as_rewards_of_leaves() -> None:
+    """Rules of users need not know of outcomes."""
+    seen: list[RewardTree] = []
+
+    def rule(tree: RewardTree, _: float) -> tuple[float, ...]:
+        seen.append(tree)
+        return tree.rewards
+
+    backpropagate(record_of([None, 0, None], {2: (1.0, WHOLE)}), 0.9, rule)
+
+    assert [(0.0, 1.0, 1.0)] == [tree.rewards for tree in seen]
+    assert {1} == seen[0].heirs
+
+
+def test_credits_say_what_was_inherited() -> None:
+    """A turn that leads to the rewarded answer is rewarded, other turns inherit, and without a reward there is none."""
+    record = record_of([None, 0, 0, None], {2: (1.0, WHOLE)})
+    tree = RewardTree.of(record)
+
+    found = [credits_of(record, tree, "mean")[name] for name in tree.ids]
+    assert [Credit.REWARDED, Credit.INHERITED, Credit.REWARDED, Credit.INHERITED] == found
+    zero = RewardTree.of(record, unrewarded=Unrewarded.ZERO)
+    assert [Credit.REWARDED, Credit.NONE, Credit.REWARDED, Credit.NONE] == list(
+        credits_of(record, zero, "mean").values()
+    )
+    assert [Credit.REWARDED] * 3 + [Credit.NONE] == list(credits_of(record, zero, "creation-order").values())
+
+
+# --------------------------------------------------------------------------------------- how rewards are set
+
+
+def user(text: str) -> ChatMessage:
+    """A message of the user."""
+    return ChatMessage(role="user", content=text)
+
+
+@pytest.fixture
+def two(new_talk: Any) -> Any:
+    """A session of two conversations, ``a`` before ``b``."""
+    talk = new_talk()
+    talk.turn("a", [user("1")], "A")
+    talk.turn("b", [user("2")], "B")
+    return talk
+
+
+def outcome_of(talk: Any) -> tuple[str, float | None] | None:
+    """The outcome of a session as it stands: the answer that holds it, and its value."""
+    found = talk.tree.snapshot().outcome
+    return None if found is None else (found.id, found.reward)
+
+
+def test_setting_an_outcome_twice_replaces_it(two: Any) -> None:
+    """Whether it was finalized, returned, or set without an id."""
+    two.tree.set_reward(None, 0.5)
+    assert ("b", 0.5) == outcome_of(two)
+    two.tree.set_reward(None, 1.0, is_outcome=True)
+    assert ("b", 1.0) == outcome_of(two)
+    two.tree.set_reward(None, 0.25)
+    two.tree.set_reward("a", 0.5)
+    assert ("b", 0.25) == outcome_of(two)
+    assert 0.75 == total_reward(two.tree.snapshot())
+
+
+def test_naming_the_answer_makes_it_a_reward_of_that_answer(two: Any) -> None:
+    """``set_reward`` with the id of the last answer replaces the outcome by a reward of that answer."""
+    two.tree.set_reward(None, 1.0, is_outcome=True)
+    two.tree.set_reward("b", 0.5)
+    assert outcome_of(two) is None
+
+
+def test_another_reward_ends_an_outcome_that_was_set_without_an_id(two: Any) -> None:
+    """It was a reward of the last answer, then."""
+    two.tree.set_reward(None, 1.0)
+    two.tree.set_reward("a", 0.0)
+    assert outcome_of(two) is None
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+def test_rows_carry_inherited_returns_and_say_so(two: Any, style: str) -> None:
+    """In every style; the reward of an interaction and the total of the session are what was set."""
+    two.tree.set_reward(None, 1.0, is_outcome=True)
+    record = two.tree.snapshot()
+
+    exported = export_trajectories(record, discount=0.5, style=style)
+
+    returns = {
+        row.interactions[turn]: (float(row.returns[row.turns == turn][0]), row.turn_infos[turn].credit)
+        for row in exported.trajectories
+        for turn in range(len(row.interactions))
+    }
+    assert {"a": (1.0, Credit.INHERITED), "b": (1.0, Credit.REWARDED)} == returns
+    assert [None, 1.0] == [turn.reward for turn in record.interactions]
+    assert 1.0 == total_reward(record)
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+def test_skipped_conversations_are_listed(two: Any, style: str) -> None:
+    """With ``skip`` only conversations with a reward are trained; with ``zero`` the others return 0."""
+    two.tree.set_reward(None, 1.0, is_outcome=True)
+
+    skipped = export_trajectories(two.tree.snapshot(), discount=1, style=style, unrewarded=Unrewarded.SKIP)
+    zero = export_trajectories(two.tree.snapshot(), discount=1, style=style, unrewarded=Unrewarded.ZERO)
+
+    assert [("a", UntrainedReason.NO_REWARD)] == [(entry.interaction, entry.reason) for entry in skipped.untrained]
+    assert {0.0, 1.0} == {float(value) for row in zero.trajectories for value in row.returns[row.loss_mask == 1]}
+
+
+# ------------------------------------------------------------------------------------------------------ laws
+
+
+def slow_returns(record: SessionRecord, discount: float) -> dict[str, float]:
+    """The definition, by recursion."""
+    turns = {turn.id: turn for turn in record.interactions if turn.status is InteractionStatus.COMPLETED}
+
+    def root(turn: Interaction) -> str:
+        return turn.id if turn.parent is None else root(turns[turn.parent])
+
+    def follows(turn: Interaction, other: Interaction) -> bool:
+        return turn.parent is not None and (turn.parent == other.id or follows(turns[turn.parent], other))
+
+    outcome = record.outcome
+
+    def value(turn: Interaction) -> float:
+        children = [value(other) for other in turns.values() if other.parent == turn.id]
+        if children or turn.reward is not None:
+            return (turn.reward or 0.0) + discount * (fmean(children) if children else 0.0)
+        mates = [other for other in turns.values() if root(other) == root(turn)]
+        is_closed = any(other.reward is not None and other is not outcome for other in mates)
+        is_heir = outcome is not None and not is_closed and not follows(turn, outcome)
+        return outcome.reward if is_heir else 0.0
+
+    return {name: value(turn) for name, turn in turns.items()}
+
+
+@given(session_records(max_size=8), st.floats(0, 1))
+def test_returns_are_those_of_the_definition(record: SessionRecord, discount: float) -> None:
+    """Whatever was set on whatever answer of whatever forest."""
+    expected = slow_returns(record, discount)
+
+    assert backpropagate(record, discount) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+@given(session_records(max_size=8), st.floats(0, 1), st.sampled_from(["mean", "sum", "max", "creation-order"]))
+def test_rewards_of_answers_keep_their_numbers(record: SessionRecord, discount: float, rule: str) -> None:
+    """Where every reward was set with an id, ``inherit`` and ``zero`` are one."""
+    named = evolve(record, interactions=tuple(evolve(t, reward_scope=ANSWER) for t in record.interactions))
+
+    assert backpropagate(named, discount, rule) == backpropagate(record, discount, rule, unrewarded=Unrewarded.ZERO)
+
+
+@given(session_records(max_size=8), st.floats(-4, 4))
+def test_undiscounted_every_turn_before_the_outcome_returns_it(record: SessionRecord, outcome: float) -> None:
+    """With one returned number and discount 1, the mean of what leads to it is that number, in every conversation."""
+    bare = [evolve(turn, reward=None, reward_scope=ANSWER) for turn in record.interactions]
+    completed = [turn for turn in bare if turn.status is InteractionStatus.COMPLETED]
+    if not completed:
+        return
+    last = completed[-1]
+    turns = tuple(evolve(t, reward=outcome, reward_scope=WHOLE) if t is last else t for t in bare)
+
+    returns = backpropagate(evolve(record, interactions=turns), 1.0)
+
+    assert returns == pytest.approx(dict.fromkeys(returns, outcome))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.training import forward
+from areal_actors.training.distributions import Distributions
 from areal_actors.training.forward import score_tokens
 
 
-def plain_scores(hidden, weight, bias, targets, temperature):
+def distributions(temperatures):
+    """Temperatures [n] without truncation."""
+    return Distributions(settings=np.array([(temperature, 1.0, 0.0, 0.0) for temperature in temperatures]))
+
+
+def plain_scores(hidden, weight, bias, targets, temperatures):
     """The same by the book, holding all logits."""
-    logprobs = ((hidden @ weight.T + (0 if bias is None else bias)) / temperature).log_softmax(-1)
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    logprobs = (logits / torch.tensor(temperatures, dtype=torch.float32)[:, None]).log_softmax(-1)
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -21,9 +29,9 @@ def plain_scores(hidden, weight, bias, targets, temperature):
     num_tokens=st.integers(1, 40),
     has_bias=st.booleans(),
     uses_entropy=st.booleans(),
-    temperature=st.sampled_from([0.5, 1.0, 1.3]),
+    choices=st.sampled_from([[1.0], [0.5], [1.0, 1.3], [0.3, 0.7, 1.0, 1.3]]),
 )
-def test_scores_and_gradients_equal_the_plain_ones(seed, num_tokens, has_bias, uses_entropy, temperature):
+def test_scores_and_gradients_equal_the_plain_ones(seed, num_tokens, has_bias, uses_entropy, choices):
     """Log-probability, entropy and all gradients, with more tokens than a chunk holds."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, 6, generator=generator, requires_grad=True)
@@ -37,8 +45,9 @@ def test_scores_and_gradients_equal_the_plain_ones(seed, num_tokens, has_bias, u
         loss = (scores[0] * factors[0]).sum() + uses_entropy * (scores[1] * factors[1]).sum()
         return torch.autograd.grad(loss, inputs)
 
-    found = score_tokens(hidden, weight, bias, targets, temperature=temperature)
-    expected = plain_scores(hidden, weight, bias, targets, temperature)
+    temperatures = np.resize(choices, num_tokens)
+    found = score_tokens(hidden, weight, bias, targets, distributions=distributions(temperatures))
+    expected = plain_scores(hidden, weight, bias, targets, temperatures)
 
     assert torch.allclose(found.logprobs, expected[0], atol=1e-4)
     assert torch.allclose(found.entropies, expected[1], atol=1e-4)

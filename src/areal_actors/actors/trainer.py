@@ -353,6 +353,10 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "importance_max": statistics.importance_max,
         "behaviour_gap_mean": statistics.behaviour_gap_mean,
         "behaviour_gap_max": statistics.behaviour_gap_max,
+        "temperature_mean": data.temperature_mean,
+        "greedy_tokens": data.num_greedy_tokens,
+        "adjusted_tokens": data.num_adjusted_tokens,
+        "outside_fraction": statistics.outside_fraction,
     }
     # A step in which no token had an advantage computed nothing: it has no entropy, rather than one that is not a
     # number.

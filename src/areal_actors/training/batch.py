@@ -19,6 +19,7 @@ from areal_actors.domain import Floats, Trajectory, as_floats
 from areal_actors.errors import CaptureViolation, ExportError
 from areal_actors.training.aggregation import Indices, token_weights
 from areal_actors.training.config import Aggregation
+from areal_actors.training.distributions import Distributions, is_comparable, is_recomputed, tokens_of
 
 __all__ = ["Batch", "TrainingRow"]
 
@@ -33,7 +34,8 @@ class TrainingRow:
     """One trajectory with its advantages (float32 [T]); ``episode`` and ``group`` are indices within the batch.
 
     ``proximal`` and ``reference`` are log-probabilities float32 [T] under the weights before the update and under the
-    frozen reference, where somebody computed them. Creating a row raises ``ExportError`` if its arrays do not fit
+    frozen reference, where somebody computed them. ``temperature`` is for turns that do not say what they were sampled
+    at. Creating a row raises ``ExportError`` if its arrays do not fit
     together, and ``CaptureViolation`` if a trained token has no version or a log-probability that cannot be one.
     """
 
@@ -43,6 +45,7 @@ class TrainingRow:
     group: int = 0
     proximal: Floats | None = field(default=None, eq=False)
     reference: Floats | None = field(default=None, eq=False)
+    temperature: float = 1.0
 
     def __attrs_post_init__(self) -> None:
         """Check what every later index relies on."""
@@ -53,11 +56,50 @@ class TrainingRow:
         if row.num_tokens and row.loss_mask[0]:
             raise ExportError(f"Session {row.session} trains the first token of a row, which nothing predicts.")
         _check_capture(row)
+        _ = self.distributions  # settings that cannot be are refused before anything is computed
 
     @property
     def positions(self) -> Indices:
         """Positions t of the trained tokens, int64 [n]."""
         return np.flatnonzero(self.trajectory.loss_mask).astype(np.int64)
+
+    @property
+    def distributions(self) -> Distributions:
+        """What the n trained tokens were sampled from."""
+        return Distributions.create(self.trajectory, self.positions, temperature=self.temperature)
+
+    @property
+    def centre(self) -> Floats:
+        """What a clip around the behaviour policy is around, float32 [T]: the distribution that the trainer computes.
+
+        Where that is not the one that was sampled from (penalties, a bias or a grammar changed the logits, too, or the
+        row does not say), and the trainer computes the plain softmax, it is the engine's plain log-probability: the
+        ratio to the other one would begin off 1 whatever the weights are, and be clipped for what nothing changed.
+        """
+        row = self.trajectory
+        if row.raw_logprobs is None:
+            return row.logprobs
+        is_plain = np.zeros(row.num_tokens, dtype=bool)
+        is_plain[self.positions] = self.distributions.temperatures == 1.0
+        is_plain &= ~tokens_of(row, is_recomputed) & ~np.isnan(row.raw_logprobs)
+        return as_floats(np.where(is_plain, row.raw_logprobs, row.logprobs))
+
+    def comparable(self, raw_logprobs: Floats, logprobs: Floats) -> tuple[Floats, Floats]:
+        """Pairs of log-probabilities, the engine's and the trainer's, that must agree: float32 [n] each.
+
+        ``raw_logprobs`` and ``logprobs`` [n] are what the trainer found for the trained tokens under the plain softmax
+        and under the distributions that they were sampled from. The former are compared where the engine knows its own,
+        the latter where nothing but the temperature was at work. NaN where nothing can be compared.
+        """
+        row = self.trajectory
+        unknown = np.full(len(raw_logprobs), np.nan, dtype=np.float32)
+        if row.raw_logprobs is None:
+            return unknown, unknown
+        reported = row.raw_logprobs[self.positions]
+        is_plain = ~np.isnan(reported)
+        sampled = np.where(tokens_of(row, is_comparable)[self.positions], row.logprobs[self.positions], np.nan)
+        pair = np.where(is_plain, reported, sampled), np.where(is_plain, raw_logprobs, logprobs)
+        return as_floats(pair[0]), as_floats(pair[1])
 
     @property
     def is_inert(self) -> bool:

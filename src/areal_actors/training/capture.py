@@ -5,10 +5,12 @@ of different lengths, log-probabilities that are none, versions that were never 
 many is judged on the rows of a step (``CaptureWatch``): tokens that the present weights sampled must have the
 log-probabilities that the training pass itself computes for them, which costs nothing more. Plain log-probabilities
 are compared, those of the softmax at temperature 1: truncation, penalties and grammars move what was sampled from, and
-leave these as they are. So a forced token, whose log-probability is 0, is no reason for an alarm.
+leave these as they are. So a forced token, whose log-probability is 0, is no reason for an alarm. Where the engine does
+not know them (servers at another temperature), those at the temperature of the turn are compared, unless something else
+was at work.
 
 Rows that do not say their plain log-probabilities (of workflows that make tensors by themselves), tokens of which the
-engine did not know them (NaN), and tokens of older weights, cannot be recomputed; of the last, whole answers of one and
+engine knew neither, and tokens of older weights, cannot be recomputed; of the last, whole answers of one and
 the same log-probability are bad.
 """
 
@@ -132,20 +134,24 @@ class CaptureWatch:
         """All rows of the step, also those that no pass computes."""
         self._seen = {id(row.trajectory): _Seen(row=row.trajectory, is_constant=_is_constant(row)) for row in rows}
 
-    def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], raw_logprobs: Floats) -> None:
-        """Plain log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row."""
+    def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], raw_logprobs: Floats, logprobs: Floats) -> None:
+        """Log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row.
+
+        The former are the plain ones, the latter those of the distributions that the tokens were sampled from.
+        """
         bounds = np.cumsum([len(rows[index].positions) for index in indices])[:-1]
-        for index, values in zip(indices, np.split(raw_logprobs, bounds), strict=True):
+        parts = zip(indices, np.split(raw_logprobs, bounds), np.split(logprobs, bounds), strict=True)
+        for index, raw, sampled in parts:
             row = rows[index]
-            reported = row.trajectory.raw_logprobs
             seen = self._seen.get(id(row.trajectory))
-            if reported is None or seen is None:
+            if seen is None:
                 continue
+            reported, recomputed = row.comparable(raw, sampled)
             is_own = row.trajectory.versions[row.positions] == self.version
-            is_own &= ~np.isnan(reported[row.positions])
+            is_own &= ~np.isnan(reported)
             if is_own.any():
-                seen.gap = float(np.abs(values - reported[row.positions])[is_own].mean())
-                seen.recomputed = values
+                seen.gap = float(np.abs(recomputed - reported)[is_own].mean())
+                seen.recomputed = recomputed
 
     def judge(self) -> None:
         """Raise ``CaptureViolation`` if too many of the rows cannot have been sampled as they say."""

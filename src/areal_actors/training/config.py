@@ -278,10 +278,11 @@ class GangConfig:
 class TrainerConfig:
     """One training step: how groups become updates.
 
-    ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row goes alone). ``temperature`` is the one
-    that the rows were sampled at: log-probabilities are compared under it. ``num_epochs`` and ``num_minibatches`` are
-    passes over a batch and updates per pass. ``device`` "auto" takes CUDA where there is one; the processes of a gang
-    take theirs by its backend. ``skips_inert_rows`` leaves out of the forward pass what cannot change the gradient.
+    ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row goes alone). ``temperature`` is for rows
+    that do not say what they were sampled at (tensors that a workflow made by itself); all others know it, turn by
+    turn. ``num_epochs`` and ``num_minibatches`` are passes over a batch and updates per pass. ``device`` "auto" takes
+    CUDA where there is one; the processes of a gang take theirs by its backend. ``skips_inert_rows`` leaves out of the
+    forward pass what cannot change the gradient.
     """
 
     objective: ObjectiveConfig = field(factory=ObjectiveConfig)

@@ -13,6 +13,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from areal_actors.training.distributions import Distributions, truncation_bounds
 from areal_actors.training.packing import Pack
 from areal_actors.training.tree_attention import tree_mask
 
@@ -26,15 +27,18 @@ _CHUNK_BYTES = 64 << 20
 class TokenScores:
     """Float32 [n] for the trained tokens of a pack, in its order: log-probabilities and the entropies around them.
 
-    ``raw_logprobs`` are those at temperature 1, without a gradient.
+    Both are of the distributions that the tokens were sampled from. ``raw_logprobs`` are those of the plain softmax,
+    without a gradient. ``is_outside`` (bool [n]) marks tokens that truncation would cut off under these weights: their
+    log-probability and entropy are those before it, so that every ratio is finite.
     """
 
     logprobs: Tensor = field(eq=False)
     entropies: Tensor = field(eq=False)
     raw_logprobs: Tensor = field(eq=False)
+    is_outside: Tensor | None = field(default=None, eq=False)
 
 
-def score_pack(model: Any, pack: Pack, *, temperature: float = 1.0) -> TokenScores:
+def score_pack(model: Any, pack: Pack) -> TokenScores:
     """Run the decoder over ``pack`` and score its trained tokens. Differentiable unless under ``no_grad``."""
     device = next(model.parameters()).device
     hidden = model.get_decoder()(
@@ -47,60 +51,137 @@ def score_pack(model: Any, pack: Pack, *, temperature: float = 1.0) -> TokenScor
     selected_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, sources)
     head = model.get_output_embeddings()
     targets = torch.from_numpy(pack.targets).to(device)
-    return score_tokens(selected_NH, head.weight, head.bias, targets, temperature=temperature)
+    return score_tokens(selected_NH, head.weight, head.bias, targets, distributions=pack.distributions)
 
 
 def score_tokens(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    distributions: Distributions | None = None,
 ) -> TokenScores:
-    """Scores of ``targets`` int64 [n] given ``hidden`` [n, H] and the head ``weight`` [V, H] (and ``bias`` [V])."""
-    if temperature != 1.0:
-        hidden, bias = hidden / temperature, None if bias is None else bias / temperature
+    """Scores of ``targets`` int64 [n] given ``hidden`` [n, H] and the head ``weight`` [V, H] (and ``bias`` [V]).
+
+    Without ``distributions`` the targets were sampled from the plain softmax. Temperatures and truncation cost nothing
+    where no token has them.
+    """
+    shaping = _Shaping.create(distributions, device=hidden.device)
     apply = cast("Any", _Scores.apply)
-    logprobs, entropies, raw = apply(hidden, weight, bias, targets, temperature)
-    return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw)
+    logprobs, entropies, raw, is_outside = apply(hidden, weight, bias, targets, shaping)
+    return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw, is_outside=is_outside)
+
+
+@frozen(eq=False)
+class _Shaping:
+    """What is done to logits [n, V] before the softmax, on their device; ``None`` where nothing is.
+
+    ``temperatures`` float32 [n] divide them. ``bounds`` float32 [n] are the smallest divided logits that truncation
+    keeps, -inf where it is off; they are found in the forward pass and kept, so that the backward pass cuts alike.
+    ``settings`` float64 [n, 4] and ``is_truncated`` bool [n] are as in ``Distributions``.
+    """
+
+    settings: Tensor
+    temperatures: Tensor | None
+    is_truncated: Tensor
+    bounds: Tensor | None
+
+    @classmethod
+    def create(cls, distributions: Distributions | None, *, device: torch.device) -> _Shaping | None:
+        if distributions is None:
+            return None
+        truncated = distributions.is_truncated
+        if not distributions.has_temperatures and not truncated.any():
+            return None
+        settings = torch.from_numpy(distributions.settings).to(device)
+        return cls(
+            settings=settings,
+            temperatures=settings[:, 0].float() if distributions.has_temperatures else None,
+            is_truncated=torch.from_numpy(truncated).to(device),
+            bounds=torch.full((len(truncated),), -torch.inf, device=device) if truncated.any() else None,
+        )
+
+    def divide(self, logits: Tensor, part: slice) -> None:
+        """Apply the temperatures in place."""
+        if self.temperatures is not None:
+            logits.div_(self.temperatures[part, None])
+
+    def find_bounds(self, logits: Tensor, part: slice, targets: Tensor) -> Tensor:
+        """Write down what truncation keeps of divided ``logits``; returns whether it would cut the target off, [m]."""
+        chosen = self.is_truncated[part].nonzero().squeeze(-1)
+        is_outside = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        if self.bounds is None or not len(chosen):
+            return is_outside
+        _, top_p, top_k, min_p = self.settings[part][chosen].T
+        found = truncation_bounds(logits[chosen], top_p, top_k, min_p)
+        outside = _pick(logits, targets)[chosen] < found
+        self.bounds[part][chosen] = found.masked_fill(outside, -torch.inf)
+        is_outside[chosen] = outside
+        return is_outside
+
+    def cut(self, logits: Tensor, part: slice) -> None:
+        """Apply the truncation in place."""
+        if self.bounds is not None and (self.bounds[part] > -torch.inf).any():
+            logits.masked_fill_(logits < self.bounds[part, None], -torch.inf)
+
+    def scale(self, gradients: Tensor) -> Tensor:
+        """Gradients [n] with respect to something of the divided logits, as those of the logits are made of them."""
+        return gradients if self.temperatures is None else gradients / self.temperatures
 
 
 class _Scores(torch.autograd.Function):
     """Chunked log-softmax over the head's output.
 
     With p the probabilities, H the entropy and y the target: d logprob / d logits = onehot(y) - p, and
-    d entropy / d logits = -p (log p + H).
+    d entropy / d logits = -p (log p + H), each divided by the token's temperature. What truncation cuts off has
+    probability 0 and no gradient; which tokens it keeps is taken as given.
     """
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes them by position
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Float32 [n] log-probabilities, entropies, and log-probabilities at temperature 1."""
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shaping: _Shaping | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Float32 [n] log-probabilities, entropies, and plain log-probabilities; bool [n] of those outside."""
         weight_c, hidden_c = _compute_dtype(weight), _compute_dtype(hidden)
         logprobs = torch.empty(len(targets), device=hidden.device)
         entropies, normalisers, raw = (torch.empty_like(logprobs) for _ in range(3))
+        is_outside = torch.zeros(len(targets), dtype=torch.bool, device=hidden.device)
         for part in _chunks(len(targets), len(weight)):
             logits = _logits(hidden_c[part], weight_c, bias)
+            if shaping is not None:
+                raw[part] = _pick(logits, targets[part]) - logits.logsumexp(-1)
+                shaping.divide(logits, part)
+                is_outside[part] = shaping.find_bounds(logits, part, targets[part])
+                shaping.cut(logits, part)
             normaliser = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normaliser
-            if temperature != 1.0:
-                raw[part] = _raw_logprobs(logits, targets[part], temperature)
+            logprobs[part] = _pick(logits, targets[part]) - normaliser
             logits.sub_(normaliser[:, None])
             entropies[part] = -(logits.exp().mul_(logits.clamp_(min=-1e4))).sum(-1)
             normalisers[part] = normaliser
         ctx.save_for_backward(hidden_c, weight_c, bias, targets, normalisers, entropies)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        raw = logprobs.clone() if temperature == 1.0 else raw
-        ctx.mark_non_differentiable(raw)
-        return logprobs, entropies, raw
+        ctx.dtypes, ctx.shaping = (hidden.dtype, weight.dtype), shaping
+        raw = logprobs.clone() if shaping is None else raw
+        ctx.mark_non_differentiable(raw, is_outside)
+        return logprobs, entropies, raw, is_outside
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight and bias; the logits are computed again, chunk by chunk."""
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
-        grad_logprobs, grad_entropies, _ = gradients
+        shaping: _Shaping | None = ctx.shaping
+        grad_logprobs, grad_entropies = gradients[:2]
+        if shaping is not None:
+            grad_logprobs, grad_entropies = shaping.scale(grad_logprobs), shaping.scale(grad_entropies)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, device=weight.device)
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for part in _chunks(len(targets), len(weight)):
-            logits = _logits(hidden[part], weight, bias).sub_(normalisers[part, None])
+            logits = _logits(hidden[part], weight, bias)
+            if shaping is not None:
+                shaping.divide(logits, part)
+                shaping.cut(logits, part)
+            logits.sub_(normalisers[part, None])
             grad = _grad_logits(logits, grad_logprobs[part], grad_entropies[part], entropies[part])
             grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
             if grad_bias is not None:
@@ -123,10 +204,9 @@ def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Ten
     return probabilities.mul_(factor).neg_()
 
 
-def _raw_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities [n] of ``targets`` for what ``logits`` [n, V] were before they were divided."""
-    undivided = logits * temperature
-    return undivided.gather(-1, targets[:, None]).squeeze(-1) - undivided.logsumexp(-1)
+def _pick(logits: Tensor, targets: Tensor) -> Tensor:
+    """The entries [n] of ``logits`` [n, V] at ``targets`` [n]."""
+    return logits.gather(-1, targets[:, None]).squeeze(-1)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

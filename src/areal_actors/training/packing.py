@@ -25,6 +25,7 @@ from attrs import field, frozen
 from areal_actors.domain import Ints
 from areal_actors.training.aggregation import Indices
 from areal_actors.training.batch import TrainingRow
+from areal_actors.training.distributions import Distributions
 
 __all__ = ["Pack", "Segment", "Trie", "build_trie", "pack_flat", "pack_tree", "visible"]
 
@@ -74,7 +75,8 @@ class Pack:
     ``input_ids`` and ``position_ids`` int64 [R, L]. Rows are plain causal ones where ``segments`` is ``None``;
     otherwise R is 1 and the segments, which cover all L positions, say what attends to what. ``rows`` names the batch
     rows inside; for their trained tokens, row by row, ``sources`` int64 [n] is the index into R·L that predicts the
-    token, and ``targets`` int64 [n] its id. ``num_tokens`` counts what is not padding.
+    token, and ``targets`` int64 [n] its id. ``num_tokens`` counts what is not padding. ``distributions`` are those that
+    the targets were sampled from, the plain softmax where it is ``None``.
     """
 
     input_ids: Indices = field(eq=False)
@@ -84,6 +86,7 @@ class Pack:
     sources: Indices = field(eq=False)
     targets: Indices = field(eq=False)
     num_tokens: int
+    distributions: Distributions | None = field(default=None, eq=False)
 
 
 def pack_flat(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
@@ -196,6 +199,7 @@ def _flat_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
         sources=np.concatenate([rows[index].positions - 1 + slot * length for slot, index in enumerate(indices)]),
         targets=_targets(rows, indices),
         num_tokens=sum(len(sequence) for sequence in sequences),
+        distributions=_distributions(rows, indices),
     )
 
 
@@ -220,6 +224,7 @@ def _tree_pack(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
         sources=np.concatenate(sources),
         targets=_targets(rows, indices),
         num_tokens=int(offsets[-1]),
+        distributions=_distributions(rows, indices),
     )
 
 
@@ -260,6 +265,10 @@ def _targets(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Indices:
     return np.concatenate([rows[index].trajectory.input_ids[rows[index].positions] for index in indices]).astype(
         np.int64
     )
+
+
+def _distributions(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Distributions:
+    return Distributions.join([rows[index].distributions for index in indices])
 
 
 def _pad(values: npt.NDArray[np.integer], length: int) -> Indices:

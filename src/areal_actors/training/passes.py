@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import asdict, field, frozen
 from torch import Tensor
@@ -26,7 +27,7 @@ from areal_actors.training.packing import Pack
 from areal_actors.training.sharding import free_gathered
 from areal_actors.training.terms import Terms
 
-__all__ = ["Accumulated", "Passes", "Scorer"]
+__all__ = ["Accumulated", "PassScores", "Passes", "Scorer"]
 
 _MAXIMA = ("importance_max", "behaviour_gap_max")
 """What of ``TokenSums`` does not add up."""
@@ -50,19 +51,32 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The fields of ``TokenScores``, in a form that hooks on gradients see."""
-        found = score_pack(self.model, pack, temperature=temperature)
-        return found.logprobs, found.entropies, found.raw_logprobs
+        found = score_pack(self.model, pack)
+        assert found.is_outside is not None
+        return found.logprobs, found.entropies, found.raw_logprobs, found.is_outside
+
+
+@frozen(kw_only=True)
+class PassScores:
+    """What a pass computed for its n trained tokens, float32 [n].
+
+    ``logprobs`` are of the distributions that the tokens were sampled from, ``raw_logprobs`` of the plain softmax.
+    """
+
+    logprobs: Floats = field(eq=False)
+    raw_logprobs: Floats = field(eq=False)
 
 
 @frozen(kw_only=True)
 class Accumulated:
-    """What the passes of an update found. ``raw_logprobs`` are float32 [n] for each of them."""
+    """What the passes of an update found; ``num_outside`` tokens are beyond what truncation keeps."""
 
     loss: float
     sums: TokenSums
-    raw_logprobs: tuple[Floats, ...] = field(eq=False)
+    scores: tuple[PassScores, ...]
+    num_outside: int
 
 
 @frozen(kw_only=True)
@@ -71,7 +85,6 @@ class Passes:
 
     gang: Gang
     dtype: torch.dtype
-    temperature: float
 
     def accumulate(self, scorer: Scorer, objective: Objective, batch: Batch, packs: Sequence[Pack]) -> Accumulated:
         """Add the gradients of all ``packs`` to those of the weights.
@@ -79,8 +92,8 @@ class Passes:
         Raises ``CaptureViolation`` for ids that the model does not have, before anything is computed.
         """
         _check_ids(scorer.model, packs)
-        raw = [np.zeros(len(pack.targets), dtype=np.float32) for pack in packs]
-        total, sums = 0.0, TokenSums()
+        found = [np.zeros((2, len(pack.targets)), dtype=np.float32) for pack in packs]
+        total, sums, num_outside = 0.0, TokenSums(), 0.0
         for index in self.gang.share(packs):
             pack = _COMPANY if index is None else packs[index]
             scores = self._score(scorer, pack)
@@ -90,12 +103,18 @@ class Passes:
             result = objective(scores, _terms(batch, pack, scores))
             torch.autograd.backward(result.loss)
             total, sums = total + float(result.loss.detach()), sums + result.sums
-            raw[index] = scores.raw_logprobs.cpu().numpy()
-        return Accumulated(loss=self._sum(total), sums=self._combine(sums), raw_logprobs=self._fill_in(raw))
+            num_outside += 0.0 if scores.is_outside is None else float(scores.is_outside.sum())
+            found[index] = _pair(scores)
+        return Accumulated(
+            loss=self._sum(total),
+            sums=self._combine(sums),
+            scores=self._share_scores(found),
+            num_outside=int(self._sum(num_outside)),
+        )
 
     @torch.no_grad()
-    def score(self, scorer: Scorer, packs: Sequence[Pack]) -> tuple[tuple[Floats, Floats], ...]:
-        """Log-probabilities and those at temperature 1, float32 [n] for the trained tokens of each pack.
+    def score(self, scorer: Scorer, packs: Sequence[Pack]) -> tuple[PassScores, ...]:
+        """The scores of the trained tokens of each pack.
 
         Raises ``CaptureViolation`` as ``accumulate`` does.
         """
@@ -104,16 +123,14 @@ class Passes:
         for index in self.gang.share(packs):
             scores = self._score(scorer, _COMPANY if index is None else packs[index])
             if index is not None:
-                found[index] = torch.stack([scores.logprobs, scores.raw_logprobs]).cpu().numpy()
+                found[index] = _pair(scores)
         free_gathered(scorer)
-        flat = self._fill_in([values.reshape(-1) for values in found])
-        halves = (np.split(values, 2) for values in flat)
-        return tuple((logprobs, raw) for logprobs, raw in halves)
+        return self._share_scores(found)
 
     def _score(self, scorer: Scorer, pack: Pack) -> TokenScores:
         with self._precision(scorer.model.device.type):
-            logprobs, entropies, raw = scorer(pack, self.temperature)
-        return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw)
+            logprobs, entropies, raw, is_outside = scorer(pack)
+        return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw, is_outside=is_outside)
 
     def _precision(self, device_type: str) -> AbstractContextManager[Any]:
         if self.dtype is torch.float32:
@@ -135,6 +152,12 @@ class Passes:
         rest = {name: float(value) for name, value in (totals | dict(zip(_MAXIMA, maxima, strict=True))).items()}
         return TokenSums(num_tokens=num_tokens, **rest)
 
+    def _share_scores(self, found: Sequence[npt.NDArray[np.float32]]) -> tuple[PassScores, ...]:
+        """The scores [2, n] of all passes, of which each rank has some."""
+        flat = self._fill_in([values.reshape(-1) for values in found])
+        halves = (np.split(values, 2) for values in flat)
+        return tuple(PassScores(logprobs=logprobs, raw_logprobs=raw) for logprobs, raw in halves)
+
     def _fill_in(self, parts: Sequence[Floats]) -> tuple[Floats, ...]:
         """Arrays of which each rank has some, and zeros in the place of the others: all of them, exactly."""
         if self.gang.is_alone:
@@ -142,6 +165,12 @@ class Passes:
         whole = np.concatenate([np.zeros(0, dtype=np.float32), *parts]).astype(np.float64)  # holds every float32
         bounds = np.cumsum([len(part) for part in parts])[:-1]
         return tuple(np.split(self.gang.sum(whole).astype(np.float32), bounds)) if parts else ()
+
+
+def _pair(scores: TokenScores) -> npt.NDArray[np.float32]:
+    """Log-probabilities and plain ones, [2, n]."""
+    pair: npt.NDArray[np.float32] = torch.stack([scores.logprobs.detach(), scores.raw_logprobs]).cpu().numpy()
+    return pair
 
 
 def _terms(batch: Batch, pack: Pack, scores: TokenScores) -> Terms:

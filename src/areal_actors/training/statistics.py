@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from areal_actors.domain import Group
+from areal_actors.domain import Group, SamplingDistribution
 from areal_actors.training.batch import TrainingRow
+from areal_actors.training.distributions import tokens_of
 from areal_actors.training.objective import TokenSums
 
 __all__ = ["DataStatistics", "StepStatistics", "describe_data"]
@@ -37,6 +38,14 @@ class DataStatistics:
     advantage_std: float = 0.0
     staleness_mean: float = 0.0
     staleness_max: int = 0
+    temperature_mean: float = 1.0
+    temperature_min: float = 1.0
+    temperature_max: float = 1.0
+    """Of the trained tokens, as their log-probabilities are computed."""
+    num_greedy_tokens: int = 0
+    """Tokens taken at temperature 0, which are not trained."""
+    num_adjusted_tokens: int = 0
+    """Trained tokens whose logits were changed by penalties, a bias or a grammar, which is not recomputed."""
 
 
 @frozen(kw_only=True)
@@ -46,8 +55,9 @@ class StepStatistics:
     ``loss``, ``grad_norm`` are means over its updates; the rest are means over the tokens that were computed (nan if
     none was). ``approximate_kl`` is the k3 estimate between behaviour and policy, ``reference_kl`` that between
     reference and policy. ``importance`` is the weight proximal/behaviour before its bounds. ``behaviour_gap`` is |log
-    π - log π_behaviour|. ``num_packed_tokens`` counts the tokens of all forward passes with gradient, without
-    padding.
+    π - log π_behaviour|. ``outside_fraction`` is the share of tokens that truncation (top-k, top-p, min-p) would cut
+    off under the present weights; they are scored before it. ``num_packed_tokens`` counts the tokens of all forward
+    passes with gradient, without padding.
     """
 
     version: int
@@ -64,6 +74,7 @@ class StepStatistics:
     out_of_range_fraction: float
     behaviour_gap_mean: float
     behaviour_gap_max: float
+    outside_fraction: float
     num_updates: int
     num_skipped_rows: int
     num_packed_tokens: int
@@ -75,6 +86,7 @@ class StepStatistics:
         sums: TokenSums,
         *,
         version: int,
+        num_outside: int,
         data: DataStatistics,
         losses: Sequence[float],
         grad_norms: Sequence[float],
@@ -100,6 +112,7 @@ class StepStatistics:
             out_of_range_fraction=sums.num_out_of_range / num_tokens,
             behaviour_gap_mean=sums.behaviour_gap / num_tokens,
             behaviour_gap_max=sums.behaviour_gap_max,
+            outside_fraction=num_outside / num_tokens,
             num_updates=len(losses),
             num_skipped_rows=num_skipped_rows,
             num_packed_tokens=num_packed_tokens,
@@ -108,12 +121,18 @@ class StepStatistics:
 
 
 def describe_data(
-    groups: Sequence[Group], rows: Sequence[TrainingRow], *, version: int, num_zero_variance_groups: int
+    groups: Sequence[Group],
+    rows: Sequence[TrainingRow],
+    *,
+    version: int,
+    num_zero_variance_groups: int,
+    num_greedy_tokens: int = 0,
 ) -> DataStatistics:
     """Count and average what a step was given, under the trainer's ``version`` before it."""
     episodes = [episode for group in groups for episode in group.episodes]
     rewards = [episode.reward for episode in episodes if episode.failure is None]
     advantages = _gather([row.advantages[row.positions] for row in rows])
+    temperatures = _gather([row.distributions.temperatures for row in rows])
     ages = version - _gather([row.trajectory.versions[row.positions] for row in rows])
     return DataStatistics(
         num_groups=len(groups),
@@ -129,7 +148,16 @@ def describe_data(
         advantage_std=float(advantages.std()) if len(advantages) else 0.0,
         staleness_mean=float(ages.mean()) if len(ages) else 0.0,
         staleness_max=int(ages.max()) if len(ages) else 0,
+        temperature_mean=float(temperatures.mean()) if len(temperatures) else 1.0,
+        temperature_min=float(temperatures.min()) if len(temperatures) else 1.0,
+        temperature_max=float(temperatures.max()) if len(temperatures) else 1.0,
+        num_greedy_tokens=num_greedy_tokens,
+        num_adjusted_tokens=sum(int(tokens_of(row.trajectory, _is_adjusted)[row.positions].sum()) for row in rows),
     )
+
+
+def _is_adjusted(sampling: SamplingDistribution | None) -> bool:
+    return sampling is not None and sampling.is_adjusted
 
 
 def _gather(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:

@@ -17,7 +17,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from areal_actors.domain import Floats, Group, Trajectory, as_floats, unfold, unfold_group
+from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.precision import choose_dtype
 from areal_actors.training.advantages import GroupAdvantages, compute_advantages
@@ -25,13 +25,14 @@ from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.capture import CaptureGate, CaptureWatch
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
 from areal_actors.training.config import Aggregation, KlPlace, Layout, TrainerConfig
+from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.generators import generator_states, set_generator_states
 from areal_actors.training.memory import release_free_memory
 from areal_actors.training.objective import Objective, TokenSums, create_objective
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_tree
-from areal_actors.training.passes import Passes, Scorer
+from areal_actors.training.passes import Passes, PassScores, Scorer
 from areal_actors.training.penalties import estimate_kl, penalise_kl, penalise_overlong
 from areal_actors.training.sharding import gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
@@ -48,6 +49,7 @@ class _Update:
 
     loss: float
     sums: TokenSums
+    num_outside: int
     grad_norm: float
     num_skipped: int
     num_packed: int
@@ -129,9 +131,16 @@ class PolicyTrainer:
         started = time.perf_counter()
         if self.config.capture.enabled:
             self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
+        num_greedy = sum(map(num_greedy_tokens, groups))
         groups, rows, num_zero_variance = self._prepare(groups)
         watch = self._watch(rows, groups)
-        data = describe_data(groups, rows, version=self.version, num_zero_variance_groups=num_zero_variance)
+        data = describe_data(
+            groups,
+            rows,
+            version=self.version,
+            num_zero_variance_groups=num_zero_variance,
+            num_greedy_tokens=num_greedy,
+        )
         batches = [self._batch(chosen) for chosen in self._updates(self._with_baselines(rows, watch))]
         rate = self._optimizer.learning_rate
         done = [self._update(batch, watch if index == 0 else None) for index, batch in enumerate(batches)]
@@ -140,6 +149,7 @@ class PolicyTrainer:
         self.version += 1
         return StepStatistics.create(
             sum((update.sums for update in done), TokenSums()),
+            num_outside=sum(update.num_outside for update in done),
             version=self.version,
             data=data,
             losses=[update.loss for update in done],
@@ -163,10 +173,11 @@ class PolicyTrainer:
             raise TrainingDiverged(
                 f"The loss of step {self.version + 1} is {found.loss}; the weights were not changed."
             )
-        self._judge(watch, batch, packs, found.raw_logprobs)
+        self._judge(watch, batch, packs, found.scores)
         return _Update(
             loss=found.loss,
             sums=found.sums,
+            num_outside=found.num_outside,
             grad_norm=self._optimizer.step(),
             num_skipped=num_skipped,
             num_packed=sum(pack.num_tokens for pack in packs),
@@ -182,12 +193,12 @@ class PolicyTrainer:
         return watch
 
     def _judge(
-        self, watch: CaptureWatch | None, batch: Batch, packs: Sequence[Pack], raw_logprobs: Sequence[Floats]
+        self, watch: CaptureWatch | None, batch: Batch, packs: Sequence[Pack], scores: Sequence[PassScores]
     ) -> None:
         if watch is None:
             return
-        for pack, values in zip(packs, raw_logprobs, strict=True):
-            watch.note(batch.rows, pack.rows, values)
+        for pack, found in zip(packs, scores, strict=True):
+            watch.note(batch.rows, pack.rows, found.raw_logprobs, found.logprobs)
         try:
             watch.judge()
         except CaptureViolation:
@@ -198,15 +209,12 @@ class PolicyTrainer:
     def logprobs(self, trajectories: Sequence[Trajectory], *, is_raw: bool = False) -> list[Floats]:
         """Log-probabilities of the trained tokens under the present weights, float32 [T] for each row, 0 off the mask.
 
-        Where the rows were sampled by these weights, they equal ``Trajectory.logprobs`` but for rounding. With
-        ``is_raw`` they are those at temperature 1, and equal ``Trajectory.raw_logprobs``.
+        They are under the distributions that the turns were sampled from: where these weights sampled the rows, they
+        equal ``Trajectory.logprobs`` but for rounding, unless penalties, a bias or a grammar were at work. With
+        ``is_raw`` they are those of the plain softmax, and equal ``Trajectory.raw_logprobs``.
         """
         branches = [unfold(row) for row in trajectories]
-        rows = [
-            TrainingRow(trajectory=branch.row, advantages=np.zeros(branch.row.num_tokens))
-            for found in branches
-            for branch in found
-        ]
+        rows = [self._unweighted(branch.row) for found in branches for branch in found]
         scored = iter(self._score_rows(self._scorer, rows, is_raw=is_raw))
         result = [np.zeros(row.num_tokens, dtype=np.float32) for row in trajectories]
         for values, found in zip(result, branches, strict=True):
@@ -274,7 +282,8 @@ class PolicyTrainer:
 
     def _prepare(self, groups: Sequence[Group]) -> tuple[Sequence[Group], list[TrainingRow], int]:
         """Penalised groups, their rows, and how many groups had no variance."""
-        groups = penalise_overlong([unfold_group(group) for group in groups], self.config.objective.overlong)
+        groups = [withhold_greedy(unfold_group(group)) for group in groups]
+        groups = penalise_overlong(groups, self.config.objective.overlong)
         kl = self.config.objective.kl
         if kl.coefficient and kl.place is KlPlace.REWARD:
             groups = penalise_kl(groups, self._reference_distances(groups), coefficient=kl.coefficient)
@@ -293,15 +302,25 @@ class PolicyTrainer:
                 if episode.failure is not None:
                     continue
                 for trajectory in episode.trajectories:
-                    row = TrainingRow(trajectory=trajectory, advantages=next(values), episode=num_episodes, group=index)
+                    row = TrainingRow(
+                        trajectory=trajectory,
+                        advantages=next(values),
+                        episode=num_episodes,
+                        group=index,
+                        temperature=self.config.temperature,
+                    )
                     rows.append(row)
                 num_episodes += 1
         return [row for row in rows if row.trajectory.num_trained_tokens]
 
+    def _unweighted(self, row: Trajectory) -> TrainingRow:
+        """A row that is scored and not trained."""
+        return TrainingRow(trajectory=row, advantages=np.zeros(row.num_tokens), temperature=self.config.temperature)
+
     def _reference_distances(self, groups: Sequence[Group]) -> dict[int, Floats]:
         """KL estimates between the present weights and the reference, by ``id`` of the trajectory."""
         trajectories = [row for group in groups for episode in group.episodes for row in episode.trajectories]
-        rows = [TrainingRow(trajectory=row, advantages=np.zeros(row.num_tokens)) for row in trajectories]
+        rows = [self._unweighted(row) for row in trajectories]
         assert self._reference is not None, "checked when the trainer was made"
         policy, reference = self._score_rows(self._scorer, rows), self._score_rows(self._reference, rows)
         estimator = self.config.objective.kl.estimator
@@ -318,21 +337,11 @@ class PolicyTrainer:
             scored = self._score_rows(self._reference, rows)
             rows = [evolve(row, reference=found) for row, found in zip(rows, scored, strict=True)]
         if not self.config.objective.is_decoupled:
-            return [evolve(row, proximal=self._centre(row.trajectory)) for row in rows]
+            return [evolve(row, proximal=row.centre) for row in rows]
         if self.config.num_epochs * self.config.num_minibatches == 1:
             return rows  # one update: the weights before it are those of its own forward pass
         scored = self._score_rows(self._scorer, rows, watch)
         return [evolve(row, proximal=found) for row, found in zip(rows, scored, strict=True)]
-
-    def _centre(self, row: Trajectory) -> Floats:
-        """What a clip around the behaviour policy is around: the distribution that the trainer computes, then.
-
-        Of a forced or truncated token, the probability that it was sampled with is another function: the ratio to it
-        begins below the clip, whatever the weights, and would be clipped for what nobody changed.
-        """
-        if row.raw_logprobs is None or self.config.temperature != 1.0:
-            return row.logprobs
-        return as_floats(np.where(np.isnan(row.raw_logprobs), row.logprobs, row.raw_logprobs))
 
     def _updates(self, rows: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         """The rows of each update: groups dealt out evenly, in an order drawn from seed, version and epoch only."""
@@ -365,20 +374,21 @@ class PolicyTrainer:
     def _score_rows(
         self, scorer: Scorer, rows: Sequence[TrainingRow], watch: CaptureWatch | None = None, *, is_raw: bool = False
     ) -> list[Floats]:
-        """Log-probabilities float32 [T] of each row's trained tokens by ``scorer``; ``is_raw``: at temperature 1."""
+        """Log-probabilities float32 [T] of each row's trained tokens by ``scorer``; ``is_raw``: plain ones."""
         result: list[Floats] = [np.zeros(row.trajectory.num_tokens, dtype=np.float32) for row in rows]
         packs = self._pack(rows, [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens])
-        for pack, (logprobs, raw) in zip(packs, self._passes.score(scorer, packs), strict=True):
+        for pack, found in zip(packs, self._passes.score(scorer, packs), strict=True):
             if watch is not None:
-                watch.note(rows, pack.rows, raw)
+                watch.note(rows, pack.rows, found.raw_logprobs, found.logprobs)
             bounds = np.cumsum([len(rows[index].positions) for index in pack.rows])[:-1]
-            for index, part in zip(pack.rows, np.split(raw if is_raw else logprobs, bounds), strict=True):
+            values = found.raw_logprobs if is_raw else found.logprobs
+            for index, part in zip(pack.rows, np.split(values, bounds), strict=True):
                 result[index][rows[index].positions] = part
         return result
 
     @property
     def _passes(self) -> Passes:
-        return Passes(gang=self.gang, dtype=self._dtype, temperature=self.config.temperature)
+        return Passes(gang=self.gang, dtype=self._dtype)
 
     def _choose_dtype(self) -> torch.dtype:
         """The format of forward and backward passes; weights and moments are float32 whatever it is."""

@@ -14,6 +14,7 @@ from areal_actors.config import load_config, save_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError
 from areal_actors.run.functions import try_functions
+from areal_actors.training.checkpoints import find_checkpoints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = EXAMPLES / "tiny.yaml"
@@ -139,3 +140,115 @@ def test_a_rule_that_fails_on_a_session_ends_the_run_before_the_step(tmp_path, w
     assert "mine.py:f returned None of type NoneType" in text
     assert "It was asked for session train-0-" in text
     assert [] == steps_of(tmp_path / "run")
+
+
+# ------------------------------------------------------------------------------- advantages, policy loss, metrics
+
+MINE = """
+import numpy as np
+
+
+def advantages(groups):
+    result = []
+    for group in groups:
+        rewards = [episode.reward for episode in group.episodes if episode.failure is None]
+        result.append([row.returns - np.mean(rewards) for row in group.rows])
+    return result
+
+
+def surrogate(logprobs, terms):
+    return -terms.advantages * logprobs
+
+
+def metric(step):
+    return {"longest": max(row.trajectory.num_tokens for row in step.rows)}
+"""
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in RunDirectory(path=run_dir).metrics.read_text().splitlines()]
+
+
+def learnt(run_dir: Path) -> list[tuple]:
+    return [(row["reward"], row["loss"], row["grad_norm"]) for row in metrics_of(run_dir)[1:]]
+
+
+def test_custom_functions_train_as_the_built_in_ones_that_they_copy(tmp_path):
+    """Dr. GRPO and the plain policy gradient, written anew: rewards, loss and gradient are the same."""
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    options = ("engine.deterministic=true", "rollout.max_head_offpolicyness=0")
+    custom = (
+        f"trainer.advantages.normalisation={path}:advantages",
+        f"trainer.objective.surrogate={path}:surrogate",
+        f"trainer.metrics=[{path}:metric]",
+    )
+    built_in = ("trainer.advantages.normalisation=dr_grpo", "trainer.objective.surrogate=reinforce")
+    results = [
+        train(tmp_path / "custom", *options, *custom),
+        train(tmp_path / "built_in", *options, *built_in),
+    ]
+
+    assert [0, 0] == [result.exit_code for result in results], [result.output for result in results]
+    assert all(row["custom/longest"] > 10 for row in metrics_of(tmp_path / "custom")[1:])
+    assert learnt(tmp_path / "built_in") == learnt(tmp_path / "custom")
+
+
+@pytest.mark.parametrize(
+    ("setting", "body", "complaint"),
+    [
+        (
+            "trainer.advantages.normalisation={}",
+            "def f(groups):\n    return []\n",
+            "returned 0 entries for the 4 groups",
+        ),
+        ("trainer.objective.surrogate={}", "def f(logprobs, terms):\n    return 0.0\n", "returned 0.0 of type float"),
+        ("trainer.metrics=[{}]", "def f(step):\n    return 1.0\n", "returned 1.0 of type float in step 1"),
+    ],
+)
+def test_each_is_tried_before_anything_is_written(tmp_path, write, setting, body, complaint):
+    """The message names the setting; there is no run directory."""
+    result = train(tmp_path / "run", setting.format(write(body)))
+
+    assert result.exit_code != 0
+    assert setting.partition("=")[0] in result.output
+    assert f"mine.py:f {complaint}" in " ".join(result.output.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "body", "complaint"),
+    [
+        (
+            "trainer.advantages.normalisation={}",
+            "def f(groups):\n    return [[float('nan') if 'train' in g.id else 0.0 for _ in g.rows] for g in groups]\n",
+            "returned nan for token",
+        ),
+        (
+            "trainer.objective.surrogate={}",
+            "def f(logprobs, terms):\n    return logprobs / (1 if len(logprobs) <= 5 else 0)\n",
+            "returned -inf for a token with the log-probability",
+        ),
+        (
+            "trainer.metrics=[{}]",
+            "def f(step):\n    return {'a': float('nan') if 'train' in step.groups[0].id else 0.0}\n",
+            "returned nan for 'a' in step 1",
+        ),
+    ],
+)
+def test_one_that_fails_in_a_step_ends_the_run_before_it(tmp_path, write, setting, body, complaint):
+    """The step is not taken: the weights are those of the checkpoint that is left, and the run can be resumed."""
+    options = (f"trainer.optimizer.learning_rate={0.01}", "eval_dataset=null")
+    result = train(tmp_path / "run", setting.format(write(body)), *options)
+    text = " ".join(result.output.split())
+
+    assert result.exit_code != 0
+    assert f"mine.py:f {complaint}" in text
+    assert "train-0-" in text or "step 1" in text
+    assert [] == steps_of(tmp_path / "run")
+    assert [0] == [checkpoint.step for checkpoint in find_checkpoints(RunDirectory(path=tmp_path / "run").checkpoints)]
+
+    mended = train(tmp_path / "run", "eval_dataset=null", "--resume")
+
+    assert mended.exit_code == 0, mended.output
+    assert [1, 2] == steps_of(tmp_path / "run")

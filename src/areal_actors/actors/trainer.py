@@ -29,7 +29,7 @@ from areal_actors.actors.gang import GangMembers, LedPolicy
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.core import Actor, Context, OwnThread, Ref
 from areal_actors.domain import DataPosition, Group
-from areal_actors.errors import CaptureViolation, TrainingStalled
+from areal_actors.errors import CaptureViolation, CustomFunctionError, TrainingStalled
 from areal_actors.messages import (
     AcknowledgeLease,
     AwaitTraining,
@@ -197,6 +197,10 @@ class TrainerActor(Actor[Training]):
                 violation.args = (f"{violation} The rows are in {path}.",)
             await self._save()
             raise
+        except CustomFunctionError:
+            if not self._policy.is_within_step:
+                await self._save()
+            raise
 
     async def _lease(self) -> Lease | None:
         """The next batch, or ``None`` if a stop was requested first."""
@@ -358,6 +362,7 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "adjusted_tokens": data.num_adjusted_tokens,
         "outside_fraction": statistics.outside_fraction,
     }
+    metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}
     # A step in which no token had an advantage computed nothing: it has no entropy, rather than one that is not a
     # number.
     return {key: value if value is None or isfinite(value) else None for key, value in metrics.items()}

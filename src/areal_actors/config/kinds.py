@@ -23,7 +23,7 @@ _SCALARS: dict[Any, str] = {
     Path: "a path",
     NoneType: "null",
     Any: "anything",
-    FunctionReference: "a function (its name, or file.py:name)",
+    FunctionReference: "a function (file.py:name)",
 }
 _MAX_SHOWN = 60
 
@@ -56,6 +56,7 @@ def _describe_class(kind: type, arguments: Sequence[Any]) -> str:
 
 def _plural(words: str) -> str:
     known = {"a whole number": "whole numbers", "a number": "numbers", "text": "texts", "a path": "paths"}
+    known |= {"a function (file.py:name)": "functions (file.py:name)"}
     return known.get(words) or words.replace("a section", "sections", 1)
 
 

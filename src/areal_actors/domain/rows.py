@@ -166,6 +166,11 @@ class Group:
     problem: Problem
     episodes: tuple[Episode, ...]
 
+    @property
+    def rows(self) -> tuple[Trajectory, ...]:
+        """The rows of the episodes that did not fail, in order."""
+        return tuple(row for episode in self.episodes if episode.failure is None for row in episode.trajectories)
+
     @cached_property
     def head_version(self) -> int:
         """The oldest weights that sampled a token of the group; -1 if there is none. Rows are long, and read once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from attrs import frozen
@@ -11,8 +12,9 @@ from areal_actors.cache.laws import LawReport, find_broken
 from areal_actors.cache.rewards import load_rule
 from areal_actors.config import RunConfig
 from areal_actors.errors import CustomFunctionError
-from areal_actors.references import FunctionReference
+from areal_actors.references import FunctionReference, load_function
 from areal_actors.telemetry import get_logger
+from areal_actors.training.config import Normalisation, Surrogate, TrainerConfig
 
 __all__ = ["TriedFunction", "log_functions", "try_functions"]
 
@@ -44,6 +46,33 @@ def _try_all(config: RunConfig) -> Iterator[TriedFunction]:
     if not isinstance(rule, str):
         report = _explained(setting, lambda: find_broken(rule))
         yield TriedFunction(setting=setting, reference=reference, detail=_describe(report))
+    yield from _try_training(config.trainer)
+
+
+def _try_training(config: TrainerConfig) -> Iterator[TriedFunction]:
+    from areal_actors.training import custom  # numpy, and torch once a policy loss is tried
+
+    setting, normalisation = "trainer.advantages.normalisation", config.advantages.normalisation
+    if not isinstance(normalisation, Normalisation):
+        _explained(setting, lambda: custom.try_estimator(load_function(normalisation)))
+        yield TriedFunction(setting=setting, reference=normalisation, detail=_TRIED)
+    setting, surrogate = "trainer.objective.surrogate", config.objective.surrogate
+    if not isinstance(surrogate, Surrogate):
+        _explained(setting, lambda: custom.try_surrogate(custom.load_surrogate(surrogate)))
+        yield TriedFunction(setting=setting, reference=surrogate, detail=_TRIED)
+    for index, reference in enumerate(config.metrics):
+        setting = f"trainer.metrics[{index}]"
+        _explained(setting, partial(_try_metric, reference))
+        yield TriedFunction(setting=setting, reference=reference, detail=_TRIED)
+
+
+def _try_metric(reference: FunctionReference) -> None:
+    from areal_actors.training.custom import try_metric
+
+    try_metric(load_function(reference))
+
+
+_TRIED = "works on the examples"
 
 
 def _explained(setting: str, action: Callable[[], T]) -> T:

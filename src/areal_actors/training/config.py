@@ -10,7 +10,9 @@ from enum import StrEnum
 from typing import Any
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, gt, instance_of, le, lt, optional
+from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, optional
+
+from areal_actors.references import FunctionReference, builtin_or_reference
 
 __all__ = [
     "AdvantageConfig",
@@ -155,10 +157,13 @@ class AdvantageConfig:
 
     ``std_floor`` bounds the standard deviation that is divided by. ``drop_zero_variance`` removes groups whose
     rewards are all equal before anything is averaged over the batch (the dynamic filter of DAPO); without it they
-    stay in the denominators and contribute 0.
+    stay in the denominators and contribute 0. A custom ``normalisation`` (``file.py:name``) replaces the estimator;
+    ``unit`` and ``std_floor`` are not read then.
     """
 
-    normalisation: Normalisation = Normalisation.GRPO
+    normalisation: Normalisation | FunctionReference = field(
+        default=Normalisation.GRPO, validator=builtin_or_reference(Normalisation)
+    )
     unit: StatisticsUnit = StatisticsUnit.EPISODE
     std_floor: float = field(default=1e-6, validator=_positive)
     drop_zero_variance: bool = False
@@ -201,10 +206,10 @@ class ObjectiveConfig:
 
     ``is_decoupled`` takes the policy before the update as the centre of the clip and corrects for the behaviour
     policy by an importance weight; otherwise the behaviour policy itself is the centre, as in PPO. ``fixed_length``
-    is the denominator of the aggregation of that name.
+    is the denominator of the aggregation of that name. A custom ``surrogate`` (``file.py:name``) has its clip within.
     """
 
-    surrogate: Surrogate = Surrogate.PPO
+    surrogate: Surrogate | FunctionReference = field(default=Surrogate.PPO, validator=builtin_or_reference(Surrogate))
     clip_low: float = field(default=0.2, validator=_fraction)
     clip_high: float = field(default=0.28, validator=_not_negative)
     is_decoupled: bool = True
@@ -298,6 +303,8 @@ class TrainerConfig:
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)
     skips_inert_rows: bool = True
+    metrics: tuple[FunctionReference, ...] = field(default=(), validator=deep_iterable(builtin_or_reference(())))
+    """Functions of yours (file.py:name) whose numbers stand in the metrics of each step as custom/<name>."""
     publish: PublishBy = PublishBy.MEMORY
     """How new weights reach whoever generates. Engines in other processes read them from a disk that they share, or,
     where they have SGLang servers, can be sent them."""

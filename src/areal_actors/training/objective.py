@@ -13,6 +13,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from areal_actors.training.config import KlEstimator, KlPlace, ObjectiveConfig, Surrogate
+from areal_actors.training.custom import CustomSurrogate, load_surrogate
 from areal_actors.training.forward import TokenScores
 from areal_actors.training.penalties import estimate_kl
 from areal_actors.training.surrogates import (
@@ -97,7 +98,8 @@ class PolicyObjective:
     @property
     def needs_every_row(self) -> bool:
         """See ``Objective``."""
-        return bool(self.kl_coefficient or self.entropy_coefficient)
+        is_custom = isinstance(self.surrogate, CustomSurrogate)  # may have a gradient where the advantage is 0
+        return is_custom or bool(self.kl_coefficient or self.entropy_coefficient)
 
     def __call__(self, scores: TokenScores, terms: Terms) -> ObjectiveLoss:
         """See ``Objective``."""
@@ -153,3 +155,5 @@ def _create_surrogate(config: ObjectiveConfig) -> SurrogateLoss:
             return ClippedSequenceRatio(clip_low=config.clip_low, clip_high=config.clip_high)
         case Surrogate.REINFORCE:
             return Reinforce()
+        case reference:
+            return load_surrogate(reference)

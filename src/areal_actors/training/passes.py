@@ -18,11 +18,11 @@ from attrs import asdict, field, frozen
 from torch import Tensor
 
 from areal_actors.domain import Floats
-from areal_actors.errors import CaptureViolation
+from areal_actors.errors import CaptureViolation, CustomFunctionError
 from areal_actors.training.batch import Batch
 from areal_actors.training.forward import TokenScores, score_pack
 from areal_actors.training.gang import Gang
-from areal_actors.training.objective import Objective, TokenSums
+from areal_actors.training.objective import Objective, ObjectiveLoss, TokenSums
 from areal_actors.training.packing import Pack
 from areal_actors.training.sharding import free_gathered
 from areal_actors.training.terms import Terms
@@ -31,6 +31,7 @@ __all__ = ["Accumulated", "PassScores", "Passes", "Scorer"]
 
 _MAXIMA = ("importance_max", "behaviour_gap_max")
 """What of ``TokenSums`` does not add up."""
+_MAX_NAMED = 2
 _NOTHING = np.zeros(0, dtype=np.int64)
 _COMPANY = Pack(
     input_ids=np.zeros((1, 1), dtype=np.int64),
@@ -100,7 +101,7 @@ class Passes:
             if index is None:
                 torch.autograd.backward(0.0 * scores.logprobs.sum())
                 continue
-            result = objective(scores, _terms(batch, pack, scores))
+            result = _apply(objective, scores, batch, pack)
             torch.autograd.backward(result.loss)
             total, sums = total + float(result.loss.detach()), sums + result.sums
             num_outside += 0.0 if scores.is_outside is None else float(scores.is_outside.sum())
@@ -171,6 +172,17 @@ def _pair(scores: TokenScores) -> npt.NDArray[np.float32]:
     """Log-probabilities and plain ones, [2, n]."""
     pair: npt.NDArray[np.float32] = torch.stack([scores.logprobs.detach(), scores.raw_logprobs]).cpu().numpy()
     return pair
+
+
+def _apply(objective: Objective, scores: TokenScores, batch: Batch, pack: Pack) -> ObjectiveLoss:
+    try:
+        return objective(scores, _terms(batch, pack, scores))
+    except CustomFunctionError as error:
+        sessions = sorted({batch.rows[row].trajectory.session for row in pack.rows})
+        num_more = len(sessions) - _MAX_NAMED
+        more = f" and {num_more} more" if num_more > 0 else ""
+        named = ", ".join(sessions[:_MAX_NAMED]) + more
+        raise CustomFunctionError(f"{error} Its tokens were of session {named}.") from error
 
 
 def _terms(batch: Batch, pack: Pack, scores: TokenScores) -> Terms:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import field, frozen
 
 from areal_actors.domain import Group, SamplingDistribution
 from areal_actors.training.batch import TrainingRow
@@ -79,6 +79,8 @@ class StepStatistics:
     num_skipped_rows: int
     num_packed_tokens: int
     seconds: float
+    custom: Mapping[str, float] = field(factory=dict)
+    """The numbers of custom metrics."""
 
     @classmethod
     def create(
@@ -94,6 +96,7 @@ class StepStatistics:
         num_skipped_rows: int,
         num_packed_tokens: int,
         seconds: float,
+        custom: Mapping[str, float] | None = None,
     ) -> StepStatistics:
         """The statistics of a step from its sums."""
         num_tokens = sums.num_tokens or float("nan")
@@ -117,6 +120,7 @@ class StepStatistics:
             num_skipped_rows=num_skipped_rows,
             num_packed_tokens=num_packed_tokens,
             seconds=seconds,
+            custom=custom or {},
         )
 
 

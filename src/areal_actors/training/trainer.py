@@ -20,11 +20,12 @@ from torch import Tensor
 from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.precision import choose_dtype
-from areal_actors.training.advantages import GroupAdvantages, compute_advantages
+from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.capture import CaptureGate, CaptureWatch
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
 from areal_actors.training.config import Aggregation, KlPlace, Layout, TrainerConfig
+from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.generators import generator_states, set_generator_states
@@ -80,11 +81,14 @@ class PolicyTrainer:
         self._scorer = Scorer(self.model)
         self._reference = Scorer(reference.eval()) if reference is not None else None
         self.gang = Gang.alone()
+        self._estimator = load_estimator(self.config.advantages)
+        self._metrics = load_metrics(self.config.metrics)
         self._objective = objective or create_objective(self.config.objective)
         self._dtype = self._choose_dtype()
         self.expect_engine(dtype="float32")
         self._check()
         self._optimizer = self._create_optimizer()
+        self._num_updates_before = 0
 
     def expect_engine(self, *, dtype: str) -> None:
         """Say what the engine computes in, which bounds how far its log-probabilities may be from the trainer's."""
@@ -126,13 +130,17 @@ class PolicyTrainer:
 
         Raises ``TrainingDiverged`` if a loss or gradient is not finite: the update at fault was not made, and the
         version stays. Raises ``CaptureViolation`` or ``ExportError`` for rows that cannot be true, before anything
-        changed.
+        changed, and ``CustomFunctionError`` for a custom function that fails: before anything changed, but for a policy
+        loss that fails in a later update of the step (``is_within_step``).
         """
         started = time.perf_counter()
         if self.config.capture.enabled:
             self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
         num_greedy = sum(map(num_greedy_tokens, groups))
+        self._num_updates_before = self._optimizer.num_updates
+        given = tuple(groups)
         groups, rows, num_zero_variance = self._prepare(groups)
+        custom = measure(self._metrics, StepInputs(version=self.version, groups=given, rows=tuple(rows)))
         watch = self._watch(rows, groups)
         data = describe_data(
             groups,
@@ -147,6 +155,7 @@ class PolicyTrainer:
         self._optimizer.zero_grad()
         release_free_memory()
         self.version += 1
+        self._num_updates_before = self._optimizer.num_updates
         return StepStatistics.create(
             sum((update.sums for update in done), TokenSums()),
             num_outside=sum(update.num_outside for update in done),
@@ -158,7 +167,13 @@ class PolicyTrainer:
             num_skipped_rows=sum(update.num_skipped for update in done),
             num_packed_tokens=sum(update.num_packed for update in done),
             seconds=time.perf_counter() - started,
+            custom=custom,
         )
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether a step failed after its first update: the weights are of no version then."""
+        return self._optimizer.num_updates != self._num_updates_before
 
     def _update(self, batch: Batch, watch: CaptureWatch | None) -> _Update:
         """One update of the weights; with a ``watch`` only of rows that are what they say.
@@ -275,6 +290,7 @@ class PolicyTrainer:
         self._optimizer.load_state_dict(checkpoint.load("optimizer"), num_updates=checkpoint.counters["num_updates"])
         set_generator_states(checkpoint.load("rng"))
         self.version = checkpoint.step
+        self._num_updates_before = self._optimizer.num_updates
         counters: Mapping[str, Any] = checkpoint.counters["caller"]
         return counters
 
@@ -287,7 +303,7 @@ class PolicyTrainer:
         kl = self.config.objective.kl
         if kl.coefficient and kl.place is KlPlace.REWARD:
             groups = penalise_kl(groups, self._reference_distances(groups), coefficient=kl.coefficient)
-        advantages = compute_advantages(groups, self.config.advantages)
+        advantages = estimate_advantages(groups, self.config.advantages, self._estimator)
         num_zero = sum(found.has_zero_variance for found in advantages)
         return groups, self._rows(groups, advantages), num_zero
 

@@ -217,6 +217,7 @@ def test_tensors_have_the_documented_types(talk: Any) -> None:
         "versions": (torch.int32, (b, t)),
         "returns": (torch.float32, (b, t)),
         "rewards": (torch.float32, (b,)),
+        "temperatures": (torch.float32, (b, t)),
     }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.cache import from_tensors, pad_together, to_tensors
-from areal_actors.domain import SessionId, Trajectory
+from areal_actors.domain import SamplingDistribution, SessionId, Trajectory, TurnInfo
 from areal_actors.errors import ArealError, ExportError
 
 SESSION = SessionId("train-7-0")
@@ -28,6 +28,15 @@ def tensors(**changes: Any) -> dict[str, Any]:
         "rewards": torch.tensor([0.5]),
     } | changes
     return {name: value for name, value in columns.items() if value is not None}
+
+
+_SAMPLINGS = st.builds(  # what float32 holds exactly, and tensors say
+    SamplingDistribution,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.25]),
+    top_p=st.sampled_from([1.0, 0.5]),
+    top_k=st.sampled_from([0, 5]),
+    min_p=st.sampled_from([0.0, 0.125]),
+)
 
 
 @st.composite
@@ -47,12 +56,20 @@ def rows(draw: st.DrawFn) -> Trajectory:
         returns=np.where(mask == 1, reward, 0),
         turns=turns,
         reward=reward,
+        turn_infos=tuple(TurnInfo(sampling=draw(st.none() | _SAMPLINGS)) for _ in range(int(turns.max()) + 1)),
     )
 
 
 def columns_of(row: Trajectory) -> dict[str, list[Any]]:
     names = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "turns")
-    return {name: getattr(row, name).tolist() for name in names} | {"reward": [row.reward]}
+    samplings = [_as_tensors_say(info.sampling) for info in row.turn_infos]
+    known = samplings if any(samplings) else []
+    return {name: getattr(row, name).tolist() for name in names} | {"reward": [row.reward], "samplings": known}
+
+
+def _as_tensors_say(sampling: SamplingDistribution | None) -> SamplingDistribution | None:
+    """A greedy turn is not cut off."""
+    return SamplingDistribution(temperature=0.0) if sampling is not None and sampling.is_greedy else sampling
 
 
 @given(st.lists(rows(), min_size=1, max_size=5), st.data())
@@ -110,6 +127,9 @@ def test_missing_versions_are_those_of_the_engine() -> None:
         ({"loss_mask": torch.zeros(1, 4)}, r"loss_mask is \[1, 4\], but input_ids is \[1, 5\]"),
         ({"rewards": torch.tensor([0.5, 0.5])}, r"rewards must be \[batch\], here \[1\], not \[2\]"),
         ({"rewards": torch.tensor([float("nan")])}, "must be finite"),
+        ({"temperatures": torch.full((1, 5), float("nan"))}, "sampled with its temperatures"),
+        ({"temperatures": torch.full((1, 5), -0.5)}, "sampled with its temperatures"),
+        ({"top_ps": torch.zeros(1, 5)}, "sampled with its top_ps"),
         ({"attention_mask": torch.zeros(1, 5)}, "no token under its attention_mask"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 0]])}, "has a gap"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}, "trains padding"),
@@ -130,6 +150,23 @@ def test_each_mistake_has_its_name(changes: dict[str, Any], complaint: str) -> N
     """Which tensor, which row, and what it should be."""
     with pytest.raises(ArealError, match=complaint):
         from_tensors(tensors(**changes), session=SESSION)
+
+
+def test_outputs_that_were_sampled_differently_are_turns_of_their_own() -> None:
+    """Tokens of one run of the mask with two temperatures are two turns; unknown and known ones, too."""
+    (row,) = from_tensors(tensors(temperatures=[[-1, -1, 0.5, -1, -1]]), session=SESSION)
+
+    assert [-1, -1, 0, 1] == row.turns.tolist()
+    assert (SamplingDistribution(temperature=0.5), None) == tuple(info.sampling for info in row.turn_infos)
+    assert () == from_tensors(tensors(), session=SESSION)[0].turn_infos
+
+
+def test_how_a_turn_was_sampled_may_be_found_by_its_ids() -> None:
+    """Where the tensors do not say."""
+    asked = {(7, 2): SamplingDistribution(temperature=0.5)}
+    (row,) = from_tensors(tensors(), session=SESSION, sampling_of=lambda ids: asked[tuple(ids.tolist())])
+
+    assert (SamplingDistribution(temperature=0.5),) == tuple(info.sampling for info in row.turn_infos)
 
 
 def test_only_like_results_are_joined() -> None:

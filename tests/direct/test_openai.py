@@ -117,6 +117,7 @@ async def test_rows_have_the_documented_tensors() -> None:
         "versions": "torch.int32",
         "returns": "torch.float32",
         "rewards": "torch.float32",
+        "temperatures": "torch.float32",
     }
     assert int(tensors["loss_mask"].sum()) == len(encode("two")) + len(encode("three"))
     assert tensors["rewards"].tolist() == [1.0]

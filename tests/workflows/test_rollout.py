@@ -13,8 +13,8 @@ from tests.actors.house import encode, open_house, renderer
 
 from areal_actors.cache import to_tensors
 from areal_actors.direct import ArealOpenAI
-from areal_actors.domain import PauseMode, SampleKey, SessionId, Snapshot
-from areal_actors.errors import ConfigError, ContextLengthExceeded, EpisodeError, InvalidRequest
+from areal_actors.domain import PauseMode, SampleKey, SamplingDistribution, SessionId, Snapshot, as_ints
+from areal_actors.errors import ConfigError, ContextLengthExceeded, EpisodeError, ExportError, InvalidRequest
 from areal_actors.messages import PauseGeneration, PublishWeights, ResumeGeneration
 from areal_actors.testing.engines import EchoEngine, echo_logprob
 from areal_actors.workflows import (
@@ -78,7 +78,27 @@ async def test_an_answer_has_the_engines_tokens() -> None:
         request.sampling.max_new_tokens,
         request.sampling.stop,
     )
+    assert SamplingDistribution(temperature=0.5, top_p=0.9) == response.sampling
     assert (renderer().stop_token_ids, 3) == (request.stop_token_ids, engine.oldest_version)
+
+
+async def test_turns_are_told_apart_by_their_outputs() -> None:
+    """Tensors that do not say how they were sampled: one way is that of all; of several, the one with these ids."""
+    answers = iter([encode("42"), encode("43"), encode("42")])
+    async with open_engine(EchoEngine(lambda _: next(answers))) as engine:
+        assert engine.sampling_of(as_ints([1])) is None
+        for temperature in (0.5, 1.0):
+            gconfig = GenerationConfig(temperature=temperature)
+            await engine.agenerate(ModelRequest(input_ids=[5, 6], gconfig=gconfig))
+            if temperature == 0.5:
+                assert SamplingDistribution(temperature=0.5) == engine.sampling_of(as_ints([1]))
+        assert SamplingDistribution(temperature=0.5) == engine.sampling_of(as_ints(encode("42")))
+        assert SamplingDistribution() == engine.sampling_of(as_ints(encode("43")))
+        with pytest.raises(ExportError, match="add temperatures"):
+            engine.sampling_of(as_ints([1]))
+        await engine.agenerate(ModelRequest(input_ids=[5, 6]))
+        with pytest.raises(ExportError, match="add temperatures"):
+            engine.sampling_of(as_ints(encode("42")))
 
 
 async def test_samples_are_keyed_by_the_episode() -> None:

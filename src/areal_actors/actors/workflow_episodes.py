@@ -78,6 +78,7 @@ class WorkflowEpisode:
             session=self.session,
             name=self._name,
             version=self.engine.oldest_version,
+            sampling_of=self.engine.sampling_of,
             vocab_size=info.vocab_size,
         )
         if self.is_training and not any(row.num_trained_tokens for sample in samples for row in sample.trajectories):

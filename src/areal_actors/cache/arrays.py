@@ -12,10 +12,16 @@ name                dtype      shape     off the row's own tokens      padding
 ``rewards``         float32    [B]       return of the last turn
 ``predecessors``    int32      [B, T]                                  -1
 ``position_ids``    int32      [B, T]                                  0
+``temperatures``    float32    [B, T]    -1 where not sampled          -1
+``top_ps``          float32    [B, T]    1 where not cut off           1
+``top_ks``          int32      [B, T]    0 where not cut off           0
+``min_ps``          float32    [B, T]    0 where not cut off           0
 ==================  =========  ========  ============================  =======
 
-The last two are there where a row is a tree: ``predecessors`` are indices into the row (see ``domain.predecessors``),
-which say what a token may attend to. Rows are padded on the right to the longest of them.
+``predecessors`` and ``position_ids`` are there where a row is a tree: the former are indices into the row (see
+``domain.predecessors``), which say what a token may attend to. ``temperatures`` are there where a row knows what it was
+sampled at, -1 in turns that do not say, 0 in greedy ones; the last three where something was cut off and the
+log-probabilities follow that. Rows are padded on the right to the longest of them.
 """
 
 from __future__ import annotations
@@ -53,6 +59,7 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray[Any]]
     arrays["attention_mask"] = np.arange(shape[1])[None, :] < lengths[:, None]
     if any(row.predecessors is not None for row in trajectories):
         arrays |= _tree_arrays(trajectories, shape)
+    arrays |= _sampling_arrays(trajectories, shape)
     arrays["rewards"] = np.array([row.reward for row in trajectories], np.float32)
     return arrays
 
@@ -65,6 +72,26 @@ def _tree_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int]) -> 
         predecessors[index, own] = chain if row.predecessors is None else row.predecessors
         positions[index, own] = row.position_ids
     return {"predecessors": predecessors, "position_ids": positions}
+
+
+def _sampling_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
+    infos = [info.sampling for row in trajectories for info in row.turn_infos]
+    known = [sampling for sampling in infos if sampling is not None]
+    if not known:
+        return {}
+    temperatures = np.full(shape, -1, np.float32)
+    top_ps, top_ks, min_ps = np.ones(shape, np.float32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    for index, row in enumerate(trajectories):
+        for turn, info in enumerate(row.turn_infos):
+            places = np.flatnonzero(row.turns == turn)
+            sampling = info.sampling
+            temperatures[index, places] = -1 if sampling is None else sampling.temperature
+            if sampling is not None and sampling.has_truncated_logprobs:
+                top_ps[index, places], top_ks[index, places] = sampling.top_p, sampling.top_k
+                min_ps[index, places] = sampling.min_p
+    if not any(sampling.has_truncated_logprobs for sampling in known):
+        return {"temperatures": temperatures}
+    return {"temperatures": temperatures, "top_ps": top_ps, "top_ks": top_ks, "min_ps": min_ps}
 
 
 def to_tensors(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:

@@ -2,20 +2,29 @@
 
 What a dictionary may hold is the table of ``arrays``: ``input_ids`` and ``attention_mask`` are required, anything else
 of it is optional, and so are ``raw_logprobs`` (log-probabilities of the plain softmax at temperature 1), with which the
-trainer checks what was captured. A row is a sample. The outputs within it are the runs of ``loss_mask``; each is a
-turn, with the row's reward as its return where ``returns`` do not say otherwise.
+trainer checks what was captured. A row is a sample. The outputs within it are the runs of ``loss_mask`` that were
+sampled alike; each is a turn, with the row's reward as its return where ``returns`` do not say otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from attrs import evolve
 
 from areal_actors.cache.rewards import parse_reward
-from areal_actors.domain import InteractionId, SessionId, Trajectory, is_tree_order
+from areal_actors.domain import (
+    InteractionId,
+    Ints,
+    SamplingDistribution,
+    SessionId,
+    Trajectory,
+    TurnInfo,
+    is_tree_order,
+)
 from areal_actors.errors import ExportError
 
 if TYPE_CHECKING:
@@ -34,8 +43,14 @@ _BY_TOKEN: dict[str, tuple[type[np.generic], int]] = {
     "raw_logprobs": (np.float32, 0),
     "predecessors": (np.int32, -1),
     "position_ids": (np.int32, 0),
+    "temperatures": (np.float32, -1),
+    "top_ps": (np.float32, 1),
+    "top_ks": (np.int32, 0),
+    "min_ps": (np.float32, 0),
 }
 """The type of each and what stands beyond a row's own tokens."""
+_SAMPLING: Mapping[str, float] = {"temperatures": -1.0, "top_ps": 1.0, "top_ks": 0, "min_ps": 0.0}
+"""How tokens were sampled, and what is assumed where it is not given: -1 is an unknown temperature."""
 _NUM_AXES = 2
 """Of what is given by token: batch and sequence."""
 _LOGPROB_SLACK = 1e-3
@@ -44,13 +59,20 @@ _LOGPROB_SLACK = 1e-3
 Array = npt.NDArray[Any]
 
 
-def from_tensors(tensors: Mapping[str, Any], *, session: SessionId, version: int | None = None) -> list[Trajectory]:
+def from_tensors(
+    tensors: Mapping[str, Any],
+    *,
+    session: SessionId,
+    version: int | None = None,
+    sampling_of: Callable[[Ints], SamplingDistribution | None] = lambda _: None,
+) -> list[Trajectory]:
     """The rows of a dictionary of tensors (or of anything that numpy reads), without their padding.
 
     Args:
         tensors: by the names of ``arrays``; [B, T] each, ``rewards`` [B].
         session: whom the rows are said to belong to.
         version: the weights that sampled, where ``versions`` are not given.
+        sampling_of: finds how a turn with these ids was sampled, where ``temperatures`` are not given.
 
     Raises:
         ExportError: it is no such dictionary; says which tensor, which row, and what it should be.
@@ -61,7 +83,10 @@ def from_tensors(tensors: Mapping[str, Any], *, session: SessionId, version: int
             arrays.get("loss_mask", np.zeros_like(arrays["input_ids"])) == 1, np.int32(version), np.int32(-1)
         )
     rewards = _read_rewards(tensors, num_rows=len(arrays["input_ids"]))
-    return [_row(arrays, index, reward, session) for index, reward in enumerate(rewards)]
+    rows = [_row(arrays, index, reward, session) for index, reward in enumerate(rewards)]
+    if "temperatures" in arrays:
+        return rows
+    return [_with_samplings(row, sampling_of) for row in rows]
 
 
 def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -73,6 +98,7 @@ def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
 
     if not results:
         raise ExportError("There are no tensors to be joined.")
+    results = _with_alike_sampling(results)
     if len({frozenset(result) for result in results}) > 1:
         named = " and ".join(sorted({"{" + ", ".join(sorted(result)) + "}" for result in results}))
         raise ExportError(f"These results cannot be joined, for they hold different tensors: {named}.")
@@ -80,6 +106,25 @@ def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
         name: _join([torch.as_tensor(result[name]) for result in results], pad=_BY_TOKEN.get(name, (None, 0))[1])
         for name in results[0]
     }
+
+
+def _with_alike_sampling(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The results with neutral tensors where one lacks what another says about sampling."""
+    import torch
+
+    named = {name for result in results for name in result if name in _SAMPLING}
+    filled: list[Mapping[str, Any]] = []
+    for result in results:
+        shape = torch.as_tensor(result["input_ids"]).shape if "input_ids" in result else ()
+        missing = (name for name in _SAMPLING if name in named and name not in result)
+        filled.append(dict(result) | {name: _neutral(name, shape) for name in missing})
+    return filled
+
+
+def _neutral(name: str, shape: Sequence[int]) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(np.full(shape, _SAMPLING[name], _BY_TOKEN[name][0]))
 
 
 def _join(tensors: Sequence[torch.Tensor], *, pad: int) -> torch.Tensor:
@@ -155,7 +200,8 @@ def _row(arrays: Mapping[str, Array], index: int, reward: float, session: Sessio
         raise ExportError(f"The loss_mask of row {index} trains padding; it must be 0 where attention_mask is 0.")
     _place_tree(columns, offset=int(places[0]))
     _check(columns, index)
-    turns = _turns(mask)
+    samplings = np.stack([columns.pop(name, np.full(len(places), value)) for name, value in _SAMPLING.items()], axis=1)
+    turns = _turns(mask, samplings)
     columns.setdefault("logprobs", np.zeros(len(places), np.float32))
     columns.setdefault("versions", np.full(len(places), -1, np.int32))
     columns.setdefault("returns", np.where(mask == 1, np.float32(reward), np.float32(0)))
@@ -164,7 +210,31 @@ def _row(arrays: Mapping[str, Array], index: int, reward: float, session: Sessio
             columns[name] = np.where(mask == 1, columns[name], np.float32(0))
     num_turns = max(int(turns.max()) + 1, 1)
     names = tuple(InteractionId(f"{session}-{index}-{turn}") for turn in range(num_turns))
-    return Trajectory(session=session, interactions=names, turns=turns, reward=reward, **columns)
+    firsts = [int(np.argmax(turns == turn)) for turn in range(int(turns.max()) + 1)]
+    infos = tuple(TurnInfo(sampling=_sampling(*samplings[first].tolist())) for first in firsts)
+    is_known = any(info.sampling is not None for info in infos)
+    return Trajectory(
+        session=session,
+        interactions=names,
+        turns=turns,
+        reward=reward,
+        turn_infos=infos if is_known else (),
+        **columns,
+    )
+
+
+def _sampling(temperature: float, top_p: float, top_k: float, min_p: float) -> SamplingDistribution | None:
+    if temperature < 0:
+        return None
+    return SamplingDistribution(temperature=temperature, top_p=top_p, top_k=int(top_k), min_p=min_p)
+
+
+def _with_samplings(row: Trajectory, sampling_of: Callable[[Ints], SamplingDistribution | None]) -> Trajectory:
+    """The row with what is known of how its turns were sampled."""
+    found = [sampling_of(row.input_ids[row.turns == turn]) for turn in range(int(row.turns.max()) + 1)]
+    if all(sampling is None for sampling in found):
+        return row
+    return evolve(row, turn_infos=tuple(TurnInfo(sampling=sampling) for sampling in found))
 
 
 def _place_tree(columns: dict[str, Array], *, offset: int) -> None:
@@ -175,9 +245,12 @@ def _place_tree(columns: dict[str, Array], *, offset: int) -> None:
         columns["predecessors"] = np.where(inside, columns["predecessors"] - offset, np.int32(-1))
 
 
-def _turns(mask: Array) -> Array:
-    """For each token the number of the run of trained tokens that it stands in, -1 elsewhere."""
+def _turns(mask: Array, samplings: Array) -> Array:
+    """For each token the number of the run of trained tokens, sampled alike, that it stands in; -1 elsewhere."""
     begins = np.diff(mask, prepend=0) == 1
+    before, after = samplings[:-1], samplings[1:]
+    is_alike = (before == after).all(axis=1)
+    begins[1:] |= (mask[1:] == 1) & ~is_alike
     return np.where(mask == 1, np.cumsum(begins) - 1, -1).astype(np.int32)
 
 
@@ -204,8 +277,27 @@ def _complaints(columns: Mapping[str, Array]) -> Iterator[str]:
         yield "a trained token has a log-probability that cannot be one."
     if (columns["versions"][trained] < 0).any():
         yield "a trained token has the version -1, which says that nothing sampled it."
+    yield from _value_complaints(columns, trained)
+
+
+def _value_complaints(columns: Mapping[str, Array], trained: Array) -> Iterator[str]:
+    for name in _SAMPLING:
+        if name in columns and not _can_sample(name, columns[name][trained]):
+            yield f"a trained token cannot have been sampled with its {name}."
     if not np.isfinite(columns.get("returns", np.zeros(1))).all():
         yield "returns are not finite."
+
+
+def _can_sample(name: str, values: Array) -> bool:
+    match name:
+        case "temperatures":
+            return bool(((values == -1) | ((values >= 0) & np.isfinite(values))).all())
+        case "top_ps":
+            return bool(((values > 0) & (values <= 1)).all())
+        case "top_ks":
+            return bool((values >= 0).all())
+        case _:
+            return bool(((values >= 0) & (values <= 1)).all())
 
 
 def _order_complaints(columns: Mapping[str, Array], trained: Array) -> Iterator[str]:

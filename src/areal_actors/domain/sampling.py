@@ -39,6 +39,11 @@ class SamplingDistribution:
         """Whether tokens were cut off before one was drawn."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
+    @property
+    def has_truncated_logprobs(self) -> bool:
+        """Whether truncation can be repeated on the trainer's logits, and the engine's log-probabilities follow it."""
+        return self.is_truncated and self.logprobs_follow_truncation and not self.is_adjusted
+
 
 @frozen(kw_only=True)
 class Sampling:

@@ -102,7 +102,7 @@ def _settings(
         return default
     if sampling.is_greedy:
         return (1.0, 1.0, 0.0, 0.0)
-    if sampling.is_adjusted or not sampling.logprobs_follow_truncation:
+    if not sampling.has_truncated_logprobs:
         return (sampling.temperature, 1.0, 0.0, 0.0)
     return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
@@ -152,9 +152,7 @@ def is_recomputed(sampling: SamplingDistribution | None) -> bool:
 
 def is_comparable(sampling: SamplingDistribution | None) -> bool:
     """Whether they agree to the last digits, too: where truncation is followed, rounding may move its bound."""
-    if sampling is None or sampling.is_adjusted:
-        return False
-    return not (sampling.is_truncated and sampling.logprobs_follow_truncation)
+    return is_recomputed(sampling) and sampling is not None and not sampling.has_truncated_logprobs
 
 
 def num_greedy_tokens(group: Group) -> int:

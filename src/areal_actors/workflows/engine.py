@@ -14,8 +14,18 @@ import numpy as np
 from attrs import evolve
 
 from areal_actors.core import Ref
-from areal_actors.domain import Chunk, EngineInfo, EngineRequest, FinishReason, SampleKey, Sampling
-from areal_actors.errors import ContextLengthExceeded, InvalidRequest, Unavailable
+from areal_actors.domain import (
+    Chunk,
+    EngineInfo,
+    EngineRequest,
+    FinishReason,
+    Ints,
+    SampleKey,
+    Sampling,
+    SamplingDistribution,
+    as_ints,
+)
+from areal_actors.errors import ContextLengthExceeded, ExportError, InvalidRequest, Unavailable
 from areal_actors.messages import DescribeEngine, Generate, Generation
 from areal_actors.rendering import Renderer
 from areal_actors.workflows.generation import GenerationConfig, ModelRequest
@@ -47,12 +57,28 @@ class EpisodeEngine:
         self._asked: Counter[str] = Counter()
         self._num_clients = 0
         self._versions: list[int] = []
+        self._samplings: dict[bytes, set[SamplingDistribution]] = {}
         self._info: EngineInfo | None = None
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest weights that sampled for ``agenerate`` so far; ``None`` before it did."""
         return min(self._versions, default=None)
+
+    def sampling_of(self, output_tokens: Ints) -> SamplingDistribution | None:
+        """Return how ``agenerate`` sampled an output of these ids (int32 [n]) in this episode; ``None`` before it did.
+
+        Raises ``ExportError`` if it sampled in different ways and gave no such output, or gave it in several of them.
+        """
+        ways = set().union(*self._samplings.values())
+        if len(ways) > 1:
+            ways = self._samplings.get(output_tokens.tobytes(), set())
+            if len(ways) != 1:
+                raise ExportError(
+                    "The episode sampled at different settings, and a row does not tell which of them a turn had; add "
+                    "temperatures (and top_ps, top_ks, min_ps) to the tensors, from the sampling of each ModelResponse."
+                )
+        return next(iter(ways), None)
 
     def for_episode(self, *path: int | str, key: SampleKey | None = None) -> EpisodeEngine:
         """The same engine under another sample key: ``key``, or this one's with ``path`` after it."""
@@ -88,8 +114,11 @@ class EpisodeEngine:
         async with self.generation.stream(Generate(request=engine_request)) as arriving:
             async for chunk in arriving:
                 chunks.append(chunk)  # noqa: PERF401 - a comprehension would hide the stream
-        response = _response(request, chunks)
+        info = await self.describe()
+        sampling = gconfig.sampling.distribution(logprobs_follow_truncation=info.logprobs_follow_truncation)
+        response = _response(request, chunks, sampling)
         self._versions += response.output_versions
+        self._samplings.setdefault(as_ints(response.output_tokens).tobytes(), set()).add(sampling)
         return response
 
     async def _engine_request(self, request: ModelRequest, sampling: Sampling) -> EngineRequest:
@@ -126,7 +155,7 @@ def _check(request: ModelRequest, gconfig: GenerationConfig) -> None:
         raise InvalidRequest("The request has no input_ids; a prompt has at least one token.", param="input_ids")
 
 
-def _response(request: ModelRequest, chunks: list[Chunk]) -> ModelResponse:
+def _response(request: ModelRequest, chunks: list[Chunk], sampling: SamplingDistribution) -> ModelResponse:
     finish = chunks[-1].finish if chunks else None
     if finish is None or finish is FinishReason.ABORT:
         raise Unavailable(f"Generation {request.rid} was aborted before it was complete; it may be asked for again.")
@@ -136,4 +165,5 @@ def _response(request: ModelRequest, chunks: list[Chunk]) -> ModelResponse:
         output_logprobs=np.concatenate([chunk.logprobs for chunk in chunks]).tolist(),
         output_versions=[chunk.version for chunk in chunks for _ in chunk.token_ids],
         stop_reason=finish,
+        sampling=sampling,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import field, frozen
 
 from areal_actors.cache.arrays import to_tensors
-from areal_actors.domain import Trajectory
+from areal_actors.domain import SamplingDistribution, Trajectory
 from areal_actors.errors import ExportError
 
 __all__ = ["InteractionWithTokenLogpReward", "ModelResponse"]
@@ -23,7 +23,7 @@ class ModelResponse:
     """What an engine read and sampled, as plain lists: T prompt tokens, and n sampled ones with a value of each list.
 
     ``output_logprobs`` are of the distribution that was sampled from, ``output_versions`` of the weights that sampled.
-    ``stop_reason`` is ``stop``, ``length`` or ``abort``.
+    ``stop_reason`` is ``stop``, ``length`` or ``abort``. ``sampling`` is the distribution that was sampled from.
     """
 
     input_tokens: list[int]
@@ -31,6 +31,7 @@ class ModelResponse:
     output_logprobs: list[float] = field(factory=list)
     output_versions: list[int] = field(factory=list)
     stop_reason: str = "stop"
+    sampling: SamplingDistribution | None = None
 
     @property
     def input_len(self) -> int:

@@ -5,14 +5,14 @@ Tensors hold one sample a row. Interactions are the turns of one sample, whose r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from attrs import evolve, frozen
 
 from areal_actors.cache import from_tensors, parse_reward
-from areal_actors.domain import InteractionId, SessionId, Trajectory
+from areal_actors.domain import InteractionId, Ints, SamplingDistribution, SessionId, Trajectory, TurnInfo
 from areal_actors.errors import EpisodeError, ExportError, RewardError
 from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
 from areal_actors.workflows.rollout import is_interactions
@@ -35,6 +35,7 @@ def parse_rollout(
     session: SessionId,
     name: str = "the workflow",
     version: int | None = None,
+    sampling_of: Callable[[Ints], SamplingDistribution | None] = lambda _: None,
     vocab_size: int | None = None,
 ) -> tuple[Sample, ...]:
     """The samples of a result that is not ``None``.
@@ -44,6 +45,7 @@ def parse_rollout(
         session: the name that the rows of tensors are given.
         name: who returned it, for errors.
         version: the weights that sampled, where tensors do not say.
+        sampling_of: finds how a turn with these ids was sampled, where tensors do not say.
         vocab_size: ids are below it; not checked without it.
 
     Raises:
@@ -57,7 +59,8 @@ def parse_rollout(
         if is_interactions(result):
             samples: tuple[Sample, ...] = (_of_interactions(result, session),)
         else:
-            samples = _of_tensors(result, session, version)
+            rows = from_tensors(result, session=session, version=version, sampling_of=sampling_of)
+            samples = _of_tensors(rows, session)
         _check_ids(samples, vocab_size)
     except (ExportError, RewardError) as error:
         raise EpisodeError(f"{name} returned what cannot be trained. {error}") from error
@@ -70,8 +73,7 @@ def _check_ids(samples: tuple[Sample, ...], vocab_size: int | None) -> None:
         raise ExportError(f"There is an id {largest}, and the model's ids are below {vocab_size}.")
 
 
-def _of_tensors(result: Mapping[str, Any], session: SessionId, version: int | None) -> tuple[Sample, ...]:
-    rows = from_tensors(result, session=session, version=version)
+def _of_tensors(rows: Sequence[Trajectory], session: SessionId) -> tuple[Sample, ...]:
     return tuple(
         Sample(
             trajectories=(evolve(row, session=_part(session, index, of=len(rows))),),
@@ -138,4 +140,5 @@ def _row_of_response(response: ModelResponse, name: InteractionId, reward: float
         returns=is_output * parse_reward(reward),
         turns=is_output.astype(np.int32) - 1,
         reward=parse_reward(reward),
+        turn_infos=() if response.sampling is None else (TurnInfo(sampling=response.sampling),),
     )

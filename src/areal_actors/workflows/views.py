@@ -87,6 +87,7 @@ class InteractionViews:
             output_logprobs=completion.logprobs.tolist(),
             output_versions=completion.versions.tolist(),
             stop_reason=completion.finish,
+            sampling=turn.sampling,
         )
 
 

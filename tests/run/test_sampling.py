@@ -1,0 +1,117 @@
+"""Sampling settings from the request to the update: what the engine sampled from is what the trainer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from anyio import to_thread
+from attrs import frozen
+
+from areal_actors.client import create_http_client, format_episode, parse_episode
+from areal_actors.domain import Episode, Group, GroupId, Problem
+from areal_actors.engines.torch import TorchEngine
+from areal_actors.engines.torch.config import TorchEngineConfig
+from areal_actors.models import load_policy, resolve_model
+from areal_actors.rendering import load_renderer
+from areal_actors.run.inference import Inference, InferenceConfig, open_actors
+from areal_actors.training.config import TrainerConfig
+from areal_actors.training.trainer import PolicyTrainer
+
+pytestmark = pytest.mark.anyio
+
+MIXED: Sequence[Mapping[str, Any]] = (
+    {"temperature": 0.3},
+    {"temperature": 0.7, "top_p": 0.9},
+    {},
+    {"temperature": 1.3, "top_k": 5},
+    {"min_p": 0.05},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
+)
+
+
+async def talk(inference: Inference, client: Any, samplings: Sequence[Mapping[str, Any]], member: int) -> Episode:
+    """One conversation with a turn for each of ``samplings``, exported in a style by ``member``."""
+    async with inference.session() as session:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"question {member % 2}"}]
+        for sampling in samplings:
+            body = {"model": "policy", "messages": messages, "max_tokens": 8, "seed": member, **sampling}
+            headers = {"authorization": f"Bearer {session.api_key}"}
+            response = await client.post(f"{session.base_url}/chat/completions", json=body, headers=headers)
+            response.raise_for_status()
+            answer = response.json()["choices"][0]["message"]
+            messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "go on"}]
+        url = f"{session.base_url.removesuffix('/v1')}/rl/set_reward"
+        (await client.post(url, json={"reward": member % 2}, headers=headers)).raise_for_status()
+        return await session.export(style=("individual", "concat", "tree")[member % 3])
+
+
+@frozen(kw_only=True)
+class Sampled:
+    """Conversations, and a trainer with the weights that sampled them."""
+
+    episodes: tuple[Episode, ...]
+    policy: PolicyTrainer
+
+    @property
+    def group(self) -> Group:
+        return Group(id=GroupId("g"), problem=Problem(position=0, data={}), episodes=self.episodes)
+
+
+async def sample(all_samplings: Sequence[Sequence[Mapping[str, Any]]], **config: Any) -> Sampled:
+    """A conversation for each of the sequences of settings, in float32."""
+    files = await to_thread.run_sync(resolve_model, "tiny")
+    renderer = await to_thread.run_sync(load_renderer, files.path)
+    policy = PolicyTrainer(load_policy(files.path), TrainerConfig(dtype="float32", **config))
+    engine_config = TorchEngineConfig(dtype="float32", max_concurrent=4, max_length=512)
+    async with (
+        TorchEngine.open(engine_config, model=policy.model, decode=renderer.decode) as engine,
+        open_actors(InferenceConfig(), engine=engine, renderer=renderer) as inference,
+        create_http_client() as client,
+    ):
+        episodes = [await talk(inference, client, each, member) for member, each in enumerate(all_samplings)]
+    return Sampled(episodes=tuple(map(via_document, episodes)), policy=policy)
+
+
+def via_document(episode: Episode) -> Episode:
+    return parse_episode(format_episode(episode))
+
+
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+async def test_the_trainer_recomputes_what_was_sampled_at_any_settings(layout: str) -> None:
+    """All settings in one session, in every style and in one batch: each token has the engine's log-probability."""
+    found = await sample([MIXED, MIXED, MIXED], layout=layout)
+    rows = [row for episode in found.episodes for row in episode.trajectories]
+
+    for row, recomputed in zip(rows, found.policy.logprobs(rows), strict=True):
+        np.testing.assert_allclose(recomputed, row.logprobs, atol=1e-4)
+    for row, recomputed in zip(rows, found.policy.logprobs(rows, is_raw=True), strict=True):
+        np.testing.assert_allclose(recomputed, row.raw_logprobs, atol=1e-4)
+    statistics = found.policy.train_step([found.group])
+    assert statistics.importance_mean == pytest.approx(1.0, abs=1e-3)
+    assert statistics.behaviour_gap_max < 1e-3
+    assert 0 == statistics.outside_fraction
+
+
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+async def test_an_agent_that_samples_cold_is_trained_on_policy(layout: str) -> None:
+    """Temperature 0.3 everywhere and nothing said to the trainer: importance 1, no gap, and the metrics say 0.3."""
+    found = await sample([[{"temperature": 0.3}] * 3] * 4, layout=layout)
+    statistics = found.policy.train_step([found.group])
+
+    assert statistics.importance_mean == pytest.approx(1.0, abs=0.01)
+    assert statistics.behaviour_gap_mean < 1e-3
+    assert abs(statistics.approximate_kl) < 1e-3
+    assert statistics.data.temperature_mean == pytest.approx(0.3)
+
+
+async def test_greedy_turns_are_not_trained() -> None:
+    """A session with one greedy turn trains the other, and counts the tokens of the first."""
+    found = await sample([[{"temperature": 0}, {}]] * 4)
+    statistics = found.policy.train_step([found.group])
+    rows = [row for episode in found.episodes for row in episode.trajectories]
+
+    assert 0 < statistics.data.num_greedy_tokens < sum(row.num_trained_tokens for row in rows)
+    assert statistics.data.temperature_mean == 1.0

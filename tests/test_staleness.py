@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from areal_actors.staleness import CapacityLimits, CapacityState, is_too_stale
+from areal_actors.staleness import CapacityLimits, CapacityState, is_too_stale, leaves_time
 
 limits = st.builds(
     CapacityLimits,
@@ -42,6 +43,91 @@ def test_staleness_counts_versions_between_sampling_and_training() -> None:
     """A group of version 3 may train version 5 under η = 2 and not under η = 1."""
     assert not is_too_stale(3, version=5, max_staleness=2)
     assert is_too_stale(3, version=5, max_staleness=1)
+
+
+events = st.sampled_from(["start", "accept", "reject", "drop", "advance"])
+
+
+@given(limits, st.integers(1, 20), st.lists(events, max_size=60))
+def test_a_run_of_so_many_steps_admits_so_many_groups(bounds: CapacityLimits, steps: int, history: list[str]) -> None:
+    """Whatever happens, the groups that were trained, wait or run are never more than the run will consume."""
+    state = CapacityState(limits=evolve(bounds, max_groups=steps * bounds.batch_size))
+    for event in history:
+        if event == "start" and state.available > 0:
+            state = state.start()
+        elif event in {"accept", "reject"} and state.running:
+            state = state.settle(is_accepted=event == "accept")
+        elif event == "drop" and state.accepted > state.version * bounds.batch_size:
+            state = state.refund()
+        elif event == "advance" and state.accepted >= (state.version + 1) * bounds.batch_size:
+            state = state.advance(state.version + 1)
+
+        assert state.accepted + state.running <= steps * bounds.batch_size
+        assert state.available <= CapacityState(limits=bounds, version=state.version).available
+
+
+class WaitingHistory(RuleBasedStateMachine):
+    """Groups end in any order; steps wait for those whose time has come. So no group becomes too old."""
+
+    @initialize(bounds=limits)
+    def begin(self, bounds: CapacityLimits) -> None:
+        """A fresh run."""
+        self.bounds = bounds
+        self.state = CapacityState(limits=bounds)
+        self.running: list[int] = []
+        self.ready: list[int] = []
+
+    @precondition(lambda self: self.state.available > 0)
+    @rule()
+    def start(self) -> None:
+        """A group is admitted."""
+        self.state = self.state.start()
+        self.running.append(self.state.version)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), is_accepted=st.sampled_from([True, True, True, False]))
+    def settle(self, *, data: st.DataObject, is_accepted: bool) -> None:
+        """Any running group ends."""
+        admitted = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.state = self.state.settle(is_accepted=is_accepted)
+        if is_accepted:
+            self.ready.append(admitted)
+
+    @precondition(lambda self: self.can_train())
+    @rule()
+    def train(self) -> None:
+        """The oldest ready groups are trained."""
+        self.ready.sort()
+        batch, self.ready = self.ready[: self.bounds.batch_size], self.ready[self.bounds.batch_size :]
+        for admitted in batch:
+            assert not is_too_stale(admitted, version=self.state.version, max_staleness=self.bounds.max_staleness), (
+                "a group became too old"
+            )
+        self.state = self.state.advance(self.state.version + 1)
+
+    def can_train(self) -> bool:
+        """Whether there is a batch, and time for the others."""
+        return len(self.ready) >= self.bounds.batch_size and leaves_time(
+            self.ready,
+            self.running,
+            version=self.state.version,
+            batch_size=self.bounds.batch_size,
+            max_staleness=self.bounds.max_staleness,
+        )
+
+    @invariant()
+    def nothing_stands_still(self) -> None:
+        """Where nothing runs, more may start or a step can be made; and every group can still be trained in time."""
+        if not hasattr(self, "state"):
+            return
+        assert self.running or self.state.available > 0 or self.can_train()
+        assert all(
+            not is_too_stale(admitted, version=self.state.version, max_staleness=self.bounds.max_staleness)
+            for admitted in (*self.running, *self.ready)
+        )
+
+
+TestWaitingHistory = WaitingHistory.TestCase
 
 
 class CapacityHistory(RuleBasedStateMachine):

@@ -20,7 +20,7 @@ from benchmarks.simulation.meter import LOOP, Meter, Reading, virtual_run
 from benchmarks.simulation.vocabulary import create_word_renderer
 
 from areal_actors.actors.capacity import CapacityGranter
-from areal_actors.actors.exporter import Exporter
+from areal_actors.actors.exporter import Exporter, QueueConfig
 from areal_actors.actors.generation import GenerationActor
 from areal_actors.actors.replicas import GenerationRouter
 from areal_actors.actors.rollouts import Peers, RolloutRunner, RolloutsConfig
@@ -42,7 +42,7 @@ from areal_actors.messages import (
 )
 from areal_actors.rendering import Renderer
 from areal_actors.run.heap import settled_heap
-from areal_actors.staleness import CapacityLimits, CapacityState
+from areal_actors.staleness import CapacityLimits, CapacityState, StaleGroups
 
 __all__ = [
     "ACTORS",
@@ -164,7 +164,9 @@ async def open_service(scenario: Scenario, meter: Meter | None, *, renderer: Ren
             renderer=renderer, generation=generation, capacity=capacity, token_factory=lambda: f"{next(tokens):08x}"
         )
         sessions = await spawn(manager, "sessions")
-        exports = await spawn(Exporter(sessions=sessions, capacity=capacity), "exports")
+        # Steps that wait for the slowest would leave the actors less to do than they can.
+        queue = QueueConfig(stale_groups=StaleGroups.TRAIN)
+        exports = await spawn(Exporter(sessions=sessions, capacity=capacity, queue=queue), "exports")
         yield Service(
             system=system, sessions=sessions, generation=generation, capacity=capacity, exports=exports, spawn=spawn
         )
@@ -286,7 +288,7 @@ class _Run:
             endpoint=Endpoint(url="http://simulated", admin_key=""),
             http_client=http,
             config=RolloutsConfig(group_size=self.scenario.group_size, episode_timeout_seconds=7200.0),
-            problem_at=lambda position: Problem(position=position, data={"position": position}),
+            problem_at=lambda position, _: Problem(position=position, data={"position": position}),
         )
         await service.spawn(runner, "rollouts")
         tasks.start_soon(self._train, service, name=TRAINER)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.actors.house import House, echo_of, open_house, say
 
-from areal_actors.actors.exporter import ExportConfig
+from areal_actors.actors.exporter import ExportConfig, QueueConfig
 from areal_actors.actors.positions import positions_from
+from areal_actors.datasets import DifficultyConfig
 from areal_actors.domain import (
     Credential,
     DataPosition,
@@ -27,6 +28,7 @@ from areal_actors.errors import Conflict, ExportError, NotFound
 from areal_actors.messages import (
     AcknowledgeLease,
     AcquirePermit,
+    BeginGroup,
     DeliverGroup,
     DescribeCapacity,
     ExportSession,
@@ -35,9 +37,11 @@ from areal_actors.messages import (
     SetReward,
     SettlePermit,
 )
-from areal_actors.staleness import CapacityLimits
+from areal_actors.staleness import CapacityLimits, StaleGroups
 
 pytestmark = pytest.mark.anyio
+
+DROPPING = {"queue": QueueConfig(stale_groups=StaleGroups.DROP)}
 
 
 def make_group(position: int, *, version: int = 0, num_trained: int = 2, session: str | None = None) -> Group:
@@ -204,7 +208,7 @@ async def test_rows_are_read_once_for_their_versions(monkeypatch):
 
 async def test_stale_groups_are_dropped_refunded_and_counted_once():
     """A group beyond η is not trained; another may take its place, and its problem counts as consumed."""
-    async with open_house(limits=CapacityLimits(max_concurrent=8, batch_size=2)) as house:
+    async with open_house(limits=CapacityLimits(max_concurrent=8, batch_size=2), exporter=DROPPING) as house:
         for position in range(2):
             permit = await house.capacity.ask(AcquirePermit(holder="test"))
             await deliver(house, make_group(position))
@@ -219,9 +223,9 @@ async def test_stale_groups_are_dropped_refunded_and_counted_once():
         following = await house.exports.ask(ask_for(1, version=2, max_staleness=1))
 
         assert (2, 0) == (full.accepted, refunded.accepted)
-        assert ([2, 3], 2) == (positions_of(lease), lease.dropped)
+        assert ([2, 3], 2) == (positions_of(lease), lease.drawn.dropped)
         assert DataPosition(next=4) == position
-        assert ([4], 0) == (positions_of(following), following.dropped)
+        assert ([4], 0) == (positions_of(following), following.drawn.dropped)
 
 
 async def test_a_lease_waits_until_there_are_enough_groups():
@@ -264,7 +268,7 @@ async def test_two_who_wait_are_given_the_same_lease():
 
 async def test_an_asker_who_leaves_loses_nothing():
     """Cancelled while waiting, and again after stale groups were dropped: groups and counts are there for the next."""
-    async with open_house() as house:
+    async with open_house(exporter=DROPPING) as house:
         await deliver(house, make_group(0), make_group(1, version=2))
         with anyio.move_on_after(1) as scope:
             await house.exports.ask(ask_for(2, version=1))
@@ -272,7 +276,7 @@ async def test_an_asker_who_leaves_loses_nothing():
         lease = await house.exports.ask(ask_for(2, version=2))
 
         assert scope.cancelled_caught
-        assert ([1, 2], 1) == (positions_of(lease), lease.dropped)
+        assert ([1, 2], 1) == (positions_of(lease), lease.drawn.dropped)
 
 
 async def test_a_resumed_exporter_goes_on_from_the_position():
@@ -283,6 +287,121 @@ async def test_a_resumed_exporter_goes_on_from_the_position():
 
         assert [False, True, False, True] == accepted
         assert DataPosition(next=5) == await house.exports.ask(AcknowledgeLease(lease=lease.id))
+
+
+# ------------------------------------------------------------------------------------------- which are trained
+
+
+async def begin(house: House, num: int, *, version: int = 0) -> list[int]:
+    return [(await house.exports.ask(BeginGroup(version=version, num_problems=4))).position for _ in range(num)]
+
+
+async def test_problems_are_given_out_in_order_and_those_that_were_left_first():
+    """A resumed run begins with what was pending, then goes on where it was."""
+    async with open_house(start=DataPosition(next=4, pending=(1,))) as house:
+        assert [1, 4, 5] == await begin(house, 3)
+
+
+async def test_a_stale_group_is_run_again_where_its_problem_can_be():
+    """Its place is refunded, its session forgotten, its problem given out first, and trained once."""
+    requeueing = {"queue": QueueConfig(stale_groups=StaleGroups.REQUEUE)}
+    async with open_house(exporter=requeueing) as house:
+        session = (await house.open()).session
+        await begin(house, 2)
+        await deliver(house, make_group(0, session=session), make_group(1, version=2))
+        lease = await house.exports.ask(ask_for(1, version=2, max_staleness=1))
+        position = await house.exports.ask(AcknowledgeLease(lease=lease.id))
+        again = await begin(house, 2)
+        (is_accepted,) = await deliver(house, make_group(0, version=2))
+        following = await house.exports.ask(ask_for(1, version=2, max_staleness=1))
+
+        assert ([1], 1, 0) == (positions_of(lease), lease.drawn.requeued, lease.drawn.dropped)
+        assert DataPosition(next=2, pending=(0,)) == position
+        assert [0, 2] == again
+        assert is_accepted
+        assert [0] == positions_of(following)
+        assert not await is_known(house, session)
+
+
+async def test_problems_of_others_are_neither_waited_for_nor_run_again():
+    """Agents that come by themselves: groups are trained as they come, whatever their age."""
+    async with open_house(exporter={"are_problems_external": True}) as house:
+        await deliver(house, make_group(0))
+        lease = await house.exports.ask(ask_for(1, version=5, max_staleness=1))
+
+        assert ([0], None) == (positions_of(lease), lease.max_staleness)
+
+
+async def test_a_failed_group_is_not_waited_for():
+    """A step that waits for the oldest group goes on when that has nothing to train."""
+    async with open_house() as house, anyio.create_task_group() as tasks:
+        leases = []
+
+        async def lease() -> None:
+            leases.append(await house.exports.ask(ask_for(1, version=1, max_staleness=1)))
+
+        await begin(house, 1, version=0)
+        await begin(house, 1, version=1)
+        await deliver(house, make_group(1, version=1))
+        tasks.start_soon(lease)
+        await anyio.wait_all_tasks_blocked()
+        assert [] == leases
+
+        await deliver(house, make_group(0, num_trained=0))
+        await anyio.wait_all_tasks_blocked()
+        assert [[1]] == list(map(positions_of, leases))
+
+
+def has_even_position(group: Group) -> bool:
+    return group.problem.position % 2 == 0
+
+
+async def test_groups_without_signal_are_replaced_up_to_a_bound():
+    """They are refused, consumed and counted; a step that was refused too many takes the next as they are."""
+    replacing = {"queue": QueueConfig(max_replaced=2), "has_signal": has_even_position}
+    async with open_house(exporter=replacing) as house:
+        accepted = await deliver(house, *(make_group(position) for position in range(6)))
+        lease = await house.exports.ask(ask_for(4))
+        position = await house.exports.ask(AcknowledgeLease(lease=lease.id))
+        accepted += await deliver(house, make_group(7), make_group(8))
+        following = await house.exports.ask(ask_for(1))
+
+        assert [True, False, True, False, True, True, False, True] == accepted
+        assert [0, 2, 4, 5] == positions_of(lease)
+        assert (2, (0.0, 0.0)) == (lease.drawn.replaced, lease.drawn.replaced_rewards)
+        assert DataPosition(next=6) == position
+        assert ([8], 1) == (positions_of(following), following.drawn.replaced)
+
+
+async def test_the_lengths_of_what_was_drawn_are_told_once():
+    """Trained or not: of each successful episode, since the last lease."""
+    replacing = {"queue": QueueConfig(max_replaced=2), "has_signal": has_even_position}
+    async with open_house(exporter=replacing) as house:
+        await deliver(house, make_group(0, num_trained=5), make_group(1, num_trained=3), make_group(0, num_trained=5))
+        lease = await house.exports.ask(ask_for(1))
+        await house.exports.ask(AcknowledgeLease(lease=lease.id))
+        await deliver(house, make_group(2))
+        following = await house.exports.ask(ask_for(1))
+
+    assert (5, 3) == lease.drawn.tokens
+    assert (2,) == following.drawn.tokens
+
+
+async def test_draws_by_difficulty_are_kept_with_the_position():
+    """The checkpoint's position says which rows were drawn, how they were solved, and what still runs."""
+    pools = {"queue": QueueConfig(difficulty=DifficultyConfig(enabled=True), seed=3)}
+    async with open_house(exporter=pools) as house:
+        draws = [await house.exports.ask(BeginGroup(version=0, num_problems=4)) for _ in range(3)]
+        await deliver(house, make_group(0))
+        lease = await house.exports.ask(ask_for(1, max_staleness=3))
+        position = await house.exports.ask(AcknowledgeLease(lease=lease.id))
+    async with open_house(exporter=pools, start=position) as house:
+        again = [await house.exports.ask(BeginGroup(version=1, num_problems=4)) for _ in range(2)]
+
+    assert len({draw.row for draw in draws}) == 3
+    assert draws[1:] == again
+    assert 1 == position.next
+    assert [0.0] == [known.solve_rate for known in position.pools.problems if known.row == draws[0].row]
 
 
 steps = st.lists(
@@ -300,7 +419,7 @@ async def test_every_accepted_group_is_trained_once_or_dropped(program: list[tup
     trained: list[int] = []
     fates: dict[int, bool] = {}
     version, lease = 0, None
-    async with open_house() as house:
+    async with open_house(exporter=DROPPING) as house:
         for name, *arguments in program:
             if name == "deliver":
                 where, num_trained = arguments

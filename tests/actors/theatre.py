@@ -13,7 +13,7 @@ from tests.actors.house import House, open_house, say
 
 from areal_actors.actors.rollouts import Peers, RolloutRunner, RolloutsConfig
 from areal_actors.core import Actor, Ref
-from areal_actors.domain import Answer, DataPosition, Problem, SessionId
+from areal_actors.domain import Answer, Problem, SessionId
 from areal_actors.messages import (
     Endpoint,
     EpisodeFinished,
@@ -124,7 +124,6 @@ async def open_theatre(
     *,
     is_producing: bool = False,
     held_out: int = 0,
-    start: DataPosition | None = None,
     config: RolloutsConfig | None = None,
     num_seats: int | None = None,
     answer_health: Callable[[], None] = lambda: None,
@@ -151,11 +150,10 @@ async def open_theatre(
             config=config or RolloutsConfig(group_size=2, episode_timeout_seconds=60),
             problem_at=problem_at if is_producing else None,
             held_out=tuple(map(problem_at, range(held_out))),
-            start=start,
         )
         yield Theatre(house, await house.system.spawn(runner, name="rollouts"), progress, notebook)
 
 
-def problem_at(position: int) -> Problem:
+def problem_at(position: int, row: int | None = None) -> Problem:
     """Any number of problems."""
-    return Problem(position=position, data={"question": f"what is {position}?"})
+    return Problem(position=position, data={"question": f"what is {position}?", "row": row})

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,13 +22,17 @@ from areal_actors.cache import (
 from areal_actors.client import format_episode, parse_episode
 from areal_actors.domain import (
     Episode,
+    FinishReason,
     Interaction,
     InteractionId,
     InteractionStatus,
     SessionRecord,
     UntrainedReason,
+    find_truncated,
+    mask_truncated,
     tree_attention_mask,
     unfold,
+    withhold_truncated,
 )
 from areal_actors.domain.predecessors import path_to
 from areal_actors.testing.strategies import session_records
@@ -210,3 +215,25 @@ def test_arrays_are_padded_rows(record: SessionRecord, style: str) -> None:
         for name, pad in pads.items():
             assert arrays[name][position, : row.num_tokens].tolist() == getattr(row, name).tolist()
             assert (arrays[name][position, row.num_tokens :] == pad).all()
+
+
+@given(record=session_records(), style=styles)
+def test_answers_that_were_cut_can_be_left_out(record: SessionRecord, style: str) -> None:
+    """Masked or unfolded first: the tokens of all other answers stay, and each cut answer is listed with its tokens."""
+    exported = export_trajectories(record, style=style, discount=1.0)
+    cut = {
+        turn.id
+        for turn in record.interactions
+        if turn.completion is not None and turn.completion.finish is FinishReason.LENGTH
+    }
+    whole = trained_tokens(exported)
+    kept = Counter({key: num for key, num in whole.items() if key[0] not in cut})
+    branches = tuple(branch.row for row in exported.trajectories for branch in unfold(row))
+    episode = withhold_truncated(Episode(session=record.id, member=0, trajectories=exported.trajectories))
+    listed = {entry.interaction: entry.num_tokens for entry in episode.untrained}
+
+    assert kept == trained_tokens(evolve(exported, trajectories=episode.trajectories))
+    assert kept == trained_tokens(evolve(exported, trajectories=tuple(map(mask_truncated, branches))))
+    assert sum(listed.values()) == whole.total() - kept.total()
+    assert set(listed) == {key[0] for key in whole} & cut
+    assert all(not find_truncated(row) or sum(find_truncated(row).values()) == 0 for row in episode.trajectories)

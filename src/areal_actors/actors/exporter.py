@@ -1,9 +1,13 @@
 """The exporter: from ended sessions to training rows, and the queue between rollouts and the trainer.
 
 Delivery has two phases. Groups are leased to the trainer and forgotten only when it acknowledges that it has trained
-them; a lease that was not acknowledged is offered again as it was. Staleness is enforced here, when a batch is
-consumed, beside the bound at admission (``capacity.py``): a group that waited too long is dropped, and its place is
-refunded.
+them; a lease that was not acknowledged is offered again as it was.
+
+The exporter says which problem a group runs, and knows which groups run. So it can make the bound on staleness true of
+every group: a step is given its batch when all that is left can still be trained in time (``staleness.leaves_time``).
+Without that, long episodes would be trained less often than they are sampled. A group that is too old all the same is
+thrown away, and its place is refunded. Groups without signal can be replaced in the same way, until a step was refused
+so many that it takes what there is.
 
 Each decision is one change without a wait in it, so that an asker who is cancelled loses nothing; what others must
 hear of it is told by a task of the actor's own.
@@ -11,25 +15,30 @@ hear of it is told by a task of the actor's own.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import ge, in_, le
 
-from areal_actors.actors.positions import ConsumedPositions, HighestPosition
+from areal_actors.actors.lengths import measure_episodes
+from areal_actors.actors.positions import ConsumedPositions, HighestPosition, positions_from
 from areal_actors.cache import STYLES, export_trajectories, total_reward
 from areal_actors.cache.journal import Journal, NoJournal
 from areal_actors.cache.rewards import RULES, Unrewarded, load_rule
 from areal_actors.core import Actor, Context, Ref
+from areal_actors.datasets.difficulty import DifficultyConfig, Pool, ProblemPools
 from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, SessionId, VersionSaved
 from areal_actors.errors import Conflict, CustomFunctionError
 from areal_actors.messages import (
     AcknowledgeLease,
+    BeginGroup,
     Capacity,
     CollectSession,
     DeliverGroup,
+    Draw,
+    Drawn,
     Exports,
     ExportSession,
     ForgetSession,
@@ -40,12 +49,17 @@ from areal_actors.messages import (
     Sessions,
 )
 from areal_actors.references import FunctionReference, builtin_or_reference
-from areal_actors.staleness import is_too_stale
+from areal_actors.staleness import StaleGroups, is_too_stale, leaves_time
 from areal_actors.telemetry import get_logger
 
-__all__ = ["ExportConfig", "Exporter"]
+__all__ = ["ExportConfig", "Exporter", "QueueConfig"]
 
 _log = get_logger(__name__)
+
+_NO_MORE_REPLACED = (
+    "This step takes further groups without signal as they come. Problems that are neither always solved nor never "
+    "would help, or a higher trainer.advantages.max_refills."
+)
 
 
 @frozen(kw_only=True)
@@ -58,11 +72,34 @@ class ExportConfig:
     unrewarded: Unrewarded = Unrewarded.INHERIT
 
 
+@frozen(kw_only=True)
+class QueueConfig:
+    """Which problems are run, and which finished groups are trained.
+
+    ``max_replaced`` bounds the groups without signal that a step replaces. ``seed`` is that of draws by ``difficulty``.
+    """
+
+    stale_groups: StaleGroups = StaleGroups.WAIT
+    max_replaced: int = field(default=0, validator=ge(0))
+    difficulty: DifficultyConfig = field(factory=DifficultyConfig)
+    seed: int = 0
+
+
+@frozen(kw_only=True)
+class _Ready:
+    """A group that waits for its step; ``admitted`` is the version at which it was."""
+
+    group: Group
+    admitted: int
+
+
 class Exporter(Actor[Exports]):
     """Builds rows from what the session manager remembers, and lends finished groups to the trainer.
 
-    ``are_problems_external`` says that positions are labels of others, which may come twice. With a ``journal``, what
-    was trained is written down before it is acknowledged, and its sessions are kept until the weights are safe: whoever
+    ``are_problems_external`` says that positions are labels of others, which may come twice: such problems cannot be
+    run again, and their agents are not waited for, so that stale groups are trained unless they are to be dropped.
+    Groups of which ``has_signal`` is false are replaced, as far as ``queue`` allows. With a ``journal``, what was
+    trained is written down before it is acknowledged, and its sessions are kept until the weights are safe: whoever
     goes on from older ones trains it again.
     """
 
@@ -72,6 +109,8 @@ class Exporter(Actor[Exports]):
         sessions: Ref[Sessions],
         capacity: Ref[Capacity],
         config: ExportConfig | None = None,
+        queue: QueueConfig | None = None,
+        has_signal: Callable[[Group], bool] = lambda _: True,
         start: DataPosition | None = None,
         are_problems_external: bool = False,
         journal: Journal | None = None,
@@ -80,15 +119,24 @@ class Exporter(Actor[Exports]):
         self._capacity = capacity
         self._config = config or ExportConfig()
         self._rule = load_rule(self._config.rule)
+        self._queue = queue or QueueConfig()
+        if are_problems_external and self._queue.stale_groups is not StaleGroups.DROP:
+            self._queue = evolve(self._queue, stale_groups=StaleGroups.TRAIN)
+        self._has_signal = has_signal
+        self._start = start or DataPosition()
+        self._positions = positions_from(self._start)
+        self._pools: ProblemPools | None = None
+        self._requeued: set[int] = set()
+        self._running: dict[int, int] = {}  # by position, the version at which the group was admitted
         self._consumed = HighestPosition(start) if are_problems_external else ConsumedPositions(start)
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._unsaved: list[tuple[int, Group]] = []
-        self._ready: dict[GroupId, Group] = {}
+        self._ready: dict[GroupId, _Ready] = {}
         self._held: set[GroupId] = set()  # ready or lent
         self._lease: Lease | None = None
         self._leased_version = 0
         self._next_lease = 0
-        self._num_dropped = 0
+        self._drawn = Drawn()
         self._changed = anyio.Event()
         self._context: Context
 
@@ -123,6 +171,21 @@ class Exporter(Actor[Exports]):
             num_empty_turns=record.num_empty_turns,
         )
 
+    @BeginGroup.handler
+    async def begin(self, message: BeginGroup) -> Draw:
+        """Give out the first problem that has to be run again, or else the next one."""
+        position = min(self._requeued) if self._requeued else next(self._positions)
+        self._requeued.discard(position)
+        self._running[position] = message.version
+        if self._pools is None and self._queue.difficulty.enabled and message.num_problems:
+            self._pools = ProblemPools(
+                self._queue.difficulty,
+                num_problems=message.num_problems,
+                seed=self._queue.seed,
+                start=self._start.pools,
+            )
+        return Draw(position=position, row=None if self._pools is None else self._pools.draw(position))
+
     @DeliverGroup.handler
     async def deliver(self, message: DeliverGroup) -> bool:
         """Queue a group that has something to train; count the problem of any other as consumed.
@@ -130,56 +193,104 @@ class Exporter(Actor[Exports]):
         A group with empty answers is queued in any case: the trainer's gate says that the engine is broken.
         """
         group = message.group
+        admitted = self._running.pop(group.problem.position, group.head_version)
         if group.id in self._held:
             return True
         if group.problem.position in self._consumed:
             return False
-        is_accepted = any(
-            episode.num_empty_turns or any(row.num_trained_tokens for row in episode.trajectories)
-            for episode in group.episodes
-        )
+        self._drawn = _count_drawn(self._drawn, group)
+        is_accepted = _is_broken(group) or (_has_rows(group) and not self._replaces(group))
         if is_accepted:
             self._held.add(group.id)
-            self._ready[group.id] = group
-            self._notify()
+            self._ready[group.id] = _Ready(group=group, admitted=admitted)
         else:
             self._consume(group)
+        self._notify()  # also of a group less to wait for
         return is_accepted
+
+    def _replaces(self, group: Group) -> bool:
+        """Whether another group takes the place of this one, which has no signal."""
+        if self._drawn.replaced >= self._queue.max_replaced or self._has_signal(group):
+            return False
+        rewards = tuple(episode.reward for episode in group.episodes if episode.failure is None)
+        self._drawn = evolve(
+            self._drawn,
+            replaced=self._drawn.replaced + 1,
+            replaced_rewards=self._drawn.replaced_rewards + rewards,
+        )
+        if self._drawn.replaced == self._queue.max_replaced:
+            _log.warning("no_more_replaced", replaced=self._drawn.replaced, detail=_NO_MORE_REPLACED)
+        return True
 
     @LeaseGroups.handler(concurrency=64)
     async def lease(self, message: LeaseGroups) -> Lease:
-        """Wait for enough groups that are fresh enough, and lend those whose problems come first.
+        """Wait for enough groups that are young enough, and lend the oldest.
 
         There is one lease at a time: whoever asks before it is acknowledged is given the same.
         """
+        held_since: float | None = None
         while self._lease is None:
-            self._drop_stale(message)
-            if len(self._ready) >= message.num_groups:
-                self._lend(message)
+            self._discard_stale(message)
+            has_enough = len(self._ready) >= message.num_groups
+            if has_enough and held_since is None:
+                held_since = anyio.current_time()
+            if has_enough and self._leaves_time(message):
+                self._lend(message, held_since=held_since or 0.0)
             else:
                 await self._changed.wait()
         return self._lease
 
-    def _lend(self, wanted: LeaseGroups) -> None:
-        ready = sorted(self._ready.values(), key=lambda group: group.problem.position)
-        chosen = ready[: wanted.num_groups]
+    def _leaves_time(self, wanted: LeaseGroups) -> bool:
+        return self._queue.stale_groups is not StaleGroups.WAIT or leaves_time(
+            [entry.admitted for entry in self._ready.values()],
+            list(self._running.values()),
+            version=wanted.version,
+            batch_size=wanted.num_groups,
+            max_staleness=wanted.max_staleness,
+        )
+
+    def _lend(self, wanted: LeaseGroups, *, held_since: float) -> None:
+        ready = sorted(self._ready.values(), key=lambda entry: (entry.admitted, entry.group.problem.position))
+        chosen = tuple(entry.group for entry in ready[: wanted.num_groups])
         self._leased_version = wanted.version
         for group in chosen:
             del self._ready[group.id]
-        self._lease = Lease(id=self._next_lease, groups=tuple(chosen), dropped=self._num_dropped)
+        max_staleness = None if self._queue.stale_groups is StaleGroups.TRAIN else wanted.max_staleness
+        drawn = evolve(self._drawn, held_seconds=anyio.current_time() - held_since)
+        if self._pools is not None:
+            drawn = evolve(drawn, easy=self._pools.count(Pool.EASY), hard=self._pools.count(Pool.HARD))
+        self._lease = Lease(id=self._next_lease, groups=chosen, max_staleness=max_staleness, drawn=drawn)
         self._next_lease += 1
-        self._num_dropped = 0
+        self._drawn = Drawn()
         self._notify()
 
-    def _drop_stale(self, wanted: LeaseGroups) -> None:
-        for group in list(self._ready.values()):
+    def _discard_stale(self, wanted: LeaseGroups) -> None:
+        """Throw away what is too old. Where steps wait for the oldest, that is a group whose permit had expired."""
+        if self._queue.stale_groups is StaleGroups.TRAIN:
+            return
+        for group in [entry.group for entry in self._ready.values()]:
             if _is_stale(group, wanted):
-                _log.info("group_dropped", group=group.id, head_version=group.head_version, version=wanted.version)
+                is_dropped = self._queue.stale_groups is StaleGroups.DROP
+                event = "group_dropped" if is_dropped else "group_requeued"
+                _log.info(event, group=group.id, head_version=group.head_version, version=wanted.version)
                 del self._ready[group.id]
-                self._num_dropped += 1
-                if self._journal is not None:
-                    self._journal.note(GroupConsumed(group=group.id, version=wanted.version, is_trained=False))
-                self._consume(group, version=wanted.version, is_refunded=True)
+                if is_dropped:
+                    self._drop(group, wanted.version)
+                else:
+                    self._requeue(group)
+
+    def _drop(self, group: Group, version: int) -> None:
+        self._drawn = evolve(self._drawn, dropped=self._drawn.dropped + 1)
+        if self._journal is not None:
+            self._journal.note(GroupConsumed(group=group.id, version=version, is_trained=False))
+        self._consume(group, version=version, is_refunded=True)
+
+    def _requeue(self, group: Group) -> None:
+        self._drawn = evolve(self._drawn, requeued=self._drawn.requeued + 1)
+        self._held.discard(group.id)
+        self._requeued.add(group.problem.position)
+        self._context.tasks.start_soon(self._capacity.tell, RefundGroup())
+        self._context.tasks.start_soon(self._forget, _sessions_of(group))
 
     @AcknowledgeLease.handler
     async def acknowledge(self, message: AcknowledgeLease) -> DataPosition:
@@ -191,7 +302,8 @@ class Exporter(Actor[Exports]):
             lease, self._lease = self._lease, None
             for group in lease.groups:
                 self._consume(group, version=self._leased_version + 1)
-        return self._consumed.summary()
+        pools = self._start.pools if self._pools is None else self._pools.summary()
+        return evolve(self._consumed.summary(), pools=pools)
 
     async def _write_trained(self, lease: Lease) -> None:
         if self._journal is not None:
@@ -213,6 +325,8 @@ class Exporter(Actor[Exports]):
     def _consume(self, group: Group, *, version: int | None = None, is_refunded: bool = False) -> None:
         """``version``: that of the step, for a group that had been accepted."""
         self._consumed.add(group.problem.position)
+        if self._pools is not None:
+            self._pools.learn(group.problem.position, group)
         self._held.discard(group.id)
         if is_refunded:
             self._context.tasks.start_soon(self._capacity.tell, RefundGroup())
@@ -233,6 +347,20 @@ class Exporter(Actor[Exports]):
 
 def _sessions_of(group: Group) -> tuple[SessionId, ...]:
     return tuple(episode.session for episode in group.episodes)
+
+
+def _is_broken(group: Group) -> bool:
+    return any(episode.num_empty_turns for episode in group.episodes)
+
+
+def _has_rows(group: Group) -> bool:
+    return any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
+
+
+def _count_drawn(drawn: Drawn, group: Group) -> Drawn:
+    """Add the lengths of the group's successful episodes."""
+    lengths = measure_episodes([group])
+    return evolve(drawn, tokens=drawn.tokens + lengths.tokens, turns=drawn.turns + lengths.turns)
 
 
 def _is_stale(group: Group, wanted: LeaseGroups) -> bool:

@@ -16,14 +16,14 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.actors.outcomes import MemberOutcome, fail_together
-from areal_actors.actors.positions import positions_from
 from areal_actors.actors.reachability import ProxyProbe
 from areal_actors.actors.workflow_episodes import WorkflowEpisode
 from areal_actors.core import Actor, Context, Ref
-from areal_actors.domain import Credential, DataPosition, Episode, Group, GroupId, Problem, SampleKey, SessionId
+from areal_actors.domain import Credential, Episode, Group, GroupId, Problem, SampleKey, SessionId
 from areal_actors.errors import ActorError, ArealError, ConfigError, CustomFunctionError, EpisodeError, RewardError
 from areal_actors.messages import (
     AcquirePermit,
+    BeginGroup,
     Capacity,
     CollectSession,
     DeliverGroup,
@@ -65,6 +65,8 @@ __all__ = ["Peers", "RolloutRunner", "RolloutsConfig"]
 _log = get_logger(__name__)
 
 _FORGET_SECONDS = 5.0
+
+ProblemAt = Callable[[int, int | None], Problem]
 
 
 @frozen(kw_only=True)
@@ -118,9 +120,9 @@ class _Slot:
 class RolloutRunner(Actor[Rollouts]):
     """Runs training groups as capacity allows, and evaluations when asked.
 
-    ``problem_at`` maps a position to its problem; with ``None`` nothing is produced, only ``RunProblem`` and
-    ``Evaluate`` are served. A rollout workflow needs the ``engine`` that its episodes sample from; of a grouped one the
-    group is run member by member.
+    ``problem_at`` maps a position, and its row if that was drawn, to its problem, one of ``num_problems``. With
+    ``None`` nothing is produced, only ``RunProblem`` and ``Evaluate`` are served. A rollout workflow needs the
+    ``engine`` that its episodes sample from; of a grouped one the group is run member by member.
     """
 
     def __init__(
@@ -132,9 +134,9 @@ class RolloutRunner(Actor[Rollouts]):
         http_client: httpx.AsyncClient,
         engine: EpisodeEngine | None = None,
         config: RolloutsConfig | None = None,
-        problem_at: Callable[[int], Problem] | None = None,
+        problem_at: ProblemAt | None = None,
+        num_problems: int | None = None,
         held_out: tuple[Problem, ...] = (),
-        start: DataPosition | None = None,
         seed: int = 0,
     ) -> None:
         config = config or RolloutsConfig()
@@ -151,8 +153,8 @@ class RolloutRunner(Actor[Rollouts]):
         self._proxy = ProxyProbe(endpoint, http_client)
         self._config = config
         self._problem_at = problem_at
+        self._num_problems = num_problems
         self._held_out = held_out
-        self._start = start or DataPosition()
         self._seed = seed
         self._num_by_hand = 0
         self._num_failed_groups = 0
@@ -166,11 +168,13 @@ class RolloutRunner(Actor[Rollouts]):
 
     # ---------------------------------------------------------------------------------------------- groups
 
-    async def _produce(self, problem_at: Callable[[int], Problem]) -> None:
+    async def _produce(self, problem_at: ProblemAt) -> None:
         async with anyio.create_task_group() as groups:
-            for position in positions_from(self._start):
-                permit = await self._peers.capacity.ask(AcquirePermit(holder=f"problem {position}"))
-                groups.start_soon(self._produce_group, problem_at(position), permit)
+            while True:
+                permit = await self._peers.capacity.ask(AcquirePermit(holder="rollouts"))
+                wanted = BeginGroup(version=permit.version, num_problems=self._num_problems)
+                draw = await self._peers.exports.ask(wanted)
+                groups.start_soon(self._produce_group, problem_at(draw.position, draw.row), permit)
 
     async def _produce_group(self, problem: Problem, permit: Permit) -> None:
         slots = self._slots(problem, self._config.group_size, purpose="train", version=permit.version)

@@ -26,9 +26,10 @@ import anyio
 from attrs import asdict, frozen
 
 from areal_actors.actors.gang import GangMembers, LedPolicy
+from areal_actors.actors.lengths import count_truncated, describe_lengths, measure_episodes
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.core import Actor, Context, OwnThread, Ref
-from areal_actors.domain import DataPosition, Group
+from areal_actors.domain import AssignedProblem, DataPosition, DrawnProblem, Group, PoolsState
 from areal_actors.errors import CaptureViolation, CustomFunctionError, TrainingStalled
 from areal_actors.messages import (
     AcknowledgeLease,
@@ -177,8 +178,9 @@ class TrainerActor(Actor[Training]):
         trained = anyio.current_time()
         self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
         await self._peers.capacity.tell(VersionAdvanced(version=self._policy.version))
-        is_over = self._is_over(statistics)
-        metrics = _metrics(statistics, lease) | await self._speed()
+        reward = _mean_reward(statistics, lease)
+        is_over = self._is_over(reward)
+        metrics = _metrics(statistics, lease) | {"reward": reward} | await self._speed()
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
         metrics["eval_reward"] = await self._evaluate() if self._is_evaluation_due(is_over=is_over) else None
         await self._tell(StepFinished(step=self._policy.version, metrics=metrics))
@@ -189,7 +191,7 @@ class TrainerActor(Actor[Training]):
     async def _train_on(self, lease: Lease) -> StepStatistics:
         """Update the weights. What stops the run because of its rows leaves a checkpoint, and the rows."""
         try:
-            return await self._led.train_step(lease.groups, max_staleness=self._plan.max_staleness)
+            return await self._led.train_step(lease.groups, max_staleness=lease.max_staleness)
         except CaptureViolation as violation:
             if self._captures is not None:
                 path = self._captures / f"step-{self._policy.version + 1}.jsonl"
@@ -227,8 +229,8 @@ class TrainerActor(Actor[Training]):
         await self._stopping.wait()
         scope.cancel()
 
-    def _is_over(self, statistics: StepStatistics) -> bool:
-        average = self._average.update(statistics.data.reward_mean)
+    def _is_over(self, reward: float) -> bool:
+        average = self._average.update(reward)
         stop = self._plan.stop
         if stop.reward is not None and average >= stop.reward and self._policy.version >= stop.min_steps:
             self._stop_reason = f"the reward's moving average reached {stop.reward:g}"
@@ -315,7 +317,19 @@ def _write_evidence(path: Path, evidence: Sequence[Mapping[str, object]]) -> Non
 def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:
     """The position in the data that a checkpoint's ``counters`` hold; the start without them."""
     position = (counters or {}).get("position", {})
-    return DataPosition(next=int(position.get("next", 0)), pending=tuple(position.get("pending", ())))
+    pools = position.get("pools")
+    return DataPosition(
+        next=int(position.get("next", 0)),
+        pending=tuple(position.get("pending", ())),
+        pools=None if pools is None else _parse_pools(pools),
+    )
+
+
+def _parse_pools(pools: Mapping[str, Any]) -> PoolsState:
+    return PoolsState(
+        problems=tuple(DrawnProblem(**problem) for problem in pools["problems"]),
+        assigned=tuple(AssignedProblem(**assigned) for assigned in pools["assigned"]),
+    )
 
 
 def _evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> EvaluationFinished:
@@ -329,13 +343,22 @@ def _evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> E
     )
 
 
+def _mean_reward(statistics: StepStatistics, lease: Lease) -> float:
+    """Mean over the step's episodes and those that were replaced: of the rest alone, it would never be near 0 or 1."""
+    data, replaced = statistics.data, lease.drawn.replaced_rewards
+    if not replaced:
+        return data.reward_mean
+    num_trained = data.num_episodes - data.num_failed_episodes
+    total = data.reward_mean * num_trained + sum(replaced)
+    return total / (num_trained + len(replaced))
+
+
 def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:
     """One flat record of a step; ``docs/metrics.md`` explains each key."""
     data = statistics.data
     metrics: dict[str, float | int | None] = {
         "step": statistics.version,
         "version": statistics.version,
-        "reward": data.reward_mean,
         "loss": statistics.loss,
         "kl": statistics.approximate_kl,
         "reference_kl": statistics.reference_kl,
@@ -349,7 +372,9 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "failed_episodes": data.num_failed_episodes,
         "rejected_episodes": data.num_rejected_episodes,
         "zero_variance_groups": data.num_zero_variance_groups,
-        "dropped_groups": lease.dropped,
+        "dropped_groups": lease.drawn.dropped,
+        "requeued_groups": lease.drawn.requeued,
+        "replaced_groups": lease.drawn.replaced,
         "grad_norm": statistics.grad_norm,
         "learning_rate": statistics.learning_rate,
         "clip_fraction": statistics.clip_fraction,
@@ -362,6 +387,12 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "adjusted_tokens": data.num_adjusted_tokens,
         "outside_fraction": statistics.outside_fraction,
     }
+    metrics["truncated_turns"], metrics["truncated_tokens"] = count_truncated(lease.groups)
+    metrics |= {"easy_problems": lease.drawn.easy, "hard_problems": lease.drawn.hard}
+    metrics["held_seconds"] = lease.drawn.held_seconds
+    metrics |= describe_lengths("drawn", lease.drawn.tokens, lease.drawn.turns)
+    trained = measure_episodes(lease.groups)
+    metrics |= describe_lengths("trained", trained.tokens, trained.turns)
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}
     # A step in which no token had an advantage computed nothing: it has no entropy, rather than one that is not a
     # number.

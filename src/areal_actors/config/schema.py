@@ -18,7 +18,7 @@ from attrs.validators import ge, gt, in_, le, matches_re, optional
 
 from areal_actors.actors.accounts import UsersConfig
 from areal_actors.actors.capacity import CapacityConfig
-from areal_actors.actors.exporter import ExportConfig
+from areal_actors.actors.exporter import ExportConfig, QueueConfig
 from areal_actors.actors.intake import IntakeConfig
 from areal_actors.actors.models import ModelsConfig
 from areal_actors.actors.outcomes import MemberOutcome
@@ -33,7 +33,7 @@ from areal_actors.config.host import HostConfig
 from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory
-from areal_actors.datasets import DataPath, DatasetConfig, ProblemsReference
+from areal_actors.datasets import DataPath, DatasetConfig, DifficultyConfig, ProblemsReference
 from areal_actors.domain import Role
 from areal_actors.engines.servers.config import Backend, ServedEngine, ServerConfig
 from areal_actors.engines.torch.config import TorchEngineConfig
@@ -41,7 +41,7 @@ from areal_actors.proxy import ProxyConfig
 from areal_actors.references import FunctionReference, builtin_or_reference
 from areal_actors.rendering import RendererConfig
 from areal_actors.schedulers.config import SchedulerConfig
-from areal_actors.staleness import CapacityLimits
+from areal_actors.staleness import CapacityLimits, StaleGroups
 from areal_actors.training.config import PublishBy, TrainerConfig
 from areal_actors.workflows import GenerationConfig
 from areal_actors.workflows.commands import CommandConfig, CommandWord
@@ -123,6 +123,11 @@ class RolloutConfig:
     """Groups that run at once."""
     max_head_offpolicyness: int = field(default=1, validator=ge(0))
     """How many versions older than the trained weights a group may be; 0 is synchronous."""
+    stale_groups: StaleGroups = StaleGroups.WAIT
+    """What becomes of groups that would be older: wait has steps wait for them in time, train trains them whatever
+    their age; requeue and drop throw them away, and so train fewer long episodes than are sampled. With serve, wait and
+    requeue mean train."""
+    difficulty: DifficultyConfig = field(factory=DifficultyConfig)
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups ends the run with an error."""
@@ -270,12 +275,25 @@ class RunConfig:
         )
 
     @property
+    def queue(self) -> QueueConfig:
+        """Which finished groups are trained."""
+        advantages = self.trainer.advantages
+        max_replaced = advantages.max_refills * self.batch_size if advantages.drop_zero_variance else 0
+        return QueueConfig(
+            stale_groups=self.rollout.stale_groups,
+            max_replaced=max_replaced,
+            difficulty=self.rollout.difficulty,
+            seed=self.seed,
+        )
+
+    @property
     def limits(self) -> CapacityLimits:
-        """How far rollouts may run ahead of training."""
+        """How far rollouts may run ahead of training, and how many groups a run consumes."""
         return CapacityLimits(
             max_concurrent=self.rollout.max_concurrent_rollouts,
             max_staleness=self.rollout.max_head_offpolicyness,
             batch_size=self.batch_size,
+            max_groups=self.total_steps * self.batch_size,
         )
 
 

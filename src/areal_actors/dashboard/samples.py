@@ -19,7 +19,7 @@ from attrs import asdict
 from areal_actors.core import Message
 from areal_actors.dashboard.dumps import Decode
 from areal_actors.dashboard.records import RecordFile, rewrite_records
-from areal_actors.domain import ChatMessage, Interaction, InteractionId, Trajectory, as_ints
+from areal_actors.domain import ChatMessage, Interaction, InteractionId, Trajectory, as_ints, withhold_truncated
 from areal_actors.messages import Progress, SessionArchived
 from areal_actors.telemetry import redact
 
@@ -38,8 +38,17 @@ class SessionSampler:
     name = "sessions.jsonl"
     is_essential = False
 
-    def __init__(self, path: Path, *, decode: Decode, max_sessions: int = 120, resumed_step: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        decode: Decode,
+        max_sessions: int = 120,
+        resumed_step: int | None = None,
+        masks_truncated: bool = False,
+    ) -> None:
         self._path = path
+        self._masks_truncated = masks_truncated
         self._decode = decode
         self._max = max_sessions
         self._resumed_step = resumed_step
@@ -63,7 +72,8 @@ class SessionSampler:
         self._seen[kind] += 1
         if version % self._stride or self._seen[kind] > self._num_per_kind(is_eval=news.is_eval):
             return
-        self._file.append(describe_session(news, version=version, decode=self._decode))
+        described = describe_session(news, version=version, decode=self._decode, masks_truncated=self._masks_truncated)
+        self._file.append(described)
         self._versions.append(version)
         if len(self._versions) > self._max:
             self._thin()
@@ -95,9 +105,12 @@ def sampled_version(interactions: Iterable[Interaction]) -> int:
     return min((int(version) for completion in completions for version in completion.versions), default=0)
 
 
-def describe_session(news: SessionArchived, *, version: int, decode: Decode) -> dict[str, Any]:
-    """A session as plain data, bounded in size."""
-    record, episode = news.record, news.episode
+def describe_session(
+    news: SessionArchived, *, version: int, decode: Decode, masks_truncated: bool = False
+) -> dict[str, Any]:
+    """A session as plain data, bounded in size. ``masks_truncated``: answers that were cut are not trained."""
+    record = news.record
+    episode = withhold_truncated(news.episode) if masks_truncated else news.episode
     returns, masks = _trained(episode.trajectories)
     credit_of = {
         name: info.credit

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from areal_actors.datasets.difficulty import DifficultyConfig, ProblemPools
 from areal_actors.datasets.problems import Problems, find_overlap
 from areal_actors.datasets.sources import DataPath, DatasetConfig, ProblemsReference, load_problems
 
-__all__ = ["DataPath", "DatasetConfig", "Problems", "ProblemsReference", "find_overlap", "load_problems"]
+__all__ = [
+    "DataPath",
+    "DatasetConfig",
+    "DifficultyConfig",
+    "ProblemPools",
+    "Problems",
+    "ProblemsReference",
+    "find_overlap",
+    "load_problems",
+]

@@ -38,13 +38,16 @@ class Problems:
         """The number of problems of one epoch."""
         return len(self._rows)
 
-    def at(self, position: int) -> Problem:
+    def at(self, position: int, row: int | None = None) -> Problem:
         """The problem at ``position``, counted over all epochs from 0. What an agent does to its data stays with it.
 
-        Raises ``IndexError`` for a negative position.
+        With ``row``, that problem stands there, whatever the epoch would have. Raises ``IndexError`` for a negative
+        position.
         """
         if position < 0:
             raise IndexError(f"Problems are counted from 0; there is none at {position}.")
+        if row is not None:
+            return self._problem(position, row)
         epoch, index = divmod(position, len(self._rows))
         return self._problem(position, self._order(epoch)[index])
 

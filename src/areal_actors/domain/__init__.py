@@ -53,10 +53,13 @@ from areal_actors.domain.models import TrainedModel, is_model_identifier
 from areal_actors.domain.predecessors import is_tree_order, tree_attention_mask, tree_position_ids
 from areal_actors.domain.roles import Role
 from areal_actors.domain.rows import (
+    AssignedProblem,
     Credit,
     DataPosition,
+    DrawnProblem,
     Episode,
     Group,
+    PoolsState,
     Problem,
     Trajectory,
     TurnInfo,
@@ -86,11 +89,13 @@ from areal_actors.domain.tree import (
     RewardScope,
     SessionRecord,
 )
+from areal_actors.domain.truncation import find_truncated, mask_truncated, withhold_truncated
 
 __all__ = [
     "LOGPROB_SLACK",
     "Answer",
     "AnswerStarted",
+    "AssignedProblem",
     "Attempt",
     "Branch",
     "CaptureFault",
@@ -102,6 +107,7 @@ __all__ = [
     "Credit",
     "DataPosition",
     "Delta",
+    "DrawnProblem",
     "EngineInfo",
     "EngineRequest",
     "EngineStatistics",
@@ -128,6 +134,7 @@ __all__ = [
     "MatchingRegex",
     "OneOf",
     "PauseMode",
+    "PoolsState",
     "Problem",
     "Quotas",
     "ReasoningDelta",
@@ -167,10 +174,13 @@ __all__ = [
     "array_equality",
     "as_floats",
     "as_ints",
+    "find_truncated",
     "is_model_identifier",
     "is_tree_order",
+    "mask_truncated",
     "tree_attention_mask",
     "tree_position_ids",
     "unfold",
     "unfold_group",
+    "withhold_truncated",
 ]

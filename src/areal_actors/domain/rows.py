@@ -26,6 +26,7 @@ class UntrainedReason(StrEnum):
     NOT_STORED = "not_stored"
     NO_REWARD = "no_reward"
     TOO_LONG = "too_long"
+    TRUNCATED = "truncated"
 
 
 @frozen(kw_only=True)
@@ -179,8 +180,37 @@ class Group:
 
 
 @frozen(kw_only=True)
+class DrawnProblem:
+    """What is known of a problem: how often it was drawn, and what share of its last group solved it."""
+
+    row: int
+    num_drawn: int
+    solve_rate: float | None = None
+
+
+@frozen(kw_only=True)
+class AssignedProblem:
+    """The problem that runs, or is to be run, at a position."""
+
+    position: int
+    row: int
+
+
+@frozen(kw_only=True)
+class PoolsState:
+    """What draws by difficulty follow from (``datasets.difficulty``)."""
+
+    problems: tuple[DrawnProblem, ...] = ()
+    assigned: tuple[AssignedProblem, ...] = ()
+
+
+@frozen(kw_only=True)
 class DataPosition:
-    """How far the problems have been consumed: all below ``next`` but for ``pending``, which are to be run first."""
+    """How far the problems have been consumed: all below ``next`` but for ``pending``, which are to be run first.
+
+    ``pools`` is there where problems are drawn by difficulty.
+    """
 
     next: int = 0
     pending: tuple[int, ...] = ()
+    pools: PoolsState | None = None

@@ -73,7 +73,10 @@ from areal_actors.messages.directory import (
 )
 from areal_actors.messages.exports import (
     AcknowledgeLease,
+    BeginGroup,
     DeliverGroup,
+    Draw,
+    Drawn,
     Exports,
     ExportSession,
     Lease,
@@ -186,6 +189,7 @@ __all__ = [
     "AwaitReady",
     "AwaitTraining",
     "AwaitWeights",
+    "BeginGroup",
     "Capacity",
     "CapacityView",
     "CheckCredential",
@@ -205,6 +209,8 @@ __all__ = [
     "DescribeWeights",
     "Directory",
     "DismissWorker",
+    "Draw",
+    "Drawn",
     "EndSession",
     "Endpoint",
     "EndpointChanged",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import field, frozen
 
 from areal_actors.core import Message
 from areal_actors.domain import DataPosition, Episode, Group, SessionId
 
 __all__ = [
     "AcknowledgeLease",
+    "BeginGroup",
     "DeliverGroup",
+    "Draw",
+    "Drawn",
     "ExportSession",
     "Exports",
     "Lease",
@@ -33,6 +36,25 @@ class ExportSession(Message[Exports, Episode]):
 
 
 @frozen(kw_only=True)
+class Draw:
+    """The problem of a group: its ``position`` in the run, and its ``row`` if the order of the dataset is not kept."""
+
+    position: int
+    row: int | None = None
+
+
+@frozen(kw_only=True)
+class BeginGroup(Message[Exports, Draw]):
+    """A permit of ``version`` was granted to a training group. Replies with its problem, one of ``num_problems``.
+
+    The group is waited for from now on.
+    """
+
+    version: int
+    num_problems: int | None = None
+
+
+@frozen(kw_only=True)
 class DeliverGroup(Message[Exports, bool]):
     """A finished group. Replies whether it is accepted as training data; delivering it twice queues it once."""
 
@@ -40,19 +62,41 @@ class DeliverGroup(Message[Exports, bool]):
 
 
 @frozen(kw_only=True)
+class Drawn:
+    """What became of the groups that were delivered since the last lease.
+
+    ``tokens`` and ``turns`` are those of each successful episode, trained or not. ``dropped`` and ``requeued`` count
+    groups that had become too stale, ``replaced`` those without signal whose places others took;
+    ``replaced_rewards`` are those of the episodes of the latter. ``held_seconds`` is how long the lease had groups
+    enough, and waited for older ones. ``easy`` and ``hard`` are the sizes of the pools, where there are some.
+    """
+
+    tokens: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
+    dropped: int = 0
+    requeued: int = 0
+    replaced: int = 0
+    replaced_rewards: tuple[float, ...] = ()
+    held_seconds: float = 0.0
+    easy: int | None = None
+    hard: int | None = None
+
+
+@frozen(kw_only=True)
 class Lease:
-    """Groups on loan to the trainer. ``dropped`` counts groups that had become too stale since the last lease."""
+    """Groups on loan to the trainer, at most ``max_staleness`` versions old; ``None``: as old as they happen to be."""
 
     id: int
     groups: tuple[Group, ...]
-    dropped: int = 0
+    max_staleness: int | None = None
+    drawn: Drawn = field(factory=Drawn)
 
 
 @frozen(kw_only=True)
 class LeaseGroups(Message[Exports, Lease]):
-    """Wait for ``num_groups`` groups that are at most ``max_staleness`` versions older than ``version``.
+    """Wait for ``num_groups`` groups to train ``version`` with; ``max_staleness`` is η.
 
-    They come in order of their problems. An unacknowledged lease is offered again, as it was.
+    The oldest come first, in order of their problems. An unacknowledged lease is offered again, as it was.
     """
 
     num_groups: int

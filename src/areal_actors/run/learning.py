@@ -148,7 +148,6 @@ async def _spawn_runner(
         http_client=http_client,
         engine=EpisodeEngine(inference.generation, inference.renderer, gconfig=job.config.gconfig),
         problems=job.problems,
-        start=parse_position(job.counters),
     )
     return await inference.system.spawn(runner, name="rollouts")
 

@@ -6,6 +6,7 @@ Who opens them around one another in one process is ``inference`` and ``learning
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -13,7 +14,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.actors.accounts import AccountKeeper, UsersConfig
 from areal_actors.actors.capacity import CapacityConfig, CapacityGranter
-from areal_actors.actors.exporter import ExportConfig, Exporter
+from areal_actors.actors.exporter import ExportConfig, Exporter, QueueConfig
 from areal_actors.actors.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.actors.models import ModelHost, ModelsConfig
 from areal_actors.actors.progress import Listener, ProgressReporter
@@ -57,7 +58,8 @@ from areal_actors.run.job import ProblemSets
 from areal_actors.run.models import ModelOpener
 from areal_actors.staleness import CapacityLimits, CapacityState
 from areal_actors.telemetry import get_logger
-from areal_actors.training.config import PublishBy
+from areal_actors.training.advantages import has_signal
+from areal_actors.training.config import AdvantageConfig, PublishBy
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
 if TYPE_CHECKING:
@@ -98,6 +100,9 @@ class InferenceConfig:
     sessions: SessionsConfig = field(factory=SessionsConfig)
     capacity: CapacityConfig = field(factory=CapacityConfig)
     export: ExportConfig = field(factory=ExportConfig)
+    queue: QueueConfig = field(factory=QueueConfig)
+    advantages: AdvantageConfig = field(factory=AdvantageConfig)
+    """Which groups have a signal."""
     models: ModelsConfig = field(factory=ModelsConfig)
     intake: IntakeConfig | None = None
     """How external sessions are taken in; without it, they are only remembered and exported."""
@@ -123,9 +128,12 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
         sessions=config.sessions,
         capacity=config.capacity,
         export=config.rollout.export,
+        queue=config.queue,
+        advantages=config.trainer.advantages,
         models=config.trained_models,
         intake=intake,
-        limits=config.limits,
+        # Agents that come by themselves are answered as long as the run lasts.
+        limits=config.limits if intake is None else evolve(config.limits, max_groups=None),
         users=config.user_accounts,
         seed=config.seed,
     )
@@ -181,6 +189,8 @@ async def spawn_session_actors(
         sessions=sessions,
         capacity=capacity,
         config=config.export,
+        queue=config.queue,
+        has_signal=partial(has_signal, config=config.advantages),
         start=start,
         are_problems_external=config.intake is not None,
         journal=journal,
@@ -216,7 +226,11 @@ def create_reporter(
         MetricsWriter(directory.metrics, resumed_step=resumed_step),
         FailureWriter(directory.failures, resumed_step=resumed_step),
         SessionSampler(
-            directory.sessions, decode=decode, max_sessions=config.logging.max_sessions, resumed_step=resumed_step
+            directory.sessions,
+            decode=decode,
+            max_sessions=config.logging.max_sessions,
+            resumed_step=resumed_step,
+            masks_truncated=config.trainer.objective.masks_truncated,
         ),
     ]
     display = create_display(
@@ -241,7 +255,6 @@ def create_runner(
     http_client: httpx.AsyncClient,
     engine: EpisodeEngine,
     problems: ProblemSets,
-    start: DataPosition,
 ) -> RolloutRunner:
     """Who runs the agent on the problems, if there are any, and on those that are held out."""
     return RolloutRunner(
@@ -252,8 +265,8 @@ def create_runner(
         engine=engine,
         config=config.rollout.runner,
         problem_at=None if problems.train is None else problems.train.at,
+        num_problems=None if problems.train is None else len(problems.train),
         held_out=() if problems.held_out is None else problems.held_out.all(),
-        start=start,
         seed=config.seed,
     )
 

@@ -345,7 +345,6 @@ async def _open_rollout(post: Post) -> AsyncIterator[Opened]:
             http_client=http_client,
             engine=EpisodeEngine(await find(Generation, "generation"), renderer, gconfig=config.gconfig),
             problems=problems,
-            start=order.start,
         )
         yield Opened(actors={"rollouts": await post.system.spawn(runner, name="rollouts")})
 

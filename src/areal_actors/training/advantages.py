@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from areal_actors.domain import Episode, Floats, Group, Trajectory, as_floats
+from areal_actors.domain import Episode, Floats, Group, Trajectory, as_floats, unfold_group
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
 
 __all__ = ["GroupAdvantages", "compute_advantages", "has_zero_variance"]
@@ -69,6 +69,18 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
         )
         for group, rows in zip(groups, centred, strict=True)
     )
+
+
+def has_signal(group: Group, config: AdvantageConfig) -> bool:
+    """Whether something can be learnt from the group. One whose numbers are not finite is left for the step to refuse.
+
+    Penalties in the reward are not part of it.
+    """
+    try:
+        (found,) = compute_advantages([unfold_group(group)], config)
+    except ValueError:
+        return True
+    return not found.has_zero_variance
 
 
 def has_zero_variance(group: Group) -> bool:

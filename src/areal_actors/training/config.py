@@ -155,10 +155,11 @@ class PublishBy(StrEnum):
 class AdvantageConfig:
     """How returns become advantages.
 
-    ``std_floor`` bounds the standard deviation that is divided by. ``drop_zero_variance`` removes groups whose
-    rewards are all equal before anything is averaged over the batch (the dynamic filter of DAPO); without it they
-    stay in the denominators and contribute 0. A custom ``normalisation`` (``file.py:name``) replaces the estimator;
-    ``unit`` and ``std_floor`` are not read then.
+    ``std_floor`` bounds the standard deviation that is divided by. ``drop_zero_variance`` is the dynamic sampling of
+    DAPO: other groups take the place of groups without signal, whose rewards are all equal, until the batch is full;
+    without it they stay in the denominators and contribute 0. ``max_refills`` bounds this: a step replaces at most so
+    many times the groups of a batch, and trains without those that come after. A custom
+    ``normalisation`` (``file.py:name``) replaces the estimator; ``unit`` and ``std_floor`` are not read then.
     """
 
     normalisation: Normalisation | FunctionReference = field(
@@ -167,6 +168,7 @@ class AdvantageConfig:
     unit: StatisticsUnit = StatisticsUnit.EPISODE
     std_floor: float = field(default=1e-6, validator=_positive)
     drop_zero_variance: bool = False
+    max_refills: int = field(default=4, validator=_not_negative)
 
 
 @frozen(kw_only=True)
@@ -206,7 +208,9 @@ class ObjectiveConfig:
 
     ``is_decoupled`` takes the policy before the update as the centre of the clip and corrects for the behaviour
     policy by an importance weight; otherwise the behaviour policy itself is the centre, as in PPO. ``fixed_length``
-    is the denominator of the aggregation of that name. A custom ``surrogate`` (``file.py:name``) has its clip within.
+    is the denominator of the aggregation of that name. ``masks_truncated`` leaves answers that were cut at their limit
+    of tokens out of the loss (overlong filtering of DAPO); their rewards stay in the baselines. A custom
+    ``surrogate`` (``file.py:name``) has its clip within.
     """
 
     surrogate: Surrogate | FunctionReference = field(default=Surrogate.PPO, validator=builtin_or_reference(Surrogate))
@@ -219,6 +223,7 @@ class ObjectiveConfig:
     kl: KlConfig = field(factory=KlConfig)
     entropy_coefficient: float = 0.0
     overlong: OverlongConfig = field(factory=OverlongConfig)
+    masks_truncated: bool = False
 
 
 @frozen(kw_only=True)

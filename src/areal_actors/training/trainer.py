@@ -17,7 +17,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
+from areal_actors.domain import Floats, Group, Trajectory, mask_truncated, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.precision import choose_dtype
 from areal_actors.training.advantages import GroupAdvantages
@@ -317,7 +317,8 @@ class PolicyTrainer:
             for episode in group.episodes:
                 if episode.failure is not None:
                     continue
-                for trajectory in episode.trajectories:
+                for whole in episode.trajectories:
+                    trajectory = mask_truncated(whole) if self.config.objective.masks_truncated else whole
                     row = TrainingRow(
                         trajectory=trajectory,
                         advantages=next(values),

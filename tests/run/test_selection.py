@@ -1,0 +1,145 @@
+"""Which episodes are trained, over whole runs: full batches, masked answers, problems by difficulty, and no waste."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_actors import Trainer, create_config
+from areal_actors.dashboard import RunDirectory
+
+HERE = Path(__file__)
+_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}
+
+
+def problems(num: int, seed: int) -> Any:
+    """Prompts that differ by a number."""
+    return ({"text": f"say {seed + index}", "number": index} for index in range(num))
+
+
+class Asker:
+    """One answer of eight tokens; only problems of an odd number tell good answers from bad ones."""
+
+    def __init__(self) -> None:
+        self.run_problems: list[int] = []
+
+    async def run(self, data: dict[str, Any], base_url: str, http_client: Any, **extra_kwargs: Any) -> float:
+        self.run_problems.append(data["number"])
+        answer = await ask(base_url, http_client, data["text"], max_tokens=8)
+        return float(len(answer.encode()) % 2) if data["number"] % 2 else 1.0
+
+
+class Hurried:
+    """A first answer that is cut after two tokens, and a second one that comes to its end."""
+
+    async def run(self, data: dict[str, Any], base_url: str, http_client: Any, **extra_kwargs: Any) -> float:
+        first = await ask(base_url, http_client, data["text"], max_tokens=2)
+        second = await ask(base_url, http_client, "say it in JSON", max_tokens=64, response_format=_FORMAT)
+        return float("1" in second) + len(first) / 100
+
+
+async def ask(base_url: str, http_client: Any, text: str, **options: Any) -> str:
+    body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+    response = await http_client.post(f"{base_url}/chat/completions", json=body | options)
+    response.raise_for_status()
+    return response.json()["choices"][0]["message"]["content"] or ""
+
+
+def train(path: Path, agent: Any, *, steps: int = 1, resume: bool = False, **settings: Any) -> RunDirectory:
+    """Steps of the tiny job, that every number depends on the seed alone."""
+    config = create_config(
+        {
+            "experiment_name": "selection",
+            "model": "tiny",
+            "total_steps": steps,
+            "batch_size": 2,
+            "fileroot": str(path),
+            "dataset": {"python": f"{HERE}:problems", "size": 6},
+            "rollout": {"group_size": 4, "max_head_offpolicyness": 0} | settings.pop("rollout", {}),
+            "engine": {"num_threads": 1, "max_length": 256, "deterministic": True},
+            "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.01}} | settings.pop("trainer", {}),
+            "logging": {"tensorboard": False, "display": "none"},
+        }
+        | settings
+    )
+    Trainer(config).train(agent, resume=resume)
+    return config.run_directory
+
+
+def steps_of(directory: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+
+
+def test_groups_without_signal_are_replaced_by_others(tmp_path: Path):
+    """Half of the problems say nothing: the batches are full of the others, and the reward counts both."""
+    agent = Asker()
+    records = steps_of(train(tmp_path, agent, steps=2, trainer={"advantages": {"drop_zero_variance": True}}))
+
+    for step in records:
+        assert (step["episodes"], step["zero_variance_groups"]) == (8, 0)
+        assert step["drawn_episodes"] == 8 + 4 * step["replaced_groups"]
+    assert sum(step["replaced_groups"] for step in records) > 0
+    assert len(agent.run_problems) == sum(step["drawn_episodes"] for step in records)
+
+
+def test_a_step_replaces_no_more_groups_than_it_may(tmp_path: Path):
+    """No problem has a signal: each step gives up after as many groups as ``max_refills`` allows, and is made."""
+
+    class Content:
+        async def run(self, data: dict[str, Any], base_url: str, http_client: Any, **extra_kwargs: Any) -> float:
+            await ask(base_url, http_client, data["text"], max_tokens=2)
+            return 1.0
+
+    (step,) = steps_of(
+        train(tmp_path, Content(), trainer={"advantages": {"drop_zero_variance": True, "max_refills": 2}})
+    )
+
+    assert (step["replaced_groups"], step["zero_variance_groups"], step["reward"]) == (4, 2, 1.0)
+
+
+@pytest.mark.parametrize("style", ["individual", "concat", "tree"])
+def test_answers_that_were_cut_are_not_trained(tmp_path: Path, style: str):
+    """With ``masks_truncated``, the second answers of all episodes are; the report says why the first are not."""
+    directory = train(
+        tmp_path,
+        Hurried(),
+        trainer={"objective": {"masks_truncated": True}},
+        rollout={"openai": {"export_style": style}},
+    )
+    (step,) = steps_of(directory)
+    sessions = [json.loads(line) for line in directory.sessions.read_text().splitlines()]
+    untrained = Counter(entry["reason"] for session in sessions for entry in session["untrained"])
+
+    assert 0 < step["truncated_turns"] <= 8
+    assert step["truncated_tokens"] == 2 * step["truncated_turns"]
+    assert step["trained_tokens"] == 8 * step["drawn_tokens_mean"] - step["truncated_tokens"]
+    assert {"truncated"} == set(untrained)
+
+
+def test_draws_by_difficulty_are_the_same_after_a_resumption(tmp_path: Path):
+    """Four steps in one go and in two: the same problems, and the same numbers."""
+    difficulty = {"difficulty": {"enabled": True, "easy_fraction": 0.0, "hard_fraction": 0.5}}
+    options = {"rollout": difficulty, "checkpoint": {"every_steps": 2}}
+    whole, parts = Asker(), Asker()
+    expected = steps_of(train(tmp_path / "whole", whole, steps=4, **options))
+    train(tmp_path / "parts", parts, steps=2, **options)
+    found = steps_of(train(tmp_path / "parts", parts, steps=4, resume=True, **options))
+    keys = ["step", "reward", "loss", "grad_norm", "easy_problems", "hard_problems", "drawn_tokens_mean"]
+
+    assert [[step[key] for key in keys] for step in expected] == [[step[key] for key in keys] for step in found]
+    assert Counter(whole.run_problems) == Counter(parts.run_problems)
+    assert max(step["easy_problems"] for step in found) > 0
+
+
+@pytest.mark.parametrize("eta", [0, 4])
+def test_no_episode_is_begun_for_a_step_that_never_comes(tmp_path: Path, eta: int):
+    """Two steps of two groups of four are sixteen episodes, however far agents may run ahead."""
+    agent = Asker()
+    train(tmp_path, agent, steps=2, rollout={"max_head_offpolicyness": eta})
+
+    assert len(agent.run_problems) == 16

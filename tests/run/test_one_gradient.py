@@ -17,7 +17,7 @@ from areal_actors.messages import CollectSession, PublishWeights
 from areal_actors.models import load_policy, resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors
-from areal_actors.training.config import TrainerConfig
+from areal_actors.training.config import ObjectiveConfig, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
 
 pytestmark = pytest.mark.anyio
@@ -103,15 +103,15 @@ def check_gradient(policy: PolicyTrainer, episodes: list[Episode]) -> None:
 
 
 def compute_gradient(episodes: list[Episode]) -> dict[str, torch.Tensor]:
-    """Of ``-Σ A_t log p(t) / N``, token by token, where the advantages of the rewards 1 and 0 are 1 and -1."""
+    """Of ``-Σ A_t log p(t) / D``, token by token: advantages are 1 and -1 for the rewards 1 and 0, D is 2 · 1024."""
     model = load_policy(resolve_model("tiny").path)
-    num_tokens = sum(row.num_trained_tokens for episode in episodes for row in episode.trajectories)
+    denominator = len(episodes) * ObjectiveConfig().fixed_length
     for episode, advantage in zip(episodes, (1.0, -1.0), strict=True):
         (row,) = episode.trajectories
         ids = torch.tensor(row.input_ids.tolist())
         logprobs = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
         for position, is_trained in enumerate(row.loss_mask):
             if is_trained:
-                loss = -advantage * logprobs[position - 1, ids[position]] / num_tokens
+                loss = -advantage * logprobs[position - 1, ids[position]] / denominator
                 loss.backward(retain_graph=True)
     return {name: parameter.grad for name, parameter in model.named_parameters()}

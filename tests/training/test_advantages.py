@@ -8,7 +8,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.domain import Episode, SessionId
+from areal_actors.domain import Episode, InteractionId, SessionId, TurnInfo
 from areal_actors.training.advantages import (
     compute_advantages,
     has_zero_variance,
@@ -40,7 +40,7 @@ def test_grpo(one_turn_group, values):
     deviation = np.std(values)
     expected = (np.array(values) - np.mean(values)) / deviation if deviation else np.zeros(len(values))
 
-    assert advantages_of(one_turn_group(values)) == pytest.approx(expected, abs=1e-5)
+    assert advantages_of(one_turn_group(values), normalisation=Normalisation.GRPO) == pytest.approx(expected, abs=1e-5)
 
 
 @given(values=rewards)
@@ -147,7 +147,7 @@ def test_equal_rewards_carry_no_signal(one_turn_group, value, count, unit):
     """A group whose members did equally well has advantage 0, never noise that was divided by nothing."""
     group = one_turn_group([value] * count)
 
-    assert has_zero_variance(group)
+    assert has_zero_variance(group, AdvantageConfig(unit=unit))
     assert [0.0] * count == advantages_of(group, unit=unit)
 
 
@@ -157,7 +157,7 @@ def test_a_long_episode_weighs_no_more(make_group, make_row):
     long = evolve(group.episodes[0], trajectories=group.episodes[0].trajectories * 3)
     group = evolve(group, episodes=(long, group.episodes[1]))
 
-    by_episode = advantages_of(group, normalisation=Normalisation.DR_GRPO)
+    by_episode = advantages_of(group, normalisation=Normalisation.DR_GRPO, unit=StatisticsUnit.EPISODE)
     by_row = advantages_of(group, normalisation=Normalisation.DR_GRPO, unit=StatisticsUnit.ROW)
 
     assert by_episode == [0.5, 0.5, 0.5, -0.5]
@@ -182,9 +182,115 @@ def test_turn_returns_keep_their_discount(make_group, make_row):
     good = make_row([1, 2, 3], [0, 1, 1], reward=1.0, returns=[0, 0.5, 1.0], turns=[-1, 0, 1])
     bad = make_row([1, 2, 3], [0, 1, 1], reward=0.0, turns=[-1, 0, 1])
 
-    (found,) = compute_advantages([make_group([good, bad])], AdvantageConfig(normalisation=Normalisation.DR_GRPO))
+    config = AdvantageConfig(normalisation=Normalisation.DR_GRPO, unit=StatisticsUnit.EPISODE)
+
+    (found,) = compute_advantages([make_group([good, bad])], config)
 
     assert [row.tolist() for row in found.rows] == [[0, 0, 0.5], [0, -0.5, -0.5]]
+
+
+def individual(make_row, returns, *, session, infos=None):
+    """An episode of the default export style: a row for each turn, with what is known of it."""
+    return [
+        evolve(
+            make_row([1, 2], [0, 1], reward=value, session=session),
+            interactions=(InteractionId(f"{session}-{turn}"),),
+            turn_infos=(infos[turn] if infos else TurnInfo(depth=turn),),
+        )
+        for turn, value in enumerate(returns)
+    ]
+
+
+@pytest.fixture(scope="session")
+def group_of_turns(make_group, make_row):
+    """A group of episodes with these returns of their turns, in the default export style."""
+
+    def create(*members, infos=None):
+        rows = [
+            individual(make_row, returns, session=f"m{index}", infos=infos) for index, returns in enumerate(members)
+        ]
+        group = make_group([found[0] for found in rows])
+        episodes = [
+            evolve(episode, trajectories=tuple(found), reward=float(found[-1].reward))
+            for episode, found in zip(group.episodes, rows, strict=True)
+        ]
+        return evolve(group, episodes=tuple(episodes))
+
+    return create
+
+
+def test_depth_is_that_of_the_conversation_in_every_style(group_of_turns):
+    """Rows of one turn each are compared with turns at their depth; returns are 10 times the depth and a bit."""
+    group = group_of_turns([0.0, 10.0, 20.0], [1.0, 11.0, 21.0])
+
+    for unit in (StatisticsUnit.TURN_DEPTH, StatisticsUnit.TURN_KIND):
+        found = advantages_of(group, normalisation=Normalisation.DR_GRPO, unit=unit)
+        assert found == [-0.5, -0.5, -0.5, 0.5, 0.5, 0.5]
+
+
+def test_agents_are_compared_with_themselves(group_of_turns):
+    """The first turns of two agents have one depth and different rewards."""
+    infos = [TurnInfo(tag="main"), TurnInfo(tag="sub")]
+    group = group_of_turns([0.0, 10.0], [1.0, 12.0], infos=infos)
+
+    assert [-1.0, -2.0, 1.0, 2.0] == advantages_of(group)
+
+
+def test_a_member_is_not_in_its_own_baseline(group_of_turns):
+    """Neither are its other turns of the same kind."""
+    infos = [TurnInfo(), TurnInfo()]  # two conversations of one turn each
+    group = group_of_turns([0.0, 1.0], [4.0, 2.0], infos=infos)
+
+    assert [-3.0, -2.0, 3.5, 1.5] == advantages_of(group)
+
+
+def test_a_kind_that_only_one_member_has_is_compared_with_the_others_as_a_whole(group_of_turns):
+    """Such a turn is trained all the same: with 0 it would be, as if it had not mattered."""
+    group = group_of_turns([1.0, 0.5, 2.0], [0.0, 3.0], [2.0, 1.0])
+
+    assert advantages_of(group)[2] == 2.0 - 1.5
+
+
+def test_an_undiscounted_outcome_counts_for_every_kind(group_of_turns):
+    """Members that ended earlier are in the baseline of later turns: with what the episode earned."""
+    group = group_of_turns([1.0, 1.0, 1.0], [0.0, 0.0], [0.0])
+
+    assert [1.0, 1.0, 1.0, -0.5, -0.5, -0.5] == advantages_of(group)
+
+
+@pytest.mark.parametrize(
+    ("unit", "has_none"),
+    [
+        (StatisticsUnit.EPISODE, True),
+        (StatisticsUnit.ROW, False),
+        (StatisticsUnit.TURN_DEPTH, False),
+        (StatisticsUnit.TURN_KIND, False),
+    ],
+)
+def test_a_group_has_signal_in_the_unit_that_is_compared(group_of_turns, unit, has_none):
+    """Equal totals of unequal turns say nothing where totals are compared, and much where turns are."""
+    group = group_of_turns([1.0, 2.0], [3.0, 2.0])
+    config = AdvantageConfig(unit=unit)
+
+    (found,) = compute_advantages([group], config)
+
+    assert has_none == has_zero_variance(group, config) == found.has_zero_variance
+    assert has_none == (not any(row.any() for row in found.rows))
+
+
+def test_ten_rewarded_turns_have_advantages_of_both_signs(group_of_turns):
+    """With totals as the baseline, all ten would be negative, whatever was done."""
+    rng = np.random.default_rng(0)
+    rewards = rng.integers(0, 2, (8, 10))
+    group = group_of_turns(*rewards[:, ::-1].cumsum(axis=1)[:, ::-1].tolist())
+    totals = [evolve(episode, reward=float(sum(r))) for episode, r in zip(group.episodes, rewards, strict=True)]
+    group = evolve(group, episodes=tuple(totals))
+
+    default = np.array(advantages_of(group)).reshape(8, 10)
+    published = advantages_of(group, normalisation=Normalisation.GRPO, unit=StatisticsUnit.EPISODE)
+
+    assert ((default < 0).mean(axis=0) < 0.8).all()
+    assert (np.array(published).reshape(8, 10)[:, 5:] < 0).mean() > 0.9
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

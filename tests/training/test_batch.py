@@ -14,7 +14,7 @@ from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.config import Aggregation
 
 owners = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=30)
-MEANS = [choice for choice in Aggregation if choice is not Aggregation.FIXED_LENGTH]
+MEANS = [choice for choice in Aggregation if choice not in (Aggregation.FIXED_LENGTH, Aggregation.EPISODE_SUM)]
 
 
 def slow_weights(aggregation, rows, episodes, groups, fixed_length):
@@ -26,7 +26,8 @@ def slow_weights(aggregation, rows, episodes, groups, fixed_length):
         Aggregation.GROUP_MEAN: groups,
     }.get(aggregation)
     if owner is None:
-        return [1 / (len(set(rows)) * fixed_length) for _ in rows]
+        counted = episodes if aggregation is Aggregation.EPISODE_SUM else rows
+        return [1 / (len(set(counted)) * fixed_length) for _ in rows]
     return [1 / (len(set(owner)) * owner.count(name)) for name in owner]
 
 

@@ -49,6 +49,7 @@ from areal_actors.domain import (
     InteractionId,
     InteractionStatus,
     Problem,
+    RewardScope,
     SessionId,
     SessionRecord,
 )
@@ -283,10 +284,13 @@ def enumerate_episodes(script: Script) -> tuple[_Played, ...]:
 
 def _record(play: Play, rewards: float | Mapping[Turn, float]) -> SessionRecord:
     """The session as the proxy leaves it: a float is set on the last answer."""
+    scope = RewardScope.ANSWER if isinstance(rewards, Mapping) else RewardScope.EPISODE
     if not isinstance(rewards, Mapping):
         rewards = {Turn(number=len(play.interactions) - 1, option=0): rewards} if play.interactions else {}
     by_number = {turn.number: float(reward) for turn, reward in rewards.items()}
-    interactions = tuple(evolve(turn, reward=by_number.get(turn.order)) for turn in play.interactions)
+    interactions = tuple(
+        evolve(turn, reward=by_number.get(turn.order), reward_scope=scope) for turn in play.interactions
+    )
     return SessionRecord(id=SessionId("s"), interactions=interactions, is_ended=True)
 
 
@@ -368,7 +372,7 @@ class _Combination:
                 return self.num_tokens
             case Aggregation.SEQUENCE_MEAN | Aggregation.FIXED_LENGTH:
                 return self.num_rows
-            case Aggregation.EPISODE_MEAN:
+            case Aggregation.EPISODE_MEAN | Aggregation.EPISODE_SUM:
                 return self.num_episodes
             case _:
                 return 1

@@ -4,35 +4,57 @@ Groups are those that the rows carry, never a stride over the batch, so members 
 rows. Failed episodes are in no statistic; an episode whose rows were withheld keeps its reward in the baseline.
 
 Write R_t for the return of the turn that sampled token t, and G for the values of its group in the chosen
-``StatisticsUnit`` (total rewards of episodes, returns of rows, or returns of the turns at the same depth). With mean
-and std over G (the population's, not the sample's)::
+``StatisticsUnit``. With mean and std over G (the population's, not the sample's)::
 
+    rloo                  A_t =  R_t - mean(G without the member itself)     RLOO, arXiv:2402.14740
     grpo                  A_t = (R_t - mean(G)) / max(std(G), floor)         GRPO, arXiv:2402.03300
     dr_grpo               A_t =  R_t - mean(G)                               Dr. GRPO, arXiv:2503.20783
-    rloo                  A_t =  R_t - mean(G without the member itself)     RLOO, arXiv:2402.14740
     reinforce_plus_plus   A_t = (R_t - mean_batch(R)) / std_batch(R)         REINFORCE++, arXiv:2501.03262
     group_mean_batch_std  A_t = (R_t - mean(G)) / std_batch(R - mean(G))     its variant with a group baseline
     none                  A_t =  R_t
 
-A group of equal values carries no signal: the methods with a group baseline give it 0, however turns discounted it.
+The units::
 
-Why returns, not totals, in the numerator: with one final reward and ``turn_discount`` 1 every turn's return is the
-episode's reward and A_t is the group-normalised reward. Otherwise R_t is the reward-to-go that the turn can be credited
-with, and any baseline that does not depend on the turn's tokens leaves the policy gradient unbiased; a baseline that
-fits the turn better (``turn_depth``) only lowers its variance.
+    turn_kind    G has one value for each member: the mean return of its turns of the same kind, which are those of the
+                 same agent (``x-areal-agent``) at the same depth of their conversation
+    episode      one value for each member: its total reward
+    row          one value for each row: the return of its last turn
+    turn_depth   one value for each turn at the same depth of its conversation: its return
+
+In ``turn_kind``, a member all of whose turns have one return (that of an outcome which nothing discounts) has that
+value for every kind, whether it has such turns or not. Another member without turns of a kind is not in its G. If that
+leaves no other member, G has the mean over all turns of each member.
+
+``rloo`` with ``turn_kind`` is the default, because its expected update is the gradient of what the returns say, for
+sessions of every shape. What is subtracted from R_t depends on the other members, and on the agent and the depth of the
+turn, which were settled before its tokens were sampled; E[grad log p(a_t) · b] is 0 for every such b. The others lack
+this:
+
+* A mean over all members contains the member itself. With one final reward that only shrinks the update by 1 - 1/n.
+  Where R_t is not the episode's total (``turn_discount`` below 1, several rewards) the update becomes c - 1/n times the
+  gradient, with c the part of the total that reaches R_t, which is negative for turns far before the reward.
+* Dividing by the standard deviation of the group changes the direction where rewards take more than two values: the
+  deviation depends on the member's own reward.
+* ``episode`` compares returns with totals: with a reward for each turn, late turns have negative advantages only.
+* ``turn_depth`` gives a turn that is alone at its depth the advantage 0, so that the update is biased against turns
+  that only long episodes have; and a member with several turns at a depth is in its own baseline.
+
+A group of equal values carries no signal: the methods with a group baseline give it 0, however turns discounted it.
+A member alone has nothing to be compared with, and has the advantage 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from areal_actors.domain import Episode, Floats, Group, Trajectory, as_floats, unfold_group
+from areal_actors.domain import Episode, Floats, Group, InteractionId, SessionId, Trajectory, as_floats, unfold_group
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
 
 __all__ = ["GroupAdvantages", "compute_advantages", "has_zero_variance"]
@@ -65,7 +87,7 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
             rows=tuple(
                 as_floats(scale(values) * row.loss_mask) for row, values in zip(_rows(group), rows, strict=True)
             ),
-            has_zero_variance=has_zero_variance(group),
+            has_zero_variance=_has_zero_variance(group, rows, config),
         )
         for group, rows in zip(groups, centred, strict=True)
     )
@@ -76,16 +98,35 @@ def has_signal(group: Group, config: AdvantageConfig) -> bool:
 
     Penalties in the reward are not part of it.
     """
+    unfolded = unfold_group(group)
     try:
-        (found,) = compute_advantages([unfold_group(group)], config)
+        _require_finite(unfolded)
     except ValueError:
         return True
-    return not found.has_zero_variance
+    return not has_zero_variance(unfolded, config)
 
 
-def has_zero_variance(group: Group) -> bool:
-    """Whether all rewards of the group's successful episodes are equal: then it does not say what was better."""
+def has_zero_variance(group: Group, config: AdvantageConfig | None = None) -> bool:
+    """Whether the group does not say what was better: all values are equal that ``config`` has it compare.
+
+    Those are its values in the configured unit; for a custom normalisation, and one without group statistics, the
+    rewards of its episodes.
+    """
+    config = config or AdvantageConfig()
+    if not isinstance(config.normalisation, Normalisation):
+        return _has_equal_rewards(group)
+    return _has_zero_variance(group, _centred(group, config), config)
+
+
+def _has_equal_rewards(group: Group) -> bool:
     return _is_constant(np.array([episode.reward for episode in _successes(group)]))
+
+
+def _has_zero_variance(group: Group, centred: Sequence[Doubles], config: AdvantageConfig) -> bool:
+    rows = _rows(group)
+    if config.normalisation in _UNGROUPED or not any(row.num_trained_tokens for row in rows):
+        return _has_equal_rewards(group)
+    return not any(values[row.loss_mask == 1].any() for row, values in zip(rows, centred, strict=True))
 
 
 # ------------------------------------------------------------------------------------------- group baselines
@@ -93,7 +134,7 @@ def has_zero_variance(group: Group) -> bool:
 
 def _centred(group: Group, config: AdvantageConfig) -> list[Doubles]:
     """For each row float64 [T]: the return minus its baseline, divided by the group's std where the method says so."""
-    if config.normalisation in (Normalisation.NONE, Normalisation.REINFORCE_PLUS_PLUS):
+    if config.normalisation in _UNGROUPED:
         return [row.returns.astype(np.float64) for row in _rows(group)]
     baseline = _BASELINES[config.unit]
     return baseline(group, config)
@@ -118,36 +159,121 @@ def _row_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]:
 
 def _turn_depth_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]:
     rows = _rows(group)
-    turns = _turn_returns(rows)
-    by_depth: dict[int, list[Hashable]] = defaultdict(list)
-    for key in turns:
-        by_depth[key[1]].append(key)
-    transforms: dict[Hashable, _Transform] = {}
+    turns = {(row.session, turn.interaction): turn for row in rows for turn in _turns_of(row)}
+    by_depth: dict[int, list[_TurnKey]] = defaultdict(list)
+    for key, turn in turns.items():
+        by_depth[turn.kind[1]].append(key)
+    transforms: dict[_TurnKey, _Transform] = {}
     for keys in by_depth.values():
-        values = np.array([turns[key] for key in keys], dtype=np.float64)  # type: ignore[index]
+        values = np.array([turns[key].value for key in keys], dtype=np.float64)
         transforms |= dict(zip(keys, _transforms(values, config), strict=True))
-    return [_apply_by_turn(row, transforms) for row in rows]
+    return [
+        _apply_by_turn(row, [(turn, transforms[row.session, turn.interaction]) for turn in _turns_of(row)])
+        for row in rows
+    ]
 
 
-def _turn_returns(rows: Sequence[Trajectory]) -> dict[tuple[Any, int], float]:
-    """The return of each trained turn, once, by (session and interaction, depth)."""
-    result: dict[tuple[Any, int], float] = {}
-    for row in rows:
-        for turn in np.unique(row.turns[row.loss_mask == 1]):
-            first = int(np.flatnonzero((row.turns == turn) & (row.loss_mask == 1))[0])
-            result[_turn_key(row, int(turn))] = float(row.returns[first])
+def _turn_kind_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]:
+    members = [_Member.of(episode) for episode in _successes(group)]
+    by_kind: dict[_Kind, list[_Transform]] = {}
+    result: list[Doubles] = []
+    for index, episode in enumerate(_successes(group)):
+        for row in episode.trajectories:
+            turns = _turns_of(row)
+            for kind in {turn.kind for turn in turns} - by_kind.keys():
+                by_kind[kind] = _kind_transforms(members, kind, config)
+            result.append(_apply_by_turn(row, [(turn, by_kind[turn.kind][index]) for turn in turns]))
     return result
 
 
-def _turn_key(row: Trajectory, turn: int) -> tuple[Any, int]:
-    return ((row.session, row.interactions[turn]), turn)
+def _kind_transforms(members: Sequence[_Member], kind: _Kind, config: AdvantageConfig) -> list[_Transform]:
+    """For each member: what turns a return of its turns of ``kind`` into an advantage."""
+    found = [member.value_of(kind) for member in members]
+    if sum(value is not None for value in found) <= 1:
+        found = [member.mean for member in members]
+    present = [index for index, value in enumerate(found) if value is not None]
+    values = np.array([found[index] for index in present], dtype=np.float64)
+    if len(values) > 1 and config.normalisation is Normalisation.RLOO:
+        # Not ``_transforms``: giving a group of equal values 0 would depend on the member's own value, which is a mean
+        # over its turns, whose returns may differ.
+        transforms = [_difference(float(baseline), values) for baseline in _leave_one_out(values)]
+    else:
+        transforms = _transforms(values, config)
+    by_member: list[_Transform] = [np.zeros_like for _ in members]  # one without turns of the kind asks for none
+    for index, transform in zip(present, transforms, strict=True):
+        by_member[index] = transform
+    return by_member
 
 
-def _apply_by_turn(row: Trajectory, transforms: dict[Hashable, _Transform]) -> Doubles:
+def _difference(baseline: float, values: Doubles) -> _Transform:
+    """Returns minus ``baseline``, 0 where they differ by rounding only."""
+    scale = _EQUAL * max(1.0, float(np.abs(values).max()))
+
+    def transform(returns: Doubles) -> Doubles:
+        difference = returns - baseline
+        return np.where(np.abs(difference) <= scale, 0.0, difference)
+
+    return transform
+
+
+_Kind: TypeAlias = tuple[str | None, int]
+"""The agent that asked, and the depth in its conversation."""
+_TurnKey: TypeAlias = tuple[SessionId, InteractionId]
+
+
+@frozen
+class _TurnReturn:
+    """A turn that a row trains: its index in the row, its id, its kind, and the return of its first token."""
+
+    index: int
+    interaction: InteractionId
+    kind: _Kind
+    value: float
+
+
+def _turns_of(row: Trajectory) -> list[_TurnReturn]:
+    """The turns that a row trains. Where a row does not know the depth of its turns, it is their index in the row."""
+    trained = np.flatnonzero(row.loss_mask == 1)
+    indices, first = np.unique(row.turns[trained], return_index=True)
+    result: list[_TurnReturn] = []
+    for index, token in zip(indices.tolist(), trained[first].tolist(), strict=True):
+        info = row.turn_infos[index] if row.turn_infos else None
+        kind = (row.tag, index) if info is None else (info.tag, info.depth)
+        result.append(_TurnReturn(index, row.interactions[index], kind, float(row.returns[token])))
+    return result
+
+
+@frozen
+class _Member:
+    """The returns of one member's turns. ``constant`` is the one return that all of them have, if they do."""
+
+    by_kind: Mapping[_Kind, float]
+    mean: float
+    constant: float | None
+
+    @classmethod
+    def of(cls, episode: Episode) -> _Member:
+        values: dict[_Kind, list[float]] = defaultdict(list)
+        for row in episode.trajectories:
+            for turn in _turns_of(row):
+                values[turn.kind].append(turn.value)
+        returns = [value for found in values.values() for value in found] or [float(np.float32(episode.reward))]
+        return cls(
+            by_kind={kind: math.fsum(found) / len(found) for kind, found in values.items()},
+            mean=math.fsum(returns) / len(returns),
+            constant=returns[0] if _is_constant(np.array(returns)) else None,
+        )
+
+    def value_of(self, kind: _Kind) -> float | None:
+        """Its value in the statistics of a kind, ``None`` if it has none."""
+        return self.by_kind.get(kind, self.constant)
+
+
+def _apply_by_turn(row: Trajectory, transforms: Sequence[tuple[_TurnReturn, _Transform]]) -> Doubles:
     result = np.zeros(row.num_tokens)
-    for turn in np.unique(row.turns[row.loss_mask == 1]):
-        is_turn = (row.turns == turn) & (row.loss_mask == 1)
-        result[is_turn] = transforms[_turn_key(row, int(turn))](row.returns[is_turn].astype(np.float64))
+    for turn, transform in transforms:
+        is_turn = (row.turns == turn.index) & (row.loss_mask == 1)
+        result[is_turn] = transform(row.returns[is_turn].astype(np.float64))
     return result
 
 
@@ -157,7 +283,10 @@ _BASELINES: dict[StatisticsUnit, Callable[[Group, AdvantageConfig], list[Doubles
     StatisticsUnit.EPISODE: _episode_baseline,
     StatisticsUnit.ROW: _row_baseline,
     StatisticsUnit.TURN_DEPTH: _turn_depth_baseline,
+    StatisticsUnit.TURN_KIND: _turn_kind_baseline,
 }
+_UNGROUPED = (Normalisation.NONE, Normalisation.REINFORCE_PLUS_PLUS)
+"""Without a baseline that is the group's."""
 
 
 def _transforms(values: Doubles, config: AdvantageConfig) -> list[_Transform]:

@@ -9,6 +9,11 @@ rows), n_e in episode e (of E), n_g in group g (of K)::
     episode_mean    1 / (E · n_e)           elsewhere called trajectory mean: an episode counts once
     group_mean      1 / (K · n_g)           each problem counts once
     fixed_length    1 / (R · fixed_length)  Dr. GRPO, arXiv:2503.20783: no length in the denominator
+    episode_sum     1 / (E · fixed_length)  the same for episodes of several rows
+
+Only ``episode_sum`` keeps the direction of the policy gradient where the policy decides how long its answers are or how
+many turns it takes: every other denominator depends on that, so that it is correlated with what it divides. (That of
+``fixed_length`` counts rows, which are turns in the export style ``individual``.)
 """
 
 from __future__ import annotations
@@ -40,6 +45,8 @@ def token_weights(
             weights = _mean_of_means(groups)
         case Aggregation.FIXED_LENGTH:
             weights = np.full(len(rows), 1.0 / (len(np.unique(rows)) * fixed_length))
+        case Aggregation.EPISODE_SUM:
+            weights = np.full(len(rows), 1.0 / (len(np.unique(episodes)) * fixed_length))
     return weights.astype(np.float32)
 
 

@@ -64,9 +64,9 @@ class ComputeDtype(StrEnum):
 class Normalisation(StrEnum):
     """From returns to advantages; formulas in ``advantages.py``."""
 
+    RLOO = "rloo"
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
-    RLOO = "rloo"
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
     GROUP_MEAN_BATCH_STD = "group_mean_batch_std"
     NONE = "none"
@@ -75,12 +75,17 @@ class Normalisation(StrEnum):
 class StatisticsUnit(StrEnum):
     """What counts as one value in the statistics of a group."""
 
+    TURN_KIND = "turn_kind"
+    """One value per episode, the mean return of its turns of the same agent at the same depth of their conversation."""
     EPISODE = "episode"
-    """One value per episode, its total reward: a long episode weighs no more than a short one."""
+    """One value per episode, its total reward. Biased where returns are no totals: ``turn_discount`` below 1, or
+    several rewards in an episode."""
     ROW = "row"
-    """One value per training row, the return of its last turn."""
+    """One value per training row, the return of its last turn. A long episode weighs more, and is compared with
+    itself."""
     TURN_DEPTH = "turn_depth"
-    """One value per turn, its return, compared with turns of the same depth only."""
+    """One value per turn, its return, compared with turns at the same depth of their conversation. Biased where
+    episodes reach different depths: a turn that is alone at its depth has the advantage 0."""
 
 
 class Surrogate(StrEnum):
@@ -99,6 +104,7 @@ class Aggregation(StrEnum):
     EPISODE_MEAN = "episode_mean"
     GROUP_MEAN = "group_mean"
     FIXED_LENGTH = "fixed_length"
+    EPISODE_SUM = "episode_sum"
 
 
 class Level(StrEnum):
@@ -155,17 +161,19 @@ class PublishBy(StrEnum):
 class AdvantageConfig:
     """How returns become advantages.
 
-    ``std_floor`` bounds the standard deviation that is divided by. ``drop_zero_variance`` is the dynamic sampling of
-    DAPO: other groups take the place of groups without signal, whose rewards are all equal, until the batch is full;
-    without it they stay in the denominators and contribute 0. ``max_refills`` bounds this: a step replaces at most so
-    many times the groups of a batch, and trains without those that come after. A custom
-    ``normalisation`` (``file.py:name``) replaces the estimator; ``unit`` and ``std_floor`` are not read then.
+    The default compares each turn with turns of its kind in the other episodes of the group, without a bias for
+    sessions of any shape; ``grpo`` with ``episode`` is GRPO as it was published. ``std_floor`` bounds the standard
+    deviation that is divided by. ``drop_zero_variance`` is the dynamic sampling of DAPO: other groups take the place of
+    groups without signal, whose values in ``unit`` are all equal, until the batch is full; without it they stay in the
+    denominators and contribute 0. ``max_refills`` bounds this: a step replaces at most so many times the groups of a
+    batch, and trains without those that come after. A custom ``normalisation`` (``file.py:name``) replaces the
+    estimator; ``unit`` and ``std_floor`` are not read then.
     """
 
     normalisation: Normalisation | FunctionReference = field(
-        default=Normalisation.GRPO, validator=builtin_or_reference(Normalisation)
+        default=Normalisation.RLOO, validator=builtin_or_reference(Normalisation)
     )
-    unit: StatisticsUnit = StatisticsUnit.EPISODE
+    unit: StatisticsUnit = StatisticsUnit.TURN_KIND
     std_floor: float = field(default=1e-6, validator=_positive)
     drop_zero_variance: bool = False
     max_refills: int = field(default=4, validator=_not_negative)
@@ -208,8 +216,9 @@ class ObjectiveConfig:
 
     ``is_decoupled`` takes the policy before the update as the centre of the clip and corrects for the behaviour
     policy by an importance weight; otherwise the behaviour policy itself is the centre, as in PPO. ``fixed_length``
-    is the denominator of the aggregation of that name. ``masks_truncated`` leaves answers that were cut at their limit
-    of tokens out of the loss (overlong filtering of DAPO); their rewards stay in the baselines. A custom
+    is the number of tokens by which the aggregations ``episode_sum`` and ``fixed_length`` divide. ``masks_truncated``
+    leaves answers that were cut at their limit of tokens out of the loss (overlong filtering of DAPO); their rewards
+    stay in the baselines. A custom
     ``surrogate`` (``file.py:name``) has its clip within.
     """
 
@@ -218,7 +227,7 @@ class ObjectiveConfig:
     clip_high: float = field(default=0.28, validator=_not_negative)
     is_decoupled: bool = True
     behaviour: BehaviourConfig = field(factory=BehaviourConfig)
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    aggregation: Aggregation = Aggregation.EPISODE_SUM
     fixed_length: int = field(default=1024, validator=_positive)
     kl: KlConfig = field(factory=KlConfig)
     entropy_coefficient: float = 0.0

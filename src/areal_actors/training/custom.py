@@ -76,7 +76,9 @@ def estimate_advantages(
     found = custom(tuple(groups))
     _require_length(custom, found, len(groups), "groups of the step")
     return tuple(
-        GroupAdvantages(rows=tuple(_checked_rows(custom, group, rows)), has_zero_variance=has_zero_variance(group))
+        GroupAdvantages(
+            rows=tuple(_checked_rows(custom, group, rows)), has_zero_variance=has_zero_variance(group, config)
+        )
         for group, rows in zip(groups, found, strict=True)
     )
 

@@ -1,0 +1,37 @@
+"""The law of credit: for sessions of any shape, the default estimator's expected update is the policy gradient.
+
+Each example is computed exactly, over all groups that a small agent can have: ``areal_actors.testing.gradients``.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_actors.cache import STYLES
+from areal_actors.testing.gradients import EXACT, Estimator, measure
+from areal_actors.testing.shapes import DrawnShape, episode_shapes
+
+_NUM_SHAPES = {60: 250}.get(settings().max_examples, min(settings().max_examples, 10_000))
+"""A few hundred where every change is tested, ten thousand each night."""
+
+
+@settings(max_examples=_NUM_SHAPES)
+@given(episode_shapes(), st.sampled_from(sorted(STYLES)))
+def test_the_default_gain_of_what_decides_is_positive(drawn: DrawnShape, style: str) -> None:
+    """Every default, any shape.
+
+    With one returned number and discount 1, the update points along the gradient of the expected reward. Otherwise it
+    points along that of the returns, which are what is asked for; one returned number is a positive part of every
+    turn's return then, so that what decides it is never trained the wrong way.
+    """
+    estimator = Estimator(export={"discount": drawn.discount, "style": style})
+
+    bias = measure(drawn.shape, estimator, group_size=drawn.group_size, num_groups=1)
+
+    if drawn.is_outcome and drawn.discount == 1:
+        assert bias.is_right, bias
+        return
+    assert bias.estimand_cosine >= EXACT, bias
+    if drawn.is_outcome and drawn.is_steady:
+        assert bias.scale > 0, bias

@@ -175,6 +175,13 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session
+def redteam(session: nox.Session) -> None:
+    """Send 10,000 forged rewards, ends and exports on each event loop, as an agent could; none may succeed."""
+    install(session, "test")
+    session.run("python", "-m", "tests.redteam", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Serve ten agents that come and go for ten minutes, then train as long, and draw what memory does meanwhile."""
     install(session, "test")

@@ -170,7 +170,7 @@ class _Capture:
 
     async def _start(self, request: Request) -> Response:
         await request.body()
-        return _json({"session_id": f"session-{next(self._numbers)}"})
+        return _json({"session_id": f"session-{next(self._numbers)}", "api_key": "sk-placeholder"})
 
     async def _answer(self, request: Request) -> Response:
         body = orjson.loads(await request.body())

@@ -126,10 +126,10 @@ async def live(connection: Connection, name: str, *, num_turns: int) -> None:
     """The life of one session: capacity, start, turns, a reward, the end and its rows."""
     await connection.post("/grant_capacity", {}, key=ADMIN_KEY)
     opened = await connection.post("/rl/start_session", {"task_id": name}, key=ADMIN_KEY)
-    session = opened["session_id"]
+    session, key = opened["session_id"], opened["api_key"]
     await converse(connection, f"What is question {name}?", num_turns=num_turns, session=session)
-    await connection.post(f"/{session}/rl/set_reward", {"reward": 1.0})
-    await connection.post(f"/{session}/rl/end_session", {})
+    await connection.post(f"/{session}/rl/set_reward", {"reward": 1.0}, key=key)
+    await connection.post(f"/{session}/rl/end_session", {}, key=key)
     await connection.post("/export_trajectories", {"session_id": session, "style": "concat"}, key=ADMIN_KEY)
 
 

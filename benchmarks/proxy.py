@@ -118,12 +118,12 @@ async def _measure_long(urls: Sequence[str]) -> tuple[float, float]:
     connection = await Connection(urls[0]).open()
     try:
         opened = await connection.post("/rl/start_session", {"task_id": "long"}, key=ADMIN_KEY)
-        session = opened["session_id"]
+        session, key = opened["session_id"], opened["api_key"]
         start = await connection.get("/cpu")
         await converse(connection, "Let us talk for long.", num_turns=_LONG, session=session)
         said = await connection.get("/cpu")
-        await connection.post(f"/{session}/rl/set_reward", {"reward": 1.0})
-        await connection.post(f"/{session}/rl/end_session", {})
+        await connection.post(f"/{session}/rl/set_reward", {"reward": 1.0}, key=key)
+        await connection.post(f"/{session}/rl/end_session", {}, key=key)
         ended = await connection.get("/cpu")
         await connection.post("/export_trajectories", {"session_id": session, "style": "concat"}, key=ADMIN_KEY)
         exported = await connection.get("/cpu")

@@ -191,7 +191,7 @@ class VirtualProxy:
         session = (await self._asked(lambda: self._open(name))).session
         clock = anyio.current_time
         await converse(self, session, workload=workload, key=name, observed=observed, clock=clock)
-        credential = Credential(session=session)
+        credential = Credential(session=session, has_control=True)
         await self._asked(lambda: self._sessions.ask(SetReward(credential=credential, reward=1.0)))
         await self._asked(lambda: self._sessions.ask(EndSession(credential=credential)))
         await self._asked(lambda: self._exports.ask(ExportSession(session=session)))

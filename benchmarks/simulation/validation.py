@@ -69,7 +69,7 @@ class _Agents:
     async def _live(self, connection: Connection, name: str) -> None:
         await self._post(connection, "/grant_capacity", {}, key=ADMIN_KEY)
         opened = await self._post(connection, "/rl/start_session", {"task_id": name}, key=ADMIN_KEY)
-        session = opened["session_id"]
+        session, key = opened["session_id"], opened["api_key"]
         await converse(
             _Chat(self, connection),
             session,
@@ -78,8 +78,8 @@ class _Agents:
             observed=self.observed,
             clock=time.monotonic,
         )
-        await self._post(connection, f"/{session}/rl/set_reward", {"reward": 1.0})
-        await self._post(connection, f"/{session}/rl/end_session", {})
+        await self._post(connection, f"/{session}/rl/set_reward", {"reward": 1.0}, key=key)
+        await self._post(connection, f"/{session}/rl/end_session", {}, key=key)
         await self._post(connection, "/export_trajectories", {"session_id": session}, key=ADMIN_KEY)
 
     async def ask(self, connection: Connection, session: str, messages: Sequence[Message]) -> str:

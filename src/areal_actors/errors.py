@@ -18,6 +18,7 @@
     │   │   ├── ContextLengthExceeded   400: code ``context_length_exceeded``
     │   │   └── PreviousNotFound        400: the answer that a request follows is not in its session
     │   ├── Unauthorized            401
+    │   ├── Forbidden               403: a key that opens the session, and not for this
     │   ├── NotFound                404
     │   ├── RequestTimeout          408: the body did not arrive in time
     │   ├── Conflict                409
@@ -73,6 +74,7 @@ __all__ = [
     "EngineError",
     "EpisodeError",
     "ExportError",
+    "Forbidden",
     "GangError",
     "GenerationAborted",
     "IdempotencyMismatch",
@@ -225,6 +227,14 @@ class Unauthorized(RequestError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """A key that opens its session for something else: a completion key rewards nothing."""
+
+    status = 403
+    type = "permission_error"
+    code = "completion_key"
 
 
 class NotFound(RequestError):

@@ -46,7 +46,9 @@ _QUIET = (
 _EVENT = "areal_event"
 """Attribute of a log record that carries the structured event beside its text."""
 
-_SECRET_KEYS = frozenset({"api_key", "admin_key", "session_key", "authorization", "x-api-key", "password", "secret"})
+_SECRET_KEYS = frozenset(
+    {"api_key", "admin_key", "completion_key", "session_key", "authorization", "x-api-key", "password", "secret"}
+)
 _SESSION_KEYS = frozenset({"session", "session_id"})
 _SECRET_SETTING = re.compile(rf"(?im)^(\s*(?:{'|'.join(sorted(_SECRET_KEYS))}):[ \t]*['\"]?)((?!null\b)[^\s'\"]+)")
 _NUM_SHOWN = 4

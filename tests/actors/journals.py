@@ -57,9 +57,11 @@ async def open_durable(house: House, **options: object):
 
 
 async def reward(house: House, session: str, value: float, interaction: str | None = None) -> str:
-    message = SetReward(credential=Credential(session=session), reward=value, interaction=interaction)
+    message = SetReward(credential=Credential(session=session, has_control=True), reward=value, interaction=interaction)
     return await house.sessions.ask(message)
 
 
 async def end(house: House, session: str, final_reward: float | None = None) -> None:
-    await house.sessions.ask(EndSession(credential=Credential(session=session), final_reward=final_reward))
+    await house.sessions.ask(
+        EndSession(credential=Credential(session=session, has_control=True), final_reward=final_reward)
+    )

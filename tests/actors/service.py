@@ -53,7 +53,7 @@ class Service:
     async def play(self, session: SessionId, *, reward: float | None = None, final: float | None = None) -> None:
         """One turn, and the end; a ``final`` reward finalizes."""
         await self.house.complete(session, say("what?"))
-        credential = Credential(session=session)
+        credential = Credential(session=session, has_control=True)
         if reward is not None:
             await self.house.sessions.ask(SetReward(credential=credential, reward=reward))
         await self.house.sessions.ask(EndSession(credential=credential, final_reward=final))

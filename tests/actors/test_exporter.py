@@ -90,7 +90,7 @@ async def test_a_session_is_exported_as_often_as_one_asks():
     """The rows follow the rewards, the discount and the style of the request; nothing is forgotten by reading."""
     async with open_house() as house:
         session = (await house.open()).session
-        credential = Credential(session=session)
+        credential = Credential(session=session, has_control=True)
         (first,) = await house.complete(session, say("one?"))
         await house.complete(session, (*say("one?"), echo_of(first), *say("two?")))
         await house.sessions.ask(SetReward(credential=credential, reward=1.0))

@@ -93,7 +93,7 @@ async def test_a_prompt_that_does_not_fit_leaves_no_trace():
 async def test_a_session_that_ends_mid_request_refuses_the_answer():
     """Who ended it will not look for another turn: the interaction failed, and is not trained."""
     async with open_waiting() as (house, session, asking):
-        await house.sessions.ask(EndSession(credential=Credential(session=session)))
+        await house.sessions.ask(EndSession(credential=Credential(session=session, has_control=True)))
         house.engine.release(99)
         await anyio.wait_all_tasks_blocked()
         (turn,) = (await house.record(session)).interactions

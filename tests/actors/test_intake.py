@@ -55,7 +55,9 @@ async def test_a_late_reward_counts():
         session = await service.start()
         await service.play(session)
         assert () == await service.lease(seconds=GRACE / 2)
-        await service.house.sessions.ask(SetReward(credential=Credential(session=session), reward=0.75))
+        await service.house.sessions.ask(
+            SetReward(credential=Credential(session=session, has_control=True), reward=0.75)
+        )
         (group,) = await service.lease(seconds=GRACE)
 
         assert 0.75 == group.episodes[0].reward
@@ -67,7 +69,9 @@ async def test_finalizing_after_the_end_does_not_wait_for_the_grace_period():
         session = await service.start()
         await service.play(session)
         assert () == await service.lease()
-        await service.house.sessions.ask(EndSession(credential=Credential(session=session), final_reward=1.0))
+        await service.house.sessions.ask(
+            EndSession(credential=Credential(session=session, has_control=True), final_reward=1.0)
+        )
         (group,) = await service.lease()
 
         assert 1.0 == group.episodes[0].reward
@@ -104,7 +108,9 @@ async def test_what_an_expired_session_had_may_be_kept():
     async with open_service(member_outcome=MemberOutcome.KEEP_PARTIAL) as service:
         session = await service.start()
         await service.house.complete(session, say("what?"))
-        await service.house.sessions.ask(SetReward(credential=Credential(session=session), reward=0.5))
+        await service.house.sessions.ask(
+            SetReward(credential=Credential(session=session, has_control=True), reward=0.5)
+        )
         (group,) = await service.lease(seconds=2 * IDLE)
 
         assert (0.5, True) == (group.episodes[0].reward, str(group.episodes[0].cut_short).startswith("expired"))
@@ -117,9 +123,13 @@ async def test_rewards_that_exceed_every_float_together_cost_their_session_only(
         for question in ("what?", "why?"):
             answer = await service.house.complete(session, say(question))
             await service.house.sessions.ask(
-                SetReward(credential=Credential(session=session), reward=3e38, interaction=answer[0].interaction)
+                SetReward(
+                    credential=Credential(session=session, has_control=True),
+                    reward=3e38,
+                    interaction=answer[0].interaction,
+                )
             )
-        await service.house.sessions.ask(EndSession(credential=Credential(session=session)))
+        await service.house.sessions.ask(EndSession(credential=Credential(session=session, has_control=True)))
         await service.play(await service.start(), final=0.5)
         (group,) = await service.lease()
 

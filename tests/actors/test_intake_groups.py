@@ -163,7 +163,9 @@ async def test_every_session_ends_in_one_group_and_every_permit_returns(members:
             if fate != "gone":
                 await service.play(session, final=1.0 if fate == "final" else None)
             if fate == "late":
-                await service.house.sessions.ask(SetReward(credential=Credential(session=session), reward=0.5))
+                await service.house.sessions.ask(
+                    SetReward(credential=Credential(session=session, has_control=True), reward=0.5)
+                )
             if fate in ("final", "late"):
                 rewarded.add(session)
         await anyio.sleep(5 * IDLE)

@@ -193,7 +193,7 @@ class Process:
         if not self.world.live:
             return
         session = self.world.live.pop(0)
-        credential = Credential(session=session)
+        credential = Credential(session=session, has_control=True)
         request = CompletionRequest(messages=say("what?"), sampling=Sampling(max_new_tokens=4))
         with suppress(CameTooLate, NotFound):  # it had expired
             await self.sessions.ask(Complete(credential=credential, request=request))

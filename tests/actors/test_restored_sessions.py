@@ -12,16 +12,16 @@ from areal_actors.actors.sessions import SessionsConfig
 from areal_actors.cache import SessionSettings, export_trajectories
 from areal_actors.cache.journal import MemoryJournal
 from areal_actors.domain import Attempt, Credential, GroupId, SampleKey
-from areal_actors.errors import NotFound, Unauthorized
+from areal_actors.errors import Forbidden, NotFound, Unauthorized
 from areal_actors.errors import SessionEnded as SessionOver
-from areal_actors.messages import CollectSession, DescribeSessions, ForgetSession, SetReward
+from areal_actors.messages import CheckCredential, CollectSession, DescribeSessions, ForgetSession, SetReward
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_session_goes_on_after_a_restart():
-    """The same id and key, the parent's exact tokens, the rewards; everything once."""
+    """The same id and keys, for what each opens; the parent's exact tokens, the rewards; everything once."""
     journal = MemoryJournal()
     async with open_house(script_answers(encode("a"), encode("b")), journal=journal) as house:
         opened = await open_durable(house, group=GroupId("g"), metadata={"task": 1})
@@ -34,6 +34,10 @@ async def test_a_session_goes_on_after_a_restart():
         last = await house.sessions.ask(final)
         with pytest.raises(Unauthorized):
             await house.sessions.ask(SetReward(credential=Credential(key="another"), reward=1.0))
+        completing = Credential(key=opened.completion_key)
+        assert session == await house.sessions.ask(CheckCredential(credential=completing))
+        with pytest.raises(Forbidden):
+            await house.sessions.ask(SetReward(credential=completing, reward=1000.0))
         record = await house.record(session)
     one, two = record.interactions
 

@@ -228,7 +228,7 @@ async def test_a_session_that_ends_while_somebody_joined_refuses_both():
         for caller in callers:
             tasks.start_soon(caller)
             await anyio.wait_all_tasks_blocked()
-        await house.sessions.ask(EndSession(credential=Credential(session=session)))
+        await house.sessions.ask(EndSession(credential=Credential(session=session, has_control=True)))
         engine.release(99)
 
     assert all(isinstance(caller.error, SessionEnded) for caller in callers)
@@ -254,7 +254,9 @@ async def test_an_answer_that_was_continued_or_rewarded_has_been_read():
         session = (await house.open()).session
         (rewarded,) = (await call(house, session, "complete", FIRST)).answers
         (continued,) = (await call(house, session, "complete", FIRST)).answers
-        reward = SetReward(credential=Credential(session=session), reward=1.0, interaction=rewarded.interaction)
+        reward = SetReward(
+            credential=Credential(session=session, has_control=True), reward=1.0, interaction=rewarded.interaction
+        )
         await house.sessions.ask(reward)
         await house.complete(session, (*say("why?", continued.message.content), *say("really?")))
         again = await call(house, session, "complete", RETRY)

@@ -125,7 +125,7 @@ FAILURES = [
     (return_none, "returned None of type NoneType"),
     (return_text, "returned 1.0 of type str"),
     (reward_a_stranger, "has no interaction chatcmpl-nobody"),
-    (reward_nothing, "it is empty, and none was set over HTTP"),
+    (reward_nothing, "it is empty; return a number"),
     (never_ask, "no completed interaction"),
     (never_ask_and_reward_nothing, "never called the model"),
     (hang, "took longer than 60 s"),
@@ -156,7 +156,9 @@ async def test_a_reward_that_was_set_meanwhile_needs_no_other():
 
     async def act(episode: Episode) -> dict[str, float]:
         await episode.ask()
-        await episode.house.sessions.ask(SetReward(credential=Credential(session=episode.session), reward=0.5))
+        await episode.house.sessions.ask(
+            SetReward(credential=Credential(session=episode.session, has_control=True), reward=0.5)
+        )
         return {}
 
     async with open_theatre(act) as theatre:

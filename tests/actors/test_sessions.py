@@ -10,7 +10,7 @@ from tests.actors.house import encode, open_house, say
 from areal_actors.actors.sessions import SessionsConfig
 from areal_actors.cache import SessionSettings
 from areal_actors.domain import Credential, SessionId
-from areal_actors.errors import Conflict, InvalidRequest, NotFound, RewardError, SessionEnded, Unauthorized
+from areal_actors.errors import Conflict, Forbidden, InvalidRequest, NotFound, RewardError, SessionEnded, Unauthorized
 from areal_actors.messages import ClaimPermit, DescribeCapacity, EndSession, ForgetSession, SetReward
 from areal_actors.testing.engines import EchoEngine
 
@@ -21,20 +21,25 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_keys_open_their_own_session_only():
-    """By key, by URL, by both; a foreign key, an unknown key and an unknown session are refused by name."""
+    """By key, by both, by control; a URL, foreign and completion keys and unknown sessions are refused by name."""
     async with open_house() as house:
         mine, other = await house.open(), await house.open()
         for credential in (
             Credential(key=mine.api_key),
-            Credential(session=mine.session),
-            Credential(session=mine.session, key="sk-any-other"),
+            Credential(session=mine.session, key=mine.api_key),
+            Credential(session=mine.session, has_control=True),
         ):
             reply = await house.sessions.ask(EndSession(credential=credential))
             assert mine.session == reply.session
 
         for credential, error in (
             (Credential(key="sk-of-nobody"), Unauthorized),
+            (Credential(session=mine.session), Unauthorized),
+            (Credential(session=mine.session, key="sk-any-other"), Unauthorized),
             (Credential(session=mine.session, key=other.api_key), Unauthorized),
+            (Credential(session=mine.session, key=other.completion_key), Unauthorized),
+            (Credential(session=mine.session, key=mine.completion_key), Forbidden),
+            (Credential(key=mine.completion_key), Forbidden),
             (Credential(session=mine.session, is_capability=False), Unauthorized),
             (Credential(session=SessionId("nobody")), NotFound),
         ):
@@ -50,7 +55,7 @@ async def test_a_key_serves_one_live_session_at_a_time():
             await house.open(api_key="my-own-key")
         with pytest.raises(InvalidRequest, match="at least 8"):
             await house.open(api_key="short")
-        await house.sessions.ask(EndSession(credential=Credential(session=first.session)))
+        await house.sessions.ask(EndSession(credential=Credential(session=first.session, has_control=True)))
         second = await house.open(api_key="my-own-key")
 
         assert second.session != first.session
@@ -61,7 +66,7 @@ async def test_an_ended_session_takes_no_more_requests():
     async with open_house() as house:
         session = (await house.open()).session
         for _ in range(2):
-            await house.sessions.ask(EndSession(credential=Credential(session=session)))
+            await house.sessions.ask(EndSession(credential=Credential(session=session, has_control=True)))
         with pytest.raises(SessionEnded, match="start a new one"):
             await house.complete(session, say("late"))
 
@@ -87,7 +92,7 @@ async def test_late_rewards_count_during_the_grace_window_and_no_longer():
     config = SessionsConfig(lifetimes=SessionSettings(grace_seconds=60))
     async with open_house(sessions=config) as house:
         session = (await house.open()).session
-        credential = Credential(session=session)
+        credential = Credential(session=session, has_control=True)
         (answer,) = await house.complete(session, say("what?"))
         await house.sessions.ask(EndSession(credential=credential, final_reward=0.5))
         await anyio.sleep(59)
@@ -108,7 +113,7 @@ async def test_a_reward_that_is_no_number_is_refused(reward: float):
     """It would poison a whole batch; the session lives on and can be rewarded properly."""
     async with open_house() as house:
         session = (await house.open()).session
-        credential = Credential(session=session)
+        credential = Credential(session=session, has_control=True)
         with pytest.raises(RewardError, match="no completed interaction"):
             await house.sessions.ask(SetReward(credential=credential, reward=1.0))
         await house.complete(session, say("what?"))
@@ -160,7 +165,7 @@ async def test_an_external_session_gives_its_permit_back_unaccepted(ending: str)
         await house.complete(session, say("what?"))
         for _ in range(2):
             if ending == "end":
-                await house.sessions.ask(EndSession(credential=Credential(session=session)))
+                await house.sessions.ask(EndSession(credential=Credential(session=session, has_control=True)))
             else:
                 await house.sessions.ask(ForgetSession(session=session))
         await anyio.wait_all_tasks_blocked()

@@ -51,7 +51,14 @@ def test_a_session_named_in_the_request_needs_its_key():
 def test_the_administrator_opens_every_session_by_name():
     """The controller of a run rewards and ends sessions whose keys it never saw."""
     for keeper in (KEEPER, STRICT):
-        assert keeper.credential(key="sk-admin", in_path=None, in_request="s").is_capability
+        assert keeper.credential(key="sk-admin", in_path=None, in_request="s").has_control
+
+
+def test_no_other_key_has_control_by_naming_a_session():
+    """The sessions judge keys; a URL and placeholders are never enough to reward."""
+    for keeper in (KEEPER, STRICT):
+        for place in ("in_path", "in_request"):
+            assert not keeper.credential(key="k", **({"in_path": None, "in_request": None} | {place: "s"})).has_control
 
 
 def test_only_the_admin_key_administrates():

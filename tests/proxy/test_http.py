@@ -17,12 +17,15 @@ async def test_a_session_lives_from_start_to_export():
     """Every route of the life of a session, by URL, in the forms that are documented."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         granted = await http.post("/grant_capacity", headers=proxy.admin_headers)
-        session = (await start(http, proxy, task_id="task-0-0"))["session_id"]
+        started = await start(http, proxy, task_id="task-0-0")
+        session, own = started["session_id"], bearer(started["api_key"])
         first = (await http.post(f"/{session}{CHAT}", json=BODY)).json()
         second = (await http.post(f"/{session}{CHAT}", json=BODY)).json()
-        named = await http.post(f"/{session}/rl/set_reward", json={"interaction_id": first["id"], "reward": 0.5})
-        last = await http.post(f"/{session}/rl/set_reward", json={"reward": 1.0})
-        ended = await http.post(f"/{session}/rl/end_session")
+        named = await http.post(
+            f"/{session}/rl/set_reward", json={"interaction_id": first["id"], "reward": 0.5}, headers=own
+        )
+        last = await http.post(f"/{session}/rl/set_reward", json={"reward": 1.0}, headers=own)
+        ended = await http.post(f"/{session}/rl/end_session", headers=own)
         exports = [
             await http.post(
                 "/export_trajectories",
@@ -121,7 +124,8 @@ async def test_rewards_that_mean_nothing():
     """NaN, text, nothing, an unknown completion, and a session that is settled."""
     settings = SessionSettings(grace_seconds=0.0)
     async with open_scripted_proxy(settings=settings) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
+        started = await start(http, proxy)
+        session, http.headers["x-api-key"] = started["session_id"], started["api_key"]
         path = f"/{session}/rl/set_reward"
         early = await http.post(path, json={"reward": 1})
         await http.post(f"/{session}{CHAT}", json=BODY)
@@ -199,7 +203,8 @@ async def test_the_unforeseen_is_logged_and_hidden(caplog):
 async def test_many_choices_and_agents_arrive_at_the_sessions():
     """``n`` makes siblings, each with a name of its own, and the header names the agent that asked."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
+        started = await start(http, proxy)
+        session, http.headers["x-api-key"] = started["session_id"], started["api_key"]
         path = f"/{session}{CHAT}"
         answer = (await http.post(path, json=BODY | {"n": 2}, headers={"x-areal-agent": "critic"})).json()
         second = answer["choices"][1]["interaction_id"]

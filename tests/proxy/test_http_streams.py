@@ -10,7 +10,7 @@ import httpx
 import orjson
 import pytest
 from anyio.abc import SocketAttribute
-from tests.proxy.plain import BODY, CHAT, connect, start
+from tests.proxy.plain import BODY, CHAT, bearer, connect, start
 
 from areal_actors.domain import TextDelta
 from areal_actors.proxy import ProxyConfig
@@ -61,9 +61,9 @@ async def test_bodies_that_are_nested_too_deeply(path, depth, status):
     }[path]
     content = orjson.dumps(body).replace(orjson.dumps(schema), b'{"a":' * depth + b"1" + b"}" * depth)
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        session = (await start(http, proxy))["session_id"]
-        response = await http.post(f"/{session}{path}", content=content)
-        ended = await http.post(f"/{session}/rl/end_session")
+        started = await start(http, proxy)
+        response = await http.post(f"/{started['session_id']}{path}", content=content)
+        ended = await http.post("/rl/end_session", headers=bearer(started["api_key"]))
 
     assert response.status_code == status
     assert ended.json()["interaction_count"] == (status == 200)

@@ -132,6 +132,7 @@ async def test_answers_are_as_described():
         admin = proxy.admin_headers
         opened = await http.post("/rl/start_session", json={"task_id": "t"}, headers=admin)
         session, key = opened.json()["session_id"], {"authorization": f"Bearer {opened.json()['api_key']}"}
+        completing = {"x-api-key": opened.json()["completion_key"]}
         chat = {"messages": MESSAGES, "tools": [TOOL], "logprobs": True, "n": 2}
         answers = [
             opened,
@@ -149,9 +150,11 @@ async def test_answers_are_as_described():
             ],
             await http.post("/nobody/v1/chat/completions", json={"messages": MESSAGES}),
             await http.post(f"/{session}/rl/set_reward", json={"reward": 1}),
+            await http.post(f"/{session}/rl/set_reward", json={"reward": 1}, headers=key),
+            await http.post("/rl/set_reward", json={"reward": 1}, headers=completing),
             await http.post("/rl/set_reward", json={"reward": "much"}, headers=key),
             await http.post("/rl/end_session", headers=key),
-            await http.post(f"/{session}/rl/finalize", json={"final_reward": 1.0}),
+            await http.post(f"/{session}/rl/finalize", json={"final_reward": 1.0}, headers=key),
             await http.post("/v1/chat/completions", json={"messages": MESSAGES}, headers=key),
             await http.post("/export_trajectories", json={"session_id": session}, headers=admin),
             await http.post("/export_trajectories", json={"session_id": session, "style": "x"}, headers=admin),
@@ -161,7 +164,7 @@ async def test_answers_are_as_described():
 
     for answer in answers:
         check_answer(answer)
-    assert {200, 400, 401, 404, 410, 422} == {answer.status_code for answer in answers}
+    assert {200, 400, 401, 403, 404, 410, 422} == {answer.status_code for answer in answers}
     assert DOCUMENT == answers[-1].json()
 
 

@@ -113,14 +113,14 @@ def test_a_session_outlives_its_service(tmp_path: Path):
         }
         ada, bob = keys["ada"]["key"], keys["bob"]["key"]
         session = host.post("/rl/v1/start_session", ada, task_id="task-7")
-        own, name = session["api_key"], session["session_id"]
+        own, completing, name = session["api_key"], session["completion_key"], session["session_id"]
         messages: list[dict[str, Any]] = []
         host.turn(own, messages)
         wait_until(lambda: host.states() == {"ada/trial": "stopped"})
         checkpoints = list(RunDirectory(path=root / "ada" / "trial").checkpoints.iterdir())
         guess = host.admin.post(f"/{name[:-4]}0000/v1/chat/completions", headers={"authorization": "Bearer x"}, json={})
         assert ([], 404) == (host.children(), guess.status_code)
-        host.turn(own, messages)
+        host.turn(completing, messages)
         host.post("/rl/finalize", own, final_reward=1.0)
         rows = host.post("/export_trajectories", ada, session_id=name, discount=1.0, style="concat")
         host.turn(bob, [])

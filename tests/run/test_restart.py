@@ -148,7 +148,8 @@ async def test_an_episode_goes_on_when_the_service_is_killed(loses: bool):  # no
         async with AsyncOpenAI(base_url=base_url, api_key=opened["api_key"], max_retries=8) as client:
             episode = Episode(client)
             await episode.turn("a")
-            await http.post(f"{first.url}/{opened['session_id']}/rl/set_reward", json={"reward": 0.5})
+            rewarding = f"{first.url}/{opened['session_id']}/rl/set_reward"
+            await http.post(rewarding, json={"reward": 0.5}, headers={"x-api-key": opened["api_key"]})
             journal.is_hanging = True
             async with anyio.create_task_group() as asking:
                 asking.start_soon(episode.turn, "b")

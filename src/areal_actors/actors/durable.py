@@ -78,6 +78,7 @@ class Ledger:
         started = SessionStarted(
             session=session.id,
             key_digest=session.key_digest,
+            completion_digest=session.completion_digest,
             sample_key=key,
             started_at=self.clock(),
             group=session.tree.group,
@@ -123,6 +124,7 @@ def restore_session(recovered: RecoveredSession, *, now: float, wall_now: float)
         id=recovered.id,
         tree=recovered.tree,
         key_digest=recovered.started.key_digest,
+        completion_digest=recovered.started.completion_digest,
         last_used_at=now,
         ended_at=None if ended_at is None else now - max(wall_now - ended_at, 0.0),
     )

@@ -76,6 +76,8 @@ class RolloutsConfig:
     group_size: int = field(default=8, validator=ge(1))
     member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
+    agents_may_reward: bool = False
+    """Whether agents get the key that opens their session for rewards as well, in place of the completion key."""
     is_archiving: bool = True
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
     max_unreachable_seconds: float = field(default=300.0, validator=gt(0))
@@ -333,7 +335,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     async def _conclude(self, slot: _Slot, session: SessionId, reward: Reward) -> Episode:
         """Assign the rewards, end the session and build its rows."""
-        credential = Credential(session=session)
+        credential = Credential(session=session, has_control=True)
         if reward.last is not None:
             await self._peers.sessions.ask(SetReward(credential=credential, reward=reward.last, is_outcome=True))
         for interaction, value in reward.by_interaction.items():
@@ -342,15 +344,19 @@ class RolloutRunner(Actor[Rollouts]):
         return await self._peers.exports.ask(ExportSession(session=session, member=slot.member))
 
     async def _check_rewarded(self, session: SessionId) -> None:
-        """Raise unless a reward was set over HTTP, by an agent that returned none."""
+        """Raise unless a reward was set over HTTP, for an agent that returned none."""
         record = await self._peers.sessions.ask(CollectSession(session=session))
         if record.interactions and all(turn.reward is None for turn in record.interactions):
-            raise RewardError("it is empty, and none was set over HTTP")
+            raise RewardError(
+                "it is empty, and none was set over HTTP"
+                if self._config.agents_may_reward
+                else "it is empty; return a number, or let agents reward themselves (rollout.openai.agents_may_reward)"
+            )
 
     async def _run_agent(self, agent: Agent, slot: _Slot, opened: SessionOpened) -> Reward:
         injected = Injected(
             base_url=self._endpoint.session_base_url(opened.session),
-            api_key=opened.api_key,
+            api_key=opened.api_key if self._config.agents_may_reward else opened.completion_key,
             http_client=self._http_client,
         )
         seconds = self._config.episode_timeout_seconds
@@ -373,7 +379,8 @@ class RolloutRunner(Actor[Rollouts]):
             kept = await self._kept(slot, session)
             if kept is not None:
                 return evolve(kept, cut_short=failure)
-        closed = await self._peers.sessions.ask(EndSession(credential=Credential(session=session)))
+        credential = Credential(session=session, has_control=True)
+        closed = await self._peers.sessions.ask(EndSession(credential=credential))
         record = await self._peers.sessions.ask(CollectSession(session=session))
         return Episode(
             session=session,

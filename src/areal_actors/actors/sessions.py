@@ -168,7 +168,7 @@ class SessionManager(Actor[Sessions]):
 
     @OpenSession.handler(concurrency=_MANY)
     async def open(self, message: OpenSession) -> SessionOpened:
-        """Issue an id and a key."""
+        """Issue an id and two keys."""
         opened = self.open_session(message)
         ledger = self._ledger(opened.session) if message.is_durable else None
         if ledger is not None:
@@ -199,12 +199,13 @@ class SessionManager(Actor[Sessions]):
         )
         base = message.key or SampleKey(seed=self._seed, path=(issued.id,))
         self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit)
-        return SessionOpened(session=issued.id, api_key=issued.key)
+        return SessionOpened(session=issued.id, api_key=issued.key, completion_key=issued.completion_key)
 
     @EndSession.handler(concurrency=_MANY)
     async def end(self, message: EndSession) -> SessionClosed:
         """Set the final reward, if there is one, and refuse completions from now on. Ending twice is harmless."""
-        session = self._resolve(message.credential)
+        credential = message.credential
+        session = self._store.resolve_control(credential, is_capability=credential.is_capability)
         extras = self._extras[session.id]
         if message.final_reward is not None:
             self._for_reward(message.credential)

@@ -9,6 +9,9 @@ rewards for a grace period after that, is *settled* then, and is forgotten when 
 ``SessionStore`` is the one mutable owner of many sessions and is itself owned by the session actor. It never waits; the
 time comes in as ``now`` (seconds of any monotonic clock), randomness as a token factory. Keys are stored as digests.
 What happened within a session is in its ``ConversationTree``.
+
+A session has two keys. The one that its creator gets, or brought, does everything. The completion key, for the agent,
+asks the model and nothing else: whoever may answer may not say what the answer was worth.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from attrs.validators import ge, gt
 
 from areal_actors.cache.tree import ConversationTree
 from areal_actors.domain import Credential, GroupId, KeyId, SessionId, SessionRecord
-from areal_actors.errors import Conflict, InvalidRequest, NotFound, SessionEnded, Unauthorized
+from areal_actors.errors import Conflict, Forbidden, InvalidRequest, NotFound, SessionEnded, Unauthorized
 
 __all__ = ["IssuedSession", "Session", "SessionSettings", "SessionStore"]
 
@@ -48,10 +51,11 @@ class SessionSettings:
 
 @frozen(kw_only=True)
 class IssuedSession:
-    """What the creator of a session gets, once: the key is not stored and cannot be read again."""
+    """What the creator of a session gets, once: the keys are not stored and cannot be read again."""
 
     id: SessionId
     key: str = field(repr=False)
+    completion_key: str = field(repr=False)
 
 
 @define(eq=False, kw_only=True)
@@ -64,6 +68,7 @@ class Session:
     id: SessionId
     tree: ConversationTree
     key_digest: bytes = field(repr=False)
+    completion_digest: bytes = field(repr=False)
     last_used_at: float
     ended_at: float | None = None
 
@@ -139,17 +144,26 @@ class SessionStore:
         owner = self._owner(digest)
         if owner is not None and not owner.is_ended:
             raise Conflict(f"This key belongs to session {owner.id}, which is live; end it or use another key.")
-        session_id = self._new_id(task)
+        if owner is not None and not _opens_all(owner, digest):
+            raise Conflict("This is the completion key of another session, which its agent knows; use another key.")
+        session_id, completion_key = self._new_id(task), f"sk-{self._token()}"
         owner_names = {} if user is None else {_USER: user, _USER_KEY: user_key}
         tree = ConversationTree(session_id, group=group, metadata={**(metadata or {}), **owner_names})
-        self._sessions[session_id] = Session(id=session_id, tree=tree, key_digest=digest, last_used_at=now)
-        self._by_key[digest] = session_id
-        return IssuedSession(id=session_id, key=key)
+        session = Session(
+            id=session_id,
+            tree=tree,
+            key_digest=digest,
+            completion_digest=_digest(completion_key),
+            last_used_at=now,
+        )
+        self.restore(session)
+        return IssuedSession(id=session_id, key=key, completion_key=completion_key)
 
     def restore(self, session: Session) -> None:
         """Take in a session of an earlier process. Of several with one key, the last one restored has it."""
         self._sessions[session.id] = session
-        self._by_key[session.key_digest] = session.id
+        for digest in _digests(session):
+            self._by_key[digest] = session.id
 
     def discard(self, session_id: SessionId) -> None:
         """Undo the creation of a session that nobody was told of."""
@@ -192,8 +206,9 @@ class SessionStore:
         if not session.is_ended:
             raise Conflict(f"Session {session_id} is live; end it before its export is acknowledged.")
         del self._sessions[session_id]
-        if self._by_key.get(session.key_digest) == session_id:
-            del self._by_key[session.key_digest]
+        for digest in _digests(session):
+            if self._by_key.get(digest) == session_id:
+                del self._by_key[digest]
         return True
 
     # ------------------------------------------------------------------------------------------------ using
@@ -206,7 +221,7 @@ class SessionStore:
             raise NotFound(f"There is no session {session_id}; start one, or check the base URL.") from None
 
     def resolve(self, credential: Credential, *, is_capability: bool = True) -> Session:
-        """The session that ``credential`` opens, live or ended.
+        """The session that ``credential`` opens for completions, live or ended.
 
         A session id from a URL path is a capability (``is_capability``): no key is needed beside it and any is
         accepted, unless it is the key of another session. A session id from anywhere else needs the key that owns it.
@@ -219,7 +234,7 @@ class SessionStore:
         if credential.session is None:
             return _required(owner)
         named = self._sessions.get(credential.session)
-        if named is not None and digest is not None and hmac.compare_digest(named.key_digest, digest):
+        if named is not None and digest is not None and _opens(named, digest):
             return named  # also where a later session was started with the same key
         if not is_capability and _required(owner).id != credential.session:
             raise Unauthorized(f"This key does not open session {credential.session}; use the key it was started with.")
@@ -227,6 +242,30 @@ class SessionStore:
         if owner is not None:
             raise Unauthorized(f"This key belongs to another session; {session.id} was started with its own key.")
         return session
+
+    def resolve_control(self, credential: Credential, *, is_capability: bool = True) -> Session:
+        """The session that ``credential`` may reward and end, live or ended.
+
+        It takes the key that the session was started with, or a caller that has control by naming it. Neither the URL
+        nor the completion key is enough: the agent has both.
+
+        Raises ``Forbidden`` for a completion key, ``Unauthorized`` for a URL without the key, and what ``resolve``
+        raises.
+        """
+        session = self.resolve(credential, is_capability=is_capability)
+        digest = None if credential.key is None else _digest(credential.key)
+        if credential.has_control or (digest is not None and _opens_all(session, digest)):
+            return session
+        if digest is not None and _opens(session, digest):
+            raise Forbidden(
+                f"This key answers completions of session {session.id}, and can neither reward nor end it. Send the "
+                "api_key that start_session returned beside it; agents of a run return their reward, or are given that "
+                "key by rollout.openai.agents_may_reward."
+            )
+        raise Unauthorized(
+            f"The URL of session {session.id} answers completions, and can neither reward nor end it. Send the api_key "
+            "that start_session returned, as 'Authorization: Bearer <key>' or 'x-api-key'."
+        )
 
     def for_completion(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
         """The live session that ``credential`` opens, marked as used.
@@ -243,11 +282,11 @@ class SessionStore:
         return session
 
     def for_reward(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
-        """The session that ``credential`` opens, if it is live or ended a short while ago; marked as used.
+        """The session that ``credential`` may reward, if it is live or ended a short while ago; marked as used.
 
-        Raises ``SessionEnded`` after the grace period, and what ``resolve`` raises.
+        Raises ``SessionEnded`` after the grace period, and what ``resolve_control`` raises.
         """
-        session = self.resolve(credential, is_capability=is_capability)
+        session = self.resolve_control(credential, is_capability=is_capability)
         if session.ended_at is not None and self.is_settled(session, now):
             raise SessionEnded(
                 f"Session {session.id} ended {_age(session.ended_at, now)} ago and takes rewards for "
@@ -261,16 +300,29 @@ class SessionStore:
         return session.ended_at is not None and now - session.ended_at >= self.settings.grace_seconds
 
     def _owner(self, digest: bytes) -> Session | None:
-        """The session whose key has this digest. Only digests are compared, so timing tells nothing about keys."""
+        """The session with a key of this digest. Only digests are compared, so timing tells nothing about keys."""
         session_id = self._by_key.get(digest)
         session = None if session_id is None else self._sessions[session_id]
-        if session is None or not hmac.compare_digest(session.key_digest, digest):
-            return None
-        return session
+        return session if session is not None and _opens(session, digest) else None
 
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _digests(session: Session) -> tuple[bytes, ...]:
+    """Of its keys; a session that was opened by an earlier version has one."""
+    return tuple(digest for digest in (session.key_digest, session.completion_digest) if digest)
+
+
+def _opens(session: Session, digest: bytes) -> bool:
+    """Whether a key with this digest opens ``session`` for completions."""
+    return _opens_all(session, digest) or hmac.compare_digest(session.completion_digest, digest)
+
+
+def _opens_all(session: Session, digest: bytes) -> bool:
+    """Whether it is the key that ``session`` was started with."""
+    return hmac.compare_digest(session.key_digest, digest)
 
 
 def _required(owner: Session | None) -> Session:

@@ -107,6 +107,7 @@ class AgentSession:
         self._call_options: dict[str, Any] = {"http_client": http_client, "retries": retries, "random": random}
         self._calls: ControlCalls | None = None
         self._attribution: Attribution | None = None
+        self._completion_key = ""
         self._context = ExitStack()
         self._is_ended = False
 
@@ -135,6 +136,7 @@ class AgentSession:
         except BaseException:
             await self._calls.close()
             raise
+        self._completion_key = started["completion_key"]
         self._attribution = Attribution.to_session(SessionId(started["session_id"]), started["api_key"], service.root)
         self._context.enter_context(hooked())
         self._context.enter_context(attributed_to(self._attribution))
@@ -156,13 +158,19 @@ class AgentSession:
 
     @property
     def session_id(self) -> SessionId:
-        """The session's id; it opens the session as a part of its URL, so keep it to yourself."""
+        """The session's id; it opens the session for completions as a part of its URL, so keep it to yourself."""
         return self._open.session
 
     @property
     def api_key(self) -> str:
-        """The key that opens the session."""
+        """The key that opens the session for everything: completions, rewards and its end."""
         return self._open.key
+
+    @property
+    def completion_key(self) -> str:
+        """The key for agents that are not trusted: it asks the model, and can neither reward nor end the session."""
+        _ = self._open
+        return self._completion_key
 
     @property
     def base_url(self) -> str:

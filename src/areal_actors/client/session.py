@@ -25,7 +25,7 @@ class OpenAIProxyClient:
     ::
 
         async with OpenAIProxyClient(url, admin_key=key, task_id="task-7") as session:
-            reward = await agent.run(data, base_url=session.base_url, api_key=session.api_key)
+            reward = await agent.run(data, base_url=session.base_url, api_key=session.completion_key)
             await session.set_last_reward(reward)
         episode = await session.export_interactions(discount=0.9)
 
@@ -78,6 +78,7 @@ class OpenAIProxyClient:
         self._calls = ControlCalls(self._root, http_client=http_client, retries=retries, random=random)
         self._session_id: SessionId | None = None
         self._api_key = ""
+        self._completion_key = ""
         self._is_ended = False
 
     async def __aenter__(self) -> Self:
@@ -97,6 +98,7 @@ class OpenAIProxyClient:
             raise
         self._session_id = SessionId(started["session_id"])
         self._api_key = started["api_key"]
+        self._completion_key = started["completion_key"]
         return self
 
     async def __aexit__(
@@ -107,16 +109,22 @@ class OpenAIProxyClient:
 
     @property
     def session_id(self) -> SessionId:
-        """The session's id; it opens the session as a part of its URL, so keep it to yourself."""
+        """The session's id; it opens the session for completions as a part of its URL, so keep it to yourself."""
         if self._session_id is None:
             raise InvalidRequest("The session has not started; use 'async with OpenAIProxyClient(...)'.")
         return self._session_id
 
     @property
     def api_key(self) -> str:
-        """The key that opens the session."""
+        """The key that opens the session for everything: completions, rewards and its end."""
         _ = self.session_id
         return self._api_key
+
+    @property
+    def completion_key(self) -> str:
+        """The key for the agent: it asks the model, and can neither reward nor end the session."""
+        _ = self.session_id
+        return self._completion_key
 
     @property
     def base_url(self) -> str:
@@ -144,7 +152,7 @@ class OpenAIProxyClient:
     async def _reward(self, which: Mapping[str, str], reward: float) -> InteractionId:
         # Numpy and torch scalars are numbers to agents, and JSON has no NaN: the query has room for both.
         query = {**which, "reward": repr(float(reward))}
-        reply = await self._post(f"{self.session_id}/rl/set_reward", {}, query=query)
+        reply = await self._control("set_reward", query)
         return InteractionId(reply["interaction_id"])
 
     async def end_session(self, final_reward: float | None = None) -> int:
@@ -153,7 +161,7 @@ class OpenAIProxyClient:
         Returns the number of its interactions.
         """
         query = {} if final_reward is None else {"final_reward": repr(float(final_reward))}
-        reply = await self._post(f"{self.session_id}/rl/end_session", {}, query=query)
+        reply = await self._control("end_session", query)
         self._is_ended = True
         return int(reply["interaction_count"])
 
@@ -166,6 +174,9 @@ class OpenAIProxyClient:
         """
         arguments = {"session_id": self.session_id, "discount": discount, "style": style}
         return parse_episode(await self._post("export_trajectories", arguments))
+
+    async def _control(self, operation: str, query: Mapping[str, str]) -> dict[str, Any]:
+        return await self._calls.post(f"{self.session_id}/rl/{operation}", {}, key=self._api_key, query=query)
 
     async def _post(
         self, path: str, body: Mapping[str, Any], *, query: Mapping[str, str] | None = None, is_repeatable: bool = True

@@ -94,6 +94,9 @@ class AgentConfig:
     """Processes of agents that run at once, in mode subprocess and for commands."""
     subproc_start_timeout_seconds: float = field(default=60.0, validator=gt(0))
     """How long such a process may take to import the agent's module and make the agent."""
+    agents_may_reward: bool = False
+    """Whether an agent may reward and end its own session over HTTP. Without it, its key and its URL ask the model
+    and nothing else, so that it cannot forge what it earns; it returns its reward."""
     turn_discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
     """What an answer passes on of its return to the turn before it."""
     reward_rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
@@ -142,6 +145,7 @@ class RolloutConfig:
             group_size=self.group_size,
             member_outcome=self.member_outcome,
             episode_timeout_seconds=self.episode_timeout_seconds,
+            agents_may_reward=self.openai.agents_may_reward,
         )
 
     @property

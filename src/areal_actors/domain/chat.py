@@ -64,13 +64,15 @@ class ToolChoice(StrEnum):
 class Credential:
     """Who asks: a session named by its URL, a key, or both. At least one is present.
 
-    ``is_capability`` tells that the session id stood in the URL's path, where knowing it is enough; an id from a
-    query or a body needs its key beside it.
+    ``is_capability`` tells that the session id stood in the URL's path, where knowing it is enough for completions; an
+    id from a query or a body needs its key beside it. ``has_control`` tells that naming the session is enough to reward
+    and end it, too: the administrator does, the user who started it, and code of this process. Others need its key.
     """
 
     session: SessionId | None = None
     key: str | None = field(default=None, repr=False)
     is_capability: bool = True
+    has_control: bool = False
 
 
 @frozen(kw_only=True)

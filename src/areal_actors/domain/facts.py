@@ -33,10 +33,14 @@ __all__ = [
 
 @frozen(kw_only=True)
 class SessionStarted:
-    """A session was opened. Of its key only the digest is kept; ``user`` is the owner of the key that started it."""
+    """A session was opened. Of its keys only digests are kept; ``user`` is the owner of the key that started it.
+
+    ``completion_digest`` is empty for a session that was opened by a version without completion keys.
+    """
 
     session: SessionId
     key_digest: bytes = field(repr=False)
+    completion_digest: bytes = field(default=b"", repr=False)
     sample_key: SampleKey
     started_at: float
     group: GroupId | None = None

@@ -57,10 +57,11 @@ class Sessions:
 
 @frozen(kw_only=True)
 class SessionOpened:
-    """A new session and the key that opens it."""
+    """A new session, the key that opens it for everything, and the key that opens it for completions alone."""
 
     session: SessionId
     api_key: str = field(repr=False)
+    completion_key: str = field(repr=False)
 
 
 @frozen(kw_only=True)

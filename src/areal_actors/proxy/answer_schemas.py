@@ -238,7 +238,9 @@ ANSWERS: Mapping[str, Schema] = {
         {"error": one_object({"message": _TEXT, "type": _TEXT, "param": _MAYBE_TEXT, "code": _MAYBE_TEXT})},
         additionalProperties=False,
     ),
-    "SessionStarted": one_object({"session_id": _TEXT, "api_key": _TEXT}, additionalProperties=False),
+    "SessionStarted": one_object(
+        {"session_id": _TEXT, "api_key": _TEXT, "completion_key": _TEXT}, additionalProperties=False
+    ),
     "Rewarded": one_object({"status": {"const": "success"}, "interaction_id": _TEXT}, additionalProperties=False),
     "SessionEnded": one_object(
         {"status": {"const": "success"}, "message": _TEXT, "interaction_count": _COUNT}, additionalProperties=False

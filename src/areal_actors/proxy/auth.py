@@ -1,8 +1,8 @@
 """Who asks: keys from headers, sessions from URLs, and the administrator's key.
 
-Which key opens which session is known to the session manager alone; here a request is only turned into a
-``Credential``. The URL of a session is a capability: whoever knows it may use it, with any key or none, and therefore
-it is never logged in full.
+Which key opens which session, and for what, is known to the session manager alone; here a request is only turned into a
+``Credential``. The URL of a session is a capability: whoever knows it may ask the model there, with any key or none, so
+that it is never logged in full. To reward or end a session takes its own key, or that of its user or the administrator.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Gatekeeper:
         """
         session = in_path or in_request
         if session is not None and self.is_admin(key):
-            return Credential(session=SessionId(session), is_capability=True)
+            return Credential(session=SessionId(session), is_capability=True, has_control=True)
         if in_path is not None and self.session_urls:
             return Credential(session=SessionId(in_path), key=key, is_capability=True)
         if key is None:

@@ -78,13 +78,19 @@ class ControlEndpoints:
         """Open a session: to be trained, with those of its group, or else under a permit of its own."""
         user = await self._starter(read_key(exchange.headers))
         wanted = _read_start(await self._arguments(exchange), user)
+        if self.gatekeeper.is_admin(wanted.api_key):
+            # It would open the session as well, and every plain request of the administrator would be its turn.
+            raise InvalidRequest("api_key is the proxy's admin key; choose another, or leave it out.", param="api_key")
         if self.intake is not None:
             opened = await self.intake.ask(wanted)
         else:
             permit = await self.capacity.ask(ClaimPermit(holder=wanted.task))
             opened = await self._open(wanted, permit.id)
         self.visitors.note_opened(opened, user)
-        await exchange.send_json(200, {"session_id": opened.session, "api_key": opened.api_key})
+        await exchange.send_json(
+            200,
+            {"session_id": opened.session, "api_key": opened.api_key, "completion_key": opened.completion_key},
+        )
 
     async def _starter(self, key: str | None) -> IssuedKey | None:
         """The user who may start a session with ``key``; ``None`` for the administrator, and where anybody may."""

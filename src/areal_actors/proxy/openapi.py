@@ -26,13 +26,15 @@ from areal_actors.proxy.schemas import ARGUMENTS, CHAT_MESSAGES, Schema, describ
 __all__ = ["OpenAPIEndpoint", "Route", "create_document", "describe_completions", "describe_routes"]
 
 _SESSION_FAILURES = (400, 401, 404, 408, 410, 413, 500, 503)
+_CONTROL_FAILURES = tuple(sorted({*_SESSION_FAILURES, 403}))
 _COMPLETION_FAILURES = tuple(sorted({*_SESSION_FAILURES, 422, 429}))
-_SESSION_KEYS: tuple[Mapping[str, Any], ...] = ({"sessionKey": []}, {"anthropicKey": []})
+_CONTROL_KEYS: tuple[Mapping[str, Any], ...] = ({"sessionKey": []}, {"anthropicKey": []})
+_SESSION_KEYS: tuple[Mapping[str, Any], ...] = ({"completionKey": []}, *_CONTROL_KEYS)
 _ADMIN_KEY: tuple[Mapping[str, Any], ...] = ({"adminKey": []},)
 _USER_KEYS: tuple[Mapping[str, Any], ...] = ({"userKey": []}, *_ADMIN_KEY)
 _DESCRIPTION = (
     "Answers as the vendors' endpoints do and remembers the exact tokens of every session. A session is named by its "
-    "key or by its URL. `/v1` may be missing, doubled or elsewhere in a path."
+    "keys or by its URL; its own key alone rewards and ends it. `/v1` may be missing, doubled or elsewhere in a path."
 )
 
 
@@ -42,7 +44,7 @@ class Route:
 
     ``operation`` is its name in the routing table, ``path`` its main form. ``answers`` are the bodies of 200 (and of
     other statuses that are no errors), by media type; ``failures`` the statuses of errors, whose body is ``error``.
-    ``security`` are alternatives, none of which is needed where the path names the session.
+    ``security`` are alternatives, none of which is needed where the path names the session and ``is_open_by_url``.
     """
 
     operation: str
@@ -50,6 +52,7 @@ class Route:
     summary: str
     methods: tuple[str, ...] = ("post",)
     has_session: bool = False
+    is_open_by_url: bool = True
     item: str | None = None
     """The name of the path's last segment, where that says which of many things is meant."""
     security: tuple[Mapping[str, Any], ...] = ()
@@ -89,7 +92,7 @@ def describe_completions(
 
 def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
     """Every route. ``inert`` are further parameters of completions to accept and ignore, as the settings name them."""
-    return (*_describe_dialects(inert), *_SESSION_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
+    return (*_describe_dialects(inert), *_CONTROL_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
 
 
 def _describe_dialects(inert: Collection[str]) -> tuple[Route, ...]:
@@ -153,16 +156,17 @@ def _arguments(operation: str, *required: str) -> Schema:
     return {"type": "object", "properties": ARGUMENTS[operation], "required": list(required)}
 
 
-_SESSION_ROUTES = tuple(
+_CONTROL_ROUTES = tuple(
     Route(
         operation=operation,
         path=f"/{operation}",
         summary=summary,
         has_session=True,
-        security=_SESSION_KEYS,
+        is_open_by_url=False,
+        security=_CONTROL_KEYS,
         request=_arguments(operation, *required),
         answers={200: _json(answer)},
-        failures=_SESSION_FAILURES,
+        failures=_CONTROL_FAILURES,
     )
     for operation, summary, required, answer in (
         ("rl/set_reward", "Reward one interaction, or the last completed one", ("reward",), "Rewarded"),
@@ -276,7 +280,8 @@ def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
         "components": {
             "schemas": ANSWERS,
             "securitySchemes": {
-                "sessionKey": {**bearer, "description": "The key of a session"},
+                "sessionKey": {**bearer, "description": "The key that a session was started with"},
+                "completionKey": {**bearer, "description": "A session's key for its agent: completions and no rewards"},
                 "anthropicKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
                 "userKey": {
                     **bearer,
@@ -302,7 +307,7 @@ def _in_path(name: str) -> dict[str, Any]:
 
 def _operation(route: Route, method: str, form: str) -> dict[str, Any]:
     name = re.sub(r"\W+", "_", route.operation).strip("_")
-    security = [*route.security, {}] if form else list(route.security)
+    security = [*route.security, {}] if form and route.is_open_by_url else list(route.security)
     described: dict[str, Any] = {
         "operationId": f"{method}_{name}{form}",
         "summary": route.summary,

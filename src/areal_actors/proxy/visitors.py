@@ -121,6 +121,7 @@ class Visitors:
         if self.has_users:
             self._remember(opened.session, owner)
             self._remember(digest_of(opened.api_key), owner)
+            self._remember(digest_of(opened.completion_key), owner)
 
     async def authorise(self, credential: Credential) -> Credential:
         """What a request for anything but a completion may open. Raises ``Unauthorized`` or ``NotFound``."""
@@ -173,7 +174,7 @@ class Visitors:
         found = None
         if credential.session is not None:
             await self.check_owner(credential.session, issued)
-            found = Credential(session=credential.session, is_capability=True)
+            found = Credential(session=credential.session, is_capability=True, has_control=True)
         if is_counted:
             await accounts.ask(AdmitUser(key=issued.key.id))
         return issued.user.name, found

@@ -104,8 +104,13 @@ class EmbeddedSession:
 
     @property
     def api_key(self) -> str:
-        """What an SDK takes as its API key."""
+        """What an SDK takes as its API key. It opens the session for rewards as well."""
         return self.opened.api_key
+
+    @property
+    def completion_key(self) -> str:
+        """The key for agents that are not trusted: it asks the model, and can neither reward nor end the session."""
+        return self.opened.completion_key
 
     @property
     def base_url(self) -> str:
@@ -129,7 +134,7 @@ class EmbeddedSession:
 
     @property
     def _credential(self) -> Credential:
-        return Credential(session=self.opened.session)
+        return Credential(session=self.opened.session, has_control=True)
 
 
 @asynccontextmanager

@@ -35,9 +35,11 @@ _log = get_logger(__name__)
 
 _LINE_BYTES = 64 * 1024
 _QUERY = """
-SELECT 1 FROM sessions s WHERE (s.session = ? OR s.key_digest = ?)
+SELECT 1 FROM sessions s WHERE (s.session = ?1 OR s.key_digest = ?2)
     AND NOT EXISTS (SELECT 1 FROM forgotten f WHERE f.session = s.session) LIMIT 1
 """
+_COMPLETION_QUERY = _QUERY.replace("key_digest", "completion_digest")
+"""Asked last: a journal that was written before there were completion keys has no such column."""
 
 
 @frozen(kw_only=True)
@@ -203,7 +205,8 @@ def _find_session(journal: Path, name: str) -> bool:
     digest = sha256(name.encode("utf-8", "surrogatepass")).digest()
     try:
         with closing(sqlite3.connect(f"file:{quote(str(journal))}?mode=ro", uri=True, timeout=5.0)) as connection:
-            return connection.execute(_QUERY, (name, digest)).fetchone() is not None
+            queries = (_QUERY, _COMPLETION_QUERY)
+            return any(connection.execute(query, (name, digest)).fetchone() is not None for query in queries)
     except sqlite3.Error as error:
         _log.warning("journal_unreadable", path=str(journal), error=str(error))
         return False

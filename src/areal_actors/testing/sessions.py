@@ -136,7 +136,7 @@ class ScriptedSessions(Actor[Sessions]):
 
     @OpenSession.handler
     async def open(self, message: OpenSession) -> SessionOpened:
-        """Issue an id and a key."""
+        """Issue an id and two keys."""
         if message.max_live is not None and self._store.num_live_of(message.user) >= message.max_live:
             raise QuotaExceeded(f"There may be {message.max_live} live sessions of yours; end one before the next.")
         issued = self._store.create(
@@ -148,7 +148,7 @@ class ScriptedSessions(Actor[Sessions]):
             user_key=message.user_key,
         )
         self._interactions[issued.id] = {}
-        return SessionOpened(session=issued.id, api_key=issued.key)
+        return SessionOpened(session=issued.id, api_key=issued.key, completion_key=issued.completion_key)
 
     @Complete.handler(concurrency=10_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
@@ -200,7 +200,8 @@ class ScriptedSessions(Actor[Sessions]):
     @EndSession.handler
     async def end(self, message: EndSession) -> SessionClosed:
         """End a session."""
-        session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
+        credential = message.credential
+        session = self._store.resolve_control(credential, is_capability=credential.is_capability)
         if message.final_reward is not None:
             self._reward(session, None, message.final_reward, is_outcome=True)
         self._store.end(session.id, anyio.current_time())

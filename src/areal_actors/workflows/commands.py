@@ -8,7 +8,6 @@ stdout (a number, or an object from completion ids to numbers) or set over HTTP;
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,7 +24,7 @@ from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError
 from areal_actors.workflows.agents import Agent, parse_result
 from areal_actors.workflows.pool import PoolConfig
-from areal_actors.workflows.processes import check_problem, episode_environment
+from areal_actors.workflows.processes import check_problem, episode_environment, inherited_environment
 from areal_actors.workflows.seats import SeatedAgent
 
 __all__ = ["CommandAgent", "CommandConfig", "CommandWord"]
@@ -115,7 +114,7 @@ class _Invocation:
     async def _start(self, link: dict[str, str]) -> Child:
         if shutil.which(self._command[0]) is None:
             raise EpisodeError(f"{self._name} cannot be started: there is no program {self._command[0]}.")
-        environment = os.environ | link | {"AREAL_PROBLEM": str(self._problem)}
+        environment = inherited_environment() | link | {"AREAL_PROBLEM": str(self._problem)}
         with self._problem.open("rb") as stdin:
             return await Child.start(
                 lambda lifeline: ["/bin/sh", "-c", _GATE.format(lifeline), "sh", *self._command],

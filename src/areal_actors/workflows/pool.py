@@ -26,7 +26,7 @@ from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError, WorkflowError
 from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent
-from areal_actors.workflows.processes import check_problem
+from areal_actors.workflows.processes import check_problem, inherited_environment
 from areal_actors.workflows.seats import SeatedAgent
 
 __all__ = ["AgentPool", "PoolConfig"]
@@ -183,7 +183,9 @@ class _Worker:
     ) -> _Worker:
         """Start a child that has made its agent. Raises ``WorkflowError`` with what it said if it has not."""
         child = await Child.start(
-            lambda lifeline: [sys.executable, "-c", _BOOT, json.dumps([lifeline, sys.path])], log=log
+            lambda lifeline: [sys.executable, "-c", _BOOT, json.dumps([lifeline, sys.path])],
+            log=log,
+            environment=inherited_environment(),
         )
         tasks.start_soon(child.listen)
         worker = cls(child, log)

@@ -5,12 +5,21 @@ The processes themselves are ``core.children``; what is said to them, ``pool`` a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from areal_actors.errors import EpisodeError
 
-__all__ = ["check_problem", "episode_environment"]
+__all__ = ["check_problem", "episode_environment", "inherited_environment"]
+
+_SECRETS = frozenset({"AREAL_ADMIN_KEY", "AREAL_API_KEY", "AREAL_BOOTSTRAP"})
+"""Variables of the run that open more than an agent may: any session, and the run's own workers."""
+
+
+def inherited_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a process of an agent has of ours: all but the keys of the run itself."""
+    return {name: value for name, value in environment.items() if name not in _SECRETS}
 
 
 def episode_environment(*, base_url: str, api_key: str) -> dict[str, str]:

@@ -38,6 +38,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         admin_key: str,
         discount: float | None = None,
         export_style: str | None = None,
+        agents_may_reward: bool = False,
     ) -> None:
         """Describe the episodes; nothing is sent yet.
 
@@ -47,6 +48,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             admin_key: opens the routes that start and export sessions; a user's key does so, too.
             discount: how rewards flow back to earlier turns; the proxy's setting without it.
             export_style: ``individual``, ``concat`` or ``tree``; the proxy's setting without it.
+            agents_may_reward: whether the agent may reward its session over HTTP, too. It is given the session's own
+                key then, and one that asks the model and nothing else without it.
 
         Raises:
             WorkflowError: there is no such agent.
@@ -56,6 +59,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         self._admin_key = admin_key
         self._discount = discount
         self._style = export_style
+        self._agents_may_reward = agents_may_reward
 
     async def arun_episode(
         self,
@@ -73,7 +77,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         task = f"task-{current.task_id or 0}-{current.member}"
         client = OpenAIProxyClient(self._address, admin_key=self._admin_key, task_id=task)
         async with create_agent_http_client() as http_client, client as session:
-            injected = Injected(base_url=session.base_url, api_key=session.api_key, http_client=http_client)
+            key = session.api_key if self._agents_may_reward else session.completion_key
+            injected = Injected(base_url=session.base_url, api_key=key, http_client=http_client)
             with placeholder_keys():
                 reward = await run_agent(self.agent, data, injected)
             assigned = await _assign(session, reward)

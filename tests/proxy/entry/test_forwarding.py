@@ -81,7 +81,7 @@ async def test_an_episode_stays_at_its_home():
             async with OpenAIProxyClient(house.url, admin_key=ADMIN) as session:
                 home = house.at_home(session)
                 homes.add(home)
-                async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key=session.api_key) as client:
+                async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key=session.completion_key) as client:
                     first = await client.chat.completions.create(model="any", messages=HELLO)
                     said = {"role": "assistant", "content": first.choices[0].message.content}
                     await client.chat.completions.create(model="any", messages=[*HELLO, said, *HELLO])

@@ -97,7 +97,7 @@ def _start_row(fact: SessionStarted, seq: int, _: float) -> Iterator[Statement]:
     yield "DELETE FROM forgotten WHERE session = ?", (session,)
     key = dump_json({"seed": fact.sample_key.seed, "path": fact.sample_key.path})
     facts = (real(fact.started_at), text(fact.user), text(fact.group), key, dump_json(fact.metadata))
-    yield _INSERTIONS["sessions"], (seq, session, *facts, fact.key_digest)
+    yield _INSERTIONS["sessions"], (seq, session, *facts, fact.key_digest, fact.completion_digest)
 
 
 def _start(row: Row) -> SessionStarted:
@@ -105,6 +105,7 @@ def _start(row: Row) -> SessionStarted:
     return SessionStarted(
         session=to_text(row["session"]),
         key_digest=row["key_digest"],
+        completion_digest=row["completion_digest"] or b"",
         sample_key=SampleKey(seed=key["seed"], path=tuple(key["path"])),
         started_at=float(row["started_at"]),
         group=to_text(row["group_id"]),
@@ -192,7 +193,16 @@ TABLES: tuple[Table, ...] = (
     Table(
         name="sessions",
         key=("session",),
-        columns=("session", "started_at", "user", "group_id", "sample_key", "metadata", "key_digest"),
+        columns=(
+            "session",
+            "started_at",
+            "user",
+            "group_id",
+            "sample_key",
+            "metadata",
+            "key_digest",
+            "completion_digest",
+        ),
         decode=_start,
         keeps_place=True,
         is_kept=_NOT_GONE,

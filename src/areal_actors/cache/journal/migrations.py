@@ -97,7 +97,11 @@ ALTER TABLE turns ADD COLUMN reward_scope TEXT;
 ALTER TABLE rewards ADD COLUMN scope TEXT;
 """
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH)
+_SIXTH = """
+ALTER TABLE sessions ADD COLUMN completion_digest BLOB;
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH)
 """All steps; their number is the version that this program writes."""
 
 

@@ -1,0 +1,195 @@
+"""Requests of an agent that wants a reward it has not earned, made from a seed.
+
+The agent has what a run gives it, the URL of its session and its completion key, and more than it could have: the ids
+and completion keys of another live session, of one that has ended and of one that is forgotten. It has no session key,
+no user's key and not the administrator's. ``Attacker`` makes one request after the other; ``open_arena`` is attacked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import httpx
+from attrs import field, frozen
+from tests.client.service import open_service
+
+from areal_actors.domain import Interaction
+from areal_actors.messages import CollectSession, ForgetSession
+from areal_actors.run.inference import Inference
+
+__all__ = ["Arena", "Attack", "Attacker", "Victim", "open_arena"]
+
+CONTROL = ("rl/set_reward", "rl/end_session", "rl/finalize")
+FORBIDDEN = (*CONTROL * 5, "export_trajectories", "rl/start_session", "grant_capacity", "keys", "keys/x")
+"""Operations that no agent may do; rewards and ends are most of them."""
+METHODS = (*["POST"] * 24, "GET", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
+_SHARE_OF_ODD_PATHS = 0.15
+"""The others reach their operation, which is where keys are judged."""
+QUESTION = {"messages": [{"role": "user", "content": "one two three"}]}
+
+
+@frozen(kw_only=True)
+class Victim:
+    """A session as the agent knows it."""
+
+    id: str
+    completion_key: str = field(repr=False)
+    interactions: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class Attack:
+    """One request. ``operation`` is what it means to do."""
+
+    operation: str
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    content: bytes
+
+
+@frozen
+class Attacker:
+    """Makes requests. The first of ``victims`` is the agent's own session, ``secrets`` are further keys to try."""
+
+    random: Random
+    victims: tuple[Victim, ...]
+    secrets: tuple[str, ...] = ("DUMMY", "sk-admin", "sk-user-x", "null", "true", "*", "%00")
+
+    def attack(self) -> Attack:
+        """The next request."""
+        operation = self.random.choice(FORBIDDEN)
+        query = self._arguments() if self.random.random() < 0.4 else {}
+        body = {} if query and self.random.random() < 0.5 else self._arguments()
+        target = self._path(operation)
+        if query:
+            target += "?" + str(httpx.QueryParams({name: str(value) for name, value in query.items()}))
+        return Attack(
+            operation=operation,
+            method=self.random.choice(METHODS),
+            target=target,
+            headers=self._headers(),
+            content=json.dumps(body).encode() if body else b"",
+        )
+
+    def _victim(self) -> Victim:
+        return self.victims[0] if self.random.random() < 0.5 else self.random.choice(self.victims)
+
+    def _path(self, operation: str) -> str:
+        """Some way to write the operation's path: with a session before it, ``/v1`` anywhere, escaped, in capitals."""
+        words = operation.split("/")
+        if operation in CONTROL and self.random.random() < 0.6:
+            words.insert(0, self._victim().id)
+        for _ in range(self.random.choice((0, 0, 1, 2))):
+            words.insert(self.random.randint(0, len(words)), "v1")
+        if self.random.random() < _SHARE_OF_ODD_PATHS:
+            words.insert(self.random.randint(0, len(words)), self.random.choice(("", ".", "..", "V1", "x")))
+            words = [self._escaped(word) for word in words]
+            join, end = self.random.choice(("/", "//", "%2F", "%2f", ";/")), ("", "/", "%20", "%00", ".json", ";x=1")
+            return "/" + join.join(words) + self.random.choice(end)
+        return "/" + "/".join(words)
+
+    def _escaped(self, word: str) -> str:
+        if not word:
+            return word
+        place = self.random.randrange(len(word))
+        escaped = f"{word[:place]}%{ord(word[place]):02X}{word[place + 1 :]}"
+        return self.random.choice((word, word, escaped, word.upper()))
+
+    def _arguments(self) -> dict[str, Any]:
+        value: Any = self.random.choice((1000.0, 1000, "1000", "1e3", True, -1.0, 0.5, 1e38))
+        victim = self._victim()
+        arguments = {"reward": value, "final_reward": value}
+        if victim.interactions and self.random.random() < 0.6:
+            arguments[self.random.choice(("interaction_id", "completion_id"))] = self.random.choice(victim.interactions)
+        if self.random.random() < 0.5:
+            arguments["session_id"] = self._victim().id
+        for name in ("api_key", "completion_key", "key", "has_control", "is_capability", "access_token", "user"):
+            if self.random.random() < 0.15:
+                arguments[name] = self.random.choice((self._secret(), True))
+        return arguments
+
+    def _secret(self) -> str:
+        known = [text for victim in self.victims for text in (victim.completion_key, victim.id)]
+        own = self.victims[0].completion_key
+        return own if self.random.random() < 0.5 else self.random.choice((*known, *self.secrets))
+
+    def _headers(self) -> tuple[tuple[str, str], ...]:
+        found = [("content-type", self.random.choice(("application/json", "text/plain", "")))]
+        kinds = ("none", "bearer", "bearer", "x-api-key", "both", "twice", "odd")
+        kind = self.random.choice(kinds)
+        if kind in ("bearer", "both", "twice"):
+            scheme = self.random.choice(("Bearer", "bearer", "BEARER", "Bearer ", "Basic", "Token"))
+            found.append(("authorization", f"{scheme} {self._secret()}"))
+        if kind in ("x-api-key", "both"):
+            found.append(("x-api-key", self._secret()))
+        if kind == "twice":
+            found.append(("authorization", f"Bearer {self._secret()}"))
+        if kind == "odd":
+            name = self.random.choice(("api-key", "cookie", "proxy-authorization", "x-admin-key", "x-forwarded-user"))
+            found.append((name, self._secret()))
+        if self.random.random() < 0.1:
+            found.append(("x-http-method-override", "POST"))
+        if self.random.random() < 0.1:
+            found.append(("x-original-url", f"/{self._victim().id}/rl/set_reward"))
+        return tuple(found)
+
+
+@frozen(kw_only=True)
+class Arena:
+    """A service with a live session for the attacker, and one more; one has ended, one is forgotten."""
+
+    inference: Inference
+    http: httpx.AsyncClient
+    own: dict[str, str] = field(repr=False)
+    other: dict[str, str] = field(repr=False)
+    victims: tuple[Victim, ...]
+
+    async def send(self, attack: Attack) -> httpx.Response:
+        """The answer."""
+        url = httpx.URL(self.inference.endpoint.url).copy_with(raw_path=attack.target.encode())
+        return await self.http.request(attack.method, url, headers=list(attack.headers), content=attack.content)
+
+    async def state(self) -> list[tuple[str, bool, tuple[float | None, ...]]]:
+        """What may not change: whether the two live sessions live, and what their turns were rewarded with."""
+        records = [
+            await self.inference.sessions.ask(CollectSession(session=s["session_id"])) for s in (self.own, self.other)
+        ]
+        return [(r.id, r.is_ended, tuple(turn.reward for turn in r.interactions)) for r in records]
+
+    async def complete(self, key: str) -> httpx.Response:
+        """An honest turn."""
+        return await self.http.post("/v1/chat/completions", json=QUESTION, headers={"authorization": f"Bearer {key}"})
+
+    async def finalize(self, session: dict[str, str], reward: float) -> Sequence[Interaction]:
+        """What the runner does in the end; returns the turns."""
+        headers = {"authorization": f"Bearer {session['api_key']}"}
+        answer = await self.http.post("/rl/finalize", json={"final_reward": reward}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return (await self.inference.sessions.ask(CollectSession(session=session["session_id"]))).interactions
+
+
+@asynccontextmanager
+async def open_arena() -> AsyncIterator[Arena]:
+    """Open everything, with two turns in each session."""
+    async with open_service() as inference, httpx.AsyncClient(base_url=inference.endpoint.url, timeout=30) as http:
+        started, victims = [], []
+        for name in ("own", "other", "ended", "forgotten"):
+            admin = {"authorization": f"Bearer {inference.endpoint.admin_key}"}
+            session = (await http.post("/rl/start_session", json={"task_id": name}, headers=admin)).json()
+            key = {"authorization": f"Bearer {session['completion_key']}"}
+            asked = [await http.post("/v1/chat/completions", json=QUESTION, headers=key) for _ in range(2)]
+            names = tuple(answer.json()["id"] for answer in asked)
+            victims.append(
+                Victim(id=session["session_id"], completion_key=session["completion_key"], interactions=names)
+            )
+            started.append(session)
+        own, other, ended, forgotten = started
+        for session in (ended, forgotten):
+            await http.post("/rl/end_session", headers={"x-api-key": session["api_key"]})
+        await inference.sessions.ask(ForgetSession(session=forgotten["session_id"]))
+        yield Arena(inference=inference, http=http, own=own, other=other, victims=tuple(victims))

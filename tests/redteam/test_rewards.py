@@ -1,0 +1,191 @@
+"""Rewards belong to the program that started the session: what its agent tries changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from attrs import evolve
+from tests.client.service import open_service
+from tests.redteam.__main__ import play
+from tests.redteam.attacks import CONTROL, QUESTION, Attacker, open_arena
+
+from areal_actors.actors.rollouts import RolloutsConfig
+from areal_actors.client import OpenAIProxyClient
+from areal_actors.domain import Episode
+from areal_actors.run.by_hand import open_rollouts
+from areal_actors.workflows import CommandAgent, CommandConfig, PoolConfig
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_no_attack_succeeds():
+    """Hundreds of requests from a seed; afterwards the runner's reward stands, and nothing else."""
+    statuses, successes = await play(seed=7, count=300)
+
+    assert successes == []
+    assert statuses[401] > 50
+    assert statuses[403] > 5
+
+
+async def test_the_same_attacks_succeed_with_the_key_of_the_session():
+    """The attacker is able: it lacks the key and nothing else."""
+    async with open_arena() as arena:
+        own = evolve(arena.victims[0], completion_key=arena.own["api_key"])
+        attacker = Attacker(Random(7), (own, *arena.victims[1:]))
+        before, answers = await arena.state(), [await arena.send(attacker.attack()) for _ in range(100)]
+
+        assert any(answer.is_success for answer in answers)
+        assert before != await arena.state()
+
+
+async def test_control_takes_the_key_of_the_session():
+    """Without a key of the session 401, with its completion key 403, and the answer says what to send."""
+    async with open_arena() as arena:
+        key, name = arena.own["completion_key"], arena.own["session_id"]
+        bearer = {"authorization": f"Bearer {key}"}
+        for operation in CONTROL:
+            for path, headers, query, status in (
+                (f"/{name}/{operation}", {}, {}, 401),
+                (f"/{name}/{operation}", {"authorization": "Bearer DUMMY"}, {}, 401),
+                (f"/{operation}", bearer, {}, 403),
+                (f"/{name}/{operation}", bearer, {}, 403),
+                (f"/{operation}", {"x-api-key": key}, {}, 403),
+                (f"/{operation}", bearer, {"session_id": name}, 403),
+            ):
+                body = {"reward": 1000, "final_reward": 1000}
+                answer = await arena.http.post(path, json=body, headers=headers, params=query)
+
+                assert answer.status_code == status
+                assert "api_key that start_session returned" in answer.json()["error"]["message"]
+        assert (name, False, (None, None)) == (await arena.state())[0]
+
+
+async def test_the_admin_key_is_no_key_of_a_session():
+    """Every plain request of the administrator would be a turn of that session."""
+    async with open_service() as inference, httpx.AsyncClient(base_url=inference.endpoint.url) as http:
+        admin = inference.endpoint.admin_key
+        headers = {"authorization": f"Bearer {admin}"}
+        refused = [
+            await http.post("/rl/start_session", json={"api_key": admin}, headers=headers),
+            await http.get("/rl/start_session", params={"api_key": admin}, headers=headers),
+        ]
+
+    assert [400, 400] == [answer.status_code for answer in refused]
+    assert "admin key" in refused[0].json()["error"]["message"]
+    assert admin not in refused[0].text
+
+
+async def test_a_completion_key_starts_no_session_of_its_own():
+    """Neither as what opens ``start_session``, nor as the session key of another session."""
+    async with open_arena() as arena:
+        key = {"authorization": f"Bearer {arena.own['completion_key']}"}
+        admin = {"authorization": f"Bearer {arena.inference.endpoint.admin_key}"}
+        ended = arena.victims[2].completion_key
+        started = await arena.http.post("/rl/start_session", headers=key)
+        brought = await arena.http.post("/rl/start_session", json={"api_key": ended}, headers=admin)
+
+    assert (401, 409) == (started.status_code, brought.status_code)
+
+
+# ------------------------------------------------------------------------------------------------- agents of a run
+
+
+class Forger:
+    """Rewards its first answer with 1000 by every way that it knows, and returns 0."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+
+    async def run(self, data: Any, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
+        root = base_url.removesuffix("/v1")
+        session = root.rsplit("/", 1)[1]
+        bearer = {"authorization": f"Bearer {api_key}"}
+        first = await http_client.post(f"{base_url}/chat/completions", json=QUESTION, headers=bearer)
+        wanted = {"completion_id": first.json()["id"], "reward": 1000.0, "final_reward": 1000.0}
+        top = root.removesuffix(f"/{session}")
+        for url in (root, f"{root}/v1", top, f"{top}/v1"):
+            for operation in CONTROL:
+                for headers in ({}, bearer, {"x-api-key": api_key}):
+                    answer = await http_client.post(
+                        f"{url}/{operation}", json=wanted | {"session_id": session}, headers=headers
+                    )
+                    self.statuses.append(answer.status_code)
+        await http_client.post(f"{base_url}/chat/completions", json=QUESTION, headers=bearer)
+        return 0.0
+
+
+async def play_agent(agent: Any, config: RolloutsConfig | None = None) -> Episode:
+    """One episode by the runner of runs."""
+    async with open_service() as inference, open_rollouts(inference, config=config) as engine:
+        (episode,) = (await engine.submit({"n": 1}, agent).group()).episodes
+    return episode
+
+
+async def test_an_agent_does_not_reward_itself():
+    """The episode counts what the runner was told in the end, and the session lives until then."""
+    agent = Forger()
+    episode = await play_agent(agent)
+
+    assert set(agent.statuses) == {401, 403}
+    assert (0.0, 2, None) == (episode.reward, episode.num_turns, episode.failure)
+
+
+async def test_an_agent_may_reward_itself_where_it_is_told_so():
+    """The setting gives it the session's own key; then it may return nothing."""
+
+    class Grader:
+        async def run(self, data: Any, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> Any:
+            headers = {"authorization": f"Bearer {api_key}"}
+            await http_client.post(f"{base_url}/chat/completions", json=QUESTION, headers=headers)
+            url = base_url.removesuffix("/v1")
+            await http_client.post(f"{url}/rl/set_reward", json={"reward": 0.25}, headers=headers)
+            return {}
+
+    assert 0.25 == (await play_agent(Grader(), RolloutsConfig(agents_may_reward=True))).reward
+
+
+async def test_a_command_finds_no_key_but_its_own(monkeypatch: pytest.MonkeyPatch):
+    """Of all that its environment holds, nothing rewards the episode; keys of the trainer's own are not there."""
+    monkeypatch.setenv("AREAL_API_KEY", "sk-of-the-trainer")
+    monkeypatch.setenv("AREAL_ADMIN_KEY", "sk-admin-of-the-trainer")
+    script = """
+import json, os, sys, urllib.request, urllib.error
+url, found = os.environ["ANTHROPIC_BASE_URL"], sorted(set(os.environ.values()), key=len)
+def post(path, body, key):
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"authorization": "Bearer " + key})
+    try:
+        return urllib.request.urlopen(request).status
+    except (urllib.error.HTTPError, ValueError, UnicodeError) as error:
+        return getattr(error, "code", 0)
+assert post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "") == 200
+keys = [value for value in found if value.isprintable() and value.isascii()]
+statuses = {post("/rl/set_reward", {"reward": 1000}, key) for key in keys}
+assert statuses <= {401, 403}, statuses
+assert not any("of-the-trainer" in value for value in os.environ.values())
+print(0.5)
+"""
+    async with CommandAgent.open(CommandConfig(command=(sys.executable, "-c", script)), PoolConfig()) as agent:
+        episode = await play_agent(agent)
+
+    assert (0.5, None) == (episode.reward, episode.failure)
+
+
+async def test_the_trusted_client_gives_its_agent_the_lesser_key():
+    """It rewards with the session's key by itself; neither key is in what is shown of it."""
+    async with open_service() as inference:
+        url, admin = inference.endpoint.url, inference.endpoint.admin_key
+        async with OpenAIProxyClient(url, admin_key=admin) as session, httpx.AsyncClient() as http:
+            headers = {"authorization": f"Bearer {session.completion_key}"}
+            answer = await http.post(f"{session.base_url}/chat/completions", json=QUESTION, headers=headers)
+            await session.set_reward(answer.json()["id"], 0.5)
+            shown = json.dumps([repr(session), repr(inference)])
+        episode = await session.export_interactions()
+
+    assert 0.5 == episode.reward
+    assert session.completion_key not in shown
+    assert session.api_key not in shown

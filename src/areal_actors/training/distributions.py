@@ -117,10 +117,13 @@ def truncation_bounds(logits: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tenso
     num = min(size, max(_NUM_CANDIDATES, int(top_k.max())))
     values = logits.topk(num, dim=-1).values
     kept = _num_kept(values, normaliser, top_p, top_k, min_p)
-    if num < size and bool((kept == num).any()):
-        values = logits.sort(dim=-1, descending=True).values
-        kept = _num_kept(values, normaliser, top_p, top_k, min_p)
-    return values.gather(-1, kept[:, None] - 1).squeeze(-1)
+    bounds = values.gather(-1, kept[:, None] - 1).squeeze(-1)
+    is_flat = kept == num
+    if num < size and bool(is_flat.any()):  # a sort takes 20 times as long as a logsumexp
+        values = logits[is_flat].sort(dim=-1, descending=True).values
+        kept = _num_kept(values, normaliser[is_flat], top_p[is_flat], top_k[is_flat], min_p[is_flat])
+        bounds[is_flat] = values.gather(-1, kept[:, None] - 1).squeeze(-1)
+    return bounds
 
 
 def _num_kept(values: Tensor, normaliser: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:

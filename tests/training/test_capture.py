@@ -9,7 +9,14 @@ from attrs import evolve
 
 from areal_actors.domain import CaptureFault
 from areal_actors.errors import CaptureViolation
-from areal_actors.training.config import CaptureConfig, ComputeDtype, ObjectiveConfig, OptimizerConfig, TrainerConfig
+from areal_actors.training.config import (
+    CaptureConfig,
+    ComputeDtype,
+    ObjectiveConfig,
+    OptimizerConfig,
+    Surrogate,
+    TrainerConfig,
+)
 from areal_actors.training.trainer import PolicyTrainer
 
 PLAIN = TrainerConfig(dtype=ComputeDtype.FLOAT32, optimizer=OptimizerConfig(max_grad_norm=None, learning_rate=1e-3))
@@ -96,7 +103,7 @@ def test_rows_must_recompute_under_the_weights_that_sampled_them(make_model, mak
 
 def test_the_clip_is_around_what_the_trainer_computes(make_model, make_agent_group, make_group):
     """Tokens that a grammar forced were sampled with probability 1: with the weights unchanged, none is clipped."""
-    config = evolve(PLAIN, objective=ObjectiveConfig(is_decoupled=False))
+    config = evolve(PLAIN, objective=ObjectiveConfig(surrogate=Surrogate.PPO))
     trainer = PolicyTrainer(make_model(), config)
     group = sampled(trainer, make_agent_group(0), make_group)
     rows = [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from areal_actors.training.config import (
     BehaviourConfig,
+    Centre,
     KlConfig,
     KlEstimator,
     KlPlace,
@@ -23,7 +24,15 @@ from areal_actors.training.config import (
 )
 from areal_actors.training.forward import TokenScores
 from areal_actors.training.objective import PolicyObjective, TokenSums, create_objective
-from areal_actors.training.surrogates import BehaviourCorrection, ClippedRatio, ClippedSequenceRatio, Reinforce
+from areal_actors.training.penalties import estimate_kl
+from areal_actors.training.surrogates import (
+    BehaviourCorrection,
+    ClippedRatio,
+    ClippedSequenceRatio,
+    ClippedWeight,
+    ProbabilityRegion,
+    Reinforce,
+)
 from areal_actors.training.terms import Terms
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -36,7 +45,15 @@ corrections = st.none() | st.builds(
     floor=st.sampled_from([0.0, 0.8]),
 )
 surrogates = st.sampled_from(
-    [ClippedRatio(clip_low=0.2, clip_high=0.28), ClippedSequenceRatio(clip_low=0.1, clip_high=0.15), Reinforce()]
+    [
+        ProbabilityRegion(clip_low=0.05, clip_high=0.1),
+        ClippedRatio(clip_low=0.2, clip_high=0.28),
+        ClippedRatio(clip_low=0.2, clip_high=0.28, dual_clip=1.5),
+        ClippedSequenceRatio(clip_low=0.1, clip_high=0.15),
+        ClippedSequenceRatio(clip_low=0.1, clip_high=0.15, dual_clip=1.2),
+        ClippedWeight(clip_low=0.3, clip_high=0.2),
+        Reinforce(),
+    ]
 )
 
 
@@ -77,13 +94,23 @@ def slow_policy_loss(surrogate, logprobs, terms, t):
     advantage = float(terms.advantages[t])
     if isinstance(surrogate, Reinforce):
         return -advantage * logprobs[t]
+    if isinstance(surrogate, ProbabilityRegion):
+        moved = math.exp(logprobs[t]) - math.exp(float(terms.plain[t]))
+        is_beyond = moved > surrogate.clip_high if advantage > 0 else -moved > surrogate.clip_low
+        return 0.0 if is_beyond else -math.exp(logprobs[t] - float(terms.proximal[t])) * advantage
+    if isinstance(surrogate, ClippedWeight):
+        ratio = math.exp(logprobs[t] - float(terms.proximal[t]))
+        return -min(max(ratio, 1 - surrogate.clip_low), 1 + surrogate.clip_high) * advantage * logprobs[t]
     if isinstance(surrogate, ClippedSequenceRatio):
         row = members(terms, t)
         ratio = math.exp(sum(logprobs[s] - float(terms.proximal[s]) for s in row) / len(row))
     else:
         ratio = math.exp(logprobs[t] - float(terms.proximal[t]))
     clipped = min(max(ratio, 1 - surrogate.clip_low), 1 + surrogate.clip_high)
-    return -min(ratio * advantage, clipped * advantage)
+    gain = min(ratio * advantage, clipped * advantage)
+    if surrogate.dual_clip is not None and advantage < 0:
+        gain = max(gain, surrogate.dual_clip * advantage)
+    return -gain
 
 
 def slow_importance(bounds, terms, t):
@@ -111,17 +138,20 @@ def slow_kl(estimator, difference):
     row_lengths=lengths,
     surrogate=surrogates,
     bounds=corrections,
-    penalties=st.tuples(st.sampled_from([0.0, 0.3]), st.sampled_from(KlEstimator), st.sampled_from([0.0, 0.1])),
+    penalties=st.tuples(
+        st.sampled_from([0.0, 0.3]), st.sampled_from(KlEstimator), st.booleans(), st.sampled_from([0.0, 0.1])
+    ),
 )
 def test_the_loss_equals_the_slow_reference(seed, row_lengths, surrogate, bounds, penalties):
     """Every combination of surrogate, correction, reference penalty and entropy, token by token."""
-    kl, estimator, entropy = penalties
+    kl, estimator, is_unbiased, entropy = penalties
     scores, terms = random_terms(seed, row_lengths)
     objective = PolicyObjective(
         surrogate=surrogate,
         correction=None if bounds is None else BehaviourCorrection(bounds=bounds),
         kl_coefficient=kl,
         kl_estimator=estimator,
+        is_kl_unbiased=is_unbiased,
         entropy_coefficient=entropy,
     )
     logprobs, entropies = scores.logprobs.tolist(), scores.entropies.tolist()
@@ -129,7 +159,9 @@ def test_the_loss_equals_the_slow_reference(seed, row_lengths, surrogate, bounds
     for t in range(len(logprobs)):
         importance = 1.0 if bounds is None else slow_importance(bounds, terms, t)
         loss = slow_policy_loss(surrogate, logprobs, terms, t) * importance
-        loss += kl * slow_kl(estimator, logprobs[t] - float(terms.reference[t])) - entropy * entropies[t]
+        ratio = min(math.exp(logprobs[t] - float(terms.behaviour[t])), 5.0 if bounds is None else bounds.cap)
+        distance = slow_kl(estimator, logprobs[t] - float(terms.reference[t]))
+        loss += kl * distance * (ratio if is_unbiased else 1.0) - entropy * entropies[t]
         expected += float(terms.weights[t]) * loss
 
     assert objective(scores, terms).loss.item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
@@ -148,12 +180,12 @@ def test_no_advantage_no_policy_gradient(seed, row_lengths, surrogate, bounds):
 
 
 @given(seed=seeds, row_lengths=lengths)
-@pytest.mark.parametrize("surrogate", [ClippedRatio(), Reinforce()])
+@pytest.mark.parametrize("surrogate", [ProbabilityRegion(), ClippedRatio(), ClippedWeight(), Reinforce()])
 def test_the_first_on_policy_gradient_is_reinforce(seed, row_lengths, surrogate):
     """Where all policies are one, the ratio is 1, nothing is clipped and the gradient is -weight · advantage."""
     scores, terms = random_terms(seed, row_lengths)
     now = scores.logprobs.detach()
-    terms = evolve(terms, proximal=now, behaviour=now)
+    terms = evolve(terms, proximal=now, behaviour=now, plain=now)
 
     result = PolicyObjective(surrogate=surrogate)(scores, terms)
     (gradient,) = torch.autograd.grad(result.loss, scores.logprobs)
@@ -252,7 +284,13 @@ def test_k3_is_never_negative(seed, row_lengths):
 
 @pytest.mark.parametrize(
     ("surrogate", "kind"),
-    [(Surrogate.PPO, ClippedRatio), (Surrogate.GSPO, ClippedSequenceRatio), (Surrogate.REINFORCE, Reinforce)],
+    [
+        (Surrogate.DPPO, ProbabilityRegion),
+        (Surrogate.PPO, ClippedRatio),
+        (Surrogate.GSPO, ClippedSequenceRatio),
+        (Surrogate.CISPO, ClippedWeight),
+        (Surrogate.REINFORCE, Reinforce),
+    ],
 )
 def test_a_configuration_names_its_parts(surrogate, kind):
     """Each name makes the class of that name, with its settings."""
@@ -266,8 +304,207 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss():
     """It would be paid twice."""
     kl = KlConfig(coefficient=0.1, place=KlPlace.REWARD)
 
-    objective = create_objective(ObjectiveConfig(kl=kl, is_decoupled=False))
+    objective = create_objective(ObjectiveConfig(surrogate=Surrogate.PPO, kl=kl, is_decoupled=False))
 
     assert objective.kl_coefficient == 0
     assert objective.correction is None
     assert not objective.needs_every_row
+
+
+# ------------------------------------------------------------------------------------------------ trust region
+
+
+def one_token(*, policy, behaviour, advantage, plain=None):
+    """A pass of one token with these probabilities under the policy and when it was sampled."""
+    logprobs = torch.tensor([math.log(policy)], dtype=torch.float64, requires_grad=True)
+    sampled = torch.tensor([math.log(behaviour)], dtype=torch.float64)
+    terms = Terms(
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        weights=torch.ones(1, dtype=torch.float64),
+        behaviour=sampled,
+        proximal=logprobs.detach(),
+        plain=sampled if plain is None else torch.tensor([math.log(plain)], dtype=torch.float64),
+        rows=torch.zeros(1, dtype=torch.int64),
+        num_rows=1,
+    )
+    return TokenScores(logprobs=logprobs, entropies=torch.zeros(1), raw_logprobs=logprobs.detach()), terms
+
+
+@pytest.mark.parametrize(
+    ("policy", "behaviour", "advantage", "flows"),
+    [
+        (0.95, 0.4, +1.0, False),  # likelier already, and to become likelier still
+        (0.95, 0.4, -1.0, True),  # comes back
+        (0.25, 0.5, -1.0, False),
+        (0.25, 0.5, +1.0, True),
+        (0.89, 0.4, +1.0, True),  # within the bound
+        (0.31, 0.5, -1.0, True),
+        (0.02, 0.001, +1.0, True),  # a ratio of 20, and nothing moved
+    ],
+)
+def test_a_stale_token_beyond_the_region_has_no_gradient_outwards(policy, behaviour, advantage, flows):
+    """The default masks by the sign of the advantage; what flows has the bounded importance weight."""
+    scores, terms = one_token(policy=policy, behaviour=behaviour, advantage=advantage)
+
+    result = create_objective(ObjectiveConfig())(scores, terms)
+    (gradient,) = torch.autograd.grad(result.loss, scores.logprobs)
+
+    expected = -advantage * min(policy / behaviour, 5.0) if flows else 0.0
+    assert gradient.item() == pytest.approx(expected)
+    assert result.sums.num_clipped == (not flows)
+
+
+def test_a_forced_token_is_measured_where_the_trainer_computes():
+    """A grammar made it certain; under the plain softmax it has not moved, so it is not masked."""
+    scores, terms = one_token(policy=0.3, behaviour=1.0, advantage=-1.0, plain=0.3)
+
+    assert create_objective(ObjectiveConfig())(scores, terms).sums.num_clipped == 0
+
+
+@pytest.mark.parametrize("surrogate", [Surrogate.PPO, Surrogate.GSPO])
+def test_a_dual_clip_bounds_an_absurd_token(surrogate):
+    """Behaviour found the token absurd, and it was bad: without the dual clip its ratio is its gradient."""
+    gradients = {}
+    for dual_clip in (None, 3.0):
+        scores, terms = one_token(policy=0.5, behaviour=math.exp(-12), advantage=-1.0)
+        terms = evolve(terms, proximal=terms.behaviour)
+        objective = create_objective(ObjectiveConfig(surrogate=surrogate, dual_clip=dual_clip))
+        (gradients[dual_clip],) = torch.autograd.grad(objective(scores, terms).loss, scores.logprobs)
+
+    assert gradients[None].item() > 80_000
+    assert gradients[3.0].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "is_decoupled", "num_updates", "centre", "is_weighted"),
+    [
+        (Surrogate.DPPO, None, 4, Centre.POLICY, True),
+        (Surrogate.PPO, None, 1, Centre.BEHAVIOUR, False),
+        (Surrogate.PPO, None, 4, Centre.PROXIMAL, True),
+        (Surrogate.PPO, True, 1, Centre.PROXIMAL, True),
+        (Surrogate.PPO, False, 4, Centre.BEHAVIOUR, False),
+        (Surrogate.GSPO, None, 4, Centre.PROXIMAL, True),
+        (Surrogate.CISPO, None, 4, Centre.BEHAVIOUR, False),
+        (Surrogate.REINFORCE, None, 1, Centre.POLICY, True),
+        (Surrogate.REINFORCE, False, 1, Centre.POLICY, False),
+    ],
+)
+def test_a_clip_is_around_a_policy_that_differs(surrogate, is_decoupled, num_updates, centre, is_weighted):
+    """With one update, the weights before it are the policy itself: only behaviour can be the centre."""
+    config = ObjectiveConfig(surrogate=surrogate, is_decoupled=is_decoupled)
+
+    assert config.resolve_centre(num_updates) is centre
+    assert (create_objective(config, num_updates=num_updates).correction is not None) == is_weighted
+
+
+def test_each_surrogate_has_its_own_clip():
+    """A sequence ratio moves a thousandth of what token ratios move; what is set is taken as it is."""
+    assert ObjectiveConfig(surrogate=Surrogate.GSPO).resolve_clip() == (3e-4, 4e-4)
+    assert ObjectiveConfig(surrogate=Surrogate.PPO).resolve_clip() == (0.2, 0.28)
+    assert ObjectiveConfig(surrogate=Surrogate.GSPO, clip_low=0.1).resolve_clip() == (0.1, 4e-4)
+
+
+# -------------------------------------------------------------------------------- distances by exact enumeration
+
+
+def softmaxes(seed, *, num_tokens=6, spread=0.7):
+    """Logits of a policy (with gradient), and log-probabilities of a reference and of a behaviour policy near it."""
+    rng = np.random.default_rng(seed)
+    logits = torch.tensor(rng.normal(size=num_tokens), requires_grad=True)
+    near = [torch.tensor(logits.detach().numpy() + rng.normal(0, spread, num_tokens)).log_softmax(0) for _ in range(2)]
+    return logits, *near
+
+
+def enumerated(values, probabilities):
+    """The expectation over all tokens."""
+    return (values * probabilities).sum()
+
+
+def terms_of(logprobs, *, behaviour, reference, advantages=None, weights=None):
+    """Every token of the vocabulary once, as a row of its own, with its probability as its share."""
+    size = len(logprobs)
+    zeros = torch.zeros(size, dtype=torch.float64)
+    return Terms(
+        advantages=zeros if advantages is None else advantages,
+        weights=behaviour.exp() if weights is None else weights,
+        behaviour=behaviour,
+        proximal=logprobs.detach(),
+        reference=reference,
+        rows=torch.arange(size),
+        num_rows=size,
+    )
+
+
+def scores_of(logprobs):
+    """Scores without entropies."""
+    return TokenScores(logprobs=logprobs, entropies=torch.zeros_like(logprobs), raw_logprobs=logprobs.detach())
+
+
+@pytest.mark.parametrize("estimator", list(KlEstimator))
+@given(seed=seeds)
+def test_the_distance_in_the_loss_pulls_by_its_own_gradient(estimator, seed):
+    """By enumeration under a stale behaviour policy: the expected gradient is that of KL(policy || reference)."""
+    logits, reference, behaviour = softmaxes(seed, spread=0.3)
+    logprobs = logits.log_softmax(0)
+    (true,) = torch.autograd.grad(enumerated(logprobs - reference, logprobs.exp()), logits, retain_graph=True)
+    objective = PolicyObjective(
+        kl_coefficient=1.0, kl_estimator=estimator, correction=BehaviourCorrection(bounds=BehaviourConfig(cap=100.0))
+    )
+
+    loss = objective(scores_of(logprobs), terms_of(logprobs, behaviour=behaviour, reference=reference)).loss
+    (found,) = torch.autograd.grad(loss, logits)
+
+    assert torch.allclose(found, true, atol=1e-9)
+
+
+@given(seed=seeds)
+def test_only_k1_in_the_reward_pulls(seed):
+    """By enumeration, on-policy: the pull of k1 is the true gradient; that of k3 is the difference of two distances."""
+    logits, reference, _ = softmaxes(seed)
+    logprobs = logits.log_softmax(0)
+    now = logprobs.detach()
+    (true,) = torch.autograd.grad(enumerated(logprobs - reference, logprobs.exp()), logits, retain_graph=True)
+    (other,) = torch.autograd.grad(-enumerated(logprobs, reference.exp()), logits, retain_graph=True)
+    pulls = {}
+    for estimator in KlEstimator:
+        costs = estimate_kl(now, reference, estimator)
+        terms = terms_of(logprobs, behaviour=now, reference=None, advantages=-costs)
+        loss = PolicyObjective()(scores_of(logprobs), terms).loss
+        (pulls[estimator],) = torch.autograd.grad(loss, logits, retain_graph=True)
+
+    assert torch.allclose(pulls[KlEstimator.K1], true, atol=1e-9)
+    assert torch.allclose(pulls[KlEstimator.K3], true - other, atol=1e-9)
+
+
+@given(seed=seeds)
+def test_the_kl_of_the_metrics_is_the_distance_of_the_sampler(seed):
+    """By enumeration: what behaviour sampled gives KL(behaviour || policy), and KL(policy || reference)."""
+    logits, reference, behaviour = softmaxes(seed, spread=0.3)
+    logprobs = logits.detach().log_softmax(0)
+    kl = reference_kl = 0.0
+    for token in range(len(logprobs)):
+        only = slice(token, token + 1)
+        terms = terms_of(logprobs[only], behaviour=behaviour[only], reference=reference[only])
+        objective = PolicyObjective(correction=BehaviourCorrection(bounds=BehaviourConfig(cap=100.0)))
+        sums = objective(scores_of(logprobs[only]), terms).sums
+        kl += sums.approximate_kl * float(behaviour[token].exp())
+        reference_kl += sums.reference_kl * float(behaviour[token].exp())
+
+    assert kl == pytest.approx(float(enumerated(behaviour - logprobs, behaviour.exp())), abs=1e-6)
+    assert reference_kl == pytest.approx(float(enumerated(logprobs - reference, logprobs.exp())), abs=1e-6)
+
+
+def test_forced_tokens_are_in_no_distance():
+    """Their log-probability is of another function; the other tokens are counted as without them."""
+    scores, terms = random_terms(0, [3, 2])
+    is_plain = torch.tensor([True, False, True, True, True])
+    forced = torch.where(is_plain, terms.behaviour, torch.zeros(5, dtype=torch.float64))
+    kept = evolve(terms, plain=terms.behaviour)
+
+    found = PolicyObjective()(scores, evolve(kept, behaviour=forced, is_plain=is_plain)).sums
+
+    difference = scores.logprobs.detach() - terms.behaviour
+    expected = (difference.exp() - 1 - difference)[is_plain]
+    assert found.num_plain == 4
+    assert found.approximate_kl == pytest.approx(float(expected.sum()))
+    assert found.behaviour_gap_max == pytest.approx(float(difference.abs()[is_plain].max()))

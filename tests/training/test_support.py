@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
 
 from areal_actors.errors import ConfigError, ModelError
+from areal_actors.training.config import ComputeDtype, Layout, TrainerConfig
 from areal_actors.training.support import require_plain_head, require_tree_support
+from areal_actors.training.trainer import PolicyTrainer
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -52,3 +65,63 @@ def test_windows_and_foreign_attention_are_refused(make_model):
 
     with torch.no_grad(), pytest.raises(ConfigError, match="full attention"):
         require_tree_support(model)
+
+
+WINDOWED = {
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 2}),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {}),
+}
+
+
+def windowed_model(kind, *, window, context=64):
+    """A tiny random model, all of whose layers have a window, and whose configuration names no kinds of layers."""
+    make_config, make, extra = WINDOWED[kind]
+    torch.manual_seed(0)
+    config = make_config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        sliding_window=window,
+        initializer_range=0.5,
+        **extra,
+    )
+    return make(config)
+
+
+def plain_logprobs(model, row):
+    """Log-probabilities of the row's tokens by the model's own forward pass."""
+    ids = torch.tensor(np.array(row.input_ids), dtype=torch.long)
+    with torch.no_grad():
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1).numpy()
+    return np.where(row.loss_mask == 1, np.concatenate([[0], logprobs]), 0)
+
+
+@pytest.mark.parametrize("kind", list(WINDOWED))
+def test_a_window_that_rows_may_exceed_is_refused_in_trees(make_row, kind):
+    """The error names the window and the way out, where every row is what the model computes."""
+    row = make_row(np.arange(46) % 61, np.repeat([0, 1], [6, 40]))
+
+    with pytest.raises(ConfigError, match=r"last 8 tokens only, while rows may have 64 tokens; use layout=flat"):
+        PolicyTrainer(windowed_model(kind, window=8), TrainerConfig(dtype=ComputeDtype.FLOAT32))
+
+    flat = PolicyTrainer(windowed_model(kind, window=8), TrainerConfig(dtype=ComputeDtype.FLOAT32, layout=Layout.FLAT))
+    np.testing.assert_allclose(flat.logprobs([row])[0], plain_logprobs(flat.model, row), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", list(WINDOWED))
+def test_rows_within_a_window_are_trained_in_trees(make_row, kind):
+    """As long as the engine's context is no longer than the window; a longer row from elsewhere is refused."""
+    trainer = PolicyTrainer(windowed_model(kind, window=24), TrainerConfig(dtype=ComputeDtype.FLOAT32), max_length=24)
+    rows = [make_row(np.append(np.arange(23), last), np.repeat([0, 1], [6, 18])) for last in (30, 40)]
+
+    for row, values in zip(rows, trainer.logprobs(rows), strict=True):
+        np.testing.assert_allclose(values, plain_logprobs(trainer.model, row), atol=1e-4)
+
+    with pytest.raises(ConfigError, match="a row has 25"):
+        trainer.logprobs([make_row(np.arange(25), np.repeat([0, 1], [6, 19]))])

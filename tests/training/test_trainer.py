@@ -9,7 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from areal_actors.domain import unfold
+from areal_actors.domain import as_floats, unfold
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.training.config import (
     Aggregation,
@@ -19,6 +19,7 @@ from areal_actors.training.config import (
     Layout,
     ObjectiveConfig,
     OptimizerConfig,
+    OverlongConfig,
     Surrogate,
     TrainerConfig,
 )
@@ -48,7 +49,7 @@ def relative_error(first, second):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize("surrogate", [Surrogate.PPO, Surrogate.GSPO])
+@pytest.mark.parametrize("surrogate", list(Surrogate))
 def test_layouts_agree(make_model, make_agent_group, kind, surrogate):
     """Tree and flat give the same loss and gradient, and the tree computes fewer tokens."""
     groups = [make_agent_group(seed) for seed in range(3)]
@@ -199,7 +200,10 @@ def test_training_raises_the_reward(make_model, make_group, make_row):
 def test_minibatches_compare_with_the_weights_before_the_step(make_model, make_agent_group):
     """With several updates a step moves away from the proximal policy, which was scored once, before the first."""
     groups = [make_agent_group(seed) for seed in range(4)]
-    config = evolve(PLAIN, num_epochs=2, num_minibatches=2, optimizer=OptimizerConfig(learning_rate=0.02))
+    objective = ObjectiveConfig(surrogate=Surrogate.PPO)
+    config = evolve(
+        PLAIN, num_epochs=2, num_minibatches=2, optimizer=OptimizerConfig(learning_rate=0.02), objective=objective
+    )
     trainer = PolicyTrainer(make_model(), config)
 
     statistics = trainer.train_step(groups)
@@ -233,7 +237,7 @@ def test_a_loss_that_is_no_number_changes_nothing(make_model, make_agent_group):
     trainer = PolicyTrainer.__new__(PolicyTrainer)
     with pytest.MonkeyPatch.context() as patch:
         for check in ("require_plain_head", "require_tree_support"):
-            patch.setattr(f"areal_actors.training.trainer.{check}", lambda _: None)
+            patch.setattr(f"areal_actors.training.trainer.{check}", lambda *_, **__: None)
         trainer.__init__(model, PLAIN)
     before = {name: p.clone() for name, p in model.named_parameters()}
 
@@ -276,3 +280,148 @@ def test_bfloat16_autocast_keeps_float32_weights(make_model, make_agent_group):
 
     assert all(value.dtype is torch.float32 for value in rough.values())
     assert relative_error(exact, rough) < 0.1
+
+
+# --------------------------------------------------------------------------------------- what settings do by default
+
+
+def weights_after(trainer):
+    """Copies of all weights."""
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def stale_group(trainer, make_group, make_row, seed=0):
+    """Rows that the weights of ``trainer`` sampled as they are now."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for member in range(4):
+        ids = rng.integers(0, 61, 12)
+        mask = np.repeat([0, 1], [4, 8])
+        row = make_row(ids, mask, reward=float(member % 2), session=f"stale{seed}-{member}", version=trainer.version)
+        rows.append(row)
+    values = trainer.logprobs(rows)
+    return make_group([evolve(row, logprobs=own, raw_logprobs=own) for row, own in zip(rows, values, strict=True)])
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_the_default_clip_acts_on_stale_rows(make_model, make_group, make_row, layout):
+    """Rows of older weights give other weights under another clip; with one update per step and nothing else set."""
+    found = {}
+    for clip in (None, 1e-4):
+        objective = ObjectiveConfig(clip_low=clip, clip_high=clip)
+        optimizer = OptimizerConfig(max_grad_norm=None, learning_rate=0.03, num_warmup_steps=0)
+        trainer = PolicyTrainer(make_model(), evolve(PLAIN, layout=layout, objective=objective, optimizer=optimizer))
+        group = stale_group(trainer, make_group, make_row)
+        first = trainer.train_step([group])
+        statistics = [trainer.train_step([group]) for _ in range(3)]
+        found[clip] = weights_after(trainer), statistics
+        assert first.clip_fraction == 0
+
+    assert any(not torch.equal(value, found[1e-4][0][name]) for name, value in found[None][0].items())
+    assert all(tight.clip_fraction > 0.9 for tight in found[1e-4][1][:1])
+    assert found[None][1][-1].clip_fraction > 0
+
+
+def test_rounding_masks_nothing_of_fresh_rows(make_model, make_group, make_row):
+    """Rows that an engine sampled in another precision are on-policy: no token leaves the trust region."""
+    trainer = PolicyTrainer(make_model(), evolve(PLAIN, dtype=ComputeDtype.BFLOAT16))
+    group = stale_group(trainer, make_group, make_row)
+    rng = np.random.default_rng(0)
+    rows = [episode.trajectories[0] for episode in group.episodes]
+    noisy = [as_floats((row.logprobs + rng.normal(0, 0.07, row.num_tokens)) * row.loss_mask) for row in rows]
+    rows = [
+        evolve(row, logprobs=values.clip(max=0), raw_logprobs=values.clip(max=0))
+        for row, values in zip(rows, noisy, strict=True)
+    ]
+
+    assert trainer.train_step([make_group(rows)]).clip_fraction == 0
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        ObjectiveConfig(),
+        ObjectiveConfig(surrogate=Surrogate.PPO),
+        ObjectiveConfig(surrogate=Surrogate.PPO, is_decoupled=False),
+    ],
+)
+def test_one_absurd_token_does_not_outweigh_the_others(make_model, make_group, make_row, objective):
+    """A token of log-probability -12 at sampling, in a bad row, leaves the gradient as large as it was."""
+    norms = {}
+    for absurd in (None, -12.0):
+        trainer = PolicyTrainer(make_model(), evolve(PLAIN, objective=objective))
+        group = stale_group(trainer, make_group, make_row)
+        rows = [episode.trajectories[0] for episode in group.episodes]
+        if absurd is not None:
+            values = rows[0].logprobs.copy()
+            values[6] = absurd
+            rows[0] = evolve(rows[0], logprobs=values, raw_logprobs=None)
+        norms[absurd] = trainer.train_step([make_group(rows)]).grad_norm
+
+    assert norms[-12.0] < 3 * norms[None]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_batch_without_signal_moves_nothing(make_model, make_group, make_row, make_agent_group, skips):
+    """Moments and weight decay would: the weights stay bit for bit, the version advances, no update is counted."""
+    optimizer = OptimizerConfig(max_grad_norm=None, learning_rate=0.01, weight_decay=0.1)
+    trainer = PolicyTrainer(make_model(), evolve(PLAIN, optimizer=optimizer, skips_inert_rows=skips))
+    trainer.train_step([make_agent_group(0)])
+    before = weights_after(trainer)
+
+    statistics = trainer.train_step([make_group([make_row([1, 2], [0, 1], reward=1.0) for _ in range(2)])])
+
+    assert statistics.version == trainer.version == 2
+    assert statistics.num_updates == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights_after(trainer).items())
+
+
+def test_rewards_are_those_of_the_agents(make_model, make_group, make_row):
+    """Penalties are reported by themselves: 0.75 stays 0.75, overlong or far from the reference."""
+    rows = [make_row([0] + [1] * 10, [0] + [1] * 10, reward=reward) for reward in (1.0, 1.0, 1.0, 0.0)]
+    overlong = ObjectiveConfig(overlong=OverlongConfig(max_tokens=5, buffer_tokens=2))
+    distant = ObjectiveConfig(kl=KlConfig(coefficient=0.1, place=KlPlace.REWARD))
+
+    long = PolicyTrainer(make_model(), evolve(PLAIN, objective=overlong)).train_step([make_group(rows)])
+    far = PolicyTrainer(make_model(), evolve(PLAIN, objective=distant), reference=make_model(seed=1))
+    far_data = far.train_step([make_group(rows)]).data
+
+    assert long.data.reward_mean == far_data.reward_mean == 0.75
+    assert long.data.penalty_mean == pytest.approx(1)
+    assert far_data.penalty_mean != 0
+
+
+def test_a_distance_in_the_reward_is_as_large_as_its_coefficient(make_model, make_group, make_row):
+    """In a group of equal rewards, the gradient is that of the distance alone: it is not blown up to unit variance."""
+    norms = []
+    for coefficient in (1e-1, 1e-3):
+        kl = KlConfig(coefficient=coefficient, place=KlPlace.REWARD)
+        trainer = PolicyTrainer(
+            make_model(), evolve(PLAIN, objective=ObjectiveConfig(kl=kl)), reference=make_model(seed=1)
+        )
+        group = stale_group(trainer, make_group, make_row)
+        equal = evolve(group, episodes=tuple(set_reward(episode, 1.0) for episode in group.episodes))
+        statistics = trainer.train_step([equal])
+        assert statistics.data.num_zero_variance_groups == 1
+        norms.append(statistics.grad_norm)
+
+    assert norms[0] == pytest.approx(100 * norms[1], rel=1e-3)
+
+
+def set_reward(episode, reward):
+    """The episode with another reward."""
+    rows = tuple(evolve(row, reward=reward, returns=as_floats(row.loss_mask * reward)) for row in episode.trajectories)
+    return evolve(episode, reward=reward, trajectories=rows)
+
+
+def test_forced_tokens_are_in_no_metric_of_distance(make_model, make_group, make_row):
+    """A grammar gave them probability 1; the policy is where it sampled the others."""
+    trainer = PolicyTrainer(make_model(), PLAIN)
+    group = stale_group(trainer, make_group, make_row)
+    rows = [episode.trajectories[0] for episode in group.episodes]
+    forced = [evolve(row, logprobs=np.where(np.arange(12) == 7, 0, row.logprobs)) for row in rows]
+
+    statistics = trainer.train_step([make_group(forced)])
+
+    assert statistics.approximate_kl == pytest.approx(0, abs=1e-6)
+    assert statistics.behaviour_gap_max == pytest.approx(0, abs=1e-4)

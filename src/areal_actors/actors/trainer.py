@@ -359,6 +359,7 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
     metrics: dict[str, float | int | None] = {
         "step": statistics.version,
         "version": statistics.version,
+        "penalty_mean": data.penalty_mean,
         "loss": statistics.loss,
         "kl": statistics.approximate_kl,
         "reference_kl": statistics.reference_kl,
@@ -377,7 +378,9 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "replaced_groups": lease.drawn.replaced,
         "grad_norm": statistics.grad_norm,
         "learning_rate": statistics.learning_rate,
+        "num_updates": statistics.num_updates,
         "clip_fraction": statistics.clip_fraction,
+        "out_of_range_fraction": statistics.out_of_range_fraction,
         "importance_mean": statistics.importance_mean,
         "importance_max": statistics.importance_max,
         "behaviour_gap_mean": statistics.behaviour_gap_mean,

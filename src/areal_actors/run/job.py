@@ -16,12 +16,14 @@ from attrs import field, frozen
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.datasets import Problems, find_overlap, load_problems
+from areal_actors.engines.servers.config import Backend
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.locks import NO_LOCKS, hold
 from areal_actors.models import ModelFiles, load_policy, resolve_model
 from areal_actors.references import import_reference
 from areal_actors.rendering import Renderer, load_renderer
 from areal_actors.telemetry import get_logger
+from areal_actors.training.advice import doubtful_settings, inert_settings
 
 if TYPE_CHECKING:
     from areal_actors.training.config import TrainerConfig
@@ -135,6 +137,8 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
     A service that was killed before its first checkpoint is resumed with the weights that it began with: what its
     agents did is in its journal. Raises ``CheckpointError`` for any other run without a checkpoint.
     """
+    for sentence in (*inert_settings(config.trainer), *doubtful_settings(config.trainer)):
+        _log.warning("setting", detail=f"trainer.{sentence}")
     problems = load_problem_sets(config, is_external=is_external)
     model = resolve_model(config.model)
     renderer = load_rendering(config)
@@ -188,7 +192,12 @@ def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
 
     needs_reference = config.trainer.objective.kl.coefficient > 0
     reference = _place(load_policy(model.path), config.trainer) if needs_reference else None
-    return PolicyTrainer(_place(load_policy(model.path), config.trainer), config.trainer, reference=reference)
+    return PolicyTrainer(
+        _place(load_policy(model.path), config.trainer),
+        config.trainer,
+        reference=reference,
+        max_length=config.engine.max_length if config.rollout.backend is Backend.TORCH else None,
+    )
 
 
 def _place(model: Any, config: TrainerConfig) -> Any:

@@ -29,14 +29,20 @@ _LOGPROB_SLACK = 1e-3
 """How far above 0 rounding may lift the log-probability of a certain token."""
 
 
+_PLAIN_SLACK = 0.01
+"""Engines compute both log-probabilities from the same logits, so they are further apart only where they differ."""
+_FORCED_NATS = 0.5
+"""A token with log-probability 0 as sampled, and less than this without grammar and temperature, was forced."""
+
+
 @frozen(kw_only=True)
 class TrainingRow:
     """One trajectory with its advantages (float32 [T]); ``episode`` and ``group`` are indices within the batch.
 
-    ``proximal`` and ``reference`` are log-probabilities float32 [T] under the weights before the update and under the
-    frozen reference, where somebody computed them. ``temperature`` is for turns that do not say what they were sampled
-    at. Creating a row raises ``ExportError`` if its arrays do not fit
-    together, and ``CaptureViolation`` if a trained token has no version or a log-probability that cannot be one.
+    ``proximal`` and ``reference`` are log-probabilities float32 [T] under the policy that ratios are taken to and under
+    the frozen reference, where they were computed. ``temperature`` is for turns that do not say what they were sampled
+    at. Creating a row raises ``ExportError`` if its arrays do not fit together, and ``CaptureViolation`` if a trained
+    token has no version or a log-probability that cannot be one.
     """
 
     trajectory: Trajectory
@@ -83,6 +89,22 @@ class TrainingRow:
         is_plain[self.positions] = self.distributions.temperatures == 1.0
         is_plain &= ~tokens_of(row, is_recomputed) & ~np.isnan(row.raw_logprobs)
         return as_floats(np.where(is_plain, row.raw_logprobs, row.logprobs))
+
+    @property
+    def is_plain(self) -> npt.NDArray[np.bool_]:
+        """Whether the n trained tokens were sampled from the distribution that the trainer computes, bool [n].
+
+        Where the row does not say, it shows: engines compute both log-probabilities from the same logits, so those of
+        the plain softmax differ where something else was at work, and a forced token has the log-probability 0.
+        """
+        row, where = self.trajectory, self.positions
+        sampled = row.logprobs[where]
+        raw = np.full(len(where), np.nan) if row.raw_logprobs is None else row.raw_logprobs[where]
+        is_other = (np.abs(sampled - self.centre[where]) > _PLAIN_SLACK) | ((sampled == 0) & (raw < -_FORCED_NATS))
+        is_adjusted = tokens_of(row, lambda sampling: sampling is not None and sampling.is_adjusted)[where]
+        is_other |= is_adjusted & (self.distributions.temperatures != 1.0)
+        found: npt.NDArray[np.bool_] = tokens_of(row, is_recomputed)[where] | ~is_other
+        return found
 
     def comparable(self, raw_logprobs: Floats, logprobs: Floats) -> tuple[Floats, Floats]:
         """Pairs of log-probabilities, the engine's and the trainer's, that must agree: float32 [n] each.
@@ -140,6 +162,16 @@ class Batch:
     def behaviour(self) -> Floats:
         """Log-probabilities that the tokens were sampled with, float32 [N]."""
         return as_floats(self._gather(lambda row: row.trajectory.logprobs))
+
+    @cached_property
+    def plain(self) -> Floats:
+        """The sampler's log-probabilities under the distribution that the trainer computes, float32 [N]."""
+        return as_floats(self._gather(lambda row: row.centre))
+
+    @cached_property
+    def is_plain(self) -> npt.NDArray[np.bool_]:
+        """Whether ``behaviour`` is of that distribution, bool [N]."""
+        return np.concatenate([np.zeros(0, dtype=bool), *(row.is_plain for row in self.rows)])
 
     def tokens_of(self, rows: Sequence[int]) -> Indices:
         """Indices into the token arrays of the tokens of ``rows``, row by row."""

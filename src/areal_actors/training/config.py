@@ -19,6 +19,7 @@ __all__ = [
     "Aggregation",
     "BehaviourConfig",
     "CaptureConfig",
+    "Centre",
     "ComputeDtype",
     "Decay",
     "GangBackend",
@@ -43,6 +44,7 @@ _not_negative: Any = ge(0)
 _fraction: Any = and_(ge(0), le(1))
 _below_one: Any = and_(ge(0), lt(1))
 _positive_or_none: Any = optional(_positive)
+_above_one_or_none: Any = optional(gt(1))
 
 
 class Layout(StrEnum):
@@ -91,9 +93,27 @@ class StatisticsUnit(StrEnum):
 class Surrogate(StrEnum):
     """The policy loss; formulas in ``surrogates.py``."""
 
+    DPPO = "dppo"
+    """The policy gradient with a trust region around the policy that sampled, in differences of probabilities."""
     PPO = "ppo"
+    """Clipped ratios of tokens."""
     GSPO = "gspo"
+    """Clipped ratios of whole rows."""
+    CISPO = "cispo"
+    """The policy gradient, weighted by clipped ratios; no token loses its gradient."""
     REINFORCE = "reinforce"
+    """The policy gradient without a trust region."""
+
+
+class Centre(StrEnum):
+    """Which policy a surrogate's ratio is taken to."""
+
+    POLICY = "policy"
+    """The policy itself, without a gradient: the ratio is 1, and its gradient that of the log-probability."""
+    PROXIMAL = "proximal"
+    """The policy before the updates of the step."""
+    BEHAVIOUR = "behaviour"
+    """The policy that sampled."""
 
 
 class Aggregation(StrEnum):
@@ -181,7 +201,11 @@ class AdvantageConfig:
 
 @frozen(kw_only=True)
 class BehaviourConfig:
-    """Bounds on the weight proximal/behaviour that corrects for rows sampled by older weights."""
+    """Bounds on the importance weight that corrects for rows sampled by older weights.
+
+    ``out_of_range: mask`` with ``floor`` 0.5 and ``cap`` 5 is IcePop: tokens on which engine and trainer disagree by
+    more do not contribute.
+    """
 
     level: Level = Level.TOKEN
     out_of_range: OutOfRange = OutOfRange.CLAMP
@@ -191,11 +215,24 @@ class BehaviourConfig:
 
 @frozen(kw_only=True)
 class KlConfig:
-    """A penalty on the distance to the frozen reference model; ``coefficient`` 0 needs no reference."""
+    """A penalty on the distance to the frozen reference model; ``coefficient`` 0 needs no reference.
+
+    ``estimator`` ``None`` takes k1 in the reward and k3 in the loss. k2 and k3 in the reward do not pull towards the
+    reference. ``is_unbiased`` weighs each token's estimate in the loss by the bounded ratio policy/behaviour, and takes
+    the gradient through that ratio, so that the expected gradient is that of KL(policy || reference), for stale rows
+    too (DeepSeek-V3.2, arXiv:2512.02556); without it, the estimate is differentiated as GRPO published it.
+    """
 
     coefficient: float = field(default=0.0, validator=_not_negative)
-    estimator: KlEstimator = KlEstimator.K3
+    estimator: KlEstimator | None = None
     place: KlPlace = KlPlace.LOSS
+    is_unbiased: bool = True
+
+    def resolve_estimator(self) -> KlEstimator:
+        """Return the estimator that is used: the configured one, or the default of the place."""
+        if self.estimator is not None:
+            return self.estimator
+        return KlEstimator.K1 if self.place is KlPlace.REWARD else KlEstimator.K3
 
 
 @frozen(kw_only=True)
@@ -214,18 +251,27 @@ class OverlongConfig:
 class ObjectiveConfig:
     """What is minimised.
 
-    ``is_decoupled`` takes the policy before the update as the centre of the clip and corrects for the behaviour
-    policy by an importance weight; otherwise the behaviour policy itself is the centre, as in PPO. ``fixed_length``
-    is the number of tokens by which the aggregations ``episode_sum`` and ``fixed_length`` divide. ``masks_truncated``
-    leaves answers that were cut at their limit of tokens out of the loss (overlong filtering of DAPO); their rewards
-    stay in the baselines. A custom
-    ``surrogate`` (``file.py:name``) has its clip within.
+    ``clip_low`` and ``clip_high`` bound the trust region in the surrogate's own unit; ``None`` takes its default:
+    0.2 and 0.5 of probability for dppo, ratios 1 - 0.2 to 1 + 0.28 for ppo, 1 - 0.0003 to 1 + 0.0004 for gspo, and up
+    to 1 + 4 for cispo (no lower bound). ``dual_clip`` bounds the loss of tokens with a negative advantage where ppo or
+    gspo compare with the behaviour policy: ratios above it have no gradient; ``None`` switches it off.
+
+    ``is_decoupled`` takes the policy before the update as the centre of the clip of ppo, gspo and cispo and corrects
+    for the behaviour policy by an importance weight; otherwise the behaviour policy itself is the centre. ``None``
+    decouples ppo and gspo where a step makes several updates, and not where it makes one: the policy before the only
+    update is the policy itself, and a clip around it cannot act. dppo always compares with the behaviour policy.
+    A custom ``surrogate`` (``file.py:name``) has its clip within, and is decoupled unless ``is_decoupled`` is false.
+
+    ``fixed_length`` is the number of tokens by which the aggregations ``episode_sum`` and ``fixed_length`` divide.
+    ``masks_truncated`` leaves answers that were cut at their limit of tokens out of the loss (overlong filtering of
+    DAPO); their rewards stay in the baselines.
     """
 
-    surrogate: Surrogate | FunctionReference = field(default=Surrogate.PPO, validator=builtin_or_reference(Surrogate))
-    clip_low: float = field(default=0.2, validator=_fraction)
-    clip_high: float = field(default=0.28, validator=_not_negative)
-    is_decoupled: bool = True
+    surrogate: Surrogate | FunctionReference = field(default=Surrogate.DPPO, validator=builtin_or_reference(Surrogate))
+    clip_low: float | None = field(default=None, validator=optional(_fraction))
+    clip_high: float | None = field(default=None, validator=optional(_not_negative))
+    dual_clip: float | None = field(default=3.0, validator=_above_one_or_none)
+    is_decoupled: bool | None = None
     behaviour: BehaviourConfig = field(factory=BehaviourConfig)
     aggregation: Aggregation = Aggregation.EPISODE_SUM
     fixed_length: int = field(default=1024, validator=_positive)
@@ -233,6 +279,38 @@ class ObjectiveConfig:
     entropy_coefficient: float = 0.0
     overlong: OverlongConfig = field(factory=OverlongConfig)
     masks_truncated: bool = False
+
+    def resolve_clip(self) -> tuple[float, float]:
+        """Return ``clip_low`` and ``clip_high``, with the surrogate's default in the place of ``None``."""
+        low, high = _CLIPS.get(self.surrogate, (0.0, 0.0))
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+    def resolve_centre(self, num_updates: int) -> Centre:
+        """Return the policy that ratios are taken to, in steps of ``num_updates`` updates."""
+        if self.surrogate in (Surrogate.DPPO, Surrogate.REINFORCE):
+            return Centre.POLICY
+        is_decoupled = self.is_decoupled
+        if is_decoupled is None:
+            is_decoupled = self.surrogate is not Surrogate.CISPO and (
+                num_updates > 1 or not isinstance(self.surrogate, Surrogate)
+            )
+        return Centre.PROXIMAL if is_decoupled else Centre.BEHAVIOUR
+
+    def is_weighted(self, num_updates: int) -> bool:
+        """Return whether losses are multiplied by the importance weight that ``behaviour`` bounds."""
+        if self.surrogate is Surrogate.REINFORCE:
+            return self.is_decoupled is not False
+        return self.resolve_centre(num_updates) is not Centre.BEHAVIOUR
+
+
+_CLIPS: dict[str, tuple[float, float]] = {
+    Surrogate.DPPO: (0.2, 0.5),
+    Surrogate.PPO: (0.2, 0.28),
+    Surrogate.GSPO: (3e-4, 4e-4),
+    Surrogate.CISPO: (1.0, 4.0),
+    Surrogate.REINFORCE: (0.0, 0.0),
+}
+"""Defaults of ``clip_low`` and ``clip_high``, each in its surrogate's unit; reinforce reads none."""
 
 
 @frozen(kw_only=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
-from areal_actors.training.config import KlEstimator, KlPlace, ObjectiveConfig, Surrogate
+from areal_actors.training.config import Centre, KlEstimator, KlPlace, ObjectiveConfig, Surrogate
 from areal_actors.training.custom import CustomSurrogate, load_surrogate
 from areal_actors.training.forward import TokenScores
 from areal_actors.training.penalties import estimate_kl
@@ -20,8 +20,11 @@ from areal_actors.training.surrogates import (
     BehaviourCorrection,
     ClippedRatio,
     ClippedSequenceRatio,
+    ClippedWeight,
+    ProbabilityRegion,
     Reinforce,
     SurrogateLoss,
+    bounded_exp,
 )
 from areal_actors.training.terms import Terms
 
@@ -33,9 +36,12 @@ class TokenSums:
     """Sums over tokens, which add up over passes; ``importance_max`` and ``behaviour_gap_max`` combine by maximum.
 
     ``behaviour_gap`` is |log π - log π_behaviour|: before the first update of on-policy rows it is the engine's error.
+    It and the KL sums are over the ``num_plain`` tokens that were sampled from the distribution that the trainer
+    computes. Others, as those that a grammar forced, have a log-probability of another function.
     """
 
     num_tokens: int = 0
+    num_plain: float = 0.0
     num_clipped: float = 0.0
     entropy: float = 0.0
     approximate_kl: float = 0.0
@@ -49,6 +55,7 @@ class TokenSums:
     def __add__(self, other: TokenSums) -> TokenSums:
         return TokenSums(
             num_tokens=self.num_tokens + other.num_tokens,
+            num_plain=self.num_plain + other.num_plain,
             num_clipped=self.num_clipped + other.num_clipped,
             entropy=self.entropy + other.entropy,
             approximate_kl=self.approximate_kl + other.approximate_kl,
@@ -86,13 +93,15 @@ class Objective(Protocol):
 class PolicyObjective:
     """``Σ_t weight_t · (w_t · policy_loss_t + kl_coefficient · KL_t - entropy_coefficient · H_t)``.
 
-    ``correction`` gives w_t; without it w_t is 1. The reference term applies where ``terms`` carry a reference.
+    ``correction`` gives w_t; without it w_t is 1. The reference term applies where ``terms`` carry a reference; for
+    ``is_kl_unbiased`` see ``KlConfig``.
     """
 
-    surrogate: SurrogateLoss = field(factory=ClippedRatio)
+    surrogate: SurrogateLoss = field(factory=ProbabilityRegion)
     correction: BehaviourCorrection | None = field(factory=BehaviourCorrection)
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = KlEstimator.K3
+    is_kl_unbiased: bool = True
     entropy_coefficient: float = 0.0
 
     @property
@@ -106,27 +115,53 @@ class PolicyObjective:
         policy = self.surrogate(scores.logprobs, terms)
         losses = policy.losses if self.correction is None else policy.losses * self.correction(terms)
         if self.kl_coefficient and terms.reference is not None:
-            losses = losses + self.kl_coefficient * estimate_kl(scores.logprobs, terms.reference, self.kl_estimator)
+            losses = losses + self.kl_coefficient * self._distances(scores.logprobs, terms, terms.reference)
         if self.entropy_coefficient:
             losses = losses - self.entropy_coefficient * scores.entropies
         return ObjectiveLoss(loss=(losses * terms.weights).sum(), sums=self._sums(scores, terms, policy.is_clipped))
+
+    def _distances(self, logprobs: Tensor, terms: Terms, reference: Tensor) -> Tensor:
+        """Estimates [n] of the distance to the reference, with the gradient that pulls towards it.
+
+        With the ratio r = π/π_behaviour, r k1 and r k3 are in expectation KL(π || reference), so the gradient goes
+        through r, too: on-policy, that of k3 is then log(π/reference) ∇log π, and without r it would be that of
+        KL(reference || π). k2 alone has the right gradient already; there r is a number.
+        """
+        estimates = estimate_kl(logprobs, reference, self.kl_estimator)
+        if not self.is_kl_unbiased:
+            return estimates
+        ratio = self._bounded_ratio(logprobs, terms)
+        if self.kl_estimator is not KlEstimator.K2:
+            ratio = ratio * bounded_exp(logprobs - logprobs.detach())
+        return ratio * estimates
+
+    def _bounded_ratio(self, logprobs: Tensor, terms: Terms) -> Tensor:
+        """Weights [n] policy/behaviour up to the cap, without a gradient."""
+        bounds = (self.correction or BehaviourCorrection()).bounds
+        return bounded_exp(logprobs.detach() - terms.behaviour).clamp(max=bounds.cap)
 
     @torch.no_grad()
     def _sums(self, scores: TokenScores, terms: Terms, is_clipped: Tensor) -> TokenSums:
         if not len(terms.weights):
             return TokenSums()
-        logprobs = scores.logprobs.detach()
+        logprobs, is_plain = scores.logprobs.detach(), terms.is_plain
         correction = self.correction or BehaviourCorrection()
-        importance, gap = correction.raw(terms), (logprobs - terms.behaviour).abs()
+        # Without a correction the ratio to the behaviour policy is in the surrogate; it is what is reported then.
+        importance = correction.raw(terms if self.correction else evolve(terms, proximal=logprobs))
         outside = (importance > correction.bounds.cap) | (importance < correction.bounds.floor)
-        reference = (
-            0.0 if terms.reference is None else float(estimate_kl(logprobs, terms.reference, KlEstimator.K3).sum())
-        )
+        gap = ((logprobs - terms.plain).abs() * is_plain).float()
+        # KL(behaviour || policy) from tokens that behaviour sampled: r - 1 - log r with r = policy/behaviour.
+        distance = estimate_kl(terms.plain, logprobs, KlEstimator.K3) * is_plain
+        reference = 0.0
+        if terms.reference is not None:
+            estimates = estimate_kl(logprobs, terms.reference, KlEstimator.K3)
+            reference = float((self._bounded_ratio(logprobs, terms) * estimates * is_plain).sum())
         return TokenSums(
             num_tokens=len(logprobs),
+            num_plain=float(is_plain.sum()),
             num_clipped=float(is_clipped.sum()),
             entropy=float(scores.entropies.sum()),
-            approximate_kl=float(estimate_kl(logprobs, terms.behaviour, KlEstimator.K3).sum()),
+            approximate_kl=float(distance.sum()),
             reference_kl=reference,
             importance=float(importance.sum()),
             importance_max=float(importance.max()),
@@ -136,23 +171,30 @@ class PolicyObjective:
         )
 
 
-def create_objective(config: ObjectiveConfig) -> PolicyObjective:
-    """The objective that ``config`` describes."""
+def create_objective(config: ObjectiveConfig, *, num_updates: int = 1) -> PolicyObjective:
+    """Return the objective that ``config`` describes, for steps of ``num_updates`` updates."""
     return PolicyObjective(
-        surrogate=_create_surrogate(config),
-        correction=BehaviourCorrection(bounds=config.behaviour) if config.is_decoupled else None,
+        surrogate=_create_surrogate(config, config.resolve_centre(num_updates)),
+        correction=BehaviourCorrection(bounds=config.behaviour) if config.is_weighted(num_updates) else None,
         kl_coefficient=config.kl.coefficient if config.kl.place is KlPlace.LOSS else 0.0,
-        kl_estimator=config.kl.estimator,
+        kl_estimator=config.kl.resolve_estimator(),
+        is_kl_unbiased=config.kl.is_unbiased,
         entropy_coefficient=config.entropy_coefficient,
     )
 
 
-def _create_surrogate(config: ObjectiveConfig) -> SurrogateLoss:
+def _create_surrogate(config: ObjectiveConfig, centre: Centre) -> SurrogateLoss:
+    low, high = config.resolve_clip()
+    dual_clip = config.dual_clip if centre is Centre.BEHAVIOUR else None
     match config.surrogate:
+        case Surrogate.DPPO:
+            return ProbabilityRegion(clip_low=low, clip_high=high)
         case Surrogate.PPO:
-            return ClippedRatio(clip_low=config.clip_low, clip_high=config.clip_high)
+            return ClippedRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
         case Surrogate.GSPO:
-            return ClippedSequenceRatio(clip_low=config.clip_low, clip_high=config.clip_high)
+            return ClippedSequenceRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
+        case Surrogate.CISPO:
+            return ClippedWeight(clip_low=low, clip_high=high)
         case Surrogate.REINFORCE:
             return Reinforce()
         case reference:

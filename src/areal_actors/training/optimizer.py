@@ -59,6 +59,9 @@ class Optimizer:
     def step(self) -> float:
         """Clip the gradient and update once; returns the norm before the clip. An absent gradient counts as 0.
 
+        A gradient that is 0 everywhere is no update: the moments of earlier steps and weight decay would move the
+        weights although nothing was learned. Weights, moments, count and schedule stay as they are then.
+
         Raises ``TrainingDiverged`` if the norm is not finite; weights and moments are then as they were.
         """
         norm = gather(torch.nn.utils.get_total_norm(self._gradients()))
@@ -67,6 +70,8 @@ class Optimizer:
                 f"The gradient of update {self.num_updates + 1} has the norm {float(norm)}; the weights were not "
                 "changed. Lower the learning rate, or resume from a checkpoint before the rewards or ratios went wrong."
             )
+        if norm == 0:
+            return 0.0
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.max_grad_norm, norm)
         for group in self._adam.param_groups:

@@ -1,11 +1,13 @@
-"""What is taken away: distance to the reference model, in the loss or in the reward, and overlong episodes.
+"""Penalties: distance to the reference model, in the loss or in the reward, and overlong episodes.
 
-Penalties in the reward make new groups from old ones, before advantages are computed; they change no group in place.
+The penalty on length makes new groups from old ones, before advantages are computed; it changes no group in place. The
+distance in the reward is taken from the advantages after they were normalised: divided by the standard deviation of a
+group, it would have unit variance in a group of equal rewards, whatever its coefficient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from areal_actors.domain import Episode, Floats, Group, Trajectory, as_floats
 from areal_actors.training.config import KlEstimator, OverlongConfig
 
-__all__ = ["estimate_kl", "overlong_penalty", "penalise_kl", "penalise_overlong"]
+__all__ = ["estimate_kl", "kl_costs", "overlong_penalty", "penalise_overlong"]
 
 _MAX_DIFFERENCE = 20.0
 """Bound on a log-ratio within k3, whose exponential would otherwise overflow on one absurd token."""
@@ -27,8 +29,11 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> 
     With d = log π - log π_reference::
 
     k1 = d                      unbiased, of high variance; in the loss its expected gradient is 0
-    k2 = d² / 2                 its gradient is that of the KL
+    k2 = d² / 2                 its gradient is that of the KL; biased as a value
     k3 = exp(-d) - 1 + d        unbiased, never negative; the one of GRPO (arXiv:2402.03300)
+
+    In the reward, only k1 has the gradient of the KL: that of k3 there is grad KL(policy || reference) minus
+    grad KL(reference || policy), which vanish together near the reference.
     """
     difference = logprobs - reference
     match estimator:
@@ -41,16 +46,13 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> 
             return torch.exp(-bounded) - 1 + bounded
 
 
-def penalise_kl(groups: Sequence[Group], estimates: Mapping[int, Floats], *, coefficient: float) -> tuple[Group, ...]:
-    """Groups whose rewards pay for the distance to the reference.
+def kl_costs(row: Trajectory, estimates: Floats, *, coefficient: float) -> Floats:
+    """Return what the trained tokens of ``row`` pay for the distance to the reference, float32 [T], 0 off the mask.
 
-    ``estimates`` gives KL estimates float32 [T], 0 off the mask, by ``id`` of the trajectory. A token's return loses
-    the estimates from itself to the end of its row, an episode's reward those of all its rows, times ``coefficient``.
+    ``estimates`` are KL estimates [T]. A token pays for itself and for what follows in its row, which it can change.
     """
-    return tuple(
-        evolve(group, episodes=tuple(_pay_kl(episode, estimates, coefficient) for episode in group.episodes))
-        for group in groups
-    )
+    paid = coefficient * estimates.astype(np.float64) * (row.loss_mask == 1)
+    return as_floats(paid[::-1].cumsum()[::-1] * (row.loss_mask == 1))
 
 
 def penalise_overlong(groups: Sequence[Group], config: OverlongConfig) -> tuple[Group, ...]:
@@ -66,14 +68,6 @@ def overlong_penalty(num_tokens: int, config: OverlongConfig) -> float:
         return 0.0
     excess = num_tokens - (config.max_tokens - config.buffer_tokens)
     return -config.scale * min(max(excess / config.buffer_tokens, 0.0), 1.0)
-
-
-def _pay_kl(episode: Episode, estimates: Mapping[int, Floats], coefficient: float) -> Episode:
-    costs = [coefficient * estimates[id(row)].astype(np.float64) for row in episode.trajectories]
-    rows = tuple(
-        _pay_row(row, cost[::-1].cumsum()[::-1]) for row, cost in zip(episode.trajectories, costs, strict=True)
-    )
-    return evolve(episode, trajectories=rows, reward=episode.reward - float(sum(cost.sum() for cost in costs)))
 
 
 def _pay_length(episode: Episode, config: OverlongConfig) -> Episode:

@@ -34,6 +34,9 @@ class DataStatistics:
     num_tokens: int = 0
     num_trained_tokens: int = 0
     reward_mean: float = 0.0
+    """Mean of what the episodes earned, as their agents said it: before any penalty."""
+    penalty_mean: float = 0.0
+    """Mean of what penalties took from an episode: overlong, and the distance to the reference in the reward."""
     advantage_mean: float = 0.0
     advantage_std: float = 0.0
     staleness_mean: float = 0.0
@@ -53,11 +56,13 @@ class StepStatistics:
     """What a step did. ``version`` is that of the weights after it.
 
     ``loss``, ``grad_norm`` are means over its updates; the rest are means over the tokens that were computed (nan if
-    none was). ``approximate_kl`` is the k3 estimate between behaviour and policy, ``reference_kl`` that between
-    reference and policy. ``importance`` is the weight proximal/behaviour before its bounds. ``behaviour_gap`` is |log
-    π - log π_behaviour|. ``outside_fraction`` is the share of tokens that truncation (top-k, top-p, min-p) would cut
-    off under the present weights; they are scored before it. ``num_packed_tokens`` counts the tokens of all forward
-    passes with gradient, without padding.
+    none was). ``num_updates`` counts those that moved the weights: one without any gradient does not.
+    ``approximate_kl`` estimates KL(behaviour || policy) by k3, ``reference_kl`` KL(policy || reference). ``importance``
+    is the ratio to the behaviour policy before its bounds. ``behaviour_gap`` is |log π - log π_behaviour|. Distances
+    and gap leave out tokens that were not sampled from the distribution that the trainer computes.
+    ``outside_fraction`` is the share of tokens that truncation (top-k, top-p, min-p) would cut off under the present
+    weights; they are scored before it. ``num_packed_tokens`` counts the tokens of all forward passes with gradient,
+    without padding.
     """
 
     version: int
@@ -93,13 +98,14 @@ class StepStatistics:
         losses: Sequence[float],
         grad_norms: Sequence[float],
         learning_rate: float,
+        num_updates: int,
         num_skipped_rows: int,
         num_packed_tokens: int,
         seconds: float,
         custom: Mapping[str, float] | None = None,
     ) -> StepStatistics:
         """The statistics of a step from its sums."""
-        num_tokens = sums.num_tokens or float("nan")
+        num_tokens, num_plain = sums.num_tokens or float("nan"), sums.num_plain or float("nan")
         return cls(
             version=version,
             data=data,
@@ -107,16 +113,16 @@ class StepStatistics:
             grad_norm=float(np.mean(grad_norms)) if grad_norms else 0.0,
             learning_rate=learning_rate,
             entropy=sums.entropy / num_tokens,
-            approximate_kl=sums.approximate_kl / num_tokens,
-            reference_kl=sums.reference_kl / num_tokens,
+            approximate_kl=sums.approximate_kl / num_plain,
+            reference_kl=sums.reference_kl / num_plain,
             clip_fraction=sums.num_clipped / num_tokens,
             importance_mean=sums.importance / num_tokens,
             importance_max=sums.importance_max,
             out_of_range_fraction=sums.num_out_of_range / num_tokens,
-            behaviour_gap_mean=sums.behaviour_gap / num_tokens,
+            behaviour_gap_mean=sums.behaviour_gap / num_plain,
             behaviour_gap_max=sums.behaviour_gap_max,
             outside_fraction=num_outside / num_tokens,
-            num_updates=len(losses),
+            num_updates=num_updates,
             num_skipped_rows=num_skipped_rows,
             num_packed_tokens=num_packed_tokens,
             seconds=seconds,
@@ -131,8 +137,12 @@ def describe_data(
     version: int,
     num_zero_variance_groups: int,
     num_greedy_tokens: int = 0,
+    penalty: float = 0.0,
 ) -> DataStatistics:
-    """Count and average what a step was given, under the trainer's ``version`` before it."""
+    """Count and average what a step was given, under the trainer's ``version`` before it.
+
+    ``groups`` are those that the agents made; ``penalty`` is the sum of what was taken from their episodes.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
     rewards = [episode.reward for episode in episodes if episode.failure is None]
     advantages = _gather([row.advantages[row.positions] for row in rows])
@@ -148,6 +158,7 @@ def describe_data(
         num_tokens=sum(row.trajectory.num_tokens for row in rows),
         num_trained_tokens=len(advantages),
         reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+        penalty_mean=penalty / len(rewards) if rewards else 0.0,
         advantage_mean=float(advantages.mean()) if len(advantages) else 0.0,
         advantage_std=float(advantages.std()) if len(advantages) else 0.0,
         staleness_mean=float(ages.mean()) if len(ages) else 0.0,

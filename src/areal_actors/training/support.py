@@ -17,10 +17,12 @@ from areal_actors.training.forward import score_pack
 from areal_actors.training.packing import Pack, Segment
 from areal_actors.training.tree_attention import TREE_ATTENTION
 
-__all__ = ["require_plain_head", "require_tree_support"]
+__all__ = ["attention_window", "require_plain_head", "require_tree_support"]
 
 _TOLERANCE = 1e-3
 """Log-probabilities of a float32 model agree to 1e-5; a wrong mask or position is off by more than this."""
+_NUM_TRIED = 48
+"""Length of the rows that are tried: a window that no setting names is found out if it is shorter."""
 
 
 def require_plain_head(model: Any) -> None:
@@ -38,15 +40,34 @@ def require_plain_head(model: Any) -> None:
         )
 
 
-def require_tree_support(model: Any) -> None:
+def attention_window(config: Any) -> int | None:
+    """Return how many tokens back the attention of a transformers configuration reaches; ``None``: all of them.
+
+    Phi-3, Mixtral, Starcoder2 and Mistral 7B v0.1 have a window in every layer and name no ``layer_types``.
+    """
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    return int(window) if window else None
+
+
+def require_tree_support(model: Any, *, max_length: int | None = None) -> None:
     """Check that the model scores two rows in one trie as it scores them apart.
 
-    Raises ``ConfigError`` for attention that takes no mask, sees only a window, or is none.
+    Rows have up to ``max_length`` tokens; ``None``: as many as the context of the model. Raises ``ConfigError`` for
+    attention that takes no mask, sees only a window that is shorter than such rows, or is none.
     """
     config = model.config
     takes_mask = config._attn_implementation in ("sdpa", "eager", TREE_ATTENTION)  # noqa: SLF001
-    is_full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
-    if not (takes_mask and is_full and _agrees(model)):
+    window = attention_window(config)
+    longest = max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+    if window is not None and (longest is None or longest > window):
+        raise ConfigError(
+            f"layout: tree computes full attention, and {type(model).__name__} attends to the last {window} tokens "
+            f"only, while rows may have {longest or 'any number of'} tokens; use layout=flat, or bound them by "
+            f"engine.max_length={window}."
+        )
+    kinds = getattr(config, "layer_types", None) or ()
+    is_full = all(kind == "full_attention" or (kind == "sliding_attention" and window) for kind in kinds)
+    if not (takes_mask and is_full and _agrees(model, longest or _NUM_TRIED)):
         raise ConfigError(
             f"layout: tree needs full attention with sdpa or eager in every layer, which {type(model).__name__} does "
             "not have; use layout=flat."
@@ -54,25 +75,28 @@ def require_tree_support(model: Any) -> None:
 
 
 @torch.no_grad()
-def _agrees(model: Any) -> bool:
+def _agrees(model: Any, max_length: int) -> bool:
+    length = min(_NUM_TRIED, max_length)
+    shared, size = length - 1, model.config.get_text_config().vocab_size
+    ids, positions = np.arange(length + 1) % size, np.arange(length)
     tree = Pack(
-        input_ids=np.array([[0, 1, 2, 3]]),
-        position_ids=np.array([[0, 1, 2, 2]]),
+        input_ids=ids[None],
+        position_ids=np.append(positions, shared)[None],
         segments=(
-            Segment(start=0, stop=3, ancestors=np.zeros(0, dtype=np.int64)),
-            Segment(start=3, stop=4, ancestors=np.array([0, 1])),
+            Segment(start=0, stop=length, ancestors=np.zeros(0, dtype=np.int64)),
+            Segment(start=length, stop=length + 1, ancestors=np.arange(shared)),
         ),
         rows=(0, 1),
-        sources=np.array([2, 3]),
+        sources=np.array([length - 1, length]),
         targets=np.zeros(2, dtype=np.int64),
-        num_tokens=4,
+        num_tokens=length + 1,
     )
     flat = evolve(
         tree,
-        input_ids=np.array([[0, 1, 2], [0, 1, 3]]),
-        position_ids=np.array([[0, 1, 2], [0, 1, 2]]),
+        input_ids=np.stack([ids[:length], np.append(ids[:shared], ids[length])]),
+        position_ids=np.stack([positions, positions]),
         segments=None,
-        sources=np.array([2, 5]),
+        sources=np.array([length - 1, 2 * length - 1]),
     )
     found, expected = score_pack(model, tree).logprobs, score_pack(model, flat).logprobs
     return torch.allclose(found, expected, rtol=0, atol=_TOLERANCE)

@@ -5,7 +5,8 @@ Everything is flat: one entry per trained token. A row is never split over passe
 
 from __future__ import annotations
 
-from attrs import field, frozen
+import torch
+from attrs import Factory, field, frozen
 from torch import Tensor
 
 __all__ = ["Terms", "sequence_mean", "sequence_sum"]
@@ -15,9 +16,12 @@ __all__ = ["Terms", "sequence_mean", "sequence_sum"]
 class Terms:
     """Tensors [n] over the trained tokens of one pass.
 
-    ``advantages``, ``weights`` (share in the loss), ``behaviour`` (log-probabilities when sampled), ``proximal``
-    (log-probabilities before the update) and ``reference`` (those of the frozen model, where there is one) are float32;
-    ``rows`` int64 numbers each token's row from 0 to ``num_rows`` - 1. None of them carries a gradient.
+    ``advantages``, ``weights`` (share in the loss), ``behaviour`` (log-probabilities when sampled), ``proximal`` (those
+    that ratios are taken to; see ``Centre``) and ``reference`` (those of the frozen model, where there is one) are
+    float32; ``rows`` int64 numbers each token's row from 0 to ``num_rows`` - 1. None of them carries a gradient.
+
+    ``plain`` float32 are the sampler's log-probabilities under the distribution that the trainer computes, and
+    ``is_plain`` bool says where ``behaviour`` is of that distribution: not for tokens that a grammar forced.
     """
 
     advantages: Tensor = field(eq=False)
@@ -27,6 +31,10 @@ class Terms:
     reference: Tensor | None = field(default=None, eq=False)
     rows: Tensor = field(eq=False)
     num_rows: int
+    plain: Tensor = field(default=Factory(lambda self: self.behaviour, takes_self=True), eq=False)
+    is_plain: Tensor = field(
+        default=Factory(lambda self: torch.ones_like(self.behaviour, dtype=torch.bool), takes_self=True), eq=False
+    )
 
 
 def sequence_sum(values: Tensor, terms: Terms) -> Tensor:

@@ -24,7 +24,7 @@ from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.capture import CaptureGate, CaptureWatch
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
-from areal_actors.training.config import Aggregation, KlPlace, Layout, TrainerConfig
+from areal_actors.training.config import Aggregation, Centre, KlPlace, Layout, TrainerConfig
 from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import Gang, guarded
@@ -34,10 +34,10 @@ from areal_actors.training.objective import Objective, TokenSums, create_objecti
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_tree
 from areal_actors.training.passes import Passes, PassScores, Scorer
-from areal_actors.training.penalties import estimate_kl, penalise_kl, penalise_overlong
+from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
 from areal_actors.training.sharding import gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
-from areal_actors.training.support import require_plain_head, require_tree_support
+from areal_actors.training.support import attention_window, require_plain_head, require_tree_support
 from areal_actors.training.tree_attention import use_tree_attention
 from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
 
@@ -61,7 +61,7 @@ class PolicyTrainer:
 
     The model is taken over: its weights become float32, and it stays in evaluation mode, since a ratio of probabilities
     under two different dropout masks means nothing. ``reference`` is a frozen model for KL penalties. ``objective``
-    replaces the one that ``config`` describes.
+    replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None``: as the model does.
 
     Raises ``ConfigError`` if the layout does not fit the model or a KL penalty lacks its reference, and
     ``ModelError`` if the model changes its logits after its head.
@@ -74,6 +74,7 @@ class PolicyTrainer:
         *,
         reference: Any | None = None,
         objective: Objective | None = None,
+        max_length: int | None = None,
     ) -> None:
         self.config = config or TrainerConfig()
         self.model = model.float().eval()
@@ -83,8 +84,10 @@ class PolicyTrainer:
         self.gang = Gang.alone()
         self._estimator = load_estimator(self.config.advantages)
         self._metrics = load_metrics(self.config.metrics)
-        self._objective = objective or create_objective(self.config.objective)
+        self._centre = self.config.objective.resolve_centre(self._num_updates)
+        self._objective = objective or create_objective(self.config.objective, num_updates=self._num_updates)
         self._dtype = self._choose_dtype()
+        self._max_length = max_length
         self.expect_engine(dtype="float32")
         self._check()
         self._optimizer = self._create_optimizer()
@@ -138,9 +141,8 @@ class PolicyTrainer:
             self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
         num_greedy = sum(map(num_greedy_tokens, groups))
         self._num_updates_before = self._optimizer.num_updates
-        given = tuple(groups)
-        groups, rows, num_zero_variance = self._prepare(groups)
-        custom = measure(self._metrics, StepInputs(version=self.version, groups=given, rows=tuple(rows)))
+        rows, num_zero_variance, penalty = self._prepare(groups)
+        custom = measure(self._metrics, StepInputs(version=self.version, groups=tuple(groups), rows=tuple(rows)))
         watch = self._watch(rows, groups)
         data = describe_data(
             groups,
@@ -148,6 +150,7 @@ class PolicyTrainer:
             version=self.version,
             num_zero_variance_groups=num_zero_variance,
             num_greedy_tokens=num_greedy,
+            penalty=penalty,
         )
         batches = [self._batch(chosen) for chosen in self._updates(self._with_baselines(rows, watch))]
         rate = self._optimizer.learning_rate
@@ -164,6 +167,7 @@ class PolicyTrainer:
             losses=[update.loss for update in done],
             grad_norms=[update.grad_norm for update in done],
             learning_rate=rate,
+            num_updates=sum(update.grad_norm > 0 for update in done),
             num_skipped_rows=sum(update.num_skipped for update in done),
             num_packed_tokens=sum(update.num_packed for update in done),
             seconds=time.perf_counter() - started,
@@ -296,16 +300,27 @@ class PolicyTrainer:
 
     # -------------------------------------------------------------------------------------------- from groups
 
-    def _prepare(self, groups: Sequence[Group]) -> tuple[Sequence[Group], list[TrainingRow], int]:
-        """Penalised groups, their rows, and how many groups had no variance."""
-        groups = [withhold_greedy(unfold_group(group)) for group in groups]
-        groups = penalise_overlong(groups, self.config.objective.overlong)
+    def _prepare(self, groups: Sequence[Group]) -> tuple[list[TrainingRow], int, float]:
+        """Return rows with their advantages, how many groups had no variance, and the sum of all penalties."""
+        penalised = penalise_overlong(
+            [withhold_greedy(unfold_group(group)) for group in groups], self.config.objective.overlong
+        )
+        penalty = _total_reward(groups) - _total_reward(penalised)
+        advantages = estimate_advantages(penalised, self.config.advantages, self._estimator)
+        num_zero = sum(found.has_zero_variance for found in advantages)
+        rows = self._rows(penalised, advantages)
+        if self._reference is not None:
+            scored = self._score_rows(self._reference, rows)
+            rows = [evolve(row, reference=found) for row, found in zip(rows, scored, strict=True)]
         kl = self.config.objective.kl
         if kl.coefficient and kl.place is KlPlace.REWARD:
-            groups = penalise_kl(groups, self._reference_distances(groups), coefficient=kl.coefficient)
-        advantages = estimate_advantages(groups, self.config.advantages, self._estimator)
-        num_zero = sum(found.has_zero_variance for found in advantages)
-        return groups, self._rows(groups, advantages), num_zero
+            estimates = self._distances(rows)
+            penalty += kl.coefficient * float(sum(found.astype(np.float64).sum() for found in estimates))
+            rows = [
+                evolve(row, advantages=row.advantages - kl_costs(row.trajectory, found, coefficient=kl.coefficient))
+                for row, found in zip(rows, estimates, strict=True)
+            ]
+        return rows, num_zero, penalty
 
     def _rows(self, groups: Sequence[Group], advantages: Sequence[GroupAdvantages]) -> list[TrainingRow]:
         rows: list[TrainingRow] = []
@@ -334,31 +349,31 @@ class PolicyTrainer:
         """A row that is scored and not trained."""
         return TrainingRow(trajectory=row, advantages=np.zeros(row.num_tokens), temperature=self.config.temperature)
 
-    def _reference_distances(self, groups: Sequence[Group]) -> dict[int, Floats]:
-        """KL estimates between the present weights and the reference, by ``id`` of the trajectory."""
-        trajectories = [row for group in groups for episode in group.episodes for row in episode.trajectories]
-        rows = [self._unweighted(row) for row in trajectories]
-        assert self._reference is not None, "checked when the trainer was made"
-        policy, reference = self._score_rows(self._scorer, rows), self._score_rows(self._reference, rows)
-        estimator = self.config.objective.kl.estimator
-        return {
-            id(row): estimate_kl(torch.tensor(now), torch.tensor(then), estimator).numpy()
-            for row, now, then in zip(trajectories, policy, reference, strict=True)
-        }
+    def _distances(self, rows: Sequence[TrainingRow]) -> list[Floats]:
+        """KL estimates float32 [T] between the present weights and the reference, which the rows have."""
+        estimator = self.config.objective.kl.resolve_estimator()
+        return [
+            estimate_kl(torch.tensor(now), torch.tensor(row.reference), estimator).numpy()
+            for row, now in zip(rows, self._score_rows(self._scorer, rows), strict=True)
+        ]
 
     # ---------------------------------------------------------------------------------------------- from rows
 
     def _with_baselines(self, rows: list[TrainingRow], watch: CaptureWatch | None) -> list[TrainingRow]:
         """Rows with the log-probabilities that their loss compares with, unless its own forward pass gives them."""
-        if self._reference is not None:
-            scored = self._score_rows(self._reference, rows)
-            rows = [evolve(row, reference=found) for row, found in zip(rows, scored, strict=True)]
-        if not self.config.objective.is_decoupled:
+        if self._centre is Centre.BEHAVIOUR:
             return [evolve(row, proximal=row.centre) for row in rows]
-        if self.config.num_epochs * self.config.num_minibatches == 1:
-            return rows  # one update: the weights before it are those of its own forward pass
+        if self._num_updates == 1:
+            return rows  # its own forward pass gives them: the weights before the only update are the policy
         scored = self._score_rows(self._scorer, rows, watch)
+        if self._centre is Centre.POLICY:
+            return rows  # scored for the watch alone, which has to see all rows before the weights change
         return [evolve(row, proximal=found) for row, found in zip(rows, scored, strict=True)]
+
+    @property
+    def _num_updates(self) -> int:
+        """Updates of a step, at most."""
+        return self.config.num_epochs * self.config.num_minibatches
 
     def _updates(self, rows: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         """The rows of each update: groups dealt out evenly, in an order drawn from seed, version and epoch only."""
@@ -386,6 +401,8 @@ class PolicyTrainer:
 
     def _pack(self, rows: Sequence[TrainingRow], chosen: Sequence[int]) -> list[Pack]:
         pack = pack_tree if self.config.layout is Layout.TREE else pack_flat
+        if pack is pack_tree:
+            self._require_within_window(rows)
         return pack(rows, chosen, max_tokens=self.config.max_packed_tokens)
 
     def _score_rows(
@@ -418,6 +435,16 @@ class PolicyTrainer:
 
     # ------------------------------------------------------------------------------------------------- checks
 
+    def _require_within_window(self, rows: Sequence[TrainingRow]) -> None:
+        """Rows of a workflow may be longer than the engine's context, which the check at the start went by."""
+        window = attention_window(self.model.config)
+        longest = max((row.trajectory.num_tokens for row in rows), default=0)
+        if window is not None and longest > window:
+            raise ConfigError(
+                f"layout: tree computes full attention, and {type(self.model).__name__} attends to the last {window} "
+                f"tokens only; a row has {longest}. Use layout=flat."
+            )
+
     def _check(self) -> None:
         if self.config.objective.kl.coefficient and self._reference is None:
             raise ConfigError(
@@ -427,4 +454,9 @@ class PolicyTrainer:
             require_plain_head(model)
             if self.config.layout is Layout.TREE:
                 use_tree_attention(model)
-                require_tree_support(model)
+                require_tree_support(model, max_length=self._max_length)
+
+
+def _total_reward(groups: Sequence[Group]) -> float:
+    episodes = [episode for group in groups for episode in group.episodes]
+    return float(sum(episode.reward for episode in episodes if episode.failure is None))

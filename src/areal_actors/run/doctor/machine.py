@@ -24,6 +24,7 @@ from areal_actors.run.agents import prepare_agent
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
 from areal_actors.run.functions import try_functions
 from areal_actors.run.open_files import open_files_limit
+from areal_actors.training.advice import doubtful_settings, inert_settings
 from areal_actors.workflows import CommandConfig
 
 __all__ = ["examine_machine"]
@@ -43,6 +44,7 @@ def examine_machine(config: RunConfig) -> Iterator[Finding]:
     yield from examined("problems", lambda: _problems(config))
     yield from examined("agent", lambda: _agent(config))
     yield from examined("functions", lambda: _functions(config))
+    yield from examined("settings", lambda: _settings(config))
     yield from examined("run directory", lambda: _run_directory(config))
     yield from examined("journal", lambda: _journal(config))
     yield from examined("port", lambda: _port(config))
@@ -103,6 +105,14 @@ def _functions(config: RunConfig) -> Iterator[Finding]:
     for found in try_functions(config):
         detail = f"{found.setting}: {found.reference} {found.detail}"
         yield Finding(check="functions", verdict=Verdict.OK, detail=detail)
+
+
+def _settings(config: RunConfig) -> Iterator[Finding]:
+    inert, doubtful = inert_settings(config.trainer), doubtful_settings(config.trainer)
+    for sentence in (*inert, *doubtful):
+        yield Finding(check="settings", verdict=Verdict.WARNING, detail=f"trainer.{sentence}")
+    if not inert and not doubtful:
+        yield Finding(check="settings", verdict=Verdict.OK, detail="all settings of the trainer have an effect")
 
 
 def _run_directory(config: RunConfig) -> Iterator[Finding]:

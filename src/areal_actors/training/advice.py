@@ -1,0 +1,154 @@
+"""Settings that cannot act in a configuration, and settings that bias what is learned, as sentences for people.
+
+A setting that is ignored silently makes a wrong experiment. Only what differs from its default is reported: that was
+set on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from areal_actors.training.config import (
+    Aggregation,
+    BehaviourConfig,
+    CaptureConfig,
+    Centre,
+    Decay,
+    GangConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
+    Normalisation,
+    ObjectiveConfig,
+    OptimizerConfig,
+    OverlongConfig,
+    PublishBy,
+    Surrogate,
+    TrainerConfig,
+)
+
+__all__ = ["doubtful_settings", "inert_settings"]
+
+
+_UNDIVIDED = (Normalisation.DR_GRPO, Normalisation.RLOO, Normalisation.NONE)
+
+
+def inert_settings(config: TrainerConfig) -> list[str]:
+    """Return a sentence for each setting below ``trainer`` that was set and cannot act: its name, why, what to do."""
+    num_updates = config.num_epochs * config.num_minibatches
+    return [
+        *_clips(config.objective, num_updates),
+        *_corrections(config.objective, num_updates),
+        *_penalties(config.objective),
+        *_others(config),
+    ]
+
+
+def doubtful_settings(config: TrainerConfig) -> list[str]:
+    """Return a sentence for each setting below ``trainer`` whose effect is known to be biased."""
+    return list(_doubts(config.objective))
+
+
+def _clips(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
+    centre = objective.resolve_centre(num_updates)
+    is_centred_on_itself = centre is Centre.PROXIMAL and num_updates == 1
+    for name in ("clip_low", "clip_high"):
+        if getattr(objective, name) is None:
+            continue
+        if not isinstance(objective.surrogate, Surrogate):
+            yield f"objective.{name} has no effect: the custom surrogate {objective.surrogate} has its clip within."
+        elif objective.surrogate is Surrogate.REINFORCE:
+            yield f"objective.{name} has no effect: surrogate reinforce has no clip; use dppo, ppo, gspo or cispo."
+        elif is_centred_on_itself:
+            yield (
+                f"objective.{name} has no effect: is_decoupled clips around the weights before the update, and with "
+                "one update per step those are the policy itself; leave is_decoupled out, or raise num_minibatches."
+            )
+    has_dual_clip = objective.surrogate in (Surrogate.PPO, Surrogate.GSPO) and centre is Centre.BEHAVIOUR
+    if objective.dual_clip not in (ObjectiveConfig().dual_clip, None) and not has_dual_clip:
+        yield (
+            "objective.dual_clip has no effect: it bounds ppo and gspo where they compare with the policy that "
+            "sampled; here behaviour.cap or the clip bounds a token's weight."
+        )
+
+
+def _corrections(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
+    if objective.is_decoupled is not None and objective.surrogate is Surrogate.DPPO:
+        yield (
+            "objective.is_decoupled has no effect: surrogate dppo always compares with the policy that sampled; use "
+            "surrogate ppo for decoupled PPO."
+        )
+    if objective.behaviour == BehaviourConfig() or objective.is_weighted(num_updates):
+        return
+    changed = [
+        name
+        for name in ("level", "out_of_range", "cap", "floor")
+        if getattr(objective.behaviour, name) != getattr(BehaviourConfig(), name)
+    ]
+    for name in changed:
+        if name == "cap" and objective.kl.coefficient and objective.kl.place is KlPlace.LOSS:
+            continue  # it bounds the weights of the distance
+        yield (
+            f"objective.behaviour.{name} has no effect: surrogate {objective.surrogate} compares with the policy that "
+            "sampled and has no importance weight; use dppo, or is_decoupled true."
+        )
+
+
+def _penalties(objective: ObjectiveConfig) -> Iterator[str]:
+    kl, overlong = objective.kl, objective.overlong
+    if not kl.coefficient:
+        yield from _changed(kl, KlConfig(), "objective.kl", ("estimator", "place", "is_unbiased"), "coefficient")
+    elif kl.place is KlPlace.REWARD and not kl.is_unbiased:
+        yield "objective.kl.is_unbiased has no effect: it is of the penalty in the loss, and kl.place is reward."
+    if overlong.max_tokens is None:
+        yield from _changed(overlong, OverlongConfig(), "objective.overlong", ("buffer_tokens", "scale"), "max_tokens")
+    if objective.aggregation not in (Aggregation.EPISODE_SUM, Aggregation.FIXED_LENGTH):
+        yield from _changed(objective, ObjectiveConfig(), "objective", ("fixed_length",), "aggregation")
+
+
+def _others(config: TrainerConfig) -> Iterator[str]:
+    advantages, optimizer, default = config.advantages, config.optimizer, TrainerConfig()
+    if advantages.std_floor != default.advantages.std_floor and advantages.normalisation in _UNDIVIDED:
+        yield f"advantages.std_floor has no effect: normalisation {advantages.normalisation} does not divide."
+    if optimizer.decay is Decay.CONSTANT:
+        yield from _changed(optimizer, OptimizerConfig(), "optimizer", ("num_decay_steps", "final_fraction"), "decay")
+    if not config.capture.enabled:
+        yield from _changed(config.capture, CaptureConfig(), "capture", ("tolerance", "max_bad_fraction"), "enabled")
+    if config.gang.num_processes == 1:
+        yield from _changed(config.gang, GangConfig(), "gang", ("backend", "timeout_seconds"), "num_processes")
+    if config.publish is PublishBy.MEMORY and config.publish_keep != default.publish_keep:
+        yield "publish_keep has no effect: publish is memory, and nothing is written."
+    if config.publish is not PublishBy.DISTRIBUTED and config.publish_bucket_mib != default.publish_bucket_mib:
+        yield f"publish_bucket_mib has no effect: publish is {config.publish}, not distributed."
+
+
+def _changed(section: Any, default: Any, path: str, names: tuple[str, ...], switch: str) -> Iterator[str]:
+    """Name those of ``names`` that differ from ``default`` and need another value of ``switch``."""
+    for name in names:
+        if getattr(section, name) != getattr(default, name):
+            yield f"{path}.{name} has no effect: {path}.{switch} is {_show(getattr(section, switch))}."
+
+
+def _show(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _doubts(objective: ObjectiveConfig) -> Iterator[str]:
+    kl = objective.kl
+    if kl.coefficient and kl.place is KlPlace.REWARD and kl.resolve_estimator() is not KlEstimator.K1:
+        yield (
+            f"objective.kl.estimator {kl.estimator} in the reward does not pull towards the reference: near it, the "
+            "expected gradient is 0; use k1, or place loss."
+        )
+    if kl.coefficient and kl.place is KlPlace.LOSS and kl.resolve_estimator() is KlEstimator.K1 and not kl.is_unbiased:
+        yield "objective.kl.estimator k1 in the loss has an expected gradient of 0; set is_unbiased, or use k2 or k3."
+    if objective.surrogate is Surrogate.GSPO and objective.aggregation in (
+        Aggregation.EPISODE_SUM,
+        Aggregation.TOKEN_MEAN,
+        Aggregation.FIXED_LENGTH,
+    ):
+        yield (
+            f"objective.aggregation {objective.aggregation} counts the one ratio of a row as often as it has tokens; "
+            "gspo was published with sequence_mean."
+        )

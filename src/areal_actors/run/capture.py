@@ -26,6 +26,7 @@ from areal_actors.domain import (
 from areal_actors.engines.capture import CanSample, check_capture
 from areal_actors.messages import DescribeEngine, Generate, Generation
 from areal_actors.rendering import Renderer
+from areal_actors.training.capture_noise import Comparison
 
 if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
@@ -44,12 +45,10 @@ async def check_engine(engine: CanSample, *, policy: PolicyTrainer, renderer: Re
         return
     prompt = renderer.render([ChatMessage(role="user", content="Count to three.")])
 
-    async def recompute(prompt: Ints, output: Ints) -> Floats:
-        return await to_thread.run_sync(_recompute, policy, prompt, output)
+    async def compare(prompt: Ints, output: Ints, reported: Floats) -> str | None:
+        return await to_thread.run_sync(_compare, policy, prompt, output, reported)
 
-    await check_capture(
-        engine, prompt=prompt, version=policy.version, recompute=recompute, tolerance=policy.gate.tolerance
-    )
+    await check_capture(engine, prompt=prompt, version=policy.version, compare=compare)
 
 
 async def check_generation(generation: Ref[Generation], *, policy: PolicyTrainer, renderer: Renderer) -> None:
@@ -68,6 +67,18 @@ class _EngineElsewhere:
     def generate(self, request: EngineRequest) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
         """Ask the actor."""
         return self.generation.stream(Generate(request=request))
+
+
+def _compare(policy: PolicyTrainer, prompt: Ints, output: Ints, reported: Floats) -> str | None:
+    recomputed = _recompute(policy, prompt, output)
+    row = Comparison(reported=reported, recomputed=recomputed)
+    (excess,) = policy.gate.excesses([row])
+    if excess <= 1:
+        return None
+    return (
+        f"its log-probabilities are off by {row.mean_gap:.3g} per token from what the trainer computes for the same "
+        f"tokens, and {row.mean_gap / excess:.2g} are allowed. {policy.gate.explain([row])}"
+    )
 
 
 def _recompute(policy: PolicyTrainer, prompt: Ints, output: Ints) -> Floats:

@@ -7,7 +7,8 @@ log-probabilities that the training pass itself computes for them, which costs n
 are compared, those of the softmax at temperature 1: truncation, penalties and grammars move what was sampled from, and
 leave these as they are. So a forced token, whose log-probability is 0, is no reason for an alarm. Where the engine does
 not know them (servers at another temperature), those at the temperature of the turn are compared, unless something else
-was at work.
+was at work. Which differences rounding explains is in ``capture_noise.py``: it depends on the data types and on the
+entropy of the step.
 
 Rows that do not say their plain log-probabilities (of workflows that make tensors by themselves), tokens of which the
 engine knew neither, and tokens of older weights, cannot be recomputed; of the last, whole answers of one and
@@ -25,35 +26,47 @@ from attrs import define, field, frozen
 from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Episode, Floats, Group, Trajectory
 from areal_actors.errors import CaptureViolation
 from areal_actors.training.batch import TrainingRow
+from areal_actors.training.capture_noise import Comparison, NoiseModel
 from areal_actors.training.config import CaptureConfig
 
 __all__ = ["CaptureGate", "CaptureWatch"]
 
-_TOLERANCES = {True: 1e-3, False: 0.1}
-"""Mean differences that are allowed, by whether both sides compute in float32. Honest ones were below 1e-5 and 0.03."""
 _MIN_TOKENS = 4
 """Shorter answers may have equal log-probabilities by accident, or by rounding."""
 _MAX_EVIDENCE = 64
 """Rows that are kept for people."""
-_WHAT_TO_DO = (
-    "The weights were not changed. Check the engine, and whatever stands between it and the sessions; "
-    "trainer.capture sets the bounds."
-)
+_WHAT_TO_DO = "The weights were not changed."
 
 
 @frozen(kw_only=True)
 class CaptureGate:
-    """What rows must be for a model of ``vocab_size`` ids. ``tolerance`` and ``max_bad_fraction`` as configured."""
+    """Checks of the rows of a step. ``noise`` knows the model and the data types; the others are as configured."""
 
-    vocab_size: int
-    tolerance: float
+    noise: NoiseModel
+    tolerance: float | None
     max_bad_fraction: float
 
     @classmethod
-    def create(cls, config: CaptureConfig, *, vocab_size: int, is_float32: bool) -> CaptureGate:
+    def create(cls, config: CaptureConfig, *, vocab_size: int, engine_dtype: str, trainer_dtype: str) -> CaptureGate:
         """The gate that ``config`` describes."""
-        tolerance = _TOLERANCES[is_float32] if config.tolerance is None else config.tolerance
-        return cls(vocab_size=vocab_size, tolerance=tolerance, max_bad_fraction=config.max_bad_fraction)
+        noise = NoiseModel(vocab_size=vocab_size, engine_dtype=engine_dtype, trainer_dtype=trainer_dtype)
+        return cls(noise=noise, tolerance=config.tolerance, max_bad_fraction=config.max_bad_fraction)
+
+    def excesses(self, rows: Sequence[Comparison]) -> list[float]:
+        """Return how much each row of a step differs as a share of what is allowed: more than 1 is too much."""
+        if self.tolerance is None:
+            return self.noise.excesses(rows)
+        return [row.mean_gap / self.tolerance for row in rows]
+
+    def explain(self, rows: Sequence[Comparison]) -> str:
+        """Say what is likely to have made ``rows`` differ, in which data types, and which settings matter."""
+        noise = self.noise
+        return (
+            f"The engine computes in {noise.engine_dtype}, the trainer in {noise.trainer_dtype}. "
+            f"Likely cause: {noise.likely_cause(rows)}. Check the engine, its weights and what stands between it and "
+            "the sessions; if they are right, set trainer.capture.tolerance (nats per token), or engine.dtype and "
+            "trainer.dtype to float32."
+        )
 
     def check_groups(self, groups: Sequence[Group], *, version: int, max_staleness: int | None = None) -> None:
         """Raise ``CaptureViolation`` for what cannot be true of groups that train ``version``, before anything else."""
@@ -93,9 +106,12 @@ class CaptureGate:
             yield CaptureFault.MISSING_TOKENS, f"has columns of {lengths} tokens"
             return
         ids, trained = row.input_ids, row.loss_mask == 1
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
-            yield CaptureFault.UNKNOWN_IDS, f"has the token id {wrong}, and the model's are below {self.vocab_size}"
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.noise.vocab_size):
+            wrong = int(ids[(ids < 0) | (ids >= self.noise.vocab_size)][0])
+            yield (
+                CaptureFault.UNKNOWN_IDS,
+                f"has the token id {wrong}, and the model's are below {self.noise.vocab_size}",
+            )
         for name, column in (("logprobs", row.logprobs), ("raw_logprobs", row.raw_logprobs)):
             values = np.zeros(0) if column is None else column[trained]
             is_unknown = np.isnan(values) if name == "raw_logprobs" else np.zeros(len(values), bool)
@@ -114,10 +130,10 @@ class CaptureGate:
 
 @define(kw_only=True)
 class _Seen:
-    """One row: its mean difference, once it was recomputed; ``recomputed`` float32 on the trained tokens."""
+    """One row, and once it was recomputed, what is compared; ``recomputed`` float32 on the trained tokens."""
 
     row: Trajectory
-    gap: float | None = None
+    compared: Comparison | None = None
     recomputed: Floats | None = field(default=None, eq=False)
     is_constant: bool = False
 
@@ -150,34 +166,60 @@ class CaptureWatch:
             is_own = row.trajectory.versions[row.positions] == self.version
             is_own &= ~np.isnan(reported)
             if is_own.any():
-                seen.gap = float(np.abs(recomputed - reported)[is_own].mean())
+                seen.compared = Comparison(reported=reported[is_own], recomputed=recomputed[is_own])
                 seen.recomputed = recomputed
 
     def judge(self) -> None:
         """Raise ``CaptureViolation`` if too many of the rows cannot have been sampled as they say."""
-        judged = [seen for seen in self._seen.values() if seen.gap is not None or _is_judged_alone(seen.row)]
-        bad = [seen for seen in judged if self._is_bad(seen)]
-        if len(bad) <= self.gate.max_bad_fraction * len(judged):
-            return
-        worst = max(bad, key=lambda seen: seen.gap or 0.0)
+        compared = [(seen, seen.compared) for seen in self._seen.values() if seen.compared is not None]
+        alone = [seen for seen in self._seen.values() if seen.compared is None and _is_judged_alone(seen.row)]
+        excesses = self.gate.excesses([comparison for _, comparison in compared]) if compared else []
+        bad = [(seen, it, excess) for (seen, it), excess in zip(compared, excesses, strict=True) if not excess <= 1]
+        constant = [seen for seen in alone if seen.is_constant]
+        num_judged = len(compared) + len(alone)
+        if len(bad) + len(constant) > self.gate.max_bad_fraction * num_judged:
+            self._refuse(bad, constant, num_judged)
+        if self.gate.tolerance is None:
+            self._judge_together([pair for pair, excess in zip(compared, excesses, strict=True) if excess <= 1])
+
+    def _refuse(self, bad: Sequence[tuple[_Seen, Comparison, float]], constant: Sequence[_Seen], num: int) -> None:
+        rows = [*(seen for seen, _, _ in bad), *constant]
         kind = CaptureFault.UNEXPLAINED_LOGPROBS
         what = "do not have the log-probabilities that the trainer computes under the same weights"
-        if 2 * sum(seen.is_constant for seen in bad) > len(bad):
+        if 2 * sum(seen.is_constant for seen in rows) > len(rows):
             kind, what = CaptureFault.CONSTANT_LOGPROBS, "have one log-probability for all of their tokens"
-        gap = (
-            "" if worst.gap is None else f", off by {worst.gap:.3g} per token where {self.gate.tolerance:g} are allowed"
-        )
+        worst, excess = max(((seen, excess) for seen, _, excess in bad), key=_excess_of, default=(rows[0], 0.0))
+        gap, reason = "", "Check the engine, and what stands between it and the sessions."
+        if worst.compared is not None:
+            size = worst.compared.mean_gap
+            gap = f", off by {size:.3g} per token where {size / excess:.2g} are allowed"
+            reason = self.gate.explain([comparison for _, comparison, _ in bad])
         raise _violation(
             kind,
-            f"{len(bad)} of {len(judged)} rows {what}: the worst is of session {worst.row.session} "
-            f"({worst.row.num_trained_tokens} trained tokens){gap}.",
-            [seen.row for seen in bad],
+            f"{len(rows)} of {num} rows {what}: the worst is of session {worst.row.session} "
+            f"({worst.row.num_trained_tokens} trained tokens){gap}. {reason}",
+            [seen.row for seen in rows],
             self.version,
-            recomputed=[seen.recomputed for seen in bad],
+            recomputed=[seen.recomputed for seen in rows],
         )
 
-    def _is_bad(self, seen: _Seen) -> bool:
-        return seen.is_constant if seen.gap is None else not seen.gap <= self.gate.tolerance
+    def _judge_together(self, compared: Sequence[tuple[_Seen, Comparison]]) -> None:
+        """Raise for what all rows share, though each by itself might be rounding."""
+        rows = [comparison for _, comparison in compared]
+        what = self.gate.noise.systematic_gap(rows) if rows else None
+        if what is not None:
+            raise _violation(
+                CaptureFault.UNEXPLAINED_LOGPROBS,
+                f"{what}, over {sum(len(row.reported) for row in rows)} tokens of {len(rows)} rows. Each row alone "
+                f"could be rounding. {self.gate.explain(rows)}",
+                [seen.row for seen, _ in compared],
+                self.version,
+                recomputed=[seen.recomputed for seen, _ in compared],
+            )
+
+
+def _excess_of(found: tuple[_Seen, float]) -> float:
+    return found[1]
 
 
 def _is_judged_alone(row: Trajectory) -> bool:

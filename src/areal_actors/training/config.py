@@ -337,9 +337,9 @@ class OptimizerConfig:
 class CaptureConfig:
     """The gate before each update: rows that cannot be what the engine sampled stop the run.
 
-    ``tolerance`` bounds, for each row that the present weights sampled, the mean difference between the engine's
-    log-probabilities and the trainer's; ``None`` takes 0.001 where engine and trainer compute in float32, and 0.1
-    otherwise. At most ``max_bad_fraction`` of the rows may exceed it.
+    Rows that the present weights sampled are compared with what the trainer computes for them. By default the bound
+    follows from the data types of engine and trainer and from the entropy of the step. ``tolerance``, in nats, bounds
+    instead the mean absolute difference of a row. At most ``max_bad_fraction`` of the rows may exceed the bound.
     """
 
     enabled: bool = True

@@ -99,7 +99,8 @@ class PolicyTrainer:
         self.gate = CaptureGate.create(
             self.config.capture,
             vocab_size=self.model.config.vocab_size,
-            is_float32=dtype == "float32" and self._dtype is torch.float32,
+            engine_dtype=dtype,
+            trainer_dtype=str(self._dtype).removeprefix("torch."),
         )
 
     def join(self, gang: Gang) -> None:

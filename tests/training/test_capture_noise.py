@@ -1,0 +1,117 @@
+"""Which differences between engine and trainer are rounding, and what larger ones are called."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_actors.training.capture_noise import Comparison, NoiseModel
+
+VOCAB = 400
+SHARES = {"float32": 2e-6, "bfloat16": 0.02}
+"""Standard deviation of the rounding of a logit as a share of the spread of the logits: the largest that was seen."""
+
+
+def sample(rng, num_rows, num_tokens, *, spread, share=0.0, temperature=1.0):
+    """Rows of tokens from Gaussian logits [n, V], reported with rounded logits at ``temperature``."""
+    rows = []
+    for _ in range(num_rows):
+        logits = rng.normal(0, spread, (num_tokens, VOCAB))
+        rounded = (logits + rng.normal(0, share * spread, logits.shape)) / temperature
+        trainer, engine = (values - np.logaddexp.reduce(values, 1)[:, None] for values in (logits, rounded))
+        gumbel = rng.gumbel(size=logits.shape)
+        ids = (engine + gumbel).argmax(1)[:, None]
+        taken = [np.take_along_axis(values, ids, 1)[:, 0] for values in (engine, trainer)]
+        rows.append(Comparison(reported=taken[0], recomputed=taken[1]))
+    return rows
+
+
+def model(dtype):
+    return NoiseModel(vocab_size=VOCAB, engine_dtype=dtype, trainer_dtype=dtype)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    spread=st.floats(0.05, 20.0),
+    num_rows=st.integers(1, 12),
+    num_tokens=st.integers(1, 40),
+)
+def test_rounding_raises_no_alarm(seed, dtype, spread, num_rows, num_tokens):
+    """From nearly uniform to nearly certain tokens, in one token and in hundreds."""
+    rows = sample(np.random.default_rng(seed), num_rows, num_tokens, spread=spread, share=SHARES[dtype])
+
+    assert max(model(dtype).excesses(rows)) < 1
+    assert model(dtype).systematic_gap(rows) is None
+
+
+@given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(["float32", "bfloat16"]), spread=st.floats(0.05, 8.0))
+def test_values_of_the_neighbouring_token_are_named(seed, dtype, spread):
+    """Whatever the entropy: nearly all rows are bad, and the message says that they are shifted."""
+    rows = sample(np.random.default_rng(seed), 8, 12, spread=spread, share=SHARES[dtype])
+    shifted = [Comparison(reported=np.roll(row.reported, 1), recomputed=row.recomputed) for row in rows]
+
+    assert np.mean([excess > 1 for excess in model(dtype).excesses(shifted)]) > 0.5
+    assert "shifted" in model(dtype).likely_cause(shifted)
+
+
+@given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(["float32", "bfloat16"]), spread=st.floats(0.2, 2.5))
+def test_a_small_other_temperature_shows_over_a_step(seed, dtype, spread):
+    """A row of temperature 0.9 may be rounding in bfloat16; 1,200 tokens are not. It is named at high entropies."""
+    rows = sample(np.random.default_rng(seed), 40, 30, spread=spread, share=SHARES[dtype], temperature=0.9)
+    share = np.mean([excess > 1 for excess in model(dtype).excesses(rows)])
+
+    assert share > 0.1 or model(dtype).systematic_gap(rows) is not None
+    assert spread > 1 or "another temperature" in model(dtype).likely_cause(rows)
+
+
+def break_at(row, rng, at):
+    """What follows has another context: other logits of the same spread."""
+    other = rng.permutation(row.recomputed)
+    return Comparison(
+        reported=row.reported, recomputed=np.where(np.arange(len(other)) < at, row.recomputed, other - 0.3)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda row, rng: break_at(row, rng, 5), "a token was lost, doubled, replaced or tokenised anew"),
+        (lambda row, rng: break_at(row, rng, 0), "made-up values"),
+        (lambda row, _: Comparison(reported=row.reported - 0.5, recomputed=row.recomputed), "a constant of -0."),
+        (
+            lambda row, rng: Comparison(
+                reported=row.reported + rng.normal(0, 0.6, len(row.reported)), recomputed=row.recomputed
+            ),
+            "other weights or another version, another prompt (chat template)",
+        ),
+    ],
+    ids=["lost token", "made up", "constant", "other weights"],
+)
+def test_gross_faults_are_named(dtype, change, cause):
+    """By what they do to the values."""
+    rng = np.random.default_rng(3)
+    rows = [change(row, rng) for row in sample(rng, 16, 12, spread=1.5, share=SHARES[dtype])]
+
+    assert min(model(dtype).excesses(rows)) > 1
+    assert cause in model(dtype).likely_cause(rows)
+
+
+def test_rounding_of_bfloat16_is_named_where_both_sides_say_float32():
+    """The setting to look at is the data type of one of the sides."""
+    rows = sample(np.random.default_rng(0), 8, 20, spread=2.0, share=SHARES["bfloat16"])
+
+    assert min(model("float32").excesses(rows)) > 1
+    assert "coarser arithmetic" in model("float32").likely_cause(rows)
+
+
+def test_forced_tokens_do_not_narrow_the_bound():
+    """A grammar may take tokens that nobody would sample: all far below a uniform choice, with rounding as ever."""
+    rng = np.random.default_rng(1)
+    recomputed = rng.normal(-14, 0.2, 16)
+    row = Comparison(reported=recomputed + rng.normal(0, 0.06, 16), recomputed=recomputed)
+
+    assert max(model("bfloat16").excesses([row])) < 1

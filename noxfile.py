@@ -191,6 +191,13 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def capture(session: nox.Session) -> None:
+    """Count false alarms of the capture gate in honest runs, and the faults it stops. ``-- --json PATH``: keep all."""
+    install(session, "test")
+    session.run("python", "-m", "benchmarks.capture_gate", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
+
+
+@nox.session
 def simulation(session: nox.Session) -> None:
     """Simulate 10,000 sessions on 1,000 engines, and say what saturates first (minutes). ``-- validate``: check it."""
     install(session, "test")

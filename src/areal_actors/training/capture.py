@@ -33,6 +33,8 @@ __all__ = ["CaptureGate", "CaptureWatch"]
 
 _MIN_TOKENS = 4
 """Shorter answers may have equal log-probabilities by accident, or by rounding."""
+_MAX_EXCESS_OF_CONSTANTS = 0.3
+"""Equal values of different tokens are rounding only where the trainer computes nearly equal ones, such as 0."""
 _MAX_EVIDENCE = 64
 """Rows that are kept for people."""
 _WHAT_TO_DO = "The weights were not changed."
@@ -174,13 +176,18 @@ class CaptureWatch:
         compared = [(seen, seen.compared) for seen in self._seen.values() if seen.compared is not None]
         alone = [seen for seen in self._seen.values() if seen.compared is None and _is_judged_alone(seen.row)]
         excesses = self.gate.excesses([comparison for _, comparison in compared]) if compared else []
-        bad = [(seen, it, excess) for (seen, it), excess in zip(compared, excesses, strict=True) if not excess <= 1]
+        bad = [
+            (seen, it, excess)
+            for (seen, it), excess in zip(compared, excesses, strict=True)
+            if not excess <= (_MAX_EXCESS_OF_CONSTANTS if seen.is_constant else 1)
+        ]
         constant = [seen for seen in alone if seen.is_constant]
         num_judged = len(compared) + len(alone)
         if len(bad) + len(constant) > self.gate.max_bad_fraction * num_judged:
             self._refuse(bad, constant, num_judged)
         if self.gate.tolerance is None:
-            self._judge_together([pair for pair, excess in zip(compared, excesses, strict=True) if excess <= 1])
+            refused = {id(seen) for seen, _, _ in bad}
+            self._judge_together([(seen, it) for seen, it in compared if id(seen) not in refused])
 
     def _refuse(self, bad: Sequence[tuple[_Seen, Comparison, float]], constant: Sequence[_Seen], num: int) -> None:
         rows = [*(seen for seen, _, _ in bad), *constant]

@@ -70,8 +70,8 @@ class _Rounding:
     slope: float
 
 
-_FLOAT32 = _Rounding(share=6e-4, max_bound=0.006, floor=1e-5, slope=2e-4)
-_BFLOAT16 = _Rounding(share=0.06, max_bound=0.6, floor=1e-3, slope=0.02)
+_FLOAT32 = _Rounding(share=6e-4, max_bound=0.01, floor=1e-5, slope=2e-4)
+_BFLOAT16 = _Rounding(share=0.06, max_bound=1.0, floor=1e-3, slope=0.02)
 
 
 def _as_doubles(values: npt.ArrayLike) -> Doubles:

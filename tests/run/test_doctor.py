@@ -152,3 +152,13 @@ def test_a_server_that_cannot_be_started_is_said(tmp_path, python, word):
     assert finding.verdict is Verdict.FAILED
     assert word in finding.detail
     assert "vllm.python" in finding.advice
+
+
+def test_settings_that_cannot_act_are_warnings(tmp_path):
+    """They do not keep a job from running; each is named with the reason."""
+    result = run(EXAMPLE, "--json", f"fileroot={tmp_path}", "trainer.objective.kl.estimator=k2")
+    found = {each["check"]: each for each in map(json.loads, result.output.splitlines())}
+
+    assert result.exit_code == 0
+    assert found["settings"]["verdict"] == "warning"
+    assert found["settings"]["detail"].startswith("trainer.objective.kl.estimator has no effect: ")

@@ -169,6 +169,7 @@ class Exporter(Actor[Exports]):
             num_turns=len(record.interactions),
             is_restored=record.is_restored,
             num_empty_turns=record.num_empty_turns,
+            logged=record.logged,
         )
 
     @BeginGroup.handler

@@ -248,7 +248,7 @@ class IntakeKeeper(Actor[Intake]):
         nothing = Episode(session=session, member=seat.member)
         if record is None:
             return evolve(nothing, failure="forgotten: somebody else made the service forget the session.")
-        nothing = evolve(nothing, num_turns=len(record.interactions))
+        nothing = evolve(nothing, num_turns=len(record.interactions), logged=record.logged)
         if not has_reward(record):
             return evolve(nothing, failure=_reason(seat), is_rejected=not seat.is_expired)
         if seat.is_expired and self._config.member_outcome is not MemberOutcome.KEEP_PARTIAL:

@@ -293,11 +293,13 @@ class RolloutRunner(Actor[Rollouts]):
         )
         is_wanted = False
         try:
-            episode = await self._settle(agent, slot, opened)
+            with workflow_context.enter(slot.context):
+                episode = await self._settle(agent, slot, opened)
+                logged = {**episode.logged, **workflow_context.logged()}
             has_ended_early = episode.failure is not None or episode.cut_short is not None
             if has_ended_early and not await self._proxy.is_reachable():
                 return None
-            episode = evolve(episode, seconds=anyio.current_time() - started)
+            episode = evolve(episode, seconds=anyio.current_time() - started, logged=logged)
             await self._report(slot, episode)
             is_wanted = slot.is_training
         finally:
@@ -361,7 +363,7 @@ class RolloutRunner(Actor[Rollouts]):
         )
         seconds = self._config.episode_timeout_seconds
         async with seat_of(agent) as seated:  # the wait for one is none of the agent's own time
-            with workflow_context.enter(slot.context), anyio.move_on_after(seconds):
+            with anyio.move_on_after(seconds):
                 return await run_agent(seated, dict(slot.problem.data), injected)
         raise EpisodeError(
             f"{self._agent_name}.run took longer than {seconds:g} s; "
@@ -387,6 +389,7 @@ class RolloutRunner(Actor[Rollouts]):
             member=slot.member,
             num_turns=closed.num_interactions,
             num_empty_turns=record.num_empty_turns,
+            logged=record.logged,
             failure=failure,
         )
 

@@ -35,6 +35,7 @@ from areal_actors.domain import (
     SampleKey,
     SessionId,
     SessionRecord,
+    merge_numbers,
 )
 from areal_actors.errors import NotFound, QuotaExceeded, Unavailable
 from areal_actors.messages import (
@@ -50,6 +51,7 @@ from areal_actors.messages import (
     ForgetSession,
     Generation,
     Intake,
+    LogNumbers,
     OpenSession,
     SessionClosed,
     SessionFinished,
@@ -234,6 +236,13 @@ class SessionManager(Actor[Sessions]):
             if extras.ledger is not None:
                 await extras.ledger.write_reward(rewarded)
             return session.tree.put_reward(rewarded).id
+
+    @LogNumbers.handler
+    async def log(self, message: LogNumbers) -> None:
+        """Keep named numbers with the session."""
+        credential = message.credential
+        session = self._store.for_log(credential, anyio.current_time(), is_capability=credential.is_capability)
+        session.tree.logged = merge_numbers(session.tree.logged, message.numbers)
 
     @CheckCredential.handler
     async def check(self, message: CheckCredential) -> SessionId:

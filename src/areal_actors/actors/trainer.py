@@ -29,7 +29,16 @@ from areal_actors.actors.gang import GangMembers, LedPolicy
 from areal_actors.actors.lengths import count_truncated, describe_lengths, measure_episodes
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.core import Actor, Context, OwnThread, Ref
-from areal_actors.domain import AssignedProblem, DataPosition, DrawnProblem, Group, PoolsState
+from areal_actors.domain import (
+    EVAL_SCOPE,
+    SCOPE,
+    AssignedProblem,
+    DataPosition,
+    DrawnProblem,
+    Group,
+    PoolsState,
+    average_numbers,
+)
 from areal_actors.errors import CaptureViolation, CustomFunctionError, TrainingStalled
 from areal_actors.messages import (
     AcknowledgeLease,
@@ -182,7 +191,9 @@ class TrainerActor(Actor[Training]):
         is_over = self._is_over(reward)
         metrics = _metrics(statistics, lease) | {"reward": reward} | await self._speed()
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
-        metrics["eval_reward"] = await self._evaluate() if self._is_evaluation_due(is_over=is_over) else None
+        evaluated = await self._evaluate() if self._is_evaluation_due(is_over=is_over) else None
+        metrics["eval_reward"] = None if evaluated is None else evaluated.reward
+        metrics |= {} if evaluated is None else evaluated.logged
         await self._tell(StepFinished(step=self._policy.version, metrics=metrics))
         if self._policy.version % self._plan.checkpoint.every_steps == 0:
             await self._save()
@@ -247,8 +258,8 @@ class TrainerActor(Actor[Training]):
         every = self._plan.evaluation.every_steps
         return is_over or (every > 0 and self._policy.version % every == 0)
 
-    async def _evaluate(self) -> float | None:
-        """Mean reward on the held-out problems; an episode that failed counts as 0.
+    async def _evaluate(self) -> EvaluationFinished | None:
+        """The mean reward on the held-out problems, which is told; an episode that failed counts as 0.
 
         ``None`` if there are no such problems, or if a stop was requested before they were all run.
         """
@@ -262,7 +273,7 @@ class TrainerActor(Actor[Training]):
             return None
         news = _evaluation(groups, version=self._policy.version, seconds=anyio.current_time() - started)
         await self._tell(news)
-        return news.reward
+        return news
 
     async def _save(self) -> None:
         """Write a checkpoint, unless this version has one."""
@@ -340,6 +351,7 @@ def _evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> E
         num_episodes=len(episodes),
         num_failed=sum(episode.failure is not None for episode in episodes),
         seconds=seconds,
+        logged=average_numbers((episode.logged for episode in episodes), scope=EVAL_SCOPE),
     )
 
 
@@ -396,6 +408,8 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
     metrics |= describe_lengths("drawn", lease.drawn.tokens, lease.drawn.turns)
     trained = measure_episodes(lease.groups)
     metrics |= describe_lengths("trained", trained.tokens, trained.turns)
+    episodes = [episode.logged for group in lease.groups for episode in group.episodes]
+    metrics |= average_numbers(episodes, scope=SCOPE)
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}
     # A step in which no token had an advantage computed nothing: it has no entropy, rather than one that is not a
     # number.

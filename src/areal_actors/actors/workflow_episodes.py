@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.domain import Episode, SessionId
 from areal_actors.errors import EpisodeError
@@ -40,17 +40,20 @@ class WorkflowEpisode:
 
         The samples of member m are the members m, m + ``group_size``, m + 2 ``group_size`` and so on.
         """
-        try:
-            result = await self._result()
-            return self._rejected() if result is None else await self._episodes(result)
-        except EpisodeError as error:
-            _log.warning("episode_failed", session=self.session, reason=str(error))
-            return (self._nothing(failure=str(error)),)
+        with workflow_context.enter(self.context):
+            try:
+                result = await self._result()
+                episodes = self._rejected() if result is None else await self._episodes(result)
+            except EpisodeError as error:
+                _log.warning("episode_failed", session=self.session, reason=str(error))
+                episodes = (self._nothing(failure=str(error)),)
+            # Of several samples the first has what was logged, so that it counts once.
+            return (evolve(episodes[0], logged=workflow_context.logged()), *episodes[1:])
 
     async def _result(self) -> Any:
         """What the workflow returned. Raises ``EpisodeError`` if it raised, took too long or cancelled itself."""
         outcome: list[Any] = []
-        with workflow_context.enter(self.context), anyio.move_on_after(self.timeout_seconds):
+        with anyio.move_on_after(self.timeout_seconds):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._attempt, outcome)
             if not outcome:  # on asyncio, a task can be cancelled by what it awaits, and ends without a word

@@ -281,6 +281,17 @@ class SessionStore:
         session.last_used_at = now
         return session
 
+    def for_log(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
+        """The session that ``credential`` opens for completions, while it takes rewards; logging changes no reward.
+
+        Raises ``SessionEnded`` after the grace period, and what ``resolve`` raises.
+        """
+        session = self.resolve(credential, is_capability=is_capability)
+        if session.ended_at is not None and self.is_settled(session, now):
+            raise SessionEnded(f"Session {session.id} ended {_age(session.ended_at, now)} ago; log before it ends.")
+        session.last_used_at = now
+        return session
+
     def for_reward(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
         """The session that ``credential`` may reward, if it is live or ended a short while ago; marked as used.
 

@@ -100,6 +100,8 @@ class ConversationTree:
         self.session = session
         self.group = group
         self.metadata: Mapping[str, Any] = dict(metadata or {})
+        self.logged: Mapping[str, float] = {}
+        """Named numbers of the session, replaced as a whole."""
         self._interactions: dict[InteractionId, Interaction] = {}
         self._known = self._interactions.__getitem__  # ids that the tree itself wrote down need no error message
         self._index = ParentIndex(self._known)
@@ -240,6 +242,7 @@ class ConversationTree:
             is_ended=is_ended,
             group=self.group,
             metadata=self.metadata,
+            logged=self.logged,
             is_restored=self._is_restored,
         )
 

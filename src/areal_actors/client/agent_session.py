@@ -23,7 +23,7 @@ from areal_actors.client.calls import ControlCalls
 from areal_actors.client.endings import end_block
 from areal_actors.client.hooks import hooked
 from areal_actors.client.retries import RetryPolicy
-from areal_actors.domain import InteractionId, SessionId
+from areal_actors.domain import InteractionId, SessionId, merge_numbers
 from areal_actors.errors import ConfigError, InvalidRequest, NotFound, SessionEnded, Unauthorized
 
 __all__ = ["AgentSession", "Service", "find_service"]
@@ -197,6 +197,14 @@ class AgentSession:
     async def set_last_reward(self, reward: Any) -> InteractionId:
         """Reward the last completed interaction; returns its id. Raises ``InvalidRequest`` if there is none."""
         return await self._reward({}, reward)
+
+    async def log(self, **numbers: float) -> None:
+        """Log named numbers of the session: ``log(format_ok=1.0)``. A name that is logged again gets the new value.
+
+        Their means over the sessions of a step stand in its metrics as ``rollout/<name>``. Raises ``InvalidRequest``
+        for a value that is no finite number.
+        """
+        await self._post("log_metrics", {"metrics": merge_numbers({}, numbers)})
 
     async def finalize(self, reward: Any) -> int:
         """Reward the last completed interaction and end the session; returns the number of its interactions.

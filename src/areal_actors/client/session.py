@@ -13,7 +13,7 @@ from areal_actors.client.calls import ControlCalls
 from areal_actors.client.documents import parse_episode
 from areal_actors.client.endings import end_block
 from areal_actors.client.retries import RetryPolicy
-from areal_actors.domain import Episode, InteractionId, SessionId
+from areal_actors.domain import Episode, InteractionId, SessionId, merge_numbers
 from areal_actors.errors import InvalidRequest
 
 __all__ = ["OpenAIProxyClient"]
@@ -148,6 +148,10 @@ class OpenAIProxyClient:
     async def set_last_reward(self, reward: float) -> InteractionId:
         """Reward the last completed interaction; returns its id. Raises ``InvalidRequest`` if there is none."""
         return await self._reward({}, reward)
+
+    async def log(self, **numbers: float) -> None:
+        """Log named numbers of the session. Raises ``InvalidRequest`` for a value that is no finite number."""
+        await self._post(f"{self.session_id}/rl/log_metrics", {"metrics": merge_numbers({}, numbers)})
 
     async def _reward(self, which: Mapping[str, str], reward: float) -> InteractionId:
         # Numpy and torch scalars are numbers to agents, and JSON has no NaN: the query has room for both.

@@ -139,6 +139,7 @@ class FailureWriter:
             "turns": news.episode.num_turns,
             "seconds": round(news.episode.seconds, 3),
             "outcome": outcome,
+            "logged": dict(news.episode.logged),
             "failure": news.episode.failure or news.episode.cut_short,
         }
         if news.is_repeated:

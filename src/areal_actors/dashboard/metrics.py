@@ -16,6 +16,7 @@ from attrs import asdict, frozen
 from areal_actors.core import Message
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
+from areal_actors.domain import EVAL_SCOPE
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
 
 __all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "TensorboardWriter", "summarize_run"]
@@ -110,7 +111,7 @@ class MetricsWriter:
             case StepFinished():
                 self._write({**news.metrics, "step": news.step})
             case EvaluationFinished(version=0):
-                self._write({"step": 0, "version": 0, "eval_reward": news.reward})
+                self._write({"step": 0, "version": 0, "eval_reward": news.reward, **news.logged})
 
     def close(self) -> None:
         """Close the file."""
@@ -143,9 +144,10 @@ class TensorboardWriter:
         """Write what is a number."""
         match news:
             case StepFinished():
-                self._write(news.step, {key: value for key, value in news.metrics.items() if key != "eval_reward"})
+                self._write(news.step, {key: value for key, value in news.metrics.items() if not _is_of_eval(key)})
             case EvaluationFinished():
-                self._write(news.version, {"eval_reward": news.reward, "eval_seconds": news.seconds})
+                evaluation = {"eval_reward": news.reward, "eval_seconds": news.seconds, **news.logged}
+                self._write(news.version, evaluation)
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -157,6 +159,11 @@ class TensorboardWriter:
         for key, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(key, value, step)
+
+
+def _is_of_eval(key: str) -> bool:
+    """Whether a step has the number from an evaluation, which told of it before."""
+    return key == "eval_reward" or key.startswith(f"{EVAL_SCOPE}/")
 
 
 @frozen(kw_only=True)

@@ -62,6 +62,7 @@ def _render(directory: RunDirectory) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": format_number, "shade": shade, "masked": mask_at}
+    records = list(read_records(directory.metrics))
     sessions, num_left_out = _sessions(directory, environment)
     return environment.get_template("report.html.jinja").render(
         title=f"{directory.path.parent.name} / {directory.path.name}",
@@ -69,8 +70,8 @@ def _render(directory: RunDirectory) -> str:
         library_version=__version__,
         config=_config(directory),
         curve=_inline_svg(directory.curve_svg),
-        keys=STEP_KEYS,
-        steps=_thin(list(read_records(directory.metrics)), _MAX_STEPS),
+        keys=_keys(records),
+        steps=_thin(records, _MAX_STEPS),
         failures=_failures(directory),
         sessions=sessions,
         num_left_out=num_left_out,
@@ -79,6 +80,12 @@ def _render(directory: RunDirectory) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
+
+
+def _keys(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Every column of the table of steps: what all runs have, then what agents logged and custom metrics gave."""
+    further = {key: None for record in records for key in record if key not in STEP_KEYS and not key.endswith("/count")}
+    return (*STEP_KEYS, *further)
 
 
 def _config(directory: RunDirectory) -> str:

@@ -132,6 +132,7 @@ def describe_session(
         "task_id": str(news.problem.position),
         "sample_idx": episode.member,
         "reward": episode.reward,
+        "logged": dict(episode.logged),
         "seconds": round(episode.seconds, 3),
         "failure": None if episode.failure is None else _cut(episode.failure),
         "untrained": [asdict(entry) for entry in episode.untrained],

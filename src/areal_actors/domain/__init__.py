@@ -50,6 +50,7 @@ from areal_actors.domain.grammar import (
     Repeated,
 )
 from areal_actors.domain.models import TrainedModel, is_model_identifier
+from areal_actors.domain.numbers import EVAL_SCOPE, MAX_NUMBERS, SCOPE, average_numbers, merge_numbers
 from areal_actors.domain.predecessors import is_tree_order, tree_attention_mask, tree_position_ids
 from areal_actors.domain.roles import Role
 from areal_actors.domain.rows import (
@@ -92,7 +93,10 @@ from areal_actors.domain.tree import (
 from areal_actors.domain.truncation import find_truncated, mask_truncated, withhold_truncated
 
 __all__ = [
+    "EVAL_SCOPE",
     "LOGPROB_SLACK",
+    "MAX_NUMBERS",
+    "SCOPE",
     "Answer",
     "AnswerStarted",
     "AssignedProblem",
@@ -174,10 +178,12 @@ __all__ = [
     "array_equality",
     "as_floats",
     "as_ints",
+    "average_numbers",
     "find_truncated",
     "is_model_identifier",
     "is_tree_order",
     "mask_truncated",
+    "merge_numbers",
     "tree_attention_mask",
     "tree_position_ids",
     "unfold",

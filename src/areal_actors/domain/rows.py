@@ -157,6 +157,8 @@ class Episode:
     is_rejected: bool = False
     cut_short: str | None = None
     is_restored: bool = False
+    logged: Mapping[str, float] = field(factory=dict)
+    """Named numbers that the agent logged, also of a failed episode."""
 
 
 @frozen(kw_only=True)

@@ -102,6 +102,8 @@ class SessionRecord:
     is_ended: bool = False
     group: GroupId | None = None
     metadata: Mapping[str, Any] = field(factory=dict)
+    logged: Mapping[str, float] = field(factory=dict)
+    """Named numbers that were logged over HTTP."""
     is_restored: bool = False
     """Whether an earlier process began it, whose last weights may be lost: nobody can compute its tokens again."""
 

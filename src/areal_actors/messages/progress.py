@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attrs import frozen
+from attrs import field, frozen
 
 from areal_actors.core import Message
 from areal_actors.domain import Episode, Problem, SessionRecord
@@ -69,3 +69,5 @@ class EvaluationFinished(Message[Progress, None]):
     num_episodes: int
     num_failed: int
     seconds: float
+    logged: Mapping[str, float] = field(factory=dict)
+    """The means of what the agents logged, as ``eval-rollout/<name>``, and how many did."""

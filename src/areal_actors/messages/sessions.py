@@ -34,6 +34,7 @@ __all__ = [
     "EndSession",
     "ForgetSession",
     "Intake",
+    "LogNumbers",
     "OpenSession",
     "SessionClosed",
     "SessionFinished",
@@ -147,6 +148,17 @@ class SetReward(Message[Sessions, InteractionId]):
     reward: float
     interaction: InteractionId | None = None
     is_outcome: bool = False
+
+
+@frozen(kw_only=True)
+class LogNumbers(Message[Sessions, None]):
+    """Log named numbers of a session, which stand in the metrics of the step that trains it. A known name is replaced.
+
+    They are taken as long as rewards are, and are not in the journal. Raises ``InvalidRequest`` for what is no number.
+    """
+
+    credential: Credential
+    numbers: Mapping[str, float]
 
 
 @frozen(kw_only=True)

@@ -242,6 +242,7 @@ ANSWERS: Mapping[str, Schema] = {
         {"session_id": _TEXT, "api_key": _TEXT, "completion_key": _TEXT}, additionalProperties=False
     ),
     "Rewarded": one_object({"status": {"const": "success"}, "interaction_id": _TEXT}, additionalProperties=False),
+    "Logged": one_object({"status": {"const": "success"}}, additionalProperties=False),
     "SessionEnded": one_object(
         {"status": {"const": "success"}, "message": _TEXT, "interaction_count": _COUNT}, additionalProperties=False
     ),

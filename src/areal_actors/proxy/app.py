@@ -170,6 +170,7 @@ def _control_operations(control: ControlEndpoints) -> dict[str, Operation]:
         "export_trajectories": Operation(handle=control.export_trajectories, has_session=True),
         "rl/start_session": Operation(handle=control.start_session, methods=("POST", "GET")),
         "rl/set_reward": Operation(handle=control.set_reward, has_session=True),
+        "rl/log_metrics": Operation(handle=control.log_metrics, has_session=True),
         "rl/end_session": Operation(handle=control.end_session, has_session=True),
         "rl/finalize": Operation(handle=control.finalize, has_session=True),
         "models": Operation(handle=control.list_models, methods=("GET",), has_session=True),

@@ -16,7 +16,7 @@ from attrs import frozen
 from areal_actors.accounts import is_user_key
 from areal_actors.client.documents import ARRAYS_TYPE, format_episode, pack_arrays
 from areal_actors.core import ActorState, Ref
-from areal_actors.domain import Credential, GroupId, InteractionId, IssuedKey, SessionId, TrainedModel
+from areal_actors.domain import Credential, GroupId, InteractionId, IssuedKey, SessionId, TrainedModel, merge_numbers
 from areal_actors.errors import InvalidRequest, RequestError, Unauthorized
 from areal_actors.messages import (
     Capacity,
@@ -27,6 +27,7 @@ from areal_actors.messages import (
     ExportSession,
     Generation,
     Intake,
+    LogNumbers,
     OpenSession,
     ReservePermit,
     SessionOpened,
@@ -38,7 +39,7 @@ from areal_actors.messages import (
 from areal_actors.proxy.auth import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Exchange
-from areal_actors.proxy.fields import read_integer, read_number, read_text, wrong
+from areal_actors.proxy.fields import read_integer, read_mapping, read_number, read_text, wrong
 from areal_actors.proxy.schemas import MAX_GROUP, MAX_POSITION, MAX_SEED
 from areal_actors.proxy.selection import Selection
 from areal_actors.proxy.traffic import Traffic
@@ -159,6 +160,15 @@ class ControlEndpoints:
             )
         )
         await exchange.send_json(200, {"status": "success", "interaction_id": rewarded})
+
+    async def log_metrics(self, exchange: Exchange) -> None:
+        """Log named numbers of the session."""
+        arguments = await self._arguments(exchange)
+        numbers = merge_numbers({}, read_mapping(arguments, "metrics"))
+        if not numbers:
+            raise InvalidRequest("metrics is missing; send an object from names to numbers.", param="metrics")
+        await self.sessions.ask(LogNumbers(credential=await self._credential(exchange, arguments), numbers=numbers))
+        await exchange.send_json(200, {"status": "success"})
 
     async def end_session(self, exchange: Exchange) -> None:
         """End a session, with or without a final reward."""

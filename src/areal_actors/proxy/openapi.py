@@ -170,6 +170,7 @@ _CONTROL_ROUTES = tuple(
     )
     for operation, summary, required, answer in (
         ("rl/set_reward", "Reward one interaction, or the last completed one", ("reward",), "Rewarded"),
+        ("rl/log_metrics", "Log named numbers of the session", ("metrics",), "Logged"),
         ("rl/end_session", "End a session, with or without a final reward", (), "SessionEnded"),
         ("rl/finalize", "Reward the last completed interaction and end the session", ("final_reward",), "SessionEnded"),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from areal_actors.domain import MAX_NUMBERS
 from areal_actors.proxy.parameters import Parameter, ParameterTable, Support
 
 __all__ = [
@@ -176,6 +177,16 @@ ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
         "reward": {"type": ["number", "string", "boolean"]},
         "interaction_id": _NAME,
         "completion_id": _NAME,
+        "session_id": _NAME,
+    },
+    "rl/log_metrics": {
+        "metrics": {
+            "type": "object",
+            "propertyNames": {"pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+            "additionalProperties": {"type": ["number", "boolean"]},
+            "minProperties": 1,
+            "maxProperties": MAX_NUMBERS,
+        },
         "session_id": _NAME,
     },
     "rl/end_session": {"final_reward": {"type": ["number", "string", "boolean", "null"]}, "session_id": _NAME},

@@ -36,6 +36,7 @@ from areal_actors.domain import (
     ToolCall,
     ToolCallStarted,
     Usage,
+    merge_numbers,
 )
 from areal_actors.errors import NotFound, QuotaExceeded
 from areal_actors.messages import (
@@ -48,6 +49,7 @@ from areal_actors.messages import (
     EndSession,
     ForgetSession,
     Intake,
+    LogNumbers,
     OpenSession,
     SessionClosed,
     SessionFinished,
@@ -188,6 +190,14 @@ class ScriptedSessions(Actor[Sessions]):
         """One token per message, or per id of a raw prompt, as answers count them."""
         self._store.resolve(message.credential, is_capability=message.credential.is_capability)
         return _num_prompt_tokens(message.request)
+
+    @LogNumbers.handler
+    async def log(self, message: LogNumbers) -> None:
+        """Keep named numbers with the session."""
+        session = self._store.for_log(
+            message.credential, anyio.current_time(), is_capability=message.credential.is_capability
+        )
+        session.tree.logged = merge_numbers(session.tree.logged, message.numbers)
 
     @SetReward.handler
     async def set_reward(self, message: SetReward) -> InteractionId:

@@ -229,6 +229,8 @@ class _Worker:
             reply = await self._exchange(request)
         except _GONE:
             raise EpisodeError(f"{self.agent_name}.run lost its process. {self._child.describe_end()}") from None
+        if reply["logged"]:
+            workflow_context.log(**reply["logged"])
         if "failure" in reply:
             raise EpisodeError(reply["failure"])
         last = reply["last"]

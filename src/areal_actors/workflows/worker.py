@@ -115,8 +115,9 @@ class _Host:
                 reward = self._reward(request["data"], link)
             except EpisodeError as error:
                 traceback.print_exception(error.__cause__ or error)
-                return {"failure": str(error)}
-        return {"last": reward.last, "by_interaction": dict(reward.by_interaction)}
+                return {"failure": str(error), "logged": workflow_context.logged()}
+            logged = workflow_context.logged()
+        return {"last": reward.last, "by_interaction": dict(reward.by_interaction), "logged": logged}
 
     def _reward(self, data: Any, link: Mapping[str, str]) -> Reward:
         if inspect.iscoroutinefunction(self._agent.run):

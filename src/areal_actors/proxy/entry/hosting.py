@@ -170,7 +170,7 @@ def _names(exchange: Exchange, key: str | None, body: bytes) -> list[str]:
     return [name for name in named if name]
 
 
-_NAMING = ("export_trajectories", "set_reward", "end_session", "finalize")
+_NAMING = ("export_trajectories", "set_reward", "log_metrics", "end_session", "finalize")
 """Operations whose body may name a session."""
 
 

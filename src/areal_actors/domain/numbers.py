@@ -1,0 +1,66 @@
+"""Named numbers that agents log of their episodes: whether a format was right, what a judge said."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+from areal_actors.errors import InvalidRequest
+from areal_actors.references import shorten
+
+__all__ = ["EVAL_SCOPE", "MAX_NUMBERS", "SCOPE", "average_numbers", "merge_numbers"]
+
+SCOPE, EVAL_SCOPE = "rollout", "eval-rollout"
+"""Under which names the numbers of training episodes and of evaluations are kept."""
+
+MAX_NUMBERS = 64
+"""How many names an episode may log."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def merge_numbers(kept: Mapping[str, float], new: Mapping[Any, Any]) -> dict[str, float]:
+    """Return ``kept`` with the numbers of ``new``; a name that was logged before gets its new value.
+
+    A number is a finite float, int or bool, or a numpy or torch scalar of one. Raises ``InvalidRequest`` naming the
+    first entry that is none, a name with other characters than letters, digits and ``_.-``, or more than
+    ``MAX_NUMBERS`` names together.
+    """
+    result = dict(kept)
+    for name, value in new.items():
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise InvalidRequest(
+                f"{name!r} cannot name a number; a name has 1 to 64 letters, digits and '_.-'.", param=str(name)[:64]
+            )
+        result[name] = _finite(name, value)
+    if len(result) > MAX_NUMBERS:
+        raise InvalidRequest(f"An episode logs at most {MAX_NUMBERS} names, and this would make {len(result)}.")
+    return result
+
+
+def average_numbers(episodes: Iterable[Mapping[str, float]], *, scope: str) -> dict[str, float]:
+    """Return the mean of each name over the episodes that logged it, and how many did: ``scope/name``, ``…/count``."""
+    values: dict[str, list[float]] = {}
+    for numbers in episodes:
+        for name, value in numbers.items():
+            values.setdefault(name, []).append(value)
+    result: dict[str, float] = {}
+    for name, found in sorted(values.items()):
+        result[f"{scope}/{name}"] = math.fsum(value / len(found) for value in found)
+        result[f"{scope}/{name}/count"] = len(found)
+    return result
+
+
+def _finite(name: str, value: Any) -> float:
+    item = getattr(value, "item", None)
+    try:
+        scalar = value if isinstance(value, Real) or not callable(item) else item()
+        number = float(scalar) if isinstance(scalar, Real) else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} was logged as {shorten(value)}; log a finite number.", param=name)
+    return number

@@ -59,7 +59,7 @@ async def test_an_episode_is_rewarded_and_exported():
     (episode,) = group.episodes
 
     assert (0.75, 2, None) == (episode.reward, episode.num_turns, episode.failure)
-    assert [0.0, 0.75] == [row.reward for row in episode.trajectories]
+    assert [0.75, 0.75] == [row.reward for row in episode.trajectories]  # the first is another conversation
     assert episode.session.startswith("hand-1-0-0-")
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.cache import STYLES, RewardTree, Unrewarded, backpropagate, export_trajectories, total_reward
+from areal_actors.cache.journal import recover
 from areal_actors.cache.rewards import credits_of
 from areal_actors.domain import (
     ChatMessage,
@@ -20,10 +21,12 @@ from areal_actors.domain import (
     InteractionId,
     InteractionStatus,
     RewardScope,
+    RewardSet,
     SessionId,
     SessionRecord,
     UntrainedReason,
 )
+from areal_actors.testing.journal_contract import create_start, create_turn
 from areal_actors.testing.strategies import session_records
 
 
@@ -244,6 +247,18 @@ def test_skipped_conversations_are_listed(two: Any, style: str) -> None:
 
     assert [("a", UntrainedReason.NO_REWARD)] == [(entry.interaction, entry.reason) for entry in skipped.untrained]
     assert {0.0, 1.0} == {float(value) for row in zero.trajectories for value in row.returns[row.loss_mask == 1]}
+
+
+def test_a_restart_keeps_the_outcome() -> None:
+    """What a reward was set for is in the journal."""
+    turns = [create_turn("a", number) for number in range(2)]
+    last = turns[-1].interaction.id
+    rewarded = RewardSet(session=SessionId("a"), interaction=last, reward=0.5, scope=WHOLE)
+
+    recovered = recover([create_start("a"), *turns, rewarded]).sessions[SessionId("a")].tree.snapshot()
+
+    assert recovered.outcome is not None
+    assert (last, 0.5) == (recovered.outcome.id, recovered.outcome.reward)
 
 
 # ------------------------------------------------------------------------------------------------------ laws

@@ -205,6 +205,22 @@ def simulation(session: nox.Session) -> None:
 
 
 @nox.session
+def gradients(session: nox.Session) -> None:
+    """Compute how biased each estimator is, write its page, and fail if a default is (a minute)."""
+    install(session, "test")
+    environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
+    session.run("python", "-m", "tests.gradients", *session.posargs, env=environment)
+
+
+@nox.session
+def credit(session: nox.Session) -> None:
+    """Train agents of seven shapes on three seeds; each learns as fast as one conversation does (minutes)."""
+    install(session, "test")
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    session.run("python", "-m", "tests.credit", *session.posargs, env=environment)
+
+
+@nox.session
 def placement(session: nox.Session) -> None:
     """Run the tiny job with its parts in processes, kill each in turn, and home too; compare with a run in one."""
     install(session, "test")

@@ -41,7 +41,6 @@ from areal_actors.domain import (
     Completion,
     Episode,
     FinishReason,
-    Floats,
     ForkReason,
     Group,
     GroupId,
@@ -54,6 +53,7 @@ from areal_actors.domain import (
     SessionRecord,
 )
 from areal_actors.domain.branches import unfold_group
+from areal_actors.domain.truncation import mask_truncated
 from areal_actors.training.advantages import compute_advantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.config import AdvantageConfig, Aggregation, Normalisation, ObjectiveConfig
@@ -104,6 +104,7 @@ class Play:
     probability: float = 1.0
     interactions: list[Interaction] = field(factory=list)
     choices: list[_Choice | None] = field(factory=list)
+    rewards: dict[Turn, float] = field(factory=dict)
     failure: str | None = None
 
     def turn(
@@ -166,6 +167,10 @@ class Play:
     def chance(self, probabilities: Sequence[float]) -> int:
         """Let the environment pick, whose probabilities the policy does not change."""
         return self._pick(probabilities)
+
+    def reward(self, turn: Turn, reward: float) -> None:
+        """Reward one answer while the episode runs."""
+        self.rewards[turn] = reward
 
     def fail(self) -> None:
         """End the episode as a failed one, which trains nothing."""
@@ -283,15 +288,14 @@ def enumerate_episodes(script: Script) -> tuple[_Played, ...]:
 
 
 def _record(play: Play, rewards: float | Mapping[Turn, float]) -> SessionRecord:
-    """The session as the proxy leaves it: a float is set on the last answer."""
-    scope = RewardScope.ANSWER if isinstance(rewards, Mapping) else RewardScope.EPISODE
-    if not isinstance(rewards, Mapping):
-        rewards = {Turn(number=len(play.interactions) - 1, option=0): rewards} if play.interactions else {}
-    by_number = {turn.number: float(reward) for turn, reward in rewards.items()}
-    interactions = tuple(
-        evolve(turn, reward=by_number.get(turn.order), reward_scope=scope) for turn in play.interactions
-    )
-    return SessionRecord(id=SessionId("s"), interactions=interactions, is_ended=True)
+    """The session as the proxy leaves it: a float is the outcome of the episode, and is set on the last answer."""
+    by_answer = dict(rewards) if isinstance(rewards, Mapping) else {}
+    interactions = list(play.interactions)
+    for turn, reward in {**play.rewards, **by_answer}.items():
+        interactions[turn.number] = evolve(interactions[turn.number], reward=reward, reward_scope=RewardScope.ANSWER)
+    if not isinstance(rewards, Mapping) and interactions:
+        interactions[-1] = evolve(interactions[-1], reward=rewards, reward_scope=RewardScope.EPISODE)
+    return SessionRecord(id=SessionId("s"), interactions=tuple(interactions), is_ended=True)
 
 
 # ---------------------------------------------------------------------------------------------- estimators
@@ -301,6 +305,7 @@ def _record(play: Play, rewards: float | Mapping[Turn, float]) -> SessionRecord:
 class Estimator:
     """What makes updates of episodes: the settings of the library, by default its defaults.
 
+    ``masks_truncated`` leaves answers that were cut by their length out of the loss, as the setting of that name does.
     ``rule``, where there is one, computes the advantages in the place of ``compute_advantages``: another system's, or
     one that somebody is about to write.
     """
@@ -308,6 +313,7 @@ class Estimator:
     advantages: AdvantageConfig = field(factory=AdvantageConfig)
     aggregation: Aggregation = ObjectiveConfig().aggregation
     export: Mapping[str, Any] = field(factory=dict)
+    masks_truncated: bool = False
     rule: Rule | None = None
 
     @property
@@ -361,21 +367,47 @@ class _Combination:
     group: Group
     places: npt.NDArray[np.int64] = field(eq=False)
     scores: Doubles = field(eq=False)
-    num_tokens: int
-    num_rows: int
-    num_episodes: int
 
-    def denominator(self, aggregation: Aggregation) -> int:
-        """What the weights of a batch with this group alone are divided by, of all that depends on the whole batch."""
-        match aggregation:
-            case Aggregation.TOKEN_MEAN:
-                return self.num_tokens
-            case Aggregation.SEQUENCE_MEAN | Aggregation.FIXED_LENGTH:
-                return self.num_rows
-            case Aggregation.EPISODE_MEAN | Aggregation.EPISODE_SUM:
-                return self.num_episodes
-            case _:
-                return 1
+
+@frozen(kw_only=True)
+class _Weights:
+    """The weights of a group's trained tokens, as a batch of its own; 0 where they are masked.
+
+    ``denominator`` is what they are divided by, of all that depends on the whole batch.
+    """
+
+    values: Doubles = field(eq=False)
+    num_tokens: int
+    denominator: int
+
+    @classmethod
+    def create(cls, group: Group, aggregation: Aggregation, *, masks_truncated: bool) -> _Weights:
+        rows = _training_rows(group)
+        kept = [evolve(row, trajectory=mask_truncated(row.trajectory)) for row in rows] if masks_truncated else rows
+        batch = Batch.create(kept, aggregation=aggregation)
+        values = [np.zeros(row.trajectory.num_tokens) for row in kept]
+        remaining = batch.weights
+        for row, value in zip(kept, values, strict=True):
+            num_tokens = row.trajectory.num_trained_tokens
+            value[row.trajectory.loss_mask == 1] = remaining[:num_tokens]
+            remaining = remaining[num_tokens:]
+        return cls(
+            values=_on_mask(group, values),
+            num_tokens=len(batch.weights),
+            denominator=_denominator(batch, aggregation),
+        )
+
+
+def _denominator(batch: Batch, aggregation: Aggregation) -> int:
+    match aggregation:
+        case Aggregation.TOKEN_MEAN:
+            return len(batch.weights)
+        case Aggregation.SEQUENCE_MEAN | Aggregation.FIXED_LENGTH:
+            return len(batch.rows)
+        case Aggregation.EPISODE_MEAN | Aggregation.EPISODE_SUM:
+            return len({row.episode for row in batch.rows})
+        case _:
+            return 1
 
 
 @define(slots=False)
@@ -386,7 +418,7 @@ class Enumeration:
     group_size: int
     estimand: Doubles
     combinations: tuple[_Combination, ...]
-    _weights: dict[Aggregation, list[Floats]] = field(factory=dict)
+    _weights: dict[tuple[Aggregation, bool], list[_Weights]] = field(factory=dict)
 
     @classmethod
     def create(cls, shape: Shape, *, group_size: int, **export: Any) -> Enumeration:
@@ -405,17 +437,19 @@ class Enumeration:
 
     def measure(self, estimator: Estimator, *, num_groups: int | None = None) -> Bias:
         """See the function ``measure``; the export is that of the enumeration."""
-        weights = self._weights_of(estimator.aggregation)
+        weights = self._weights_of(estimator.aggregation, masks_truncated=estimator.masks_truncated)
         advantages = self._advantages(estimator)
-        shares = self._shares(estimator.aggregation, num_groups)
+        shares = self._shares([weight.denominator for weight in weights], num_groups)
         update = np.zeros(self.shape.num_parameters)
         square = total = 0.0
         for found, weight, advantage, share in zip(self.combinations, weights, advantages, shares, strict=True):
-            change = (weight[found.places] * advantage[found.places]) @ found.scores
+            change = (weight.values[found.places] * advantage[found.places]) @ found.scores
             update += share * change
             square += share * share / found.probability * float(change @ change)
-            total += share * float(weight.sum())
-        num_tokens = sum(found.probability * found.num_tokens for found in self.combinations)
+            total += share * float(weight.values.sum())
+        num_tokens = sum(
+            found.probability * weight.num_tokens for found, weight in zip(self.combinations, weights, strict=True)
+        )
         return self._compare(update * num_tokens / (self.group_size * total), noise=_noise(update, square))
 
     def _compare(self, update: Doubles, *, noise: float) -> Bias:
@@ -427,14 +461,14 @@ class Enumeration:
             noise=noise,
         )
 
-    def _weights_of(self, aggregation: Aggregation) -> list[Floats]:
-        """The weights of the trained tokens of each group as a batch of its own."""
-        if aggregation not in self._weights:
-            self._weights[aggregation] = [
-                Batch.create(_training_rows(found.group), aggregation=aggregation).weights
+    def _weights_of(self, aggregation: Aggregation, *, masks_truncated: bool) -> list[_Weights]:
+        key = (aggregation, masks_truncated)
+        if key not in self._weights:
+            self._weights[key] = [
+                _Weights.create(found.group, aggregation, masks_truncated=masks_truncated)
                 for found in self.combinations
             ]
-        return self._weights[aggregation]
+        return self._weights[key]
 
     def _advantages(self, estimator: Estimator) -> list[Doubles]:
         """The advantages of the trained tokens of each group."""
@@ -448,9 +482,8 @@ class Enumeration:
             rows = [found.rows for found in compute_advantages(groups, config)]
         return [_on_mask(group, values) for group, values in zip(groups, rows, strict=True)]
 
-    def _shares(self, aggregation: Aggregation, num_groups: int | None) -> list[float]:
+    def _shares(self, own: Sequence[int], num_groups: int | None) -> list[float]:
         """For each group its probability times its denominator over the batch's, averaged over the other groups."""
-        own = [found.denominator(aggregation) for found in self.combinations]
         mean = sum(found.probability * size for found, size in zip(self.combinations, own, strict=True))
         if num_groups is None:
             return [found.probability * size / mean for found, size in zip(self.combinations, own, strict=True)]
@@ -511,17 +544,13 @@ class _Member:
 
 
 def _combine(members: Sequence[_Member], probability: float, problem: int) -> _Combination:
-    group = _group([member.episode for member in members], problem)
     counts = [sum(row.num_trained_tokens for row in member.episode.trajectories) for member in members]
-    starts = [0, *itertools.accumulate(counts)]
+    starts = itertools.accumulate(counts, initial=0)
     return _Combination(
         probability=probability,
-        group=group,
+        group=_group([member.episode for member in members], problem),
         places=np.concatenate([member.places + start for member, start in zip(members, starts, strict=False)]),
         scores=np.concatenate([member.scores for member in members]),
-        num_tokens=starts[-1],
-        num_rows=sum(row.num_trained_tokens > 0 for member in members for row in member.episode.trajectories),
-        num_episodes=sum(count > 0 for count in counts),
     )
 
 
@@ -691,6 +720,26 @@ def _partly_rewarded(play: Play) -> Mapping[Turn, float]:
     return {found: 0.5 * found.option, answer: float(answer.option)}
 
 
+def _rewarded_if_right(play: Play) -> Mapping[Turn, float]:
+    first = play.turn("first", _LOW)
+    second = play.turn("second", _EVEN)
+    return {first: 1.0, second: float(second.option)} if first.option else {second: float(second.option)}
+
+
+def _picks_an_agent(play: Play) -> float:
+    plan = play.turn("plan", _EVEN, tag="main")
+    tag = ("slow", "fast")[plan.option]
+    found = play.turn(tag, _LOW if plan.option else _EVEN, tag=tag)
+    return float(found.option)
+
+
+def _outcome_and_reward(play: Play) -> float:
+    found = play.turn("sub-agent", _LOW)
+    play.reward(found, 0.5 * found.option)
+    answer = play.turn("main", _EVEN)
+    return float(found.option and answer.option)
+
+
 def _truncated(play: Play) -> float:
     answer = play.turn("answer", (0.5, 0.3, 0.2), lengths=(2, 3, 9), cut=(2,))
     return float(answer.option == 1)
@@ -784,7 +833,6 @@ _ALL = (
         name="branches",
         statement="A turn is continued twice; one number is returned, which depends on both.",
         problems=(_branches,),
-        note="One number at the end of one branch: the other branch has no return of its own.",
     ),
     Shape(
         name="graded branches",
@@ -800,6 +848,22 @@ _ALL = (
         name="rewards of two agents",
         statement="A sub-agent and the main agent have a reward each.",
         problems=(_partly_rewarded,),
+    ),
+    Shape(
+        name="rewarded if right",
+        statement="Two conversations; the agent rewards the first one only where it was right.",
+        problems=(_rewarded_if_right,),
+    ),
+    Shape(
+        name="the policy picks an agent",
+        statement="The main agent picks one of two sub-agents, which decides.",
+        problems=(_picks_an_agent,),
+    ),
+    Shape(
+        name="outcome and a reward",
+        statement="A sub-agent has a reward, and the number that is returned depends on it and on the main agent.",
+        problems=(_outcome_and_reward,),
+        note="A conversation in which an answer was rewarded is credited with that, and not with the outcome.",
     ),
     Shape(
         name="cut answers",

@@ -1,0 +1,54 @@
+"""The committed table is what the code computes, its page is what it says, and no default is biased."""
+
+from __future__ import annotations
+
+import pytest
+from tests.gradients.page import PAGE, format_page
+from tests.gradients.table import DEFAULT, FILE, compute, list_violations, names_of, parse_table, questions
+
+from areal_actors.testing.gradients import SHAPES
+
+TABLE = parse_table(FILE.read_text(encoding="utf-8"))
+SMALL = [question for question in questions() if question.group_size == 2 and question.discount == 1]
+REGENERATE = "run `nox -s gradients` and commit what it writes"
+
+
+def test_the_table_has_every_cell():
+    """A new setting, shape or rule is measured."""
+    assert {question.key for question in questions()} == set(TABLE), REGENERATE
+    for question in questions():
+        assert names_of(question) == list(TABLE[question.key]), REGENERATE
+    assert sum(map(len, TABLE.values())) >= 500
+
+
+def test_no_default_is_biased():
+    """Every default points along the gradient of what it is asked for, in every shape, with a positive scale."""
+    assert [] == list_violations(TABLE)
+
+
+def test_the_page_shows_the_table():
+    """Nothing on the page was written by hand."""
+    assert format_page(TABLE) == PAGE.read_text(encoding="utf-8"), REGENERATE
+
+
+@pytest.mark.parametrize("question", SMALL, ids=lambda question: question.shape)
+def test_cells_are_computed_anew(question):
+    """All estimators, in the smallest groups; the session computes the rest."""
+    for name, bias in compute(question).items():
+        expected = TABLE[question.key][name]
+        assert bias.scale == pytest.approx(expected.scale, abs=1e-4), f"{name}: {REGENERATE}"
+        assert bias.cosine == pytest.approx(expected.cosine, abs=1e-4), f"{name}: {REGENERATE}"
+
+
+@pytest.mark.parametrize("shape", ["sub-agent decides", "the policy stops", "dense rewards"])
+def test_the_default_is_computed_anew_in_groups_of_eight(shape):
+    """The size that configurations have."""
+    (question,) = [found for found in questions() if (found.shape, found.group_size) == (shape, 8)]
+    (bias,) = compute(question, {DEFAULT}).values()
+    assert bias.scale == pytest.approx(TABLE[question.key][DEFAULT].scale, abs=1e-4), REGENERATE
+    assert bias.is_right
+
+
+def test_every_shape_is_described():
+    """The page says what each agent does."""
+    assert all(shape.statement.endswith(".") for shape in SHAPES.values())

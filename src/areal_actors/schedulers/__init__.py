@@ -1,5 +1,5 @@
-"""Where workers run: child processes of this machine, or jobs of a Slurm cluster, behind one protocol.
+"""Schedulers that start worker processes: as child processes of this machine, or as jobs of a Slurm cluster.
 
-``base`` says what a scheduler does. It places processes and knows how they fare; what runs in them, and how they find
-the run that they belong to, is ``run.placement``.
+``base`` defines the protocol that both implement. A scheduler places processes and reports their status; what runs in
+them, and how they connect to their run, is the subject of ``run.placement``.
 """

@@ -1,6 +1,7 @@
-"""What a machine has, and who has which part of it: arithmetic, without processes or clocks.
+"""Resource accounting for one machine: pure arithmetic, without processes or clocks.
 
-A share is taken whole or not at all, and given back once. Nothing is handed out twice, unless sharing is wanted.
+A share is allocated as a whole or not at all, and released once. No resource is allocated twice, unless sharing is
+enabled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _MIB = 1 << 20
 
 @frozen(kw_only=True)
 class Machine:
-    """What there is. ``gpus`` are names as in ``CUDA_VISIBLE_DEVICES``; ``memory_mib`` is ``None`` if nobody knows."""
+    """The resources of a machine.
+
+    ``gpus`` are names as in ``CUDA_VISIBLE_DEVICES``; ``memory_mib`` is ``None`` if it is unknown.
+    """
 
     cpus: int
     memory_mib: int | None = None
@@ -35,14 +39,14 @@ class Machine:
 
 @frozen(eq=False)
 class Share:
-    """What somebody has until it is given back."""
+    """Resources that a worker holds until they are given back."""
 
     resources: Resources
     gpus: tuple[str, ...] = ()
 
 
 class Inventory:
-    """What of a machine is free. With ``is_shared``, workers may have the same parts."""
+    """The allocated and the free resources of a machine. With ``is_shared``, workers may hold the same resources."""
 
     def __init__(self, machine: Machine, *, is_shared: bool = False) -> None:
         self.machine = machine
@@ -51,7 +55,7 @@ class Inventory:
 
     @property
     def free(self) -> Machine:
-        """What nobody has; below nothing where parts are shared."""
+        """Return the resources that are not allocated; counts may be negative where resources are shared."""
         taken = [share.resources for share in self._shares]
         memory = self.machine.memory_mib
         used = Counter(gpu for share in self._shares for gpu in share.gpus)
@@ -62,10 +66,12 @@ class Inventory:
         )
 
     def check(self, name: str, *wanted: Resources) -> None:
-        """Refuse what does not fit an empty machine, alone or ``wanted`` together.
+        """Check that the resources ``wanted``, taken together, fit the empty machine.
+
+        With sharing, only a single worker that wants more GPUs than there are is rejected.
 
         Raises:
-            SchedulerError: says what is wanted, what there is, and what to do.
+            SchedulerError: the message names the resources wanted, those of the machine, and how to fix it.
         """
         total = _total(wanted)
         if self._is_shared and not any(one.gpus > len(self.machine.gpus) for one in wanted):
@@ -78,21 +84,22 @@ class Inventory:
             )
 
     def take(self, wanted: Resources) -> Share | None:
-        """A share, or ``None`` while there is not enough."""
+        """Allocate a share and return it, or return ``None`` while too little is free."""
         if not self._is_shared and not _fits(wanted, self.free):
             return None
         used = Counter(gpu for share in self._shares for gpu in share.gpus)
+        # With sharing, hand out the least used GPUs first, so that workers spread over all devices.
         least = sorted(self.machine.gpus, key=lambda gpu: (used[gpu], self.machine.gpus.index(gpu)))
         share = Share(wanted, tuple(least[: wanted.gpus]))
         self._shares.add(share)
         return share
 
     def give_back(self, share: Share) -> None:
-        """Free a share. Twice is harmless."""
+        """Release a share. Releasing it again has no effect."""
         self._shares.discard(share)
 
     def describe_wait(self, wanted: Resources) -> str:
-        """Why a share cannot be had at present."""
+        """Return a sentence that explains why ``wanted`` cannot be allocated at present."""
         return f"It waits for {_words_of(wanted)}; of {self.machine}, {self.free} are free."
 
 
@@ -103,7 +110,7 @@ def find_machine(
     gpus: Iterable[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Machine:
-    """This machine, with what is given in the place of what is found."""
+    """Return the resources of this machine; arguments that are given replace the values detected."""
     environment = os.environ if environment is None else environment
     return Machine(
         cpus=cpus or _num_cpus(),
@@ -113,7 +120,8 @@ def find_machine(
 
 
 def _num_cpus() -> int:
-    """Those that this process may use."""
+    """Return the number of CPUs that this process may use."""
+    # The affinity mask, not the number of cores: containers and Slurm steps restrict a process to some of them.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -125,7 +133,7 @@ def _memory_mib() -> int | None:
 
 
 def _find_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
-    """What this process was given, or else all devices of the driver."""
+    """Return the GPUs in ``CUDA_VISIBLE_DEVICES``, or all devices of the NVIDIA driver if it is not set."""
     given = environment.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return tuple(name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1")

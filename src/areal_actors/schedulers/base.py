@@ -1,8 +1,8 @@
-"""What a scheduler does: it starts a worker with resources, tells how it fares, and sees to it that it ends.
+"""The scheduler protocol: start a worker with resources, report its status, and make sure that it ends.
 
-A worker is one process. It is told where home is, connects to it, proves that it belongs there, and asks what to be;
-so a scheduler knows nothing of roles, and whatever it starts can be started anywhere. Whether a worker serves is known
-at home; whether its process lives, and where, is known here.
+A worker is one process. It is given the controller's address, connects to it, authenticates, and asks for its role. A
+scheduler therefore knows nothing about roles and can start a worker anywhere. The controller knows whether a worker
+serves requests; the scheduler knows whether its process runs, and where.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from attrs.validators import ge, matches_re, optional
 __all__ = ["Home", "Placement", "PlacementState", "PlacementStatus", "Resources", "Scheduler", "WorkerSpec"]
 
 WORKER_NAME = r"[a-z][a-z0-9-]{0,62}"
-"""Names of workers are parts of file names, of job names and of node names."""
+"""Pattern for worker names, which become parts of file names, job names and node names."""
 
 
 @frozen(kw_only=True)
 class Resources:
-    """What one worker is given for itself."""
+    """Resources that one worker holds exclusively."""
 
     cpus: int = field(default=1, validator=ge(1))
     memory_mib: int | None = field(default=None, validator=optional(ge(1)))
-    """MiB; ``None`` leaves it to the machine or the cluster."""
+    """MiB; ``None`` leaves the amount to the machine or the cluster."""
     gpus: int = field(default=0, validator=ge(0))
 
     def times(self, number: int) -> Resources:
-        """What so many like this are given together."""
+        """Return the total for ``number`` processes with these resources each."""
         memory = None if self.memory_mib is None else number * self.memory_mib
         return Resources(cpus=number * self.cpus, memory_mib=memory, gpus=number * self.gpus)
 
 
 @frozen(kw_only=True)
 class Home:
-    """Where a worker reports, and how it proves that it was sent.
+    """The controller's addresses, and the secret with which a worker authenticates.
 
-    ``addresses`` are tried one after another. ``secret`` is never put on a command line.
+    ``addresses`` are tried in order. ``secret`` is never put on a command line, which other users of a machine can
+    read.
     """
 
     addresses: tuple[str, ...]
@@ -52,12 +53,13 @@ class Home:
 class WorkerSpec:
     """One worker to start.
 
-    ``name`` is its own within a run, such as ``generation-1``, and that of its successors. ``life`` counts them: home
-    believes the latest alone. ``python`` is the interpreter that runs it, where it is not this one, ``environment`` is
-    added to what the scheduler passes on.
+    ``name``, such as ``generation-1``, is unique within a run; replacements of the worker keep it. ``life`` numbers the
+    incarnations of a worker, and the controller accepts only the latest one. ``python`` is the interpreter to use
+    instead of this one; ``environment`` is added to the variables that the scheduler passes on.
 
-    ``num_tasks`` processes live and die together, each with ``resources``: the worker, and those that do what it says.
-    A cluster starts all of them, wherever it has room; on one machine, the worker starts the others by itself.
+    ``num_tasks`` processes start and end together, each with ``resources``: the worker and the processes that it
+    directs. A cluster starts all of them, wherever it has room; on a single machine, the worker starts the others
+    itself.
     """
 
     name: str = field(validator=matches_re(WORKER_NAME))
@@ -71,28 +73,28 @@ class WorkerSpec:
 
     @property
     def total(self) -> Resources:
-        """What all its processes are given."""
+        """Return the resources of all processes of the worker together."""
         return self.resources.times(self.num_tasks)
 
 
 class PlacementState(StrEnum):
-    """How a worker's process fares, as far as its scheduler knows."""
+    """The state of a worker's process, as far as its scheduler knows."""
 
     PENDING = "pending"
-    """It waits for resources."""
+    """The worker waits for resources."""
     RUNNING = "running"
     ENDED = "ended"
-    """It has ended, and nothing of it is left."""
+    """The process has ended, with all its children."""
     UNKNOWN = "unknown"
-    """Nobody can say at present. It is no reason to start another one."""
+    """The state cannot be determined at present. The scheduler must not start another worker because of it."""
 
 
 @frozen(kw_only=True)
 class PlacementStatus:
-    """What is known of a worker's process.
+    """The status of a worker's process.
 
-    ``where`` is a process id, or a job and its nodes. ``reason`` says why it waits or how it ended, with the last lines
-    of its log if it failed. ``exit_code`` is negative for a signal, and ``None`` where nobody knows it.
+    ``where`` is a process id, or a job and its nodes. ``reason`` says why the worker waits or how it ended, with the
+    last lines of its log if it failed. ``exit_code`` is negative for a signal, and ``None`` if it is unknown.
     """
 
     state: PlacementState
@@ -100,48 +102,51 @@ class PlacementStatus:
     reason: str = ""
     exit_code: int | None = None
     is_requeued: bool = False
-    """It ended, and the cluster starts it again by itself."""
+    """The process ended, and the cluster starts it again without a request from us."""
 
 
 class Placement(Protocol):
-    """One worker that was placed. Its process ends with the block that ``Scheduler.place`` opened."""
+    """A worker that was placed. Its process ends with the block that ``Scheduler.place`` opened."""
 
     @property
     def spec(self) -> WorkerSpec:
-        """What was asked for."""
+        """Return the specification that was passed to ``Scheduler.place``."""
         ...
 
     @property
     def log(self) -> Path | None:
-        """The file with what the worker says."""
+        """Return the file that receives the worker's output."""
         ...
 
     @property
     def status(self) -> PlacementStatus:
-        """What is known at present, at once."""
+        """Return the current status without waiting."""
         ...
 
     async def wait_ended(self) -> PlacementStatus:
-        """Until nothing of it is left."""
+        """Wait until the process has ended completely, and return its final status."""
         ...
 
     async def stop(self, *, grace: float) -> None:
-        """Ask it to end, end it after ``grace`` seconds, and return when it is gone. Twice is fine."""
+        """Ask the process to end, kill it after ``grace`` seconds, and return when it is gone. Safe to call again."""
         ...
 
 
 class Scheduler(Protocol):
-    """Starts workers. Opened with ``async with``, all its methods are called from one event loop."""
+    """Starts workers. It is opened with ``async with``, and all its methods are called from one event loop."""
 
     @property
     def name(self) -> str:
-        """For people: ``local`` or ``slurm``."""
+        """Return the name for messages: ``local`` or ``slurm``."""
         ...
 
     def place(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Placement]:
-        """Start a worker for the length of a block; it may have to wait for resources first.
+        """Start a worker for the duration of a block; it may have to wait for resources first.
 
-        When the block is left, however, the worker is gone. Raises ``SchedulerError`` if it can never be placed: the
-        message says what was asked for, what there is, and what to do.
+        When the block exits, for any reason, the worker is gone.
+
+        Raises:
+            SchedulerError: the worker can never be placed; the message names the resources wanted, those that exist,
+                and how to fix it.
         """
         ...

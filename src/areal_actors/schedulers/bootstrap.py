@@ -1,7 +1,8 @@
-"""What a worker is given to begin with: its name, its life, where home is, and the secret that opens it.
+"""The bootstrap message of a worker: its name, its incarnation, the controller's addresses and the shared secret.
 
-It comes as one line of JSON, on standard input or in a file that only its owner can read and that ``AREAL_BOOTSTRAP``
-names; never on a command line, which everybody on a machine can read. All else the worker asks for at home.
+It is one line of JSON, on standard input or in a file that only its owner can read and that ``AREAL_BOOTSTRAP`` names.
+It is never passed on a command line, which every user of a machine can read. The worker requests everything else from
+the controller.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ __all__ = ["BOOTSTRAP_VARIABLE", "Bootstrap", "read_bootstrap"]
 
 BOOTSTRAP_VARIABLE = "AREAL_BOOTSTRAP"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
-"""How often the cluster itself has started the job again: each time is another life."""
+"""Variable with the number of times that the cluster has restarted the job; each restart is another incarnation."""
 _RANK_VARIABLE, _TASKS_VARIABLE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
-"""Which of the processes this is that the cluster has started together, and how many there are."""
+"""Variables with the rank of this process among those that the cluster started together, and with their number."""
 
 
 @frozen(kw_only=True)
 class Bootstrap:
-    """The first words to a worker.
+    """The first message to a worker.
 
-    Of ``num_tasks`` processes that are told the same, the first is the worker; each of the others, counted by ``rank``,
-    does what it says.
+    All ``num_tasks`` processes of a job receive the same message. The process with ``rank`` 0 is the worker; the others
+    follow its instructions.
     """
 
     name: str
@@ -40,15 +41,16 @@ class Bootstrap:
     rank: int = 0
     num_tasks: int = 1
     num_restarts: int = 0
-    """How often the cluster had started it already when this was said. ``life`` is the one after so many."""
+    """Number of restarts by the cluster before this message was written. ``life`` is the incarnation after that many.
+    """
     epoch: int = 0
-    """Which home of the run this is, counted from 1. Who belongs to one takes no word of an earlier one."""
+    """Number of the run's controller, counted from 1. A worker of one controller ignores messages of earlier ones."""
     rejoin_seconds: float = 0.0
-    """How long the worker looks for the next home when it has lost this one. 0: it ends itself at once."""
+    """How long a worker that has lost its controller looks for the next one. 0: the worker exits at once."""
 
     @classmethod
     def of(cls, spec: WorkerSpec, *, num_restarts: int = 0, epoch: int = 0, rejoin_seconds: float = 0.0) -> Bootstrap:
-        """Those to the worker of ``spec``."""
+        """Create the bootstrap message for the worker described by ``spec``."""
         return cls(
             name=spec.name,
             life=spec.life,
@@ -61,20 +63,20 @@ class Bootstrap:
 
     @property
     def node(self) -> str:
-        """How this process introduces itself."""
+        """Return the node name with which this process introduces itself."""
         return self.name_of(self.rank)
 
     def name_of(self, rank: int) -> str:
-        """How the process of this rank does."""
+        """Return the node name of the process with this rank."""
         return f"{self.name}-rank-{rank}" if rank else self.name
 
     @property
     def home(self) -> Home:
-        """Where to report."""
+        """Return the controller's addresses and secret."""
         return Home(addresses=self.addresses, secret=self.secret)
 
     def to_line(self) -> str:
-        """One line of JSON, with its end."""
+        """Return the message as one line of JSON, with a newline at its end."""
         words = {
             "name": self.name,
             "life": self.life,
@@ -88,7 +90,16 @@ class Bootstrap:
 
     @classmethod
     def from_line(cls, line: str, *, num_restarts: int | None = None) -> Bootstrap:
-        """Read what ``to_line`` wrote, for the life after so many restarts. Raises ``ConfigError``."""
+        """Parse the output of ``to_line``.
+
+        Args:
+            line: one line of JSON.
+            num_restarts: restarts of the job by the cluster until now. Each one after those counted in the message
+                advances ``life`` by one. ``None``: as many as in the message.
+
+        Raises:
+            ConfigError: the line is not a bootstrap message.
+        """
         try:
             words = json.loads(line)
             known = int(words.get("num_restarts", 0))
@@ -110,7 +121,14 @@ class Bootstrap:
 
 
 def read_bootstrap(line: str, environment: Mapping[str, str] | None = None) -> Bootstrap:
-    """What this process is given: by ``line``, unless a variable names a file. Raises ``ConfigError``."""
+    """Return this process's bootstrap message, from ``line`` or from the file that ``AREAL_BOOTSTRAP`` names.
+
+    The variable takes precedence over ``line``. Rank, number of tasks and restarts come from Slurm's environment
+    variables.
+
+    Raises:
+        ConfigError: the file cannot be read, or the message cannot be parsed.
+    """
     environment = os.environ if environment is None else environment
     path = environment.get(BOOTSTRAP_VARIABLE)
     if path is None:

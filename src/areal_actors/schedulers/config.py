@@ -1,6 +1,6 @@
-"""Which roles of a run live in processes of their own, with what, and who starts them.
+"""Settings for the scheduler: which roles of a run have processes of their own, their resources, and who starts them.
 
-A role that is not named lives in the process of the run itself, at home; with none named, everything does.
+A role that is not configured runs in the controller process; without any configured role, everything does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["LocalConfig", "RestartsConfig", "RoleConfig", "RolesConfig", "Schedu
 
 
 class SchedulerType(StrEnum):
-    """Who starts workers."""
+    """The scheduler that starts workers."""
 
     LOCAL = "local"
     """Child processes on this machine."""
@@ -31,23 +31,23 @@ class SchedulerType(StrEnum):
 
 @frozen(kw_only=True)
 class RoleConfig:
-    """What the processes of one role are given."""
+    """Resources for the processes of one role."""
 
     replicas: int = field(default=1, validator=ge(1))
-    """Processes that share the work; of proxy and generation there may be several."""
+    """Number of processes that share the work; only proxy and generation may have several."""
     cpus: int = field(default=1, validator=ge(1))
     memory_mib: int | None = field(default=None, validator=optional(ge(1)))
-    """MiB that are set aside for each."""
+    """MiB reserved for each process."""
     gpus: int = field(default=0, validator=ge(0))
     python: Path | None = None
-    """The interpreter, where it is not that of the run; it has to have areal_actors, too."""
+    """The interpreter, if it is not that of the run; areal_actors must be installed in it as well."""
     environment: Mapping[str, str] = field(factory=dict)
-    """Added to what the process inherits."""
+    """Variables added to those that the process inherits."""
     working_directory: Path | None = None
 
     @property
     def resources(self) -> Resources:
-        """What the scheduler counts, for one process."""
+        """Return the resources that the scheduler counts for one process."""
         return Resources(cpus=self.cpus, memory_mib=self.memory_mib, gpus=self.gpus)
 
 
@@ -61,67 +61,69 @@ def _check_alone(_: object, attribute: Attribute[Any], value: RoleConfig | None)
 
 @frozen(kw_only=True)
 class RolesConfig:
-    """The roles that live in processes of their own; all others live at home."""
+    """Roles that run in worker processes; all others run in the controller process."""
 
     proxy: RoleConfig | None = None
-    """HTTP for agents; several share a port."""
+    """HTTP servers for agents; several share a port."""
     sessions: RoleConfig | None = field(default=None, validator=_check_alone)
-    """Sessions, capacity, exports, intake and accounts: what shares the journal."""
+    """Sessions, capacity, exports, intake and accounts: everything that shares the journal."""
     generation: RoleConfig | None = None
-    """Engines; sessions are pinned to one of them."""
+    """Engines; each session is pinned to one of them."""
     trainer: RoleConfig | None = field(default=None, validator=_check_alone)
     rollout: RoleConfig | None = field(default=None, validator=_check_alone)
-    """Who runs the agent of rollout.workflow."""
+    """The process that runs the agent of rollout.workflow."""
 
     @property
     def placed(self) -> dict[Role, RoleConfig]:
-        """Those that are named."""
+        """Return the configured roles, with their settings."""
         found = {Role(one.name): getattr(self, one.name) for one in fields(RolesConfig)}
         return {role: config for role, config in found.items() if config is not None}
 
 
 @frozen(kw_only=True)
 class RestartsConfig:
-    """How often a process that ended is replaced before the run gives up."""
+    """How often a worker that ended is replaced before the run fails."""
 
     max: int = field(default=5, validator=ge(0))
-    """Replacements of each proxy, of each engine, and of all the others together, within the window."""
+    """Replacements within the window: for each proxy, for each engine, and for all other workers together."""
     window_seconds: float = field(default=3600.0, validator=gt(0))
 
 
 @frozen(kw_only=True)
 class LocalConfig:
-    """What this machine has for workers. What lives at home is not counted."""
+    """Resources of this machine for workers. The controller process itself is not counted."""
 
     cpus: int | None = field(default=None, validator=optional(ge(1)))
-    """null is all that this process may use."""
+    """null: all CPUs that this process may use."""
     memory_mib: int | None = field(default=None, validator=optional(ge(1)))
-    """null is what the machine has."""
+    """null: the machine's memory."""
     gpus: tuple[str, ...] | None = None
-    """Names as in CUDA_VISIBLE_DEVICES; null is what is found there, or else in /dev."""
+    """Names as in CUDA_VISIBLE_DEVICES; null: the devices in that variable, or else those in /dev."""
     oversubscribe: bool = False
-    """Whether workers may share what there is: none waits, and GPUs are handed out in turn."""
+    """Let workers share resources: no worker waits, and GPUs are assigned in turn."""
 
 
 @frozen(kw_only=True)
 class SchedulerConfig:
-    """Where the parts of a run live."""
+    """Settings for placing the roles of a run."""
 
     type: SchedulerType = SchedulerType.LOCAL
     """local starts child processes; slurm submits a job for each worker, on a file system shared with its nodes."""
     roles: RolesConfig = field(factory=RolesConfig)
     restarts: RestartsConfig = field(factory=RestartsConfig)
     start_seconds: float = field(default=300.0, validator=gt(0))
-    """How long a worker that runs may take until it serves."""
+    """How long a running worker may take until it serves requests."""
     gather_seconds: float = field(default=1800.0, validator=gt(0))
-    """How long roles may hold what they have while others of the run wait for room. Then all give back what they have,
-    and ask again later: two runs that want more than there is would wait for each other for ever."""
+    """How long roles may hold resources while other roles of the run wait for theirs. After that, all of them release
+    their resources and ask again later; otherwise two runs that want more than there is would wait for each other
+    indefinitely."""
     stop_seconds: float = field(default=3.0, validator=ge(0))
-    """How long a worker may take to leave when it is told to."""
+    """How long a worker may take to exit when it is asked to."""
     lease_seconds: float = field(default=60.0, validator=gt(0))
-    """A worker that has not reached home for so long ends itself, and is replaced."""
+    """A worker that has not reached the controller for this long exits, and is replaced."""
     address: str | None = None
-    """Where home listens for workers: tcp://HOST:PORT with port 0 for any, or unix:/PATH. null is a unix socket in a
-    private directory, or, for workers on other machines, the address by which this host knows itself."""
+    """Address on which the controller listens for workers: tcp://HOST:PORT, with port 0 for any free port, or
+    unix:/PATH. null: a unix socket in a private directory, or, for workers on other machines, the address that this
+    host resolves for itself."""
     local: LocalConfig = field(factory=LocalConfig)
     slurm: SlurmConfig = field(factory=SlurmConfig)

@@ -1,8 +1,8 @@
-"""Workers as child processes of this one: each leads a process group, which ends with it, and with us.
+"""Workers as child processes: each leads a process group, which ends with the worker and with this process.
 
-What a machine has is counted (``accounting``); a worker that does not fit waits, first come first served. What it says
-goes to a file of its own. How a process is ended for certain, even after kill -9 of this one, is told in
-``core.children``.
+Resources of the machine are counted (``accounting``); a worker that does not fit waits, first come, first served. Its
+output goes to its own log file. ``core.children`` explains how a process is ended reliably, even after kill -9 of this
+process.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from areal_actors.schedulers.config import LocalConfig
 __all__ = ["LocalPlacement", "LocalScheduler", "worker_command"]
 
 _GRACE_SECONDS = 5.0
-"""How long a worker may take to leave when its block is left."""
+"""How long a worker may take to exit after its block was left."""
 
 Command = Callable[[WorkerSpec], list[str]]
 
 
 def worker_command(spec: WorkerSpec) -> list[str]:
-    """What is run for a worker."""
+    """Return the command that starts a worker."""
     return [str(spec.python or sys.executable), "-m", "areal_actors.worker"]
 
 
 class LocalScheduler:
-    """Places workers on this machine. ``logs`` gets a file for each worker's name. Made by ``open``."""
+    """Places workers on this machine. Created by ``open``; each worker logs to a file in ``logs`` with its name."""
 
     name = "local"
 
@@ -53,7 +53,7 @@ class LocalScheduler:
     async def open(
         cls, config: LocalConfig | None = None, *, logs: Path, command: Command = worker_command
     ) -> AsyncIterator[LocalScheduler]:
-        """A scheduler for this machine; what it has is looked up once, unless ``config`` says so."""
+        """Open a scheduler for this machine. Resources that ``config`` does not specify are detected once."""
         config = config or LocalConfig()
         machine: Machine = await to_thread.run_sync(
             lambda: find_machine(cpus=config.cpus, memory_mib=config.memory_mib, gpus=config.gpus)
@@ -62,10 +62,11 @@ class LocalScheduler:
 
     @asynccontextmanager
     async def place(self, spec: WorkerSpec) -> AsyncIterator[LocalPlacement]:
-        """See ``Scheduler.place``."""
+        """Start a child process for the block, as ``Scheduler.place`` describes. Raises ``SchedulerError``."""
         self.inventory.check(spec.name, spec.total)
         log = self._logs / f"{spec.name}.log"
         placement = LocalPlacement(spec, log=log)
+        # Opening the log may block on a slow file system.
         words = await to_thread.run_sync(BoundedLog, log)
         body: list[BaseException] = []
         with unwrapped(body):
@@ -81,7 +82,7 @@ class LocalScheduler:
                         await placement.stop(grace=_GRACE_SECONDS)
 
     async def _run(self, placement: LocalPlacement, words: BoundedLog) -> None:
-        """One worker from its wait to its end, which is ``stop``'s affair: nothing else cuts this short."""
+        """Run one worker from waiting for resources to its end. Only ``stop`` ends it early."""
         share: Share | None = None
         with anyio.CancelScope(shield=True):
             try:
@@ -103,7 +104,7 @@ class LocalScheduler:
         try:
             await waiting.served.wait()
         except BaseException:
-            if waiting.share is not None:  # served and cancelled at once
+            if waiting.share is not None:  # the share was allocated just before the cancellation
                 self.inventory.give_back(waiting.share)
             with suppress(ValueError):
                 self._queue.remove(waiting)
@@ -113,8 +114,9 @@ class LocalScheduler:
         return waiting.share
 
     def _serve_queue(self) -> None:
-        """Hand out what there is, in order: a small worker does not pass a large one that waits."""
+        """Allocate free resources to waiting workers in order of arrival."""
         while self._queue:
+            # Strictly in order: a small worker that overtook a large one could keep it waiting indefinitely.
             first = self._queue[0]
             first.share = self.inventory.take(first.placement.spec.total)
             if first.share is None:
@@ -125,7 +127,7 @@ class LocalScheduler:
 
 
 class _Waiting:
-    """A worker in the queue, and what it gets."""
+    """A worker in the queue, and the share that was allocated to it."""
 
     def __init__(self, placement: LocalPlacement) -> None:
         self.placement = placement
@@ -134,7 +136,7 @@ class _Waiting:
 
 
 class LocalPlacement:
-    """See ``Placement``."""
+    """A worker that runs as a child process; implements ``Placement``."""
 
     def __init__(self, spec: WorkerSpec, *, log: Path) -> None:
         self.spec = spec
@@ -145,35 +147,38 @@ class LocalPlacement:
         self._ended = anyio.Event()
 
     async def wait_ended(self) -> PlacementStatus:
-        """See ``Placement.wait_ended``."""
+        """Wait until the process and its group have ended, and return the final status."""
         await self._ended.wait()
         return self.status
 
     async def stop(self, *, grace: float) -> None:
-        """See ``Placement.stop``."""
+        """Send SIGTERM, kill the process group after ``grace`` seconds, and return when it is gone.
+
+        A worker that still waits for resources gives up its place in the queue.
+        """
         self.starting.cancel()
         if self._child is not None:
             await self._child.kill(grace_seconds=grace)
         await self._ended.wait()
 
     def note_waiting(self, reason: str) -> None:
-        """It has to wait."""
+        """Record why the worker is still waiting for resources."""
         self.status = PlacementStatus(state=PlacementState.PENDING, reason=reason)
 
     async def start(self, command: list[str], words: BoundedLog, environment: Mapping[str, str]) -> None:
-        """Start the process, and tell it who it is."""
+        """Start the process. If it cannot be started, the status becomes ENDED and nothing is raised."""
         try:
             self._child = await Child.start(
                 lambda _: command, log=words, environment=environment, directory=self.spec.working_directory
             )
-        except (OSError, ValueError) as error:  # a ValueError for words and variables that no process can have
+        except (OSError, ValueError) as error:  # ValueError: NUL bytes in arguments or variables
             reason = f"{command[0]} could not be started: {error}"
             self.status = PlacementStatus(state=PlacementState.ENDED, reason=reason)
             return
         self.status = PlacementStatus(state=PlacementState.RUNNING, where=f"process {self._child.process.pid}")
 
     async def follow(self) -> None:
-        """Stay with the process until nothing of it is left."""
+        """Supervise the process until it and all its descendants have ended."""
         child = self._child
         if child is None:
             return
@@ -182,13 +187,13 @@ class LocalPlacement:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(child.listen)
             tasks.start_soon(read_all, output, lambda chunk: child.log.write(chunk, is_last_words=False))
-            if self.starting.cancel_called:  # it was stopped in the moment in which it started
+            if self.starting.cancel_called:  # stopped while it was being started
                 child.kill_rest()
             await self._introduce(child)
             await child.wait_for_leader()
             await child.kill(grace_seconds=0)
-            await child.reap()  # whoever stops it may be killing it already
-            tasks.cancel_scope.cancel()  # a daemon that it left may hold its pipes for ever
+            await child.reap()  # stop() may be killing it concurrently
+            tasks.cancel_scope.cancel()  # a daemon that it left behind may keep the pipes open
         self.status = PlacementStatus(
             state=PlacementState.ENDED,
             where=f"process {child.process.pid}",
@@ -197,26 +202,28 @@ class LocalPlacement:
         )
 
     async def _introduce(self, child: Child) -> None:
-        """Its standard input stays open: a worker ends when that does."""
+        """Send the bootstrap message. Standard input stays open, because a worker exits when it is closed."""
         assert child.process.stdin is not None
-        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has ended: seen in a moment
+        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # follow() notices
             await child.process.stdin.send(Bootstrap.of(self.spec).to_line().encode())
 
     def end(self) -> None:
-        """Nothing of it is left."""
+        """Record that no process is left, and wake the tasks that wait for the end."""
         if self.status.state is not PlacementState.ENDED:
             self.status = PlacementStatus(state=PlacementState.ENDED, reason="It was stopped before it had begun.")
         self._ended.set()
 
 
 def _environment(spec: WorkerSpec, share: Share) -> dict[str, str]:
-    """Ours, with what was asked for, and with the GPUs that it has been given, and no others.
+    """Return the environment of a worker.
 
-    Libraries that compute would otherwise start a thread for each core of the machine. What several processes are given
-    together is divided by themselves (``training.gang``).
+    It is that of this process with the spec's variables, and ``CUDA_VISIBLE_DEVICES`` lists only the GPUs allocated to
+    the worker. ``OMP_NUM_THREADS`` defaults to the CPUs of the worker, because numeric libraries would otherwise start
+    a thread for each core of the machine. A gang divides its CPUs and GPUs among its processes itself
+    (``training.gang``).
     """
     inherited = {name: value for name, value in os.environ.items() if name != BOOTSTRAP_VARIABLE}
-    if "PYTHONPATH" in inherited:  # it works in another directory, perhaps
+    if "PYTHONPATH" in inherited:  # relative paths would break in another working directory
         paths = inherited["PYTHONPATH"].split(os.pathsep)
         inherited["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths if path)
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.total.cpus))}

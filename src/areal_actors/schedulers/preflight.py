@@ -1,12 +1,13 @@
-"""Whether a worker could do its work here, found out before it begins: ``python -m areal_actors.schedulers.preflight``.
+"""Check whether a worker can run on this node before it starts: ``python -m areal_actors.schedulers.preflight``.
 
-``preflight SECONDS MODULE`` reads the file that ``AREAL_BOOTSTRAP`` names, writes beside it, and introduces itself to
-home for up to SECONDS, secret and all; then the process becomes ``python -m MODULE``. If something is amiss it says so
-in one line and exits with 76, and the node is free again within seconds: a job whose home has died while it waited in
-the queue finds nobody.
+``preflight SECONDS MODULE`` reads the file that ``AREAL_BOOTSTRAP`` names, writes a probe file in the run's directory,
+and authenticates to the controller, trying for up to SECONDS. Then the process becomes ``python -m MODULE``. If a check
+fails, it prints one line and exits with status 76, so that the node is free again within seconds, for example when the
+controller died while the job waited in the queue.
 
-A worker that has lost home becomes such a process again (``rejoining``). It goes to a later home alone, and exits with
-77 if none comes within SECONDS, if the former one answers, which has done without it, or if its job is not wanted.
+A worker that has lost its controller becomes a preflight process again (``rejoining``). It then connects only to a
+controller of a later epoch. It exits with status 77 if none appears within SECONDS, if the former controller answers
+(it has already replaced this worker), or if the job is no longer wanted.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ _RETRY_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Check, then become the module that is named."""
-    signal.alarm(0)  # it was for whoever this process has been
+    """Run the checks, then replace this process by the module named in ``arguments``.
+
+    Exits with status 76 if a check fails, or 77 if this worker had lost its controller before.
+    """
+    signal.alarm(0)  # cancel an alarm that the worker set before exec
     seconds, module = float(arguments[0]), arguments[1]
     lost = os.environ.pop(FORMER_VARIABLE, None)
     former = None if lost is None else int(lost)
@@ -49,12 +53,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 async def check(bootstrap: str, seconds: float, former: int | None = None) -> None:
-    """Raise ``SchedulerError`` with what keeps a worker from its work on this machine.
+    """Raise ``SchedulerError`` if a worker cannot do its work on this machine.
 
     Args:
-        bootstrap: what ``AREAL_BOOTSTRAP`` names.
-        seconds: how long home is looked for; anew whenever a later home is heard of.
-        former: the epoch of the home that this worker has lost, and does not go back to.
+        bootstrap: the value of ``AREAL_BOOTSTRAP``.
+        seconds: how long to look for the controller; the time starts again when a later epoch appears.
+        former: the epoch of the controller that this worker has lost, and to which it must not return.
     """
     read_home(bootstrap)
     check_directory(Path(bootstrap).parent.parent)
@@ -62,10 +66,10 @@ async def check(bootstrap: str, seconds: float, former: int | None = None) -> No
 
 
 def read_home(bootstrap: str) -> Bootstrap:
-    """Where home is, from the file that ``AREAL_BOOTSTRAP`` names.
+    """Read the bootstrap message from the file that ``AREAL_BOOTSTRAP`` names.
 
     Raises:
-        SchedulerError: it is not there, is no bootstrap, or others can read it.
+        SchedulerError: the file is missing, is not a bootstrap message, or can be read by other users.
     """
     if not bootstrap:
         raise SchedulerError("AREAL_BOOTSTRAP names no file; a worker is started by its home, not by hand")
@@ -84,7 +88,7 @@ def read_home(bootstrap: str) -> Bootstrap:
 
 
 def check_directory(directory: Path) -> None:
-    """Raise ``SchedulerError`` if nothing can be written in ``directory``."""
+    """Raise ``SchedulerError`` if this node cannot write to ``directory``."""
     probe = directory / "exit" / f".probe-{os.uname().nodename}-{os.getpid()}"
     try:
         probe.write_bytes(b"written")
@@ -95,13 +99,13 @@ def check_directory(directory: Path) -> None:
 
 @frozen(kw_only=True)
 class _Search:
-    """For the home that this process belongs to, which may be another one at each look."""
+    """Search for the controller of this process, which may have changed at each attempt."""
 
     path: Path
     former: int | None
 
     async def run(self, seconds: float) -> None:
-        """Introduce ourselves at one address after another, again and again. Raises ``SchedulerError``."""
+        """Try to authenticate at each address, repeatedly for ``seconds``. Raises ``SchedulerError``."""
         newest, said, told = 0, "it has no address", read_home(str(self.path))
         with anyio.move_on_after(seconds) as patience:
             while True:
@@ -129,9 +133,10 @@ class _Search:
             raise SchedulerError("this job is not wanted any longer")
 
     def _hear(self) -> int:
-        """The latest epoch. A home that has begun later than the one that we were sent by waits for us to say so."""
+        """Return the latest epoch, and confirm to a newer controller that this process has released its role."""
         epoch = read_epoch(self._directory)
         if epoch > read_home(str(self.path)).epoch:
+            # The newer controller waits for this confirmation before it keeps the job.
             say_let_go(self._directory, self.path.stem, epoch)
         return epoch
 
@@ -141,7 +146,7 @@ class _Search:
 
 
 async def _introduce(home: Home) -> str:
-    """Why none of the addresses is home; empty if one is."""
+    """Return why the controller cannot be reached at any address, or an empty string if it answers."""
     node = f"preflight-{os.environ.get('SLURM_JOB_ID', '')}-{os.uname().nodename}-{os.getpid()}"
     said = "it has no address"
     for address in home.addresses:

@@ -1,18 +1,19 @@
-"""How a worker that has lost home keeps what it was given, and finds the next home of its run.
+"""How a worker that has lost its controller keeps its resources and joins the run's next controller.
 
 ::
 
-    home                        the directory that home and its workers share
-    ────                        ────────────────────────────────────────────
-    begins its epoch        ──▶ epoch                    one more than ever before
-                                let-go/<job>.<n>.<rank> ◀── a process that has ended whatever it did for the former home
-    gives the worker a life ──▶ bootstrap/<job>.json     its address, its secret, its epoch
+    controller                     the directory that controller and workers share
+    ──────────                     ───────────────────────────────────────────────
+    begins its epoch           ──▶ epoch                    one more than ever before
+                                   let-go/<job>.<n>.<rank> ◀── a process that has released its role
+    starts a new incarnation   ──▶ bootstrap/<job>.json     its address, its secret, its epoch
 
-A worker lets go when its lease is over or when it reads of a later epoch, whichever comes first: its process is then
-replaced by a fresh one, the preflight, in which nothing of the role is left. That one says so, and waits for a home of
-a later epoch, which is the only one that it goes to. What home does is in ``slurm.takeover``.
+A worker releases its role when its lease expires or when it reads a later epoch, whichever comes first. Its process is
+then replaced by a fresh one, the preflight, in which nothing of the role is left. The preflight confirms this in
+``let-go``, and waits for a controller of a later epoch, the only one to which it connects. ``slurm.takeover``
+implements the controller's side.
 
-Everything here blocks for as long as a file system takes.
+The functions here block on a file system that may be slow.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap
 __all__ = ["FORMER_VARIABLE", "count_let_go", "is_superseded", "look_for_next_home", "read_epoch", "say_let_go"]
 
 FORMER_VARIABLE = "AREAL_FORMER_EPOCH"
-"""The epoch of the home that a process has lost."""
+"""Variable with the epoch of the controller that a process has lost."""
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def read_epoch(directory: Path) -> int:
-    """The epoch of the latest home; 0 if there was none, or if it cannot be read at present."""
+    """Return the epoch of the latest controller, or 0 if there was none or the file cannot be read at present."""
     try:
         return int((directory / "epoch").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -44,26 +45,28 @@ def read_epoch(directory: Path) -> int:
 
 
 def is_superseded(bootstrap: Bootstrap) -> bool:
-    """Whether there is a later home than the one that ``bootstrap`` tells of."""
+    """Return whether a controller newer than the one in ``bootstrap`` has started."""
     path = os.environ.get(BOOTSTRAP_VARIABLE)
     return path is not None and read_epoch(Path(path).parent.parent) > bootstrap.epoch
 
 
 def say_let_go(directory: Path, job: str, epoch: int, environment: Mapping[str, str] | None = None) -> None:
-    """Tell the home of ``epoch`` that this process does nothing for another one any more.
+    """Confirm to the controller of ``epoch`` that this process no longer works for an earlier one.
 
-    A process that its cluster has given up may still live: which of the job's starts this one is, is told with it.
+    The file name contains the number of the job's restarts, because a process that the cluster has given up may still
+    be running.
     """
     environment = os.environ if environment is None else environment
     num_restarts, rank = environment.get("SLURM_RESTART_COUNT") or "0", environment.get("SLURM_PROCID") or "0"
     path = directory / "let-go" / f"{job}.{num_restarts}.{rank}"
+    # Rename a complete file: the controller may read the directory at any moment.
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(f"{epoch}\n", encoding="ascii")
     partial.replace(path)
 
 
 def count_let_go(directory: Path, epoch: int) -> Counter[tuple[str, int]]:
-    """How many processes of each job have told the home of ``epoch`` so, by the job and the number of its restarts."""
+    """Return how many processes have confirmed to the controller of ``epoch``, by job and number of restarts."""
     found: Counter[tuple[str, int]] = Counter()
     for path in (directory / "let-go").glob("aa-*.*.*"):
         job, num_restarts, rank = path.name.rsplit(".", 2)
@@ -76,11 +79,11 @@ def count_let_go(directory: Path, epoch: int) -> Counter[tuple[str, int]]:
 
 
 def look_for_next_home(bootstrap: Bootstrap, module: str) -> NoReturn:
-    """Become the preflight of ``module`` again, which goes to no home before a later epoch than that of ``bootstrap``.
+    """Replace this process by the preflight of ``module``, which joins only a controller of a later epoch.
 
-    Of this process nothing is left: neither threads, nor devices, nor memory, nor open files.
+    No threads, devices, memory or open files of this process survive the exec. ``bootstrap.epoch`` is the epoch lost.
     """
-    for number in _IGNORED:  # what is ignored stays so beyond the end of a program
+    for number in _IGNORED:  # ignored signals stay ignored across exec
         signal.signal(number, signal.SIG_DFL)
     for path in Path("/proc/self/fd").iterdir():
         if int(path.name) > 2:  # noqa: PLR2004 - the standard streams
@@ -96,5 +99,5 @@ def look_for_next_home(bootstrap: Bootstrap, module: str) -> NoReturn:
 def _close_on_exec(descriptor: int) -> None:
     try:
         os.set_inheritable(descriptor, False)
-    except OSError:  # it was that of the directory that is listed
+    except OSError:  # the descriptor of the directory listing, which is closed by now
         return

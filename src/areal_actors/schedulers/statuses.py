@@ -1,7 +1,8 @@
-"""What a worker's exit status says to whatever started it, beside 0 for done and 1 for failed.
+"""Exit statuses of a worker, in addition to 0 for done and 1 for failed.
 
-Told to end (SIGTERM) or warned of a time limit (SIGUSR1) by the cluster, and not by home, a worker writes what it has
-to keep and leaves with ``RUN_AGAIN``. With 0 the cluster would take its work for done, and not start it again.
+When the cluster, not the controller, asks a worker to end (SIGTERM) or warns it of a time limit (SIGUSR1), the worker
+saves its state and exits with ``RUN_AGAIN``. With status 0, the cluster would consider the work done and not start it
+again.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 __all__ = ["HOME_LOST", "NOT_BEGUN", "RUN_AGAIN"]
 
 RUN_AGAIN = 75
-"""It has kept what it has to keep, and wants to be started again (``EX_TEMPFAIL``)."""
+"""The worker has saved its state, and asks to be started again (``EX_TEMPFAIL``)."""
 
 NOT_BEGUN = 76
-"""It could not begin: home cannot be reached, or nothing can be written where it has to be."""
+"""The worker could not start: the controller cannot be reached, or a required directory cannot be written."""
 
 HOME_LOST = 77
-"""It has lost home for longer than its lease, and has ended itself. Nobody is there who could want it again."""
+"""The worker lost its controller for longer than its lease, and exited. It is not started again."""

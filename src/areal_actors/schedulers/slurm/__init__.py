@@ -1,8 +1,9 @@
 """Workers as jobs of a Slurm cluster.
 
-``settings`` is what a site can choose; ``script``, ``queue`` and ``view`` are pure: what is submitted, what the cluster
-says, what that means. ``commands`` runs Slurm's programs, ``files`` is what home and jobs leave for each other, and
-``scheduler`` with its ``placement`` puts them together. ``reaping`` ends what a home has left that was killed.
+``settings`` holds what a site can configure. ``script``, ``queue`` and ``view`` are pure: they render what is
+submitted, parse what the cluster reports, and interpret it. ``commands`` runs Slurm's programs, ``files`` is the
+directory that controller and jobs share, and ``scheduler`` and ``placement`` combine them. ``reaping`` ends the jobs
+that a killed controller has left behind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Which jobs of a former home the next one keeps. Pure: from records, one look at the queue, and what is wanted now.
+"""Decide which jobs of a former controller the next one keeps.
 
-A job is kept if it is what would be submitted now, word for word, and if nobody can take it for another: everything
-that was decided when it was submitted is on its record, as its traits. What is decided when its worker begins, such as
-what it trains, is no trait: its role begins afresh with every home. How a job that runs is taken over is ``takeover``.
+Pure: the decision depends on the records, one queue listing, and what is wanted now. A job is kept if the same job
+would be submitted now, word for word, and if its name identifies it uniquely. Everything that was decided at submission
+is on its record, as its traits. Decisions made when the worker starts, such as what it trains, are not traits, because
+its role starts afresh with every controller. ``takeover`` hands running jobs over.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ _SESSION = re.compile(
     r"|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|WINDOW|WINDOWID|VSCODE_.*|HIST.*|PS[1-4]|PROMPT.*|SHLVL|PWD|OLDPWD|_"
     r"|HOST|HOSTNAME|MAIL|INVOCATION_ID|JOURNAL_STREAM|SYSTEMD_.*|NOTIFY_SOCKET"
 )
-"""Variables of the shell that home happens to be started from. They are another's with each login."""
+"""Variables of the shell from which the controller was started. They differ with each login, so traits exclude them."""
 
 
 @frozen(kw_only=True)
 class Verdict:
-    """What becomes of a job on record. ``why`` it is ended; empty if it is kept, which is as ``row``."""
+    """The decision about a job on record.
+
+    ``why`` is the reason for ending it; it is empty for a job that is kept, whose line in the queue is ``row``.
+    """
 
     record: JobRecord
     row: JobRow | None = None
@@ -41,7 +45,8 @@ class Verdict:
 
 
 def traits_of(request: JobRequest, config: SlurmConfig, environment: Mapping[str, str]) -> Traits:
-    """What a job for ``request`` is submitted with, but for what is another's with each submission."""
+    """Return the traits of a job for ``request``, without the values that differ with each submission."""
+    # Run id, incarnation and avoided nodes change with each submission.
     plain = evolve(request, run="0" * 16, life=0, avoided=())
     found: dict[str, str] = {}
     for argument in create_arguments(plain, config):
@@ -59,13 +64,13 @@ def judge(
     *,
     stopped: Collection[str] = (),
 ) -> tuple[Verdict, ...]:
-    """What becomes of each of ``records``, in their order.
+    """Return a verdict on each of ``records``, in their order.
 
     Args:
         records: jobs that are not known to have ended.
-        rows: what the queue has of their names.
+        rows: lines of the queue with their names.
         wanted: the traits of what would be submitted now, by worker.
-        stopped: names of jobs whose former home had begun to end them.
+        stopped: names of jobs that their former controller had begun to end.
     """
     verdicts = [_judge_one(record, rows, wanted.get(record.worker), stopped) for record in records]
     newest = {one.record.worker: one for one in sorted(verdicts, key=_age) if not one.why}

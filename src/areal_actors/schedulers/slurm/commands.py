@@ -1,8 +1,9 @@
-"""Slurm's commands, each a process of its own with a time limit and a clean environment, on either event loop.
+"""Slurm's commands, each run as a process with a time limit and a clean environment, on either event loop.
 
-What they print is read in ``queue``. A controller that does not answer keeps sbatch waiting for seconds, squeue for a
-quarter of a minute, and for ever while munge hangs: hence the limit. And it means that nobody knows what has become of
-a submission: the ``Doubtful``, which is neither taken nor refused, is looked for by its name before it is tried again.
+``queue`` parses their output. While slurmctld does not answer, sbatch waits for seconds and squeue for a
+quarter of a minute; while munge hangs, both wait indefinitely. Therefore every call has a time limit. A submission that
+times out is ``Doubtful``, neither accepted nor rejected; the scheduler looks for the job by its name before it submits
+again.
 """
 
 from __future__ import annotations
@@ -44,30 +45,30 @@ _CLEAR_SECONDS = 5
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what Slurm's commands take as options, what belongs to another job, and our own secrets.
+    """Return ``environment`` without options for Slurm, variables of another job, and secrets.
 
-    A home that is itself a job, or a shell with ``SBATCH_EXCLUSIVE=1``, would change every job otherwise.
+    Otherwise a controller that itself runs in a job, or a shell with ``SBATCH_EXCLUSIVE=1``, would change every job.
     """
     return {name: value for name, value in environment.items() if name in _KEPT or not _FOREIGN.fullmatch(name)}
 
 
 @frozen(kw_only=True)
 class Submitted:
-    """The controller has taken the job."""
+    """Slurm has accepted the job."""
 
     job: int
 
 
 @frozen(kw_only=True)
 class Refused:
-    """The controller has answered, and will not have it."""
+    """Slurm has answered, and rejects the job."""
 
     why: str
 
 
 @frozen(kw_only=True)
 class Doubtful:
-    """Nobody knows whether the controller has taken it."""
+    """It is unknown whether Slurm has accepted the job."""
 
     why: str
 
@@ -81,14 +82,17 @@ class _Answer:
 
 @frozen(kw_only=True)
 class SlurmCommands:
-    """The cluster, as its user sees it. Every method may raise ``SchedulerError``: no answer, or one that says no."""
+    """The cluster, as its user sees it.
+
+    Every method may raise ``SchedulerError``, if there is no answer or if the answer is an error.
+    """
 
     environment: Mapping[str, str] = field(factory=lambda: dict(os.environ), repr=False)
     timeout_seconds: float = 20.0
     user: str = field(factory=lambda: str(os.getuid()))
 
     def check(self) -> None:
-        """Raises ``SchedulerError`` where Slurm is not installed."""
+        """Raise ``SchedulerError`` if Slurm is not installed."""
         missing = [command for command in _NEEDED if shutil.which(command, path=self._path) is None]
         if missing:
             raise SchedulerError(
@@ -99,7 +103,10 @@ class SlurmCommands:
     async def submit(
         self, arguments: Sequence[str], script: str, *, environment: Mapping[str, str] | None = None
     ) -> Submitted | Refused | Doubtful:
-        """Hand a job in. The job's environment is that of this object, cleaned, with ``environment``."""
+        """Submit a job. Its environment is that of this object, cleaned, with the variables of ``environment``.
+
+        Never raises: a command that fails or times out gives ``Doubtful``.
+        """
         try:
             answer = await self._run("sbatch", *arguments, text=script, environment=environment or {})
         except SchedulerError as error:
@@ -111,14 +118,18 @@ class SlurmCommands:
         return Doubtful(why=why) if answer.status == 0 or _UNSURE.search(why) else Refused(why=why)
 
     async def test(self, arguments: Sequence[str], script: str) -> str:
-        """What Slurm says of a job that it does not keep: when and where it would start. Raises if it refuses it."""
+        """Return what Slurm says about a job that it does not keep: when and where it would start.
+
+        Raises:
+            SchedulerError: Slurm rejects the job.
+        """
         answer = await self._run("sbatch", "--test-only", *arguments, text=script)
         if answer.status != 0:
             raise SchedulerError(f"Slurm refuses such a job: {answer.errors or answer.output}")
         return answer.errors.removeprefix("sbatch: ") or "Slurm would take such a job"
 
     async def check_answers(self) -> None:
-        """Raises ``SchedulerError`` where no cluster answers."""
+        """Raise ``SchedulerError`` if no cluster answers."""
         try:
             await self._ask("sinfo", "--noheader", "--format=%P")
         except SchedulerError as error:
@@ -127,13 +138,13 @@ class SlurmCommands:
             ) from error
 
     async def describe_cluster(self) -> str:
-        """Partitions, their state and their nodes, in a line."""
+        """Return the partitions with their state and nodes, in one line."""
         rows = (await self._ask("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G")).splitlines()
         told = [row.split("|") for row in rows if row.count("|") == 4]  # noqa: PLR2004 - the columns above
         return "; ".join(f"{name} {state}: {num} nodes of {cpus} CPUs, {gres}" for name, state, num, cpus, gres in told)
 
     async def list_jobs(self, names: Sequence[str]) -> tuple[JobRow, ...]:
-        """Jobs of these names, also those that have ended lately."""
+        """Return the jobs with these names, including those that ended recently."""
         rows = await self._ask(
             "squeue", "--noheader", "--states=all", f"--user={self.user}", f"--format={QUEUE_FORMAT}",
             f"--name={','.join(names)}",
@@ -144,31 +155,29 @@ class SlurmCommands:
         return tuple(row for row in found if row.name in names)
 
     async def cancel(self, job: int) -> None:
-        """End a job: SIGTERM, and SIGKILL after the cluster's KillWait. One that is over is fine."""
+        """End a job: SIGTERM, then SIGKILL after the cluster's KillWait. A job that has ended already is ignored."""
         await self._ask("scancel", str(job), fine=_INVALID_JOB)
 
     async def cancel_named(self, name: str) -> None:
-        """End whatever of this user has this exact name. Nothing may have it."""
+        """End all jobs of this user with this exact name; there may be none."""
         await self._ask("scancel", f"--user={self.user}", f"--name={name}")
 
     async def warn(self, job: int) -> None:
-        """SIGTERM to the steps of a running job, and no more."""
+        """Send SIGTERM to the steps of a running job, without cancelling it."""
         await self._ask("scancel", "--signal=TERM", str(job), fine=_INVALID_JOB)
 
     async def describe(self, job: int) -> JobReport | None:
-        """What the controller remembers of one job; ``None`` if it knows no such job."""
+        """Return what slurmctld knows about a job, or ``None`` if it knows no such job."""
         return parse_job(await self._ask("scontrol", "show", "job", "--oneliner", str(job), fine=_INVALID_JOB))
 
     async def start_soon(self, job: int) -> None:
-        """A job that was put back into the queue would wait for two minutes otherwise; now it is a few seconds.
-
-        Not at once: a node that has just ended a job takes any launch of it that is dated no later than that end, in
-        whole seconds of two clocks, for one that was revoked meanwhile, and the job fails before it begins.
-        """
+        """Start a requeued job after a few seconds instead of the two minutes that Slurm makes it wait."""
+        # Not at once: a node that has just ended a job considers a launch revoked if it is dated no later than that
+        # end. The two clocks count whole seconds, so the job would fail before it starts.
         await self._ask("scontrol", "update", f"JobId={job}", f"StartTime=now+{_CLEAR_SECONDS}")
 
     async def release(self, job: int) -> Refused | None:
-        """A held job may begin, unless the cluster refuses that; one that is not held is fine."""
+        """Release a held job; one that is not held is ignored. Returns ``Refused`` if the cluster does not allow it."""
         answer = await self._run("scontrol", "release", str(job))
         why = answer.errors or answer.output
         if answer.status != 0 and _UNSURE.search(why):
@@ -189,17 +198,17 @@ class SlurmCommands:
             raise SchedulerError(f"{command} cannot be found in PATH; is Slurm installed here?")
         variables = {**clean_environment(self.environment), **(environment or {})}
         try:
-            # A file: a command that fails before it has read all of a pipe would break it, and its words were lost.
+            # A file: a command that exits before it has read all of a pipe breaks it, and its error message is lost.
             with anyio.fail_after(self.timeout_seconds), TemporaryFile() as stdin:
                 stdin.write(text.encode())
                 stdin.seek(0)
-                # In a session of its own: Ctrl-C is for us, and must not cut a submission in two.
+                # A new session: Ctrl-C is for this process, and must not interrupt a submission.
                 done = await anyio.run_process(
                     [program, *arguments], stdin=stdin, env=variables, check=False, start_new_session=True
                 )
         except TimeoutError:
             raise SchedulerError(f"{command} did not answer within {self.timeout_seconds:g} s") from None
-        except (OSError, ValueError) as error:  # a ValueError for words and variables that no process can have
+        except (OSError, ValueError) as error:  # ValueError: NUL bytes in arguments or variables
             raise SchedulerError(f"{command} cannot be run: {error}") from None
         return _Answer(status=done.returncode, output=_text(done.stdout), errors=_text(done.stderr))
 

@@ -1,18 +1,18 @@
-"""What home and jobs leave for each other in a directory that they share, and what is left of a home that was killed.
+"""The directory that the controller and its jobs share, which also records what a killed controller has left behind.
 
 ::
 
-    slurm/                      its owner's alone
-      home                      locked by the home that lives
+    slurm/                      accessible to its owner only
+      home                      lock file of the running controller
       jobs/<name>.json          a record of intent: written before a job is submitted, closed at its end
-      epoch                     how many homes there have been; one that is not the latest ends itself
-      bootstrap/<name>.json     whom the worker shall call, with the secret; gone when the job is
-      let-go/<name>.<n>.<rank>  that a process of a job has left its former home (``schedulers.rejoining``)
-      stop/<name>               the job is not wanted any longer: it does not begin, and does not ask to run again
-      exit/<name>.<job>-<n>     how each of a job's lives ended, written by its script
-      scripts/<name>.sh         what was submitted, for people
+      epoch                     number of controllers so far; one that is not the latest exits
+      bootstrap/<name>.json     the controller's address for the worker, with the secret; removed with the job
+      let-go/<name>.<n>.<rank>  a process of a job has left its former controller (``schedulers.rejoining``)
+      stop/<name>               the job is no longer wanted: it does not start, and does not ask to run again
+      exit/<name>.<job>-<n>     how each run of a job ended, written by its script
+      scripts/<name>.sh         the script that was submitted, for people to read
 
-Everything here blocks, on a file system that may be slow: call it on a thread.
+The functions here block on a file system that may be slow: call them on a thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DIRECTORIES = ("jobs", "bootstrap", "let-go", "stop", "exit", "scripts")
 
 @frozen(kw_only=True)
 class JobRecord:
-    """That a job was meant to be, which one it became, and whether it is known to be gone."""
+    """A record that a job was requested, with its job number, and how it ended."""
 
     name: str
     worker: str
@@ -48,22 +48,22 @@ class JobRecord:
     created_at: float
     """Seconds since 1970."""
     job: int | None = None
-    """``None``: it is not known whether the job was taken."""
+    """``None``: it is unknown whether the job was accepted."""
     ended: str | None = None
-    """How it ended; ``None`` while that is not known."""
+    """How the job ended; ``None`` while that is unknown."""
     num_tasks: int = 1
     traits: dict[str, str] | None = None
-    """What it was submitted with (``adoption.traits_of``); ``None``: it ends with its home."""
+    """The traits of its submission (``adoption.traits_of``); ``None``: the job ends with its controller."""
 
 
 @frozen(kw_only=True)
 class SlurmFiles:
-    """The files of the jobs of one run. What cannot be written raises ``SchedulerError``."""
+    """The files for the jobs of one run. Methods that cannot write raise ``SchedulerError``."""
 
     path: Path
 
     def create(self) -> None:
-        """Make the directories, for their owner alone. Raises ``SchedulerError``."""
+        """Create the directories, accessible to their owner only. Raises ``SchedulerError``."""
         with _on_disk():
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name in _DIRECTORIES:
@@ -74,7 +74,11 @@ class SlurmFiles:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Be the only home of this directory while the block lasts. Raises ``SchedulerError`` if another one lives."""
+        """Lock this directory for the block, as its only controller.
+
+        Raises:
+            SchedulerError: another controller holds it, or the file system does not support locks.
+        """
         with ExitStack() as stack:
             with self._locking():
                 stack.enter_context(hold(self._lock, self._complain))
@@ -82,7 +86,7 @@ class SlurmFiles:
 
     @property
     def is_held(self) -> bool:
-        """Whether a home lives here."""
+        """Return whether a controller holds this directory."""
         with self._locking():
             return is_held(self._lock)
 
@@ -110,12 +114,16 @@ class SlurmFiles:
                 ) from None
 
     def begin_epoch(self) -> int:
-        """Be the latest home, for whoever holds the directory. Earlier ones, if they live, have to end themselves.
+        """Start a new epoch and return its number. Only the holder of the directory may call this.
+
+        Earlier controllers that still run notice the new epoch, and exit.
 
         Raises:
-            SchedulerError: it cannot be known which one is the latest.
+            SchedulerError: the latest epoch cannot be determined.
         """
         epoch = read_epoch(self.path) + 1
+        # read_epoch() returns 0 for an unreadable file, too. Counting from 1 again would make older controllers look
+        # newer.
         if epoch == 1 and (self.path / "epoch").exists():
             raise SchedulerError(
                 f"{self.path / 'epoch'} does not say how many homes there were. End their jobs (areal-actors slurm "
@@ -127,50 +135,51 @@ class SlurmFiles:
     # ----------------------------------------------------------------------------------------------- records
 
     def write_record(self, record: JobRecord) -> None:
-        """Keep a record so that it outlives this machine."""
+        """Write a record durably, so that it survives a crash of this machine."""
         _write_durably(self.path / "jobs" / f"{record.name}.json", json.dumps(asdict(record)))
 
     def forget_record(self, name: str) -> None:
-        """There is no such job, and never was."""
+        """Remove the record of a job that was never accepted."""
         with _on_disk():
             (self.path / "jobs" / f"{name}.json").unlink(missing_ok=True)
 
     def read_records(self) -> tuple[JobRecord, ...]:
-        """All records, oldest first; what is no record is left out."""
+        """Return all records, oldest first. Files that cannot be parsed are skipped."""
         found = [_read_record(path) for path in (self.path / "jobs").glob("*.json")]
         return tuple(sorted((one for one in found if one is not None), key=lambda one: (one.created_at, one.name)))
 
     # ----------------------------------------------------------------------------------------------- one job
 
     def write_bootstrap(self, name: str, bootstrap: Bootstrap) -> None:
-        """Tell the worker where home is."""
+        """Write the bootstrap message for the worker of a job."""
         _write_durably(self.path / "bootstrap" / f"{name}.json", bootstrap.to_line())
 
     def write_script(self, name: str, script: str) -> None:
-        """Keep what is submitted."""
+        """Save a copy of the submitted script."""
         with _on_disk():
             (self.path / "scripts" / f"{name}.sh").write_text(script, encoding="utf-8")
 
     def mark_stopped(self, name: str) -> None:
-        """Have the job not begin, and not ask to run again."""
+        """Mark a job as no longer wanted: it does not start, and does not ask to run again."""
         with _on_disk():
             (self.path / "stop" / name).touch()
 
     def is_stopped(self, name: str) -> bool:
-        """Whether the job is not to begin."""
+        """Return whether the job is marked as no longer wanted."""
         return (self.path / "stop" / name).exists()
 
     def remove_bootstrap(self, name: str) -> None:
-        """The secret is not needed any more."""
+        """Remove the files of a job that has ended: the bootstrap message with its secret, and its confirmations."""
         with _on_disk():
             (self.path / "bootstrap" / f"{name}.json").unlink(missing_ok=True)
             for path in (self.path / "let-go").glob(f"{name}.*"):
                 path.unlink(missing_ok=True)
 
     def read_exit(self, name: str, job: int) -> ExitStatus | None:
-        """How the latest life of a job ended, if its script could say so.
+        """Return how the latest run of a job ended, or ``None`` if its script left no record.
 
-        A controller that has lost its state may give the number to another job.
+        The name and the number identify a job together, because a Slurm controller that has lost its state may assign
+        the number again.
         """
         found = []
         for path in (self.path / "exit").glob(f"{name}.{job}-*"):
@@ -182,7 +191,7 @@ class SlurmFiles:
 
 
 def find_slurm_files(root: Path) -> tuple[SlurmFiles, ...]:
-    """Those of a run directory, or of every run below a file root."""
+    """Return the files of a run directory, or of every run below a file root."""
     directories = [root, *sorted(root.glob("*")), *sorted(root.glob("*/*"))]
     return tuple(SlurmFiles(path=one / "slurm") for one in directories if (one / "slurm" / "jobs").is_dir())
 
@@ -210,6 +219,7 @@ def _write_durably(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # Sync the file before the rename and the directory after it: otherwise a crash could leave an empty file.
         partial.replace(path)
         directory = os.open(path.parent, os.O_RDONLY)
         try:

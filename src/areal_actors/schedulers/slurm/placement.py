@@ -1,7 +1,7 @@
-"""One worker on a cluster: what is known of its job, and how it is brought to its end.
+"""One worker on a cluster: the state of its job, and how the job is ended.
 
-The queue is read for all placements at once, by ``scheduler``, which hands each of them its line. Here it is decided
-what a line, or its absence, means, and the end of a job is put on record.
+``scheduler`` reads the queue for all placements at once and passes each of them its line. A placement interprets the
+line, or its absence, and records the end of its job.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_LOOK_SECONDS = 0.1
 _LAST_LOOK_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 10.0
 _UNWRITABLE = -53
-"""Slurm's word for a job whose output file, or working directory, could not be opened on the node."""
+"""Slurm's exit code for a job whose output file or working directory could not be opened on the node."""
 
 _MEANINGS = {
     RUN_AGAIN: "it asked to be started again, which its cluster has not done",
@@ -43,19 +43,22 @@ _MEANINGS = {
 
 
 class QueueReader(Protocol):
-    """Whoever reads the queue for all placements."""
+    """Reads the queue for all placements."""
 
     async def look(self) -> None:
-        """Read it now, and tell every placement."""
+        """Read the queue now, and update every placement."""
         ...
 
     async def is_ousted(self) -> bool:
-        """Whether the jobs are a later home's. Then every placement has been told to leave them alone."""
+        """Return whether a later controller has taken over the jobs.
+
+        If so, every placement has been told to leave its job alone.
+        """
         ...
 
 
 class SlurmPlacement:
-    """A job, from its submission until nothing of it is left."""
+    """A job, from its submission until it has ended; implements ``Placement``."""
 
     def __init__(
         self,
@@ -85,27 +88,27 @@ class SlurmPlacement:
 
     @property
     def name(self) -> str:
-        """The job's name."""
+        """Return the job's name."""
         return self.record.name
 
     @property
     def job(self) -> int | None:
-        """The job's number, once it is known."""
+        """Return the job's number, or ``None`` while it is unknown."""
         return self.record.job
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing of it is left, even where its node had not confirmed that for long."""
+        """Return whether the end of the job is on record, even if its node took long to confirm it."""
         return self.record.ended is not None
 
     @property
     def node(self) -> str:
-        """Where it runs, or was when it was last seen."""
+        """Return the nodes on which the job runs or was last seen."""
         return "" if self._view is None else self._view.nodes
 
     @property
     def status(self) -> PlacementStatus:
-        """What is known at present."""
+        """Return the current status."""
         if self._final is not None:
             return self._final
         if self._view is None:
@@ -114,38 +117,38 @@ class SlurmPlacement:
         return evolve(seen, state=PlacementState.UNKNOWN, reason=self._silence) if self._silence else seen
 
     async def wait_ended(self) -> PlacementStatus:
-        """Until nothing of it is left."""
+        """Wait until the job has ended, and return its final status."""
         await self._gone.wait()
         return self.status
 
     # ------------------------------------------------------------------------------------------------ its course
 
     async def begin(self, job: int) -> None:
-        """It has a number. Whoever finds the record can end it, whatever becomes of this process."""
+        """Record the job's number, so that another process can end the job if this one is killed."""
         self._view = JobView(job=job)
         self.record = evolve(self.record, job=job)
         await to_thread.run_sync(self._files.write_record, self.record)
 
     async def resume(self, row: JobRow, *, num_restarts: int) -> None:
-        """It is the job of a former home, and ours from now on."""
+        """Take over a job of a former controller, which is in the queue as ``row``."""
         assert self.job is not None
         self._view = observe(JobView(job=self.job, num_restarts=num_restarts), row, now=0.0, patience=0.0)
         self._num_hurried = num_restarts
         await to_thread.run_sync(self._files.write_record, self.record)
 
     def hand_over(self, why: str) -> None:
-        """It is a later home's, which decides when it ends."""
+        """Leave the job to a later controller, which decides when it ends."""
         if self._final is None:
             self._final = PlacementStatus(state=PlacementState.ENDED, reason=why)
             self._is_doubtful = False
             self._gone.set()
 
     def doubt(self, why: str) -> None:
-        """It is not known whether it was taken; it may even come to be twice."""
+        """Record that it is unknown whether the job was accepted; it may even have been accepted twice."""
         self._silence, self._is_doubtful = why, True
 
     async def refuse(self, why: str) -> None:
-        """There is no such job, and will not be."""
+        """Record that the job was rejected, and remove its files."""
         self._final = PlacementStatus(state=PlacementState.ENDED, reason=why)
         self.record = evolve(self.record, ended=why)
         self._gone.set()
@@ -153,11 +156,11 @@ class SlurmPlacement:
         await to_thread.run_sync(self._files.forget_record, self.name)
 
     def hear_nothing(self, why: str) -> None:
-        """The queue could not be read."""
+        """Record why the state of the job could not be read. The status is UNKNOWN until it can be read again."""
         self._silence = why
 
     async def see(self, row: JobRow | None, *, now: float) -> None:
-        """The queue was read, and had this line for the job, or none."""
+        """Process a queue listing, in which this job has the line ``row``, or none."""
         if self._view is None or self.is_gone:
             return
         self._silence = ""
@@ -174,11 +177,15 @@ class SlurmPlacement:
 
     @property
     def _num_put_back(self) -> int:
-        """How often it was put back, at least; a launch that failed may not have been seen to run."""
+        """Return how often the job was requeued, at least."""
+        # A failed launch may never be seen as running, so each release counts as a restart as well.
         return (0 if self._view is None else self._view.num_restarts) + self._num_released
 
     async def _look_for(self, view: JobView, *, now: float) -> None:
-        """A job that is not in the queue has ended if it says so, or if its controller has forgotten it for long."""
+        """Decide whether a job that is missing from the queue has ended.
+
+        It has if its exit record or slurmctld says so, or if it has been missing for ``lost_seconds``.
+        """
         left = await to_thread.run_sync(self._files.read_exit, self.name, view.job)
         report = await self._commands.describe(view.job) if left is None else None
         if report is not None and report.course is not Course.ENDED:
@@ -188,13 +195,18 @@ class SlurmPlacement:
             await self._close(evolve(view, state=report.state if report else "LOST" if left is None else "ENDED"))
 
     async def _hurry(self, view: JobView) -> None:
-        """Refused while the job's former life is being cleared away, it is asked again at the next look."""
+        """Have a requeued job start soon. An error is raised, and the next listing tries again."""
+        # Slurm refuses this while it still cleans up the job's previous run.
         await self._commands.start_soon(view.job)
         self._num_hurried = self._num_put_back
         logger.info("job %d of %s was put back into the queue; it is started again soon", view.job, self.spec.name)
 
     async def _release(self, view: JobView) -> None:
-        """Nobody else would. Where the cluster refuses, or holds it again and again, it is for others to place anew."""
+        """Release a job that Slurm holds, because Slurm itself never does.
+
+        If the cluster refuses, or has held the job ``max_requeues`` times, cancel it, so that the run places its worker
+        again.
+        """
         if self._num_released >= self._config.max_requeues:
             return await self._give_up(view, f"it was released {self._num_released} times already")
         refusal = await self._commands.release(view.job)
@@ -205,13 +217,14 @@ class SlurmPlacement:
         return None
 
     async def _give_up(self, view: JobView, why: str) -> None:
-        """What is held may be released by an administrator one day, and must not begin then."""
+        """Cancel a held job, and mark it as stopped."""
+        # An administrator may release the job later. The stop mark keeps it from starting then.
         self._given_up = f"Slurm held it ({view.reason}), and it was given up: {why}"
         await to_thread.run_sync(self._files.mark_stopped, self.name)
         await self._commands.cancel(view.job)
 
     async def _close(self, view: JobView) -> None:
-        """It has ended: find out how, and say so for ever."""
+        """Determine how the job ended, and record it."""
         report = await self._report(view)
         left = await to_thread.run_sync(self._files.read_exit, self.name, view.job)
         code = _exit_code(view, report, left)
@@ -232,7 +245,7 @@ class SlurmPlacement:
         self._final = self._final or status
         self.record = evolve(self.record, ended=status.reason.partition("\n")[0])
         try:
-            with anyio.CancelScope(shield=True):  # whoever looks may do so for another job, and only for so long
+            with anyio.CancelScope(shield=True):  # the caller may have a time limit, or look for another job
                 await to_thread.run_sync(self._files.write_record, self.record)
                 await to_thread.run_sync(self._files.remove_bootstrap, self.name)
         finally:
@@ -241,12 +254,13 @@ class SlurmPlacement:
     # ------------------------------------------------------------------------------------------------ its end
 
     async def stop(self, *, grace: float) -> None:
-        """End it: SIGTERM to the worker, after ``grace`` seconds to the job, whose cluster makes it end.
+        """End the job: send SIGTERM to the worker, and cancel the job after ``grace`` seconds.
 
-        A controller that does not answer is asked again until ``cancel_timeout_seconds`` are over. Cannot be cancelled.
+        The request is repeated until ``cancel_timeout_seconds`` are over if slurmctld does not answer. This
+        method cannot be cancelled.
 
         Raises:
-            SchedulerError: it may still be there.
+            SchedulerError: the job may still be running.
         """
         with anyio.CancelScope(shield=True):
             async with self._stopping:
@@ -289,15 +303,19 @@ class SlurmPlacement:
         await self._wait_gone(grace)
 
     async def _cancel(self) -> None:
-        """By its number, and then by its name: nothing that was submitted twice by mistake is left, either."""
+        """Cancel the job by its number, and then by its name."""
         if self.record.job is not None:
             await self._commands.cancel(self.record.job)
         await self._commands.cancel_named(self.name)
+        # The name as well: a submission whose outcome was unknown may have created a second job.
         if self.record.job is None and not await self._commands.list_jobs((self.name,)):
             await self._keep_end(PlacementStatus(state=PlacementState.ENDED, reason="it was never taken"))
 
     def _leave(self, view: JobView) -> None:
-        """Its node does not answer. The job is cancelled; what may still run there knows that it has lost home."""
+        """Stop waiting for a cancelled job whose node does not answer.
+
+        A process that may still run there notices that it has lost its controller.
+        """
         words = f"job {view.job} is cancelled, and {view.nodes or 'its node'} does not confirm that it has ended"
         logger.warning("%s; the node is avoided until the cluster has given it up", words)
         self._final = PlacementStatus(state=PlacementState.ENDED, where=to_status(view).where, reason=words)
@@ -315,10 +333,11 @@ class SlurmPlacement:
 
 
 def _exit_code(view: JobView, report: JobReport | None, left: ExitStatus | None) -> int | None:
-    """What the script has left of the job's last life, else what Slurm says. A job that did not complete has no 0."""
+    """Return the exit code of the job's last run: the script's record if there is one, otherwise Slurm's."""
     restarts = report.exit.restarts if report else view.num_restarts
     if left is not None and left.restarts >= restarts:
         return left.code
+    # A job that did not complete has no exit code 0, whatever Slurm reports.
     if report is None or (report.exit.code == 0 and view.state != "COMPLETED"):
         return None
     return report.exit.code

@@ -1,7 +1,7 @@
-"""What Slurm's commands print, as values. Pure, and never surprised: what cannot be read is left out or UNKNOWN.
+"""Parsers for the output of Slurm's commands. Pure; input that cannot be parsed is skipped, or becomes UNKNOWN.
 
-The queue is read in a format of our own, by ``squeue -o``, which has been the same for many versions; the JSON of Slurm
-changes with each. Names of our jobs hold none of the separators.
+The queue is read in a custom format with ``squeue -o``, which has been stable for many versions, whereas Slurm's JSON
+changes with each. Names of our jobs contain none of the separators.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = [
 ]
 
 QUEUE_FORMAT = "%i|%j|%T|%N|%S|%e|%L|%r"
-"""Job, name, state, nodes, start, end, time left, reason: what may hold anything comes last."""
+"""Job, name, state, nodes, start, end, time left, reason. The reason comes last because it may contain separators."""
 
 _NUM_COLUMNS = QUEUE_FORMAT.count("|") + 1
 
 
 class Course(StrEnum):
-    """What the word for a job's state means to whoever waits for it."""
+    """The meaning of a job's state for a caller that waits for the job."""
 
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
     DOUBTFUL = "doubtful"
-    """It has ended, unless the cluster is about to start it again."""
+    """The job has ended, unless the cluster is about to start it again."""
     UNKNOWN = "unknown"
-    """A word that is not known here."""
+    """A state that this module does not know."""
 
 
 _WORDS = {
@@ -51,11 +51,11 @@ _WORDS = {
 }
 _COURSES = {word: course for course, words in _WORDS.items() for word in words.split()}
 _HELD = ("launch failed requeued held", "jobholdmaxrequeue")
-"""Why Slurm itself holds a job. A hold by a person has another reason, and is that person's to end."""
+"""Reasons with which Slurm itself holds a job. A person's hold has another reason, and only that person may end it."""
 
 
 def course_of(state: str) -> Course:
-    """What a state means: the first word counts (``CANCELLED by 0``), without a ``+`` at its end."""
+    """Return the meaning of a state: its first word counts (``CANCELLED by 0``), without a ``+`` at its end."""
     words = state.split()
     return _COURSES.get(words[0].rstrip("+").upper(), Course.UNKNOWN) if words else Course.UNKNOWN
 
@@ -75,17 +75,17 @@ class JobRow:
 
     @property
     def course(self) -> Course:
-        """What its state means."""
+        """Return the meaning of the job's state."""
         return course_of(self.state)
 
     @property
     def is_held_back(self) -> bool:
-        """Whether it could not be launched, was put back, and waits for ever unless somebody releases it."""
+        """Return whether Slurm holds the job after a failed launch; it then waits until it is released."""
         return self.course is Course.WAITING and self.reason.replace("_", " ").lower().startswith(_HELD)
 
 
 def parse_queue(text: str) -> tuple[JobRow, ...]:
-    """The lines of ``squeue -h -o QUEUE_FORMAT``; those that are none are left out."""
+    """Parse the output of ``squeue -h -o QUEUE_FORMAT``. Lines in another format are skipped."""
     rows = [line.split("|", _NUM_COLUMNS - 1) for line in text.splitlines()]
     return tuple(_row(row) for row in rows if len(row) == _NUM_COLUMNS and re.fullmatch(r"[0-9]{1,18}", row[0].strip()))
 
@@ -98,7 +98,7 @@ def _row(columns: Sequence[str]) -> JobRow:
 
 
 def parse_submitted(text: str) -> int | None:
-    """The job that ``sbatch --parsable`` names in its last line, up to the name of the cluster."""
+    """Return the job number from the last line of ``sbatch --parsable``, before the name of the cluster."""
     lines = text.split("\n")
     found = [line.partition(";")[0].strip() for line in lines if line.strip()]
     return int(found[-1]) if found and re.fullmatch(r"[0-9]{1,18}", found[-1]) else None
@@ -106,7 +106,7 @@ def parse_submitted(text: str) -> int | None:
 
 @frozen(kw_only=True)
 class ExitStatus:
-    """How a job ended. ``code`` is negative for a signal; ``restarts`` says which of its lives."""
+    """How a job ended. ``code`` is negative for a signal; ``restarts`` is the number of restarts before this run."""
 
     code: int
     restarts: int = 0
@@ -115,7 +115,7 @@ class ExitStatus:
 
 @frozen(kw_only=True)
 class JobReport:
-    """What the controller remembers of one job."""
+    """What slurmctld knows about a job."""
 
     state: str
     exit: ExitStatus
@@ -123,12 +123,15 @@ class JobReport:
 
     @property
     def course(self) -> Course:
-        """What its state means."""
+        """Return the meaning of the job's state."""
         return course_of(self.state)
 
 
 def parse_job(text: str) -> JobReport | None:
-    """A job from ``scontrol show job --oneliner``, where ``ExitCode`` is status:signal; ``None`` for anything else."""
+    """Parse ``scontrol show job --oneliner``. Returns ``None`` for other text.
+
+    Its ``ExitCode`` has the form status:signal.
+    """
     found = dict(re.findall(r"(?<!\S)(JobState|ExitCode|Restarts|BatchHost|Reason)=(\S*)", text))
     code = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", found.get("ExitCode", ""))
     if code is None or "JobState" not in found:
@@ -143,7 +146,7 @@ def parse_job(text: str) -> JobReport | None:
 
 
 def parse_exit_record(text: str, *, restarts: int = 0) -> ExitStatus | None:
-    """What the script has left: status, time, node."""
+    """Parse the exit record of a job's script: status, time, node. Returns ``None`` for other text."""
     words = text.split()
     if not words or not re.fullmatch(r"[0-9]{1,3}", words[0]):
         return None
@@ -151,5 +154,5 @@ def parse_exit_record(text: str, *, restarts: int = 0) -> ExitStatus | None:
 
 
 def _signed(status: int) -> int:
-    """A shell says 128 + N for signal N."""
+    """Return the negative signal number for a shell's status of 128 + N, and other statuses unchanged."""
     return 128 - status if 128 < status <= 128 + 64 else status  # noqa: PLR2004

@@ -1,4 +1,4 @@
-"""Ending what is on record, without the home that submitted it: for the next home, and for people."""
+"""End jobs on record without the controller that submitted them: for the next controller, and for the command line."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ async def cancel_records(
     timeout_seconds: float,
     records: Sequence[JobRecord] | None = None,
 ) -> tuple[JobRecord, ...]:
-    """End every job of ``files`` that is not known to have ended; returns their records, closed. Again is fine.
+    """End every job of ``files`` that is not known to have ended, and return their records, closed. Safe to repeat.
 
     Args:
-        files: those of the run.
+        files: the files of the run.
         commands: the cluster.
-        timeout_seconds: how long they may take to end.
-        records: end these alone.
+        timeout_seconds: how long the jobs may take to end.
+        records: end only these.
 
     Raises:
-        SchedulerError: some are still there, or the cluster does not answer.
+        SchedulerError: some jobs still exist, or the cluster does not answer.
     """
     if records is None:
         records = await to_thread.run_sync(files.read_records)
@@ -75,7 +75,7 @@ async def _cancel_all(commands: SlurmCommands, records: Sequence[JobRecord]) -> 
 
 
 async def _close(files: SlurmFiles, left: dict[str, JobRecord], rows: Sequence[JobRow]) -> None:
-    """Strike out those of which nothing is left."""
+    """Close the records of jobs that have ended, and remove them from ``left``."""
     for name, record in list(left.items()):
         states = [row.course for row in rows if row.name == name]
         if all(state in (Course.ENDED, Course.DOUBTFUL) for state in states):

@@ -1,8 +1,8 @@
-"""Workers as jobs of a Slurm cluster, one job each, of which nothing is left when home leaves.
+"""The Slurm scheduler: each worker is a job, and all jobs have ended when the controller leaves.
 
-A job is on record before it is submitted, so that what a home leaves that was killed can be found: the next home of
-the same directory takes it over (``takeover``), or ``areal-actors slurm reap`` ends it. The queue is read once for all
-jobs, off the event loop; a cluster that does not answer is no reason to give up a job, nor to submit another one.
+A job is recorded before it is submitted, so that jobs of a killed controller can be found: the next controller of the
+same directory takes them over (``takeover``), or ``areal-actors slurm reap`` ends them. The queue is read once for all
+jobs, off the event loop. While the cluster does not answer, jobs are neither given up nor submitted again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _RUN_BYTES = 8
 _STOP_GRACE_SECONDS = 0.0
 _RETRY_SECONDS = 2.0
 _NUM_LOOKS = 2
-"""A submission whose outcome is not known counts as not taken when the queue has been without it so often."""
+"""A submission with an unknown outcome counts as rejected after this many queue listings without the job."""
 
 
 class SlurmScheduler:
-    """Places workers. Made by ``open``."""
+    """Places workers as Slurm jobs. Created by ``open``."""
 
     def __init__(
         self,
@@ -83,20 +83,21 @@ class SlurmScheduler:
         jitter: Callable[[], float] = random.random,
         module: str = "areal_actors.worker",
     ) -> AsyncIterator[SlurmScheduler]:
-        """Be home to the jobs of a run directory while the block lasts.
+        """Open the scheduler as the only controller of a run directory while the block lasts.
 
         Args:
             config: settings of the cluster.
-            directory: the run directory, on a file system that home shares with the nodes.
-            environment: what jobs get, cleaned of Slurm's own variables; that of this process without it.
-            wanted: what will be placed first. Jobs that a former home has left for these workers are kept, where they
-                are the same; all others that it has left have ended when the block begins.
-            jitter: from 0 to 1, so that many homes do not ask at the same moment.
-            module: what a worker's interpreter runs.
+            directory: the run directory, on a file system that the controller shares with the nodes.
+            environment: environment of the jobs, from which Slurm's variables are removed; by default that of this
+                process.
+            wanted: the workers that will be placed first. Jobs that a former controller has left for them are kept if
+                they are the same; all its other jobs have ended when the block begins.
+            jitter: returns a number from 0 to 1 that spreads the polls of many controllers over time.
+            module: the module that a worker's interpreter runs.
 
         Raises:
-            SchedulerError: Slurm is not installed or does not answer, another home lives in this directory, or an
-                earlier one has left jobs that cannot be ended; during the block, a later home has taken the jobs over.
+            SchedulerError: Slurm is not installed or does not answer, another controller holds this directory, or jobs
+                of an earlier one cannot be ended. During the block: a later controller has taken over the jobs.
         """
         config = config or SlurmConfig()
         commands = SlurmCommands(
@@ -121,20 +122,21 @@ class SlurmScheduler:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return ``slurm``."""
         return "slurm"
 
     @property
     def num_silences(self) -> int:
-        """How often the queue could not be read."""
+        """Return how often the queue could not be read."""
         return self._num_silences
 
     @asynccontextmanager
     async def place(self, spec: WorkerSpec) -> AsyncIterator[SlurmPlacement]:
-        """Submit a worker for the length of the block. When the block is left, its job is gone.
+        """Submit a job for a worker for the duration of the block. When the block exits, the job has ended.
 
         Raises:
-            SchedulerError: the cluster refuses the job, or cannot be heard; or, at the end, the job may still run.
+            SchedulerError: the cluster rejects the job or does not answer; or, at the end, the job may still be
+                running.
         """
         if any((one.spec.name, one.spec.life) == (spec.name, spec.life) for one in self._placements.values()):
             raise SchedulerError(f"{spec.name} has been placed in its life {spec.life} already; give it the next one")
@@ -145,7 +147,7 @@ class SlurmScheduler:
         placement = self._create(spec, request, kept)
         self._placements[placement.name] = placement
         try:
-            # A submission that is cut in two may have been taken: it is bounded by its own time limits instead.
+            # An interrupted submission may have been accepted, so it is bounded by its own time limits instead.
             with anyio.CancelScope(shield=True):
                 await (self._submit(placement, request) if kept is None else self._adopt(placement, kept))
             yield placement
@@ -164,7 +166,7 @@ class SlurmScheduler:
         self._kept = await take_over(self._files, self._commands, self._config, epoch=self._epoch, wanted=traits)
 
     async def _find_kept(self, spec: WorkerSpec) -> Kept | None:
-        """The job that is there for a worker. One that is not what is asked for now is ended."""
+        """Return the job kept for a worker, if any. A job that differs from what is requested now is ended."""
         kept = self._kept.get(spec.name)
         if kept is not None and kept.record.traits != self._traits(spec):
             await self._end_kept(spec.name)
@@ -258,7 +260,7 @@ class SlurmScheduler:
         self._files.write_record(placement.record)
 
     async def _find(self, name: str, deadline: float) -> Submitted | None:
-        """The job of this name, once the queue can be read; ``None`` if there is none, or time is up."""
+        """Return the job with this name once the queue can be read, or ``None`` if there is none or time is up."""
         num_looks = 0
         while num_looks < _NUM_LOOKS and anyio.current_time() < deadline:
             try:
@@ -267,6 +269,7 @@ class SlurmScheduler:
                 logger.warning("%s", error)
             else:
                 if rows:
+                    # Several jobs may exist if a submission was repeated; ``_cancel_strays`` ends the others.
                     return Submitted(job=max(row.job for row in rows))
                 num_looks += 1
             await anyio.sleep(_RETRY_SECONDS)
@@ -297,7 +300,10 @@ class SlurmScheduler:
         scope.cancel()
 
     async def is_ousted(self) -> bool:
-        """Whether a later home has taken over the jobs, which are left to it. It can, where locks are not kept."""
+        """Return whether a later controller has taken over the jobs, which are then left to it.
+
+        The lock prevents that, except on file systems that do not keep locks.
+        """
         epoch = await to_thread.run_sync(read_epoch, self._files.path)
         if epoch > self._epoch and self._ousted is None:
             why = (
@@ -311,7 +317,7 @@ class SlurmScheduler:
         return self._ousted is not None
 
     async def look(self) -> None:
-        """Read the queue once, and tell every placement. What goes wrong is counted, and not raised."""
+        """Read the queue once, and update every placement. Errors are counted and logged, not raised."""
         async with self._reading:
             if await self.is_ousted():
                 return
@@ -332,13 +338,17 @@ class SlurmScheduler:
             self._prune()
 
     def _prune(self) -> None:
-        """Forget what was left, once nothing of it is. Until then its node is avoided."""
+        """Forget placements that were left once their jobs have ended. Until then, their nodes are avoided."""
         for name in [name for name in self._left if self._placements[name].is_gone]:
             self._left.remove(name)
             del self._placements[name]
 
     def _find_avoided(self, worker: str) -> tuple[str, ...]:
-        """Nodes that do not confirm the end of a job, and those of earlier lives: whoever needs another doubts them."""
+        """Return the nodes that new jobs of ``worker`` should not use.
+
+        These are nodes that do not confirm the end of a job, and those of the worker's earlier incarnations that may
+        still be running, because a worker that needs a replacement may have failed because of its node.
+        """
         doubted = [
             one.node
             for name, one in self._placements.items()
@@ -347,7 +357,7 @@ class SlurmScheduler:
         return tuple(sorted({node for node in doubted if node}))
 
     async def _cancel_strays(self, rows: Sequence[JobRow]) -> None:
-        """Jobs of a name that another job has: a submission that was given up came late."""
+        """Cancel jobs that share the name of another job, such as a submission that was accepted too late."""
         known = {one.job for one in self._placements.values()}
         for row in rows:
             if row.job not in known and row.course in (Course.WAITING, Course.RUNNING):

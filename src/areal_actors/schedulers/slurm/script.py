@@ -1,10 +1,10 @@
-"""What is handed to sbatch: its arguments, and the script that runs on the node. Pure: from one frozen request to text.
+"""Render what is passed to sbatch: its arguments, and the script that runs on the node. Pure.
 
-The script is short on purpose. It starts one worker as a step, or all processes of a gang as one, passes on the
-warning before the time limit, leaves a record of how the worker ended, and asks Slurm to run it again if the worker
-asks for that by its exit status (``schedulers.statuses``). It works with bash 4.4.
+The script is deliberately short. It starts one worker as a step, or all processes of a gang as one step, forwards the
+warning before the time limit, records how the worker ended, and asks Slurm to run the job again if the worker requests
+it by its exit status (``schedulers.statuses``). It works with bash 4.4.
 
-Secrets are in neither: the worker finds them in a file that its owner alone can read, named by ``AREAL_BOOTSTRAP``.
+Neither contains secrets: the worker reads them from a file that only its owner can read, named by ``AREAL_BOOTSTRAP``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areal_actors.schedulers.statuses import RUN_AGAIN
 __all__ = ["JobRequest", "create_arguments", "render_script"]
 
 _GANG_WAIT_SECONDS = 30
-"""So long after the first process of a gang has ended, the others are ended that have not left by themselves."""
+"""Seconds after the end of a gang's first process at which the remaining processes are killed."""
 
 _SCRIPT = Template("""\
 #!/bin/bash
@@ -74,43 +74,43 @@ exit "$$status"
 
 @frozen(kw_only=True)
 class JobRequest:
-    """One worker as a job. ``run`` is unique, so that the job's name is. ``log`` receives what the job says."""
+    """One worker as a job. ``run`` is unique, so that the job's name is, too. ``log`` receives the job's output."""
 
     run: str = field(validator=matches_re(r"[0-9a-f]{16}"))
     worker: str = field(validator=matches_re(WORKER_NAME))
     life: int
     directory: Path
-    """The files of the jobs of a run, shared with the nodes."""
+    """The files for the jobs of a run (``files``), shared with the nodes."""
     log: Path
     working_directory: Path
     resources: Resources = field(factory=Resources)
-    """Of each of its processes."""
+    """Resources of each process."""
     num_tasks: int = 1
     avoided: tuple[str, ...] = ()
-    """Nodes that do not answer, as far as home knows; the cluster may take minutes to find out."""
+    """Nodes that do not answer, as far as the controller knows; the cluster may take minutes to notice."""
     python: Path | None = None
-    """``None``: this one, or ``python3`` in a container."""
+    """``None``: this interpreter, or ``python3`` in a container."""
     module: str = "areal_actors.worker"
-    """What the interpreter runs, once it has been found that it can begin."""
+    """The module that runs after the preflight has succeeded."""
 
     @property
     def name(self) -> str:
-        """Name of the job: no other job of the cluster has it, before or after."""
+        """Return the job's name, which no other job of the cluster has, had or will have."""
         return f"aa-{self.run}-{self.worker}.{self.life}"
 
     @property
     def is_gang(self) -> bool:
-        """Whether several processes live and die together."""
+        """Return whether the job consists of several processes that start and end together."""
         return self.num_tasks > 1
 
     def shape(self, config: SlurmConfig) -> tuple[int, int]:
-        """How many nodes it needs, and how many processes there are on each; on the last one perhaps fewer."""
+        """Return the number of nodes, and of processes on each; the last node may have fewer."""
         per_node = min(config.ranks_per_node or self.num_tasks, self.num_tasks)
         return ceil(self.num_tasks / per_node), per_node
 
 
 def create_arguments(request: JobRequest, config: SlurmConfig) -> tuple[str, ...]:
-    """The arguments of sbatch; the script goes to its standard input."""
+    """Return the arguments of sbatch; the script goes to its standard input."""
     num_nodes, per_node = request.shape(config)
     node = request.resources.times(per_node)
     gpus = node.gpus
@@ -151,11 +151,12 @@ def _site_arguments(config: SlurmConfig, avoided: tuple[str, ...]) -> list[str]:
 
 
 def _file_pattern(path: Path) -> str:
+    # Slurm expands % sequences in the names of output files.
     return str(path).replace("%", "%%")
 
 
 def render_script(request: JobRequest, config: SlurmConfig) -> str:
-    """The script that the node runs."""
+    """Return the script that runs on the node."""
     return _SCRIPT.substitute(
         name=request.name,
         quoted_name=shlex.quote(request.name),
@@ -170,15 +171,12 @@ def render_script(request: JobRequest, config: SlurmConfig) -> str:
 
 
 def _threads(cpus: int) -> str:
-    """Processes that share a node would otherwise start a thread for each of its cores."""
+    """Return a line that limits threads: processes that share a node would each start one per core otherwise."""
     return f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cpus}}}"\n'
 
 
 def _step(request: JobRequest, config: SlurmConfig) -> list[str]:
-    """Options of srun, and the command, quoted. ``--mpi=none``, because the default of a site may be absent.
-
-    Which process of a gang is at fault, the others find out and say before they leave: none is killed at once.
-    """
+    """Return the quoted options of srun, and the command."""
     num_nodes, per_node = request.shape(config)
     gang = [f"--ntasks-per-node={per_node} --distribution=block", f"--wait={_GANG_WAIT_SECONDS} --label"]
     options = [
@@ -186,6 +184,8 @@ def _step(request: JobRequest, config: SlurmConfig) -> list[str]:
         f"--nodes={num_nodes} --ntasks={request.num_tasks}",
         *(gang if request.is_gang else []),
         f"--cpus-per-task={request.resources.cpus}",
+        # --mpi=none: the plugin that a site sets as default may not be installed.
+        # --kill-on-bad-exit=0: the processes of a gang find out which of them failed, and log it before they exit.
         "--mpi=none --kill-on-bad-exit=0 --unbuffered",
     ]
     python = request.python or Path("python3" if config.container else sys.executable)

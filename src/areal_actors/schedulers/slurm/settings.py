@@ -1,7 +1,7 @@
-"""Settings of Slurm: what jobs ask for, how long things may take, what a site wants beside.
+"""Settings for Slurm: what jobs request, time limits, and options that a site needs in addition.
 
-Roles, and what each of them needs, are told elsewhere: these settings hold for every job of a run. None of them ever
-holds a secret, because arguments of jobs are seen by everybody on a cluster.
+They apply to every job of a run; roles and their resources are configured elsewhere (``schedulers.config``). No setting
+holds a secret, because every user of a cluster can read the arguments of jobs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ALLOWED_ARGUMENTS = frozenset(
         "wckey",
     }
 )
-"""Options of sbatch that a site may need and that take nothing out of our hands."""
+"""Options of sbatch that a site may need and that do not take control of the job away from the scheduler."""
 
 _ARGUMENT = re.compile(r"--(?P<option>[a-z][a-z-]*)(=(?P<value>.*))?")
 _LINE = re.compile(r"[^\x00-\x1f\x7f]+")
@@ -90,80 +90,81 @@ _lines: Any = deep_iterable(_is_line)
 
 
 class GpuOption(StrEnum):
-    """How a site wants to be asked for GPUs."""
+    """How GPUs are requested at a site."""
 
     GPUS_PER_NODE = "gpus-per-node"
     GRES = "gres"
-    """``--gres=gpu:N``: older clusters."""
+    """``--gres=gpu:N``, for older clusters."""
     NONE = "none"
-    """Not at all: nodes are given out whole, and the worker takes what it finds."""
+    """GPUs are not requested: nodes are allocated whole, and the worker uses those that it finds."""
 
 
 @frozen(kw_only=True)
 class PyxisConfig:
-    """Workers in a container of enroot, by the options that the pyxis plugin adds to srun."""
+    """Workers in an enroot container, with the options that the pyxis plugin adds to srun."""
 
     image: str = field(validator=_is_line)
-    """As ``--container-image`` takes it."""
+    """The image, in the format of ``--container-image``."""
     mounts: tuple[str, ...] = field(default=(), validator=_lines)
-    """Further ``SOURCE:TARGET[:FLAGS]``; the run directory and the working directory are mounted in any case."""
+    """Additional ``SOURCE:TARGET[:FLAGS]``; the run directory and the working directory are always mounted."""
 
 
 @frozen(kw_only=True)
 class ApptainerConfig:
-    """Workers in a container of Apptainer, which has to be in the PATH of the nodes."""
+    """Workers in an Apptainer container; apptainer must be in the PATH of the nodes."""
 
     image: str = field(validator=_is_line)
     """File or address of the image."""
     mounts: tuple[str, ...] = field(default=(), validator=_lines)
-    """Further ``SOURCE[:TARGET[:OPTIONS]]``; the run directory and the working directory are mounted in any case."""
+    """Additional ``SOURCE[:TARGET[:OPTIONS]]``; the run directory and the working directory are always mounted."""
 
 
 @frozen(kw_only=True)
 class SlurmConfig:
-    """Jobs of a Slurm cluster: one for each worker."""
+    """Settings for Slurm; each worker is a job."""
 
     partition: str | None = field(default=None, validator=_word)
     account: str | None = field(default=None, validator=_word)
     qos: str | None = field(default=None, validator=_word)
     constraint: str | None = field(default=None, validator=_word)
-    """Features that nodes must have, as ``a100&nvlink``."""
+    """Features that nodes must have, such as ``a100&nvlink``."""
     exclude: str | None = field(default=None, validator=_word)
-    """Nodes that are not to be used, as ``node[03-05],node11``."""
+    """Nodes that must not be used, such as ``node[03-05],node11``."""
     reservation: str | None = field(default=None, validator=_word)
     time_minutes: int = field(default=24 * 60, validator=ge(1))
-    """Every job has a limit, so that nothing runs for ever, whatever happens to the run."""
+    """Time limit of every job, so that no job runs indefinitely, whatever happens to the run."""
     margin_seconds: int = field(default=180, validator=and_(ge(1), le(65_535)))
-    """So long before the limit a worker is told (SIGUSR1) to write a checkpoint; Slurm may be a minute early."""
+    """How long before the time limit a worker is told (SIGUSR1) to write a checkpoint; Slurm may be a minute early."""
     max_requeues: int = field(default=3, validator=ge(0))
-    """How often a job is started again after preemption, a failed node or its time limit. 0: never."""
+    """How often a job is started again after preemption, a node failure or its time limit. 0: never."""
     gpu_option: GpuOption = GpuOption.GPUS_PER_NODE
     ranks_per_node: int | None = field(default=None, validator=optional(ge(1)))
-    """How many processes of a training gang (trainer.gang) share a node; null has all of them on one."""
+    """Number of processes of a training gang (trainer.gang) that share a node; null: all of them."""
     container: PyxisConfig | ApptainerConfig | None = None
-    """Where workers run; the interpreter and this package are then those of the image."""
+    """The container in which workers run; the interpreter and this package are then those of the image."""
     setup: tuple[str, ...] = field(default=(), validator=_lines)
-    """Lines of bash that come before the worker, as ``module load cuda``. Not for secrets."""
+    """Lines of bash to run before the worker, such as ``module load cuda``. Not for secrets."""
     extra_arguments: tuple[str, ...] = field(default=(), validator=deep_iterable(_is_allowed))
-    """Further options of sbatch, as ``--licenses=matlab``; those that are known to be harmless."""
+    """Additional options of sbatch, such as ``--licenses=matlab``; only options that are known to be harmless."""
     poll_seconds: float = field(default=5.0, validator=gt(0))
-    """How often the queue is looked at, once for the whole run. 30 is kind to a large site."""
+    """How often the queue is read, once for the whole run. 30 is considerate at a large site."""
     command_timeout_seconds: float = field(default=20.0, validator=gt(0))
     """How long one call of sbatch, squeue, scancel or scontrol may take."""
     submit_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """How long a controller that does not answer is asked to take a job."""
+    """How long a submission is retried while slurmctld does not answer."""
     cancel_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """How long leaving waits until jobs are gone; longer than the cluster's KillWait."""
+    """How long to wait at the end until all jobs are gone; must be longer than the cluster's KillWait."""
     completing_seconds: float = field(default=60.0, validator=gt(0))
-    """A cancelled job whose node does not confirm its end for so long is left to the cluster, and its node is avoided
-    until the cluster has given it up. Longer than KillWait."""
+    """How long to wait for the node of a cancelled job to confirm its end. After that, the job is left to the cluster,
+    and its node is avoided until the cluster has given it up. Longer than KillWait."""
     lost_seconds: float = field(default=60.0, validator=gt(0))
-    """A job that has not been in the queue for so long, and has left no word, counts as lost."""
+    """A job counts as lost after this time without a line in the queue and without an exit record."""
     preflight_seconds: float = field(default=60.0, validator=gt(0))
-    """How long a job tries to reach home before it gives its node back."""
+    """How long a job tries to reach the controller before it releases its node."""
     rejoin_seconds: float = field(default=300.0, validator=ge(0))
-    """How long a job that has lost home keeps its nodes for the next one, which is the same run, started again with
-    --resume; longer than two steps of the trainer. 0: it ends with its lease, and the next home submits another."""
+    """How long a job that has lost its controller keeps its nodes for the next one, which is the same run started again
+    with --resume. Must be longer than two steps of the trainer. 0: the job ends when its lease expires, and the next
+    controller submits another one."""
 
     def __attrs_post_init__(self) -> None:
         if self.margin_seconds >= self.time_minutes * 60:

@@ -1,8 +1,8 @@
-"""Taking over the jobs of a former home: those that are wanted as they are stay in the cluster, all others are ended.
+"""Take over the jobs of a former controller: keep those that are wanted unchanged, and end all others.
 
-A job that waits needs nothing but another address. One that runs has processes that know the former home, and may be
-writing a checkpoint at this moment: it is kept if each of them has let go of what it did (``schedulers.rejoining``),
-and ended otherwise. When this is over, nothing that a former home has started does anything.
+A waiting job only needs another address. A running job has processes that know the former controller and may be writing
+a checkpoint at this moment: it is kept if each of them has released its role (``schedulers.rejoining``), and ended
+otherwise. When the takeover is complete, no process that a former controller started is doing any work.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ _RETRY_SECONDS = 2.0
 
 @frozen(kw_only=True)
 class Kept:
-    """A job that waits for its worker to be placed."""
+    """A job that was kept, until its worker is placed."""
 
     record: JobRecord
     row: JobRow
     num_restarts: int
-    """How often the cluster had started it again."""
+    """How often the cluster had restarted the job."""
 
 
 async def take_over(
     files: SlurmFiles, commands: SlurmCommands, config: SlurmConfig, *, epoch: int, wanted: Mapping[str, Traits]
 ) -> dict[str, Kept]:
-    """Decide what becomes of every job on record; returns those that are kept, by worker. All others have ended.
+    """Decide about every job on record. Return the jobs that are kept, by worker; all others have ended.
 
     Args:
-        files: those of the run, whose ``epoch`` has begun.
+        files: the files of the run, whose ``epoch`` has begun.
         commands: the cluster.
-        config: ``rejoin_seconds`` is how long those that have let go stay for us; half of it is waited for the others.
-        epoch: ours.
-        wanted: what would be submitted now, by worker.
+        config: settings; after ``rejoin_seconds``, processes that have released their role exit. At most half of it is
+            spent waiting for processes that have not.
+        epoch: the epoch of this controller.
+        wanted: the traits of what would be submitted now, by worker.
 
     Raises:
         SchedulerError: the cluster does not answer, or jobs that are not kept do not end.
@@ -100,7 +101,7 @@ async def _read_queue(commands: SlurmCommands, records: Sequence[JobRecord], *, 
 
 
 class _Handover:
-    """Jobs that are to be kept, until each has let go or is lost."""
+    """Jobs to be kept, until each of them has released its role or is lost."""
 
     def __init__(self, files: SlurmFiles, commands: SlurmCommands, epoch: int, verdicts: Sequence[Verdict]) -> None:
         self.kept: list[Kept] = []
@@ -109,7 +110,7 @@ class _Handover:
         self._awaited = {one.record.name: one for one in verdicts}
 
     async def run(self, deadline: float) -> None:
-        """Until none is awaited, or time is up."""
+        """Poll until no job is awaited any longer or the deadline has passed; jobs still awaited are lost."""
         why = "it has not let go of what it did for its former home"
         while self._awaited:
             try:
@@ -135,7 +136,8 @@ class _Handover:
                 await self._ask(verdict, row, let_go)
 
     async def _ask(self, verdict: Verdict, row: JobRow, let_go: Mapping[tuple[str, int], int]) -> None:
-        """Which of its starts this one is, the controller knows; what is left of earlier ones does not count."""
+        """Keep the job if all processes of its current run have confirmed."""
+        # Only slurmctld knows the number of the current run. Confirmations of earlier runs do not count.
         report = await self._commands.describe(row.job)
         if report is None:
             return

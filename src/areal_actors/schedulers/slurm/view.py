@@ -1,7 +1,7 @@
-"""One job as it has been seen, look by look: pure, so that every course of events can be tried.
+"""The observed state of one job, updated with each queue listing. Pure, so that every sequence can be tested.
 
-A look at the queue gives a row, or none although the queue was read. What is not certain stays uncertain: a job that is
-absent, or that lost its node, may be back at the next look, and only patience turns it into one that has ended.
+A listing contains a line for the job, or none although the queue was read. Uncertain states remain uncertain: a job
+that is absent or lost its node may be back in the next listing, and counts as ended only after a time limit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _ADVICE = {
 
 @frozen(kw_only=True)
 class JobView:
-    """What is known of a job. ``has_run`` is since it last waited, ``doubtful_since`` since when it is in doubt."""
+    """What is known about a job.
+
+    ``has_run`` tells whether it has run since it last waited; ``doubtful_since`` is the time at which its state became
+    uncertain.
+    """
 
     job: int
     course: Course = Course.WAITING
@@ -53,18 +57,19 @@ class JobView:
 
 
 def observe(view: JobView, row: JobRow | None, *, now: float, patience: float) -> JobView:
-    """The view after one more look at the queue, which had ``row`` for this job, or nothing.
+    """Return the view after another queue listing, in which this job has the line ``row``, or none.
 
     Args:
-        view: what was known.
-        row: the job's line; ``None`` if the queue was read and had none.
+        view: the view before.
+        row: the job's line; ``None`` if the queue was read and has none.
         now: seconds, of any clock.
-        patience: how long a job that was last seen in doubt is given to be started again.
+        patience: how long a job in a doubtful state may take to be started again before it counts as ended.
     """
     if view.course is Course.ENDED:
         return view
     if row is None or row.course is Course.DOUBTFUL:
         return _doubt(view, row, now=now, patience=patience)
+    # Slurm does not list the number of restarts; a job that waits again after it ran was restarted.
     is_restart = row.course is Course.WAITING and view.has_run
     return JobView(
         job=view.job,
@@ -91,7 +96,7 @@ def _doubt(view: JobView, row: JobRow | None, *, now: float, patience: float) ->
 
 
 def to_status(view: JobView) -> PlacementStatus:
-    """The view in the words of every scheduler, without how the job ended."""
+    """Return the view as the status that all schedulers share, without how the job ended."""
     where = f"job {view.job}" + (f" on {view.nodes}" if view.nodes else "")
     return PlacementStatus(
         state=_STATES[view.course],

@@ -1,9 +1,9 @@
-"""The composition root: the one place that knows everybody.
+"""The composition root: the only package that knows every actor and wires them together.
 
-``inference`` opens what answers agents, ``learning`` what learns from them: in ``training`` from a dataset, in
-``serving`` from agents elsewhere. ``job`` loads what they need, ``signals`` ends it when a person asks. ``entry`` and
-``host`` stand before services that are processes of their own: they need no model, so that nothing is imported here
-before somebody asks for it.
+``inference`` opens the actors that answer agents and ``learning`` those that train on their sessions; ``training`` runs
+over a dataset and ``serving`` takes sessions from external agents. ``job`` loads what a run needs, and ``signals``
+stops a run on SIGINT or SIGTERM. ``entry`` and ``host`` stand in front of services that run as separate processes. They
+need no model, so this package imports its modules lazily, on first attribute access.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _HOMES = {
     "areal_actors.run.serving": ("Server", "serve"),
     "areal_actors.run.training": ("RunSummary", "Trainer", "train"),
 }
-"""Where each name lives; type checkers read the same above."""
+"""The module that defines each lazily imported name; keep it equal to the ``TYPE_CHECKING`` block above."""
 
 # Hidden from type checkers, for which a module with ``__getattr__`` has every attribute, misspelt ones included.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import what ``name`` stands for, once."""
+        """Import ``name`` from its module on first access and cache it in this package."""
         from importlib import import_module
 
         home = next((module for module, names in _HOMES.items() if name in names), None)

@@ -1,4 +1,4 @@
-"""The agent of a run, where its configuration wants it: in this event loop, in child processes, or as a command."""
+"""Open the agent of a run as its configuration asks: in this event loop, in child processes, or as a command."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["prepare_agent"]
 def prepare_agent(
     rollout: RolloutConfig, *, workflow: Any = None, workflow_kwargs: Mapping[str, Any] | None = None, logs: Path
 ) -> AbstractAsyncContextManager[Agent | RolloutWorkflow]:
-    """What gives the agent when it is entered, and ends its processes when it is left.
+    """Return a context manager that opens the agent and ends its processes on exit.
 
-    ``workflow`` with ``workflow_kwargs`` takes the place of what the configuration names. Raises ``WorkflowError`` for
-    what can be seen to be wrong without a process; entering raises it for the rest.
+    ``workflow`` with ``workflow_kwargs`` replaces the agent that the configuration names. Raises ``WorkflowError`` for
+    errors that can be found without starting a process; entering the context manager raises it for all others.
     """
     target = rollout.workflow if workflow is None else workflow
     kwargs = rollout.workflow_kwargs if workflow is None else workflow_kwargs

@@ -1,4 +1,4 @@
-"""Rollouts by hand: outside training, on a model that is served already, their results awaited in any order."""
+"""Rollouts submitted by hand, outside training, to a model that is already served; await their results in any order."""
 
 from __future__ import annotations
 
@@ -29,36 +29,38 @@ _STOP_SECONDS = 5.0
 
 
 class Submitted:
-    """A rollout that runs. ``await`` it, as often and from as many tasks as you like."""
+    """A submitted rollout. It can be awaited repeatedly and from several tasks."""
 
     def __init__(self, position: int) -> None:
         self.position = position
-        """Which of the rollouts of its engine it is; what the workflow reads as ``task_id``."""
+        """Index of this rollout among those of its engine; the workflow reads it as ``task_id``."""
         self._ended = anyio.Event()
         self._scope = anyio.CancelScope()
         self._group: Group | None = None
         self._failure: ArealError | None = None
 
     def __await__(self) -> Generator[Any, None, dict[str, Any] | None]:
-        """The same as ``result``."""
+        """Await ``result``."""
         return self.result().__await__()
 
     @property
     def is_over(self) -> bool:
-        """Whether its result can be had without a wait."""
+        """Return whether the result is available without waiting."""
         return self._ended.is_set()
 
     async def result(self) -> dict[str, Any] | None:
-        """All rows as tensors, padded to the longest: ``cache.arrays`` names them. ``None`` if all were rejected.
+        """Return all rows as tensors, padded to the longest row, or ``None`` if all episodes were rejected.
+
+        ``cache.arrays`` names the tensors.
 
         Raises:
-            EpisodeError: no member succeeded, and not all were rejected; or the rollout was cancelled.
+            EpisodeError: no episode succeeded and not all were rejected, or the rollout was cancelled.
         """
         episodes = [episode for episode in (await self.group()).episodes if episode.failure is None]
         return to_tensors([row for episode in episodes for row in episode.trajectories]) if episodes else None
 
     async def group(self) -> Group:
-        """The episodes, with their rewards and with the reasons of those that failed. Raises as ``result`` does."""
+        """Return the episodes with their rewards and failure reasons. Raises the same errors as ``result``."""
         await self._ended.wait()
         if self._group is None:
             raise self._failure or EpisodeError(f"Rollout {self.position} was cancelled before it was over.")
@@ -68,17 +70,19 @@ class Submitted:
         return self._group
 
     def cancel(self) -> None:
-        """Stop it, and what it asked the engine for. Harmless if it is over."""
+        """Cancel the rollout and its pending engine requests. Does nothing if the rollout is over."""
         self._scope.cancel()
 
     async def run(self, system: ActorSystem, runner: RolloutRunner, wanted: RunProblem) -> None:
-        """Do it; whoever awaits the result reads what went wrong."""
+        """Run the rollout. Errors are stored and raised to the tasks that await the result."""
         try:
             with self._scope:
                 rollouts = await system.spawn(runner, name=f"rollout-by-hand-{self.position}")
                 try:
                     self._group = await rollouts.ask(wanted)
                 finally:
+                    # Shielded, because the scope may be cancelled already and the actor must still stop; bounded,
+                    # because the runner may be unresponsive.
                     with anyio.move_on_after(_STOP_SECONDS, shield=True):
                         await rollouts.stop(grace=0)
         except ArealError as error:
@@ -88,14 +92,14 @@ class Submitted:
 
 
 def _failure_of_all(episodes: tuple[Episode, ...]) -> str | None:
-    """Why nothing came of any episode, if that is not because all were rejected."""
+    """Return the first failure that is not a rejection, or ``None`` if an episode succeeded or all were rejected."""
     reasons = [episode.failure for episode in episodes if episode.failure is not None and not episode.is_rejected]
     has_success = any(episode.failure is None for episode in episodes)
     return reasons[0] if reasons and not has_success else None
 
 
 class RolloutEngine(EpisodeEngine):
-    """What samples by hand, and runs workflows by hand. Made by ``open_rollouts``."""
+    """An engine that samples from the model and runs workflows on request. Created by ``open_rollouts``."""
 
     def __init__(
         self,
@@ -119,17 +123,17 @@ class RolloutEngine(EpisodeEngine):
         workflow_kwargs: Mapping[str, Any] | None = None,
         group_size: int = 1,
     ) -> Submitted:
-        """Begin to run ``workflow`` on one problem, ``group_size`` times at once.
+        """Start ``workflow`` on one problem, with ``group_size`` concurrent episodes, and return without waiting.
 
         Args:
             data: the problem.
             workflow: an agent or a rollout workflow: an instance, a class, or a dotted name.
             workflow_kwargs: arguments of its class.
-            group_size: members of the group; a failed or rejected one costs no sibling.
+            group_size: number of episodes; one that fails or is rejected does not affect the others.
 
         Raises:
-            WorkflowError: there is no such workflow.
-            ConfigError: the group has no member.
+            WorkflowError: the workflow cannot be found.
+            ConfigError: ``group_size`` is less than 1.
         """
         if group_size < 1:
             raise ConfigError(f"group_size must be at least 1, not {group_size}.")
@@ -159,7 +163,7 @@ async def open_rollouts(
     gconfig: GenerationConfig | None = None,
     config: RolloutsConfig | None = None,
 ) -> AsyncIterator[RolloutEngine]:
-    """An engine for rollouts by hand; those that still run when the block is left are cancelled.
+    """Open an engine for rollouts submitted by hand. Leaving the block cancels the rollouts that still run.
 
     ::
 

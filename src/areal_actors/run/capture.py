@@ -1,4 +1,4 @@
-"""The self-test of an engine that is to be trained through, against the trainer's own forward pass."""
+"""Self-test of an engine before training: compare its log-probabilities with the trainer's own forward pass."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = ["check_engine", "check_generation"]
 
 
 async def check_engine(engine: CanSample, *, policy: PolicyTrainer, renderer: Renderer) -> None:
-    """Let the engine answer a few tokens, and recompute them with ``policy``, whose weights it has.
+    """Compare the log-probabilities of a few sampled tokens with those that ``policy`` computes from the same weights.
 
-    From here on the policy knows what the engine computes in. Raises ``CaptureViolation`` with what is wrong. Does
-    nothing where ``trainer.capture`` is switched off.
+    Also tells the policy the engine's dtype. Raises ``CaptureViolation`` with the discrepancy. If ``trainer.capture``
+    is disabled, only the dtype is passed on.
     """
     policy.expect_engine(dtype=engine.info.dtype)
     if not policy.config.capture.enabled:
@@ -46,26 +46,27 @@ async def check_engine(engine: CanSample, *, policy: PolicyTrainer, renderer: Re
     prompt = renderer.render([ChatMessage(role="user", content="Count to three.")])
 
     async def compare(prompt: Ints, output: Ints, reported: Floats) -> str | None:
+        # A forward pass would block the event loop.
         return await to_thread.run_sync(_compare, policy, prompt, output, reported)
 
     await check_capture(engine, prompt=prompt, version=policy.version, compare=compare)
 
 
 async def check_generation(generation: Ref[Generation], *, policy: PolicyTrainer, renderer: Renderer) -> None:
-    """As ``check_engine``, of an engine that lives elsewhere."""
+    """Run ``check_engine`` on an engine in another process, reached through its generation actor."""
     view = await generation.ask(DescribeEngine())
     await check_engine(_EngineElsewhere(generation, view.info), policy=policy, renderer=renderer)
 
 
 @frozen
 class _EngineElsewhere:
-    """An engine behind an actor."""
+    """An engine reached through its generation actor."""
 
     generation: Ref[Generation]
     info: EngineInfo
 
     def generate(self, request: EngineRequest) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
-        """Ask the actor."""
+        """Stream the generation from the actor."""
         return self.generation.stream(Generate(request=request))
 
 

@@ -1,7 +1,8 @@
-"""One listening socket for all proxies of a machine, held at home and handed to each.
+"""One listening socket shared by all proxies of a machine, owned by the controller and passed to each proxy.
 
-While a proxy is replaced, or before the first one has come, connections wait in the socket's backlog: agents see an
-answer that takes longer, and not a refusal. The socket travels over a unix socket in the private directory of the run.
+While a proxy is being replaced, or before the first one is up, connections wait in the socket's backlog: agents see a
+slower response instead of a refused connection. The file descriptor is passed over a unix socket in the private
+directory of the run.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ __all__ = ["fetch_listener", "handing_out"]
 
 @asynccontextmanager
 async def handing_out(listener: socket, path: Path) -> AsyncIterator[None]:
-    """Hand ``listener`` to whoever connects to ``path``, while the block lasts."""
+    """Pass ``listener`` to every process that connects to ``path``, while the block lasts."""
 
     async def hand(stream: SocketStream) -> None:
         assert isinstance(stream, UNIXSocketStream)
-        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it was killed as it came
+        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # the proxy has died
             async with stream:
                 await stream.send_fds(b"\n", [listener.fileno()])
 
@@ -34,7 +35,7 @@ async def handing_out(listener: socket, path: Path) -> AsyncIterator[None]:
 
 
 async def fetch_listener(path: Path) -> socket:
-    """The socket that is handed out at ``path``. Raises ``OSError`` where nobody is, or nobody any more."""
+    """Return the listening socket that is passed at ``path``. Raises ``OSError`` if no process serves it."""
     try:
         async with await anyio.connect_unix(path) as stream:
             _, descriptors = await stream.receive_fds(1, 1)

@@ -1,4 +1,4 @@
-"""The entry point of several services as a process of its own: what ``areal-actors entry`` does."""
+"""The entry point in front of several services, as a separate process: the command ``areal-actors entry``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["parse_backends", "run_entry"]
 
 
 def parse_backends(words: Iterable[str]) -> dict[str, str]:
-    """``a=http://host:port`` as a name and a URL. Raises ``ConfigError``."""
+    """Parse words such as ``a=http://host:port`` into a mapping from name to URL. Raises ``ConfigError``."""
     backends: dict[str, str] = {}
     for word in words:
         name, equals, url = word.partition("=")
@@ -29,7 +29,7 @@ def parse_backends(words: Iterable[str]) -> dict[str, str]:
 
 
 def run_entry(backends: Mapping[str, str], *, host: str, port: int, announce: Callable[[str], object]) -> None:
-    """Forward until a signal comes. Raises ``ConfigError`` for addresses that cannot be used."""
+    """Forward requests until SIGINT or SIGTERM. Raises ``ConfigError`` for addresses that cannot be used."""
     try:
         config = EntryConfig(backends=backends, host=host, port=port)
     except ValueError as error:

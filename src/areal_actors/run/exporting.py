@@ -1,4 +1,4 @@
-"""Trained weights under their name: at the end of a run, and from the checkpoint of one that stopped early."""
+"""Export trained weights under the run's name: when a run ends, or from the checkpoint of one that stopped early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["export_run", "save_weights"]
 def save_weights(model: Any, directory: RunDirectory, *, tokenizer: ModelFiles, step: int) -> None:
     """Write the weights of ``model``, trained for ``step`` steps, as a directory that transformers loads.
 
-    It appears whole or not at all, in the place of an earlier one. Raises ``CheckpointError`` if it cannot be written.
+    The directory is replaced atomically, so an earlier export stays until the new one is complete. Raises
+    ``CheckpointError`` if it cannot be written.
     """
     from areal_actors.training.weights import export_model
 
@@ -30,12 +31,12 @@ def save_weights(model: Any, directory: RunDirectory, *, tokenizer: ModelFiles, 
 
 
 def export_run(path: Path) -> TrainedModel:
-    """Make the weights of the run in ``path``, which may have stopped early, from its newest complete checkpoint.
+    """Export the weights of the newest complete checkpoint of the run in ``path``, which may have stopped early.
 
     Raises:
-        RunDirectoryError: there is no run.
-        CheckpointError: it has no checkpoint, or weights of a later step already.
-        ModelError: the model that the run began with is gone.
+        RunDirectoryError: ``path`` holds no run.
+        CheckpointError: the run has no complete checkpoint, or the exported weights are of a later step.
+        ModelError: the model that the run started from cannot be found.
     """
     from areal_actors.training.checkpoints import find_latest
     from areal_actors.training.weights import load_weights

@@ -1,4 +1,4 @@
-"""The custom functions that a configuration names, tried on examples before a run changes anything on the disk."""
+"""Check the custom functions that a configuration names on examples, before the run changes anything on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @frozen(kw_only=True)
 class TriedFunction:
-    """A custom function that works on the examples; ``detail`` is a sentence about it."""
+    """A custom function that passed its check; ``detail`` is a sentence about it."""
 
     setting: str
     reference: FunctionReference
@@ -33,9 +33,9 @@ class TriedFunction:
 
 
 def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
-    """Import and try each custom function of ``config``. Blocks for less than a second each.
+    """Import each custom function of ``config`` and try it on examples. Blocks for less than a second per function.
 
-    Raises ``CustomFunctionError`` naming the setting, the function and what it returned.
+    Raises ``CustomFunctionError`` naming the setting, the function and the value that it returned.
     """
     return tuple(_try_all(config))
 
@@ -50,7 +50,7 @@ def _try_all(config: RunConfig) -> Iterator[TriedFunction]:
 
 
 def _try_training(config: TrainerConfig) -> Iterator[TriedFunction]:
-    from areal_actors.training import custom  # numpy, and torch once a policy loss is tried
+    from areal_actors.training import custom  # imports numpy, and torch once a policy loss is tried
 
     setting, normalisation = "trainer.advantages.normalisation", config.advantages.normalisation
     if not isinstance(normalisation, Normalisation):
@@ -88,6 +88,6 @@ def _describe(report: LawReport) -> str:
 
 
 def log_functions(tried: tuple[TriedFunction, ...]) -> None:
-    """Log a line for each function."""
+    """Log one line per function."""
     for function in tried:
         _log.info("custom_function", setting=function.setting, function=function.reference, detail=function.detail)

@@ -1,8 +1,9 @@
-"""Whether every role of a run has somewhere to be: until then nothing is begun, and nothing is held for ever.
+"""Decide whether all roles of a run have been placed, and when a partly placed run has to release its workers.
 
-Workers are placed one by one, so that two runs that want more than there is may get a part each, and would wait for
-each other without end. A run of which a role has waited for so long, while others had all they need, gives everything
-back, and asks again after a while that no two runs choose alike. Here it is decided; ``upkeep`` does it.
+Workers are placed one by one, so two runs that together want more resources than there are may each get a part and wait
+for the other without end. A run in which one role has waited for too long, while others hold resources, releases
+everything and tries again after a randomized pause, so that two runs do not retry in step. This module decides;
+``upkeep`` acts on it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _MAX_DOUBLINGS = 3
 
 
 class Gathering:
-    """The roles of one run, and the workers that are placed for them.
+    """The roles of one run and the workers that are placed for them.
 
     Args:
-        roles: those without which nothing can be done; one worker of each is enough.
-        seconds: how long some may hold what they have while others wait. It doubles with each time that it was in
-            vain, up to eightfold, lest a run that shares a full cluster with small jobs never holds on for long enough.
-        jitter: from 0 to 1.
+        roles: roles without which the run cannot work; one worker of each is enough.
+        seconds: how long some roles may hold resources while others wait. It doubles after each failed attempt, up to
+            eightfold, so that a run on a full cluster of small jobs eventually waits long enough.
+        jitter: a function that returns a number from 0 to 1.
     """
 
     def __init__(self, roles: Iterable[Role], *, seconds: float, jitter: Callable[[], float] = random.random) -> None:
@@ -38,13 +39,13 @@ class Gathering:
         self._num_in_vain = 0
         self._split_until: float | None = None
         self.round = 0
-        """How often everything was given back."""
+        """How many times everything has been released."""
         self.opens_at = float("-inf")
-        """When workers may be placed again."""
+        """The earliest time at which workers may be placed again, on the event loop's clock."""
 
     @contextmanager
     def having(self, role: Role, placement: Placement) -> Iterator[None]:
-        """A worker is placed while the block lasts."""
+        """Count a worker as placed while the block lasts."""
         self._members[placement.spec.name] = role, placement
         try:
             yield
@@ -53,18 +54,22 @@ class Gathering:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each role has a worker that runs."""
+        """Return whether each role has at least one running worker."""
         return self._roles <= self._find(PlacementState.RUNNING)
 
     @property
     def waiting(self) -> frozenset[Role]:
-        """Roles that wait for room, as far as is known, while others have some."""
+        """Roles that are known to wait for resources, if another role has a running worker; else the empty set."""
         running = self._find(PlacementState.RUNNING)
+        # A worker whose state is unknown may be running, so its role does not count as waiting.
         there = running | self._find(PlacementState.UNKNOWN)
         return (self._roles & self._find(PlacementState.PENDING)) - there if running else frozenset()
 
     def look(self, *, now: float) -> None:
-        """Give everything back if that is due: ``round`` is another one then."""
+        """Release everything if that is due, by incrementing ``round``.
+
+        ``now`` is the time in seconds on the event loop's clock.
+        """
         if self.is_whole:
             self._num_in_vain = 0
         if not self.waiting:

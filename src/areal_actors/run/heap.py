@@ -1,8 +1,8 @@
-"""The garbage collector of a process that is ours alone.
+"""Garbage collector settings for processes that run nothing but this library.
 
-Libraries leave half a million objects behind when they are loaded, which live as long as the process, and thousands of
-open requests keep theirs for longer than the collector expects. Walking through all of that again and again took a
-third of the CPU time of a proxy with a thousand sessions. A program that embeds us decides for itself.
+Imported libraries leave half a million objects that live as long as the process, and thousands of open requests keep
+theirs for longer than the collector expects. Traversing all of them again and again took a third of the CPU time of a
+proxy with a thousand sessions. A program that embeds the library keeps its own settings.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from contextlib import contextmanager
 __all__ = ["settled_heap"]
 
 _NUM_YOUNG = 10_000
-"""Allocations between two looks at the young objects; Python's 700 is less than what a few requests in flight hold."""
+"""Allocations between two collections of the young generation.
+
+Python's default of 700 is less than a few pending requests hold.
+"""
 
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """For the length of the block, take what there is for permanent, and look at new objects less often."""
+    """Freeze all existing objects and collect the young generation less often, while the block lasts."""
     young, *older = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(max(young, _NUM_YOUNG) if young else 0, *older)  # 0: somebody has switched it off
+    gc.set_threshold(max(young, _NUM_YOUNG) if young else 0, *older)  # 0: automatic collection is switched off
     try:
         yield
     finally:

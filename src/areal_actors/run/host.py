@@ -1,4 +1,4 @@
-"""A host as a process of its own: what ``areal-actors host`` does."""
+"""A host as a separate process: the command ``areal-actors host``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = get_logger(__name__)
 
 @frozen(kw_only=True)
 class Host:
-    """What is open."""
+    """An open host."""
 
     endpoint: Endpoint = field(repr=False)
     hosting: Ref[Hosting]
@@ -43,7 +43,7 @@ class Host:
 
 
 def run_host(config: RunConfig, *, announce: Callable[[str], object]) -> None:
-    """Serve until a signal comes; a second one leaves at once. Raises ``ConfigError``."""
+    """Serve until SIGINT or SIGTERM; a second signal exits at once. Raises ``ConfigError``."""
     anyio.run(_run, config, announce)
 
 
@@ -61,7 +61,7 @@ async def _run(config: RunConfig, announce: Callable[[str], object]) -> None:
 async def _listen(signals: AsyncIterator[signal.Signals], stopping: anyio.Event) -> None:
     async for number in signals:
         if stopping.is_set():
-            # Nothing is waited for: whoever asks twice means now, and no service outlives this process.
+            # Exit without cleanup: a second signal asks for that, and no service outlives this process.
             os._exit(EXIT_INTERRUPTED)
         _log.warning("stopping", reason=number.name, detail="saving what is trained; once more to leave at once")
         stopping.set()
@@ -69,9 +69,9 @@ async def _listen(signals: AsyncIterator[signal.Signals], stopping: anyio.Event)
 
 @asynccontextmanager
 async def open_host(config: RunConfig, *, provider: ServiceProvider | None = None) -> AsyncIterator[Host]:
-    """Serve while the block lasts; its end stops all services, each with a checkpoint.
+    """Serve while the block lasts. On exit all services are stopped, each after saving a checkpoint.
 
-    ``provider`` starts services in another way than as child processes of this one. Raises ``ConfigError``.
+    ``provider`` replaces the default, which starts services as child processes. Raises ``ConfigError``.
     """
     check_host(config)
     key_file, settings = config.fileroot / "host.key", config.fileroot / "host.yaml"
@@ -94,12 +94,12 @@ async def open_host(config: RunConfig, *, provider: ServiceProvider | None = Non
         try:
             yield Host(endpoint=endpoint, hosting=hosting, accounts=accounts, key_file=key_file)
         finally:
-            with anyio.CancelScope(shield=True):  # every service is given a bounded time
+            with anyio.CancelScope(shield=True):  # each service has a bounded time to stop
                 await hosting.ask(StopServices())
 
 
 def check_host(config: RunConfig) -> None:
-    """Raises ``ConfigError`` for settings that one service may have, and many may not."""
+    """Raise ``ConfigError`` for settings that are valid for a single service but not for several."""
     problems = []
     if not config.journal.enabled:
         problems.append("journal.enabled: a host stops services and starts them again; leave the journal on")
@@ -115,14 +115,15 @@ def check_host(config: RunConfig) -> None:
 
 
 def _listening(config: RunConfig) -> ProxyConfig:
-    """Where the host listens, with the bounds that its services have, too."""
+    """Return the proxy settings with the host's own address, and with the limits that its services have."""
     own = config.host
     return evolve(config.proxy, host=own.host, port=own.port, public_host=own.public_host, admin_key=None)
 
 
 def _prepare(config: RunConfig, key_file: Path, settings: Path) -> str:
-    """Write what services read, and the key that opens the host, which is returned."""
+    """Write the settings file of the services and the admin key file of the host, and return the key."""
     config.fileroot.mkdir(parents=True, exist_ok=True)
+    # A generated key is reused after a restart, so that clients keep working.
     key = config.host.admin_key or (key_file.read_text().strip() if key_file.exists() else create_admin_key())
     _write(key_file, lambda path: path.write_text(key + "\n"))
     _write(settings, lambda path: save_config(_of_services(config), path))
@@ -130,13 +131,13 @@ def _prepare(config: RunConfig, key_file: Path, settings: Path) -> str:
 
 
 def _of_services(config: RunConfig) -> RunConfig:
-    """What all services have in common: any port of this machine, keys of their own, and the users of the host."""
+    """Return the settings that all services share: loopback, any free port, generated keys, and the host's users."""
     proxy = evolve(config.proxy, host="127.0.0.1", port=0, public_host=None, admin_key=None, open_sessions=False)
     return evolve(config, proxy=proxy, users=config.user_accounts, host=evolve(config.host, admin_key=None))
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """For its owner alone, whole or not at all."""
+    """Replace ``path`` atomically, with permissions for its owner only."""
     new = path.with_name(f"{path.name}.new")
     os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
     write(new)

@@ -1,7 +1,7 @@
-"""Everything between an agent and a model: engine, generation, capacity, sessions, exporter, and the proxy before them.
+"""The actors between an agent and a model: engine, generation, capacity, sessions, exporter, and the proxy.
 
-``open_inference`` opens them inside the caller's event loop, asyncio or trio, and closes them with the block. Training
-adds its own actors to the same system (``training``).
+``open_inference`` opens them in the caller's event loop, asyncio or trio, and closes them when the block is left.
+Training adds its own actors to the same system (``training``).
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ FORGET_SECONDS = 5.0
 
 @frozen(kw_only=True)
 class Inference:
-    """What is open: the actors' refs, and where the proxy listens.
+    """The refs of the open actors, and the endpoint at which the proxy listens.
 
-    ``leftovers`` is what the journal's earlier processes left to be done beside the sessions, which live on.
+    ``leftovers`` is unfinished work found in the journal of earlier processes, apart from the sessions, which are
+    restored.
     """
 
     system: ActorSystem
@@ -71,28 +72,28 @@ class Inference:
     progress: Ref[Progress] | None = None
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
-    """Users and their keys, where a file for them was named."""
+    """Users and their keys, if the configuration names a file for them."""
     leftovers: Leftovers = field(factory=Leftovers)
 
     def rollouts(self, *, gconfig: GenerationConfig | None = None) -> AbstractAsyncContextManager[RolloutEngine]:
-        """An engine that runs agents and rollout workflows by hand; what still runs ends with the block."""
+        """Open an engine that runs agents and rollout workflows on request. Leaving the block cancels running ones."""
         return open_rollouts(self, gconfig=gconfig)
 
     @asynccontextmanager
     async def session(self, task: str = "session") -> AsyncIterator[EmbeddedSession]:
-        """One trajectory: whatever is asked with its key belongs to it. It is forgotten when the block ends."""
+        """Open a session for one trajectory: every request made with its key belongs to it. It is forgotten on exit."""
         opened = await self.sessions.ask(OpenSession(task=task))
         try:
             yield EmbeddedSession(opened=opened, inference=self)
         finally:
-            # The block's own error must not hide behind that of a session manager which has stopped.
+            # If the session manager has stopped, its error must not replace the error of the block.
             with anyio.move_on_after(FORGET_SECONDS, shield=True), suppress(ActorStopped):
                 await self.sessions.tell(ForgetSession(session=opened.session))
 
 
 @frozen(kw_only=True)
 class EmbeddedSession:
-    """A session for somebody's own app: a base URL and a key for any client, a reward, and the rows to train on."""
+    """A session for an application in this process: a base URL and key for any client, a reward, and training rows."""
 
     opened: SessionOpened
     inference: Inference = field(repr=False)
@@ -104,29 +105,29 @@ class EmbeddedSession:
 
     @property
     def api_key(self) -> str:
-        """What an SDK takes as its API key. It opens the session for rewards as well."""
+        """The key to pass to an SDK as its API key. It also authorizes rewards and the end of the session."""
         return self.opened.api_key
 
     @property
     def completion_key(self) -> str:
-        """The key for agents that are not trusted: it asks the model, and can neither reward nor end the session."""
+        """The key for untrusted agents: it authorizes completions, but neither rewards nor the end of the session."""
         return self.opened.completion_key
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI SDK takes as its base URL."""
+        """The base URL to pass to an OpenAI SDK."""
         return self.inference.endpoint.session_base_url(self.opened.session)
 
     async def set_reward(self, reward: float, *, interaction: str | None = None) -> None:
-        """Reward the last completed answer, or the one with the id ``interaction`` (the completion's id).
+        """Reward the last completed answer, or the one whose completion id is ``interaction``.
 
-        Raises ``RewardError`` or ``NotFound`` for a reward that is no number or an id that is unknown.
+        Raises ``RewardError`` if the reward is not a number, or ``NotFound`` if the id is unknown.
         """
         named = None if interaction is None else InteractionId(interaction)
         await self.inference.sessions.ask(SetReward(credential=self._credential, reward=reward, interaction=named))
 
     async def export(self, *, discount: float | None = None, style: str | None = None) -> Episode:
-        """End the session and build its training rows."""
+        """End the session and return its training rows."""
         await self.inference.sessions.ask(EndSession(credential=self._credential))
         return await self.inference.exports.ask(
             ExportSession(session=self.opened.session, discount=discount, style=style)
@@ -148,10 +149,11 @@ async def open_actors(
     progress: ProgressReporter | None = None,
     journal: Journal | None = None,
 ) -> AsyncIterator[Inference]:
-    """The actors around an engine that is open already. ``version`` and ``start`` are where a resumed run stands.
+    """Open the actors around an engine that is already open.
 
-    ``progress`` hears of the sessions that an intake takes in. What external agents do is written to ``journal``, and
-    what it holds is restored first. Raises ``JournalError`` if it cannot be read.
+    ``version`` and ``start`` are the policy version and data position of a resumed run. ``progress`` is notified of the
+    sessions that an intake accepts. The actions of external agents are written to ``journal``, and its content is
+    restored first. Raises ``JournalError`` if the journal cannot be read.
     """
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine), name="generation")

@@ -1,4 +1,4 @@
-"""The kernel: typed actors under structured concurrency, on asyncio and trio. It knows no reinforcement learning."""
+"""Typed actors under structured concurrency, on asyncio and trio. Contains no reinforcement learning code."""
 
 from __future__ import annotations
 

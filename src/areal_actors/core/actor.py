@@ -1,4 +1,4 @@
-"""What the author of an actor writes against: ``Actor``, and the ``Context`` that its lifespan receives.
+"""The interface for authors of actors: ``Actor``, and the ``Context`` that its lifespan receives.
 
 ::
 
@@ -11,7 +11,7 @@
         @Grant.handler
         async def grant(self, message: Grant) -> Granted: ...
 
-How an actor is run lives in ``cell``.
+``cell`` implements how an actor is run.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Actor(Generic[P]):
-    """Owner of some state, reached by messages of the protocol ``P`` (or of several: ``Actor[A | B]``) only.
+    """An owner of state that is reached only by messages of the protocol ``P`` (or of several: ``Actor[A | B]``).
 
-    One message is handled at a time unless a handler declares ``concurrency``. A handler that raises on an ask fails
-    that ask; on a tell, it crashes the actor and its supervision decides. Handlers are methods and can be called
-    directly in tests.
+    An actor handles one message at a time unless a handler declares ``concurrency``. If a handler raises on an ask,
+    that ask fails. If it raises on a tell, the actor crashes and its supervision policy decides what happens next.
+    Handlers are methods and can be called directly in tests.
 
     Raises:
-        ProtocolError: at class creation, for two handlers of one message or a message of a foreign protocol; at spawn,
-            for a message of the protocol without a handler.
+        ProtocolError: at class creation, for two handlers of one message or for a message of a protocol that the actor
+            does not name; at spawn, for a message of the protocol without a handler.
     """
 
     __areal_actor_root__: ClassVar[bool] = True
@@ -57,17 +57,20 @@ class Actor(Generic[P]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:  # noqa: ARG002
-        """The actor's life around its messages, entered and left in the actor's own task.
+        """Set up and tear down an incarnation; entered and left in the actor's own task.
 
-        ``spawn`` returns once it is entered. It is left after the last handler and background task has ended, shielded
-        from cancellation for a bounded time. If the actor crashes, the error passes through, for the record: it cannot
-        be swallowed here.
+        ``spawn`` returns once the lifespan is entered. The lifespan is left after the last handler and background task
+        have ended, shielded from cancellation for a bounded time (``cleanup_seconds`` of the system). If the actor
+        crashes, the error is raised at the ``yield`` so that the lifespan can record it; it cannot be swallowed here.
         """
         yield
 
 
 class BackgroundTasks:
-    """Tasks beside the handlers that end with the actor; one that raises crashes it."""
+    """Background tasks of an actor.
+
+    They run concurrently with its handlers and end with it; one that raises crashes it.
+    """
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
@@ -78,9 +81,10 @@ class BackgroundTasks:
         *arguments: *Arguments,
         name: str | None = None,
     ) -> None:
-        """Run ``function(*arguments)`` beside the actor until it returns or the actor ends.
+        """Run ``function(*arguments)`` in the background until it returns or the actor ends.
 
-        The task acts on nobody's behalf: it may ask any actor, its own included. It must outlive neither.
+        The task does not belong to any message that is being handled, so it may ask any actor, including its own. It
+        must not outlive the actor.
         """
         self._cell.start_background(
             lambda: function(*arguments), name or str(getattr(function, "__qualname__", "task"))
@@ -88,12 +92,12 @@ class BackgroundTasks:
 
 
 class Context:
-    """What an actor knows of its surroundings, for one incarnation."""
+    """The view that an actor has of its system and of itself, for one incarnation."""
 
     def __init__(self, cell: Cell, incarnation: int) -> None:
         self._cell = cell
         self.incarnation = incarnation
-        """1 for the first life, one more after each restart."""
+        """Number of this incarnation: 1 at the first start, incremented at each restart."""
         self.tasks = BackgroundTasks(cell)
         """Background tasks that end with the actor."""
 
@@ -104,18 +108,19 @@ class Context:
 
     @property
     def system(self) -> ActorSystem:
-        """The system that the actor lives in; it can spawn others there."""
+        """The system that runs the actor; use it to spawn other actors."""
         return self._cell.system
 
     @property
     def self_ref(self) -> Ref[Any]:
-        """The actor's own ref, to hand out or to tell itself something."""
+        """A ref to this actor, to pass to other actors or to send messages to itself."""
         return self._cell.ref
 
     def watch(self, ref: Ref[Any]) -> None:
-        """Have a ``Down`` delivered on the control lane whenever an incarnation of ``ref`` ends.
+        """Deliver a ``Down`` on this actor's control lane whenever an incarnation of ``ref`` ends.
 
-        Watching twice is watching once; an actor that is gone already is reported at once.
+        Watching the same ref twice has no further effect. If the watched actor has already ended, the ``Down`` is
+        delivered at once.
 
         Raises:
             ProtocolError: this actor has no handler for ``Down``.
@@ -125,5 +130,8 @@ class Context:
         ref.life.watch(self._cell.hear)
 
     def stop(self) -> None:
-        """Ask for the actor's own end: returns at once; what was accepted is handled for up to the system's grace."""
+        """Request that this actor stops, and return at once.
+
+        Messages that were already accepted are handled for up to the system's grace period.
+        """
         self._cell.request_stop(None)

@@ -1,4 +1,4 @@
-"""The cell: one actor's task, from its first incarnation to its last.
+"""The cell: runs the task of one actor, from its first incarnation to its last.
 
 ::
 
@@ -6,11 +6,13 @@
          │        │ crash
          └── back-off ◀── supervision ──▶ Stop: gone │ Escalate: the error leaves the system's task group
 
-The nesting of scopes is what makes the end orderly. ``life`` surrounds the lifespan and is shielded, with a deadline,
-only while it is left; ``work`` surrounds the handling of messages, and its deadline is the grace of a stop; the task
-group outside both holds concurrent handlers and background tasks, and is cancelled before the lifespan is left.
+The nesting of scopes makes the shutdown orderly. The scope ``life`` surrounds the lifespan; it is shielded, with a
+deadline, only while the lifespan is left. The scope inside it (see ``_working``) surrounds the handling of messages,
+and its deadline is the grace period of a stop. The task group outside both holds concurrent handlers and background
+tasks, and is cancelled before the lifespan is left.
 
-Handling messages is in ``serving``, decisions in ``supervision``, the sender's side in ``local``.
+Messages are handled in ``serving``, restart decisions are made in ``supervision``, and the sender's side is in
+``local``.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @frozen(kw_only=True, eq=False)
 class Blueprint:
-    """What an actor is made from: its first instance, the factory of the following ones, and how it is run."""
+    """The first instance of an actor, the factory of the following ones, its supervision and its mailbox size."""
 
     name: str
     first: Actor[Any]
@@ -58,6 +60,7 @@ class Blueprint:
     mailbox_size: int
 
     def __attrs_post_init__(self) -> None:
+        # Checked at spawn and not at class creation, because messages may be defined after the actor's class.
         check_complete(type(self.first), self.first.handlers)
         if isinstance(self.supervision, Restart) and self.create is None:
             kind = type(self.first).__name__
@@ -67,7 +70,11 @@ class Blueprint:
             )
 
     def recreate(self) -> Actor[Any]:
-        """Fresh state for the next incarnation."""
+        """Create the instance, with fresh state, for the next incarnation.
+
+        Raises:
+            ProtocolError: the factory returned an instance of a different class than at first.
+        """
         actor = self.first if self.create is None else self.create()
         if type(actor) is not type(self.first):
             raise ProtocolError(
@@ -79,7 +86,7 @@ class Blueprint:
 
 @define
 class Counters:
-    """What an actor has done since its first start."""
+    """Counts of the messages that an actor has handled, failed, cancelled and dropped since its first start."""
 
     handled: int = 0
     failed: int = 0
@@ -88,7 +95,7 @@ class Counters:
 
 
 class Cell(Watched):
-    """Runs one actor; outlives its incarnations. Only the kernel touches it: others hold a ref."""
+    """The runtime of one actor across its incarnations. Internal to the kernel: all other code holds a ref."""
 
     def __init__(self, system: ActorSystem, blueprint: Blueprint, random: Random) -> None:
         super().__init__()
@@ -121,17 +128,17 @@ class Cell(Watched):
 
     @property
     def cleanup_seconds(self) -> float:
-        """How long what is shielded during an end may take."""
+        """Time limit, in seconds, of shielded clean-up when the actor ends."""
         return self.system.cleanup_seconds
 
     def occupant(self) -> Frame | None:
-        """The frame that keeps the loop from the next message; ``None`` while it is idle."""
+        """Return the frame that keeps the loop from taking the next message; ``None`` while the loop is idle."""
         return self.occupying if self.mailbox.wake is None else None
 
     # ------------------------------------------------------------------------------------------------ life
 
     async def run(self) -> None:
-        """Live, crash and be restarted, until stopped, given up or cancelled."""
+        """Run the actor, with restarts after crashes, until it is stopped, its policy gives up or it is cancelled."""
         current_frame.set(self.frame)
         error: Exception | None = None
         try:
@@ -145,11 +152,15 @@ class Cell(Watched):
                     break
         finally:
             self._bury(error)
+        # Raised inside the system's task group, which thereby cancels all other actors.
         if error is not None and self._is_escalating():
             raise error
 
     async def _incarnate(self) -> Exception | None:
-        """One life of the actor; the error that ended it, or ``None`` if it was stopped or never born."""
+        """Run one incarnation. Return the error that crashed it, or ``None`` if it was stopped or failed to start.
+
+        An error at the first start is stored in ``birth_error``, so that ``spawn`` raises it.
+        """
         self.incarnation += 1
         self._crash = None
         try:
@@ -164,22 +175,27 @@ class Cell(Watched):
         return None
 
     def _follows_from_the_end(self, crash: Exception) -> bool:
-        """Whether ``crash`` only says that somebody has stopped, which is no news while everything does."""
+        """Return whether ``crash`` is an ``ActorStopped`` while this actor or the system is stopping too."""
         return isinstance(crash, ActorStopped) and (self.mailbox.closed or self.system.is_closing)
 
     async def _live(self, actor: Actor[Any]) -> None:
         async with anyio.create_task_group() as tasks:
             serving = self.serving = Serving(self, actor, tasks)
+            # The deadline bounds the entry of the lifespan: a stop during the start cancels it when the grace period
+            # ends.
             with self.loop.new_scope(deadline=self._stop_deadline) as life:
                 self._scope = life
                 async with _lifespan_of(actor, Context(self, self.incarnation)), self._working(life, serving):
                     self.state = ActorState.STOPPING if self.mailbox.closed else ActorState.RUNNING
                     self.born.set()
                     await serving.serve()
+            # A lifespan that was cut off before its ``yield`` may have started background tasks already.
             tasks.cancel_scope.cancel()
             if life.cancelled_caught and self.born.is_set():
                 logger.warning("actor %r did not end within %s s and was cut off", self.name, self.cleanup_seconds)
         if self._crash is not None:
+            # Without this, an async context manager that suppresses the exception would turn a crash into a normal
+            # stop.
             raise self._crash  # a lifespan sees the error, but must not swallow it
         if not self.born.is_set():
             raise ActorStopped(f"actor {self.name!r} was stopped before its lifespan was entered")
@@ -197,6 +213,8 @@ class Cell(Watched):
         finally:
             self._scope = None
             self.occupying = self.frame
+            # The shield protects the clean-up from the system's cancellation; the deadline keeps it from blocking the
+            # shutdown.
             life.deadline = self.loop.now() + self.cleanup_seconds
             life.shield = True
             await serving.end_tasks()
@@ -204,7 +222,10 @@ class Cell(Watched):
     # ------------------------------------------------------------------------------------------------ the end
 
     def request_stop(self, grace: float | None) -> None:
-        """Close the mailbox and let the actor end within ``grace`` seconds (``None``: the system's); idempotent."""
+        """Close the mailbox and let the actor end within ``grace`` seconds (``None``: the system's default).
+
+        Idempotent. Repeated calls can only shorten the deadline.
+        """
         deadline = self.loop.now() + (self.system.grace if grace is None else grace)
         self._stop_deadline = min(self._stop_deadline, deadline)
         if self._scope is not None:
@@ -216,7 +237,7 @@ class Cell(Watched):
             self.mailbox.close()
 
     def abandon(self, ask: Ask) -> None:
-        """Nobody waits for ``ask`` any longer: forget it if it is queued, cancel its handler if it runs."""
+        """Discard ``ask`` if it is queued, or cancel its handler if it runs, because its asker no longer waits."""
         if ask.phase is Phase.QUEUED:
             self.mailbox.discard(ask)
             self.counters.cancelled += 1
@@ -234,7 +255,7 @@ class Cell(Watched):
         return isinstance(policy.then if isinstance(policy, Restart) else policy, Escalate)
 
     async def _back_off(self, delay: float, error: Exception) -> bool:
-        """Wait before a restart; ``False`` if a stop came first."""
+        """Wait ``delay`` seconds before a restart. Return ``False`` if a stop was requested meanwhile."""
         self.state = ActorState.RESTARTING
         logger.warning("actor %r crashed and restarts in %.2f s", self.name, delay, exc_info=error)
         with anyio.move_on_after(delay):
@@ -252,13 +273,17 @@ class Cell(Watched):
         if error is not None and not self._is_escalating():
             logger.error("actor %r crashed", self.name, exc_info=error)
         reason = DownReason.STOPPED if error is None else DownReason.CRASHED
+        # The order matters: watchers are notified before the name becomes free and before ``stop`` returns.
         self.last_words = self._report_down(reason, error, is_restarting=False)
         self.system.forget(self)
         self.born.set()
         self.gone.set()
 
     def _fail_queued(self, entry: object) -> bool:
-        """End an ask that was never handled; ``True`` for what nobody needs to hear of."""
+        """Fail an ask that was never handled.
+
+        Return ``True`` if ``entry`` need not be counted as dropped (an ask or a ``Down``).
+        """
         if isinstance(entry, Ask):
             entry.fail(ActorStopped(f"actor {self.name!r} ended before it came to {entry.handler.message.__name__}"))
         return isinstance(entry, (Ask, Down))
@@ -266,7 +291,7 @@ class Cell(Watched):
     # ------------------------------------------------------------------------------------------------ watching
 
     def hear(self, down: Down) -> None:
-        """Note that somebody whom this actor watches has ended."""
+        """Queue the ``Down`` of an actor that this actor watches."""
         if not self.mailbox.closed:
             self.mailbox.push_control(down)
 
@@ -284,13 +309,14 @@ class Cell(Watched):
     # ------------------------------------------------------------------------------------------------ tasks, figures
 
     def start_background(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
-        """Run ``function`` beside the present incarnation."""
+        """Run ``function`` in the background of the present incarnation."""
         assert self.serving is not None, "a context exists only within an incarnation"
         self.serving.start_background(function, name)
 
     def statistics(self) -> ActorStatistics:
-        """A snapshot of the figures."""
+        """Return a snapshot of the actor's statistics."""
         mailbox, counters = self.mailbox, self.counters
+        # The loop sets ``wake`` only while it sleeps.
         is_busy = mailbox.wake is None and self.state in (ActorState.RUNNING, ActorState.STOPPING)
         return ActorStatistics(
             name=self.name,

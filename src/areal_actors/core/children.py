@@ -1,8 +1,8 @@
-"""Child processes that leave nothing behind: each leads a process group, and the group ends with it, and with us.
+"""Child processes that are always cleaned up: each leads a process group, which is killed when this process ends.
 
-A child is given the reading end of a pipe that nobody ever writes to, the lifeline. It closes when this process ends,
-in whichever way, and then the kernel of Linux kills the child's whole group; elsewhere it is up to the child to watch
-it (``workflows.worker`` does). What a child says goes to a ``BoundedLog``.
+A child inherits the reading end of a pipe that carries no data, the lifeline. The pipe closes when this process ends,
+for any reason, and the Linux kernel then kills the child's whole group; on other systems the child has to watch the
+pipe itself (``workflows.worker`` does). The child's stderr goes to a ``BoundedLog``.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from anyio.abc import ByteReceiveStream, Process
 __all__ = ["LAST_WORDS_SECONDS", "BoundedLog", "Child", "read_all"]
 
 GRACE_SECONDS = 2.0
-"""How long a process may take to leave after SIGTERM."""
+"""Time that a process has to exit after SIGTERM."""
 
 _TAIL_BYTES = 4096
 LAST_WORDS_SECONDS = 1.0
-"""How long is waited for the end of what an ended process said; a daemon that it left may hold the pipe for ever."""
+"""Time to wait for the rest of an ended process's stderr, which a daemon that it left behind may hold open forever."""
 _REAP_SECONDS = 10.0
-"""How long is waited for the status of a process that has been killed."""
+"""Time to wait for the exit status of a process that has been killed."""
 
 
 class BoundedLog:
-    """What one process after another says: at most two files of ``max_bytes``, and the last words in memory.
+    """The output of successive processes: at most two files of ``max_bytes``, and the last 4096 bytes in memory.
 
-    A full file is renamed to ``<name>.1``, in the place of the one before. Without a ``path`` only the last words are
-    kept.
+    A full file is renamed to ``<name>.1``, which replaces the previous one. Without a ``path`` only the last bytes in
+    memory are kept.
     """
 
     def __init__(self, path: Path | None = None, *, max_bytes: int = 4 * 1024 * 1024) -> None:
@@ -47,15 +47,15 @@ class BoundedLog:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def begin(self) -> None:
-        """Another process begins to speak."""
+        """Start the output of another process: clear ``last_words``."""
         self._last = b""
 
     def write(self, chunk: bytes, *, is_last_words: bool = True) -> None:
-        """Keep what was said, on disk and, if they may become its last words, in memory."""
+        """Append ``chunk`` to the file and, if ``is_last_words``, to the tail that is kept in memory."""
         if is_last_words:
             self._last = (self._last + chunk)[-_TAIL_BYTES:]
         if self._path is not None:
-            with suppress(OSError):  # a full disk must not cost the episode; whatever matters on disk will say so
+            with suppress(OSError):  # a full disk must not fail the episode; writes that matter report it themselves
                 self._append(self._path, chunk[-self._max_bytes :])
 
     def _append(self, path: Path, chunk: bytes) -> None:
@@ -69,12 +69,12 @@ class BoundedLog:
 
     @property
     def last_words(self) -> str:
-        """The end of what the present process said."""
+        """The end of the output of the present process."""
         return self._last.decode(errors="replace").strip()
 
 
 class Child:
-    """One process, the leader of its own group. Make it with ``start``; whoever did so ends it with ``kill``."""
+    """A process that leads its own process group. Create it with ``start``; the caller must end it with ``kill``."""
 
     def __init__(self, process: Process, *, lifeline: int, log: BoundedLog) -> None:
         self.process = process
@@ -93,20 +93,24 @@ class Child:
         directory: Path | None = None,
         is_gated: bool = False,
     ) -> Child:
-        """Start what ``create_command`` makes of the lifeline's descriptor. Raises ``OSError`` for no program.
+        """Start the command that ``create_command`` returns for the descriptor of the lifeline.
 
-        It works in ``directory``, or where this process does. One that is gated reads a line from the lifeline, once,
-        before it does anything that would have to be ended.
+        The process runs in ``directory``, by default the current directory. A gated process (``is_gated``) reads one
+        line from the lifeline before it does anything that would have to be ended.
+
+        Raises:
+            OSError: the program cannot be started.
         """
         reader, writer = os.pipe()
         try:
-            # Cancelled half-way, both event loops end what they have started.
+            # If this is cancelled half-way, both event loops end the process that they have started.
             process = await anyio.open_process(
                 create_command(reader),
                 stdin=stdin,
                 env=environment,
                 cwd=directory,
                 pass_fds=(reader,),
+                # The child leads a new process group, which can be killed as a whole.
                 start_new_session=True,
             )
             _kill_with_us(reader, group=process.pid, gate=writer if is_gated else None)
@@ -120,19 +124,20 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the leader is, as far as we have heard."""
+        """True if the leader runs, as far as is known: its exit status has not been collected yet."""
         return self.process.returncode is None
 
     async def listen(self) -> None:
-        """Log what the child says on stderr, until nobody can say anything there any more."""
+        """Log the child's stderr until every process that holds the pipe has closed it."""
         assert self.process.stderr is not None
         await read_all(self.process.stderr, self.log.write)
         self._is_silent.set()
 
     async def wait_for_leader(self) -> None:
-        """Until the leader has ended, whoever of its group may still hold its pipes.
+        """Wait until the leader has ended, even if other processes of its group still hold its pipes.
 
-        ``asyncio`` before Python 3.12 waits for those, too, and so for ever if a command leaves a server running.
+        On Python before 3.12, ``asyncio`` also waits for the pipes to close, so that it waits forever if a command
+        leaves a server running. Hence the wait on a pidfd, where the system has them.
         """
         if not hasattr(os, "pidfd_open"):
             await self.process.wait()
@@ -147,9 +152,9 @@ class Child:
             os.close(descriptor)
 
     async def kill(self, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        """End the whole group: it is asked to leave, and after ``grace_seconds`` made to. Cannot be cancelled.
+        """End the whole group: send SIGTERM, and after ``grace_seconds`` SIGKILL. Shielded from cancellation.
 
-        Of a group that has been ended nothing is left to be ended: its number may be another's by now.
+        Later calls do nothing: once the group has ended, the system may have given its number to another one.
         """
         if self._lifeline < 0:
             return
@@ -158,34 +163,38 @@ class Child:
             if grace_seconds > 0:
                 with anyio.move_on_after(grace_seconds):
                     await self.wait_for_leader()
+            # Also after a clean exit of the leader: other members of the group may still run.
             self.kill_rest()
             with anyio.move_on_after(LAST_WORDS_SECONDS):
                 await self._is_silent.wait()
             await self._close()
 
     async def reap(self) -> None:
-        """Wait, not for ever, until it is known how the leader ended: on a busy machine that is heard of late."""
+        """Wait up to 10 s for the exit status of the leader, which can arrive late on a busy machine."""
         with anyio.move_on_after(_REAP_SECONDS):
             while self.process.returncode is None:
                 with anyio.move_on_after(_REAP_SECONDS / 100):
                     await self.process.wait()
 
     def describe_end(self) -> str:
-        """How the process ended, with its last words."""
+        """Return a message that says how the process ended, with the end of its stderr."""
         words = self.log.last_words
         return _describe_exit(self.process.returncode) + (f" The end of its stderr:\n{words}" if words else "")
 
     def kill_rest(self) -> None:
-        """End what is left of the group, now."""
+        """Kill the remaining processes of the group at once."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        """The group outlives its leader while it has members, and so long nobody else can have its id."""
+        """Send ``number`` to the group.
+
+        Its id stays reserved as long as it has members, even after its leader has ended.
+        """
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
     async def _close(self) -> None:
-        """Free what we hold of it. While a daemon that left the group keeps its end of the pipes, we keep ours."""
+        """Close the lifeline and the pipes. If a daemon that left the group still holds the pipes, keep ours open."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -200,19 +209,18 @@ class Child:
 
 
 async def read_all(stream: ByteReceiveStream, write: Callable[[bytes], None]) -> None:
-    """Pass on what comes, until the end of the stream, or until somebody closes it."""
+    """Pass each chunk of ``stream`` to ``write`` until the stream ends or is closed."""
     with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         async for chunk in stream:
             write(chunk)
 
 
 def _kill_with_us(lifeline: int, *, group: int, gate: int | None) -> None:
-    """Have the kernel kill ``group`` when the pipe loses its writer: that works while a child is deep in C code, too.
-
-    The usual PR_SET_PDEATHSIG will not do: it acts when the *thread* that forked ends, and trio forks in a thread that
-    it lets go. What is written to the pipe would be a signal as well, so that the ``gate`` is opened just before.
-    """
-    with suppress(ProcessLookupError, BrokenPipeError):  # it may be over already
+    """Have the kernel kill ``group`` when the pipe loses its writer, even while a child is deep in C code."""
+    # PR_SET_PDEATHSIG does not work here: it acts when the *thread* that forked ends, and trio forks in a worker thread
+    # that it releases. A write to the pipe would raise the signal as well, so the gate is written before O_ASYNC is
+    # set.
+    with suppress(ProcessLookupError, BrokenPipeError):  # the process may have ended already
         if sys.platform == "linux":
             fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
             fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)

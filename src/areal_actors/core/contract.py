@@ -1,8 +1,8 @@
-"""The contract between an actor class and its protocols: the table of handlers, and what is wrong with it.
+"""The contract between an actor class and its protocols: collects the handler table and checks it.
 
 Handlers are collected when the class is created: two handlers for one message, or a handler for a message of a protocol
-that the actor does not speak, is a ``ProtocolError`` at import time. That *every* message of the protocol has a handler
-is checked when the actor is spawned, because messages may be defined after the actor's class.
+that the actor does not speak, raise ``ProtocolError`` at import time. Whether *every* message of the protocol has a
+handler is checked only when the actor is spawned, because messages may be defined after the actor's class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Handler", "check_complete", "collect_handlers", "protocols_of"]
 
 @frozen(kw_only=True, eq=False)
 class Handler:
-    """One row of an actor's table: the function for a message class, and how it is run."""
+    """One row of an actor's handler table: the function for a message class, and how it is run."""
 
     message: type[AnyMessage[Any]]
     function: Callable[[Any, Any], Any]
@@ -30,10 +30,11 @@ class Handler:
 
 
 def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
-    """The handler table of ``actor``, with methods resolved as Python resolves them.
+    """Return the handler table of ``actor``, with methods resolved in method resolution order as Python does.
 
     Raises:
-        ProtocolError: two methods handle one message, or a handled message belongs to a foreign protocol.
+        ProtocolError: two methods handle one message, or a handled message belongs to a protocol that the actor does
+            not name.
     """
     owners: dict[type[AnyMessage[Any]], str] = {}
     table: dict[type[AnyMessage[Any]], Handler] = {}
@@ -54,10 +55,10 @@ def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
 
 
 def check_complete(actor: type, table: dict[type[AnyMessage[Any]], Handler]) -> None:
-    """Every message of the actor's protocols has a handler.
+    """Check that every message of the actor's protocols has a handler.
 
     Raises:
-        ProtocolError: naming each message without one.
+        ProtocolError: names each message without one.
     """
     missing = [
         message.__name__
@@ -72,7 +73,7 @@ def check_complete(actor: type, table: dict[type[AnyMessage[Any]], Handler]) -> 
 
 
 def protocols_of(actor: type) -> tuple[type, ...]:
-    """The protocols that ``class SomeActor(Actor[A | B])`` names; the nearest class that names any decides."""
+    """Return the protocols named in ``class SomeActor(Actor[A | B])``; the nearest ancestor that names any decides."""
     for ancestor in actor.__mro__:
         for base in ancestor.__dict__.get("__orig_bases__", ()):
             argument = _protocol_argument(base)

@@ -1,13 +1,13 @@
-"""Asks that could never end, found before they wait.
+"""Detection of asks that could never end, before they start to wait.
 
-The graph has two kinds of edges. A running frame waits for the asks, streams and full mailboxes in its ``waits``. A
-queued envelope waits for whatever occupies the loop of its actor: the handler that is running there, if it is a serial
-one. A concurrent handler occupies nothing. If the frame that is about to wait can be reached from the one that would
-block it, the wait would close a circle.
+The wait graph has two kinds of edges. A running frame waits for the asks, streams and full mailboxes in its ``waits``.
+A queued envelope waits for the frame that occupies the loop of its actor: the handler that is running there, if it is a
+serial one. A concurrent handler occupies nothing. A wait is refused if the frame that is about to wait can be reached
+from the frame that would block it, because the wait would close a cycle.
 
 This covers both chains (A asks B, whose handler asks A) and independent requests that cross (A asks B while B asks A),
-within one process. A circle through handlers that are merely at their concurrency limit is not seen; deadlines are the
-remedy there.
+within one process. A cycle through handlers that are merely at their concurrency limit is not detected; use deadlines
+there.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ _QUEUED = Phase.QUEUED
 
 
 def asking_frame() -> Frame | None:
-    """The frame on whose behalf this task acts; ``None`` outside actors and for work that outlived its frame."""
+    """Return the frame that this task works for; ``None`` outside actors and for work that outlived its frame."""
     frame = current_frame.get()
     return None if frame is None or frame.phase is _DONE else frame
 
 
 def refuse_deadlock(waiter: Frame, target: Cell, what: str) -> None:
-    """Check that ``waiter`` may wait until ``target`` comes to its next message.
+    """Check that ``waiter`` may wait until ``target`` takes its next message.
 
     Raises:
-        DeadlockError: it would wait for itself; the message shows the way round.
+        DeadlockError: the wait would close a cycle; the message shows the path.
     """
     blocker = target.occupant()
+    # Fast path for almost every ask: an idle target, or a blocker that itself waits for nothing.
     if blocker is None or (blocker is not waiter and not blocker.waits):
         return
     path = _path(blocker, waiter)
@@ -52,7 +53,7 @@ def refuse_deadlock(waiter: Frame, target: Cell, what: str) -> None:
 
 
 def refuse_self_stop(target: Cell) -> None:
-    """Check that nothing on the chain of this task's frame is work of ``target``.
+    """Check that this task does not work, directly or through a chain of asks, for a handler of ``target``.
 
     Raises:
         DeadlockError: the stop would wait for the handler that waits for it.

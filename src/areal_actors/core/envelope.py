@@ -1,10 +1,10 @@
-"""Work in flight: frames, which wait for one another, and the asks and streams among them.
+"""Work in progress: frames, which wait for one another, and the asks and streams among them.
 
-A *frame* is one piece of work of an actor. While an actor handles an ask, the ask's envelope is its frame; what it
-tells and what its lifespan does happens in the cell's own frame. A frame knows what it waits for, which makes the
-graph that ``deadlock`` searches, and who asked for it, which makes the chain that an error can print.
+A *frame* is one piece of work of an actor. While an actor handles an ask, the ask's envelope is its frame; told
+messages and the lifespan run in the cell's own frame. A frame records what it waits for, which forms the graph that
+``deadlock`` searches, and who asked for it, which forms the chain that an error can print.
 
-``current_frame`` is the frame on whose behalf the running task acts; background tasks act on nobody's behalf.
+``current_frame`` is the frame that the running task works for; background tasks have none.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["PENDING", "Ask", "Frame", "Phase", "StreamCall", "current_frame"]
 
 PENDING: Any = object()
-"""The reply of an ask that has none yet."""
+"""Placeholder for the reply of an ask that has not been answered yet."""
 
 
 class Phase(IntEnum):
-    """How far an envelope has come."""
+    """Progress of an envelope: queued, running or done."""
 
     QUEUED = 0
     RUNNING = 1
@@ -41,7 +41,7 @@ _QUEUED, _RUNNING, _DONE = Phase.QUEUED, Phase.RUNNING, Phase.DONE
 
 
 class Frame:
-    """One piece of work of ``cell``, what it waits for, and on whose behalf (``parent``) it is done."""
+    """One piece of work of ``cell``, the frames it waits for, and the frame (``parent``) that asked for it."""
 
     __slots__ = ("cell", "parent", "phase", "waits")
 
@@ -53,7 +53,7 @@ class Frame:
 
 
 class Ask(Frame):
-    """A message with somebody waiting for its reply. It ends exactly once, in a reply, an error, or abandonment."""
+    """A message whose sender waits for a reply. It ends exactly once, in a reply, an error, or abandonment."""
 
     __slots__ = ("deadline", "error", "handler", "message", "reply", "scope", "signal")
 
@@ -71,33 +71,36 @@ class Ask(Frame):
         self.error: ArealError | None = None
 
     def finish(self) -> None:
-        """Mark the end of the work and wake the asker, who finds the reply or the error."""
+        """Mark the work as done and wake the asker, which then reads the reply or the error."""
         self.phase = _DONE
         if self.reply is PENDING and self.error is None:
             self.error = self.unanswered()
-        # Timers that the handler has started keep their context, and with it this envelope, even when they are over.
+        # Release the message: timers that the handler started keep their context, and with it this envelope, alive.
         self.message = None
         self.signal.set()
 
     def fail(self, error: ArealError) -> None:
-        """End with ``error``, unless it has ended already."""
+        """End with ``error``, unless the ask has already ended."""
         if self.phase is not _DONE:
             self.error = error
             self.finish()
 
     def claim_reply(self) -> Any:
-        """The reply, once: it is the asker's then, and nobody else's."""
+        """Return the reply, once, and drop the reference so that only the asker owns it."""
         reply, self.reply = self.reply, None
         return reply
 
     def claim_error(self) -> ArealError:
-        """The error, to be raised, once: its traceback leads back here, and would make a circle."""
+        """Return the error, once, to be raised.
+
+        Its traceback refers to this object, so keeping it would make a reference cycle.
+        """
         assert self.error is not None, "it has ended in a reply"
         error, self.error = self.error, None
         return error
 
     def overdue(self) -> DeadlineExceeded:
-        """The error of an ask whose time is up."""
+        """Create the error for an ask whose deadline has passed."""
         state = "its handler was running" if self.scope is not None else "it was still queued"
         return DeadlineExceeded(
             f"{self.handler.message.__name__} to actor {self.cell.name!r} was not answered before its deadline; "
@@ -105,7 +108,7 @@ class Ask(Frame):
         )
 
     def unanswered(self) -> ArealError:
-        """The error of an ask whose handler was cut off."""
+        """Create the error for an ask whose handler was cancelled."""
         if self.deadline < math.inf and self.cell.loop.now() >= self.deadline:
             return self.overdue()
         return ActorStopped(
@@ -114,7 +117,7 @@ class Ask(Frame):
 
 
 class StreamCall(Ask):
-    """An ask whose answer is many items: a bounded buffer between the handler and the consumer."""
+    """An ask that is answered by many items, through a bounded buffer between the handler and the consumer."""
 
     __slots__ = ("arrival", "buffer", "limit", "room")
 
@@ -130,13 +133,13 @@ class StreamCall(Ask):
         """Set by the consumer's side when the handler waits for room."""
 
     def finish(self) -> None:
-        """Mark the end; items that are still buffered can be read."""
+        """Mark the work as done; items that are still buffered can be read."""
         super().finish()
         if self.arrival is not None:
             self.arrival.set()
 
     async def put(self, item: Any) -> None:
-        """Hand one item over; waits while the buffer is full, which is the back-pressure of the stream."""
+        """Append one item to the buffer; waits while the buffer is full, which gives the stream its back-pressure."""
         while len(self.buffer) >= self.limit:
             self.room = self.cell.loop.new_signal()
             await self.room.wait()

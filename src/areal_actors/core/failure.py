@@ -1,14 +1,14 @@
-"""What becomes of exceptions at the border of an actor, and of exception groups in front of people.
+"""Conversion of exceptions at the boundary of an actor, and extraction of root causes from exception groups.
 
-The rule for an error that a handler lets out of an **ask** or a **stream**:
+An error that a handler raises during an **ask** or a **stream** is converted by these rules:
 
-* an ``ArealError`` that is no ``ActorError`` was raised on purpose and is part of the answer: the asker gets a new
+* an ``ArealError`` that is not an ``ActorError`` was raised on purpose and is part of the answer: the asker gets a new
   instance of the same class with the same arguments and attributes (a ``NotFound`` keeps its status and its param);
 * a ``RemoteError`` passes on unchanged, so that it keeps naming the actor where it began;
-* everything else, other ``ActorError`` included (they speak of somebody else's ask), becomes a ``RemoteError``: text.
+* everything else, including other ``ActorError`` (they describe a different ask), becomes a ``RemoteError``: text.
 
-No exception object, and thus no traceback with its frames, is ever shared between two tasks. How an error becomes plain
-data for a wire is told in ``wire``; which errors there are, in ``errors``.
+No exception object, and thus no traceback with its frames, is ever shared between two tasks. ``wire`` converts errors
+to plain data; ``errors`` defines the error classes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["is_stray_cancellation", "leaves", "root_cause", "transferred"]
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The plain exceptions inside ``error``, however deeply grouped, in order; a plain exception is its own leaf."""
+    """Iterate over the plain exceptions inside ``error``, at any depth, in order; a plain exception is its own leaf."""
     if not isinstance(error, BaseExceptionGroup):
         yield error
         return
@@ -33,16 +33,16 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The one exception that a person should read first.
+    """Return the one exception that a person should read first.
 
-    Inside a group, what somebody raised comes before the stopped actors and cancelled tasks that followed from it;
-    among equals the first one wins.
+    Inside a group, original errors come before ``ActorStopped`` and cancellations, which follow from them. Among equals
+    the first one wins.
     """
     return min(leaves(error), key=_rank)
 
 
 def transferred(error: BaseException, actor: str) -> ArealError:
-    """``error``, raised by a handler of ``actor``, as the asker shall see it: always a new object."""
+    """Return a new error for the asker, converted from the ``error`` that a handler of ``actor`` raised."""
     cause = root_cause(error)
     if isinstance(cause, RemoteError) or (isinstance(cause, ArealError) and not isinstance(cause, ActorError)):
         return _copied(cause)
@@ -51,10 +51,10 @@ def transferred(error: BaseException, actor: str) -> ArealError:
 
 
 def is_stray_cancellation(error: BaseException) -> bool:
-    """Whether a ``CancelledError`` reached a task that nobody cancelled.
+    """Return whether ``error`` is a ``CancelledError`` in a task that was not cancelled.
 
-    On asyncio, awaiting a future that somebody else cancelled raises it; to trio it is an exception like any other. It
-    is an ordinary failure of the handler, and must not pass for the cancellation of the actor.
+    On asyncio, awaiting a future that other code cancelled raises it; on trio it is an exception like any other. It is
+    an ordinary failure of the handler and must not be mistaken for the cancellation of the actor.
     """
     if not isinstance(error, asyncio.CancelledError):
         return False

@@ -1,8 +1,8 @@
 """Systems for frameworks whose start and stop hooks run in different tasks.
 
-A task group must be left by the task that entered it. So an owner task is started beside the framework's own; it holds
-the system open until it is told to close. Where such a task comes from depends on the event loop, and this is the one
-module that knows.
+A task group must be left by the task that entered it. Therefore an owner task is started, independent of the
+framework's tasks; it holds the system open until it is told to close. How to start such a task depends on the event
+loop, and only this module does it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Host"]
 T = TypeVar("T")
 
 _owners: set[asyncio.Task[None]] = set()
-"""asyncio itself keeps only weak references to tasks."""
+"""Strong references to the owner tasks, because asyncio itself keeps only weak references to tasks."""
 
 
 class Host(Generic[T]):
-    """The owner of what one block holds open, such as a system, from ready to ended."""
+    """Holds a context manager, such as a system, open in a task that it owns."""
 
     def __init__(self, open_hosted: Callable[[], AbstractAsyncContextManager[T]]) -> None:
         self._open_hosted = open_hosted
@@ -35,18 +35,26 @@ class Host(Generic[T]):
 
     @property
     def hosted(self) -> T:
-        """What is held open. Raises what kept it from opening."""
+        """The value of the context manager.
+
+        Raises:
+            BaseException: the error that kept it from opening.
+            RuntimeError: the event loop is shutting down.
+        """
         if self._hosted is None:
             raise self._error or RuntimeError("the event loop is shutting down")
         return self._hosted
 
     @property
     def is_open(self) -> bool:
-        """Whether it is held open still; an error inside may have ended it."""
+        """True if the context manager is still open; an error inside may have ended it."""
         return self._ready.is_set() and not self._closing.is_set() and not self._ended.is_set()
 
     async def start(self) -> T:
-        """Start the owner task; returns what is held, once it is open."""
+        """Start the owner task and wait until the context manager is open; returns its value.
+
+        Cancelling the caller closes it again.
+        """
         self._start_owner()
         try:
             await self._ready.wait()
@@ -56,11 +64,11 @@ class Host(Generic[T]):
         return self.hosted
 
     def close_soon(self) -> None:
-        """Close it without waiting for that."""
+        """Start to close without waiting for it to finish."""
         self._closing.set()
 
     async def aclose(self) -> None:
-        """Close it and wait until it is; raises what ended it, once, if that was an error."""
+        """Close and wait until it is closed. An error that ended the context manager is raised once."""
         self._closing.set()
         await self._ended.wait()
         error, self._error = self._error, None
@@ -71,6 +79,7 @@ class Host(Generic[T]):
         if is_trio():
             import trio
 
+            # A system task belongs to the trio run itself, not to the nursery of the framework's hook.
             trio.lowlevel.spawn_system_task(self._own, name="owner of a hosted actor system")
             return
         owner = asyncio.get_running_loop().create_task(self._own(), name="owner of a hosted actor system")
@@ -82,7 +91,7 @@ class Host(Generic[T]):
             async with self._open_hosted() as self._hosted:
                 self._ready.set()
                 await self._closing.wait()
-        except Exception as error:  # noqa: BLE001 - raised by aclose, in the task of whoever is responsible
+        except Exception as error:  # noqa: BLE001 - raised by aclose, in the task that called it
             self._error = error
         finally:
             self._ready.set()

@@ -1,4 +1,4 @@
-"""A ref to an actor in this process: messages are handed over by reference, replies come back the same way."""
+"""A ref to an actor in this process: messages and replies are passed by reference."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Item = TypeVar("Item")
 
 
 class LocalRef(Ref[P_contra], Generic[P_contra]):
-    """See ``Ref`` for the contract."""
+    """A ref to an actor in this process. See ``Ref`` for the contract."""
 
     __slots__ = ("_address", "_offer", "_tellable", "cell")
 
     def __init__(self, cell: Cell, address: Address) -> None:
         self.cell = cell
         self._address = address
-        # What a tell needs on its way, without the way there.
+        # Cached for ``tell``, to save attribute look-ups on its fast path.
         self._offer = cell.mailbox.offer
         self._tellable = frozenset(message for message, handler in cell.handlers.items() if not handler.is_stream)
 
     @property
     def address(self) -> Address:
-        """Where the actor is found, with its present incarnation."""
+        """The address of the actor, with its present incarnation."""
         if self._address.incarnation != self.cell.incarnation:
             self._address = Address(
                 node=self._address.node, name=self._address.name, incarnation=max(self.cell.incarnation, 1)
@@ -54,14 +54,15 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
 
     @property
     def life(self) -> Cell:
-        """What reports the ends of its incarnations."""
+        """The cell, which reports the end of each incarnation."""
         return self.cell
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """See ``Ref.ask``."""
+        """Send ``message`` and wait for its reply; see ``Ref.ask``."""
         handler = self._handler(message, is_stream=False)
         serving = self._visited(handler)
         if serving is not None:
+            # The caller's own scopes surround the visit already, so only ``timeout`` has to be added.
             deadline = math.inf if timeout is None else self.cell.loop.now() + timeout
             ask = Ask(message, handler, self.cell, asking_frame(), deadline)
             return await answer_in_visit(ask, serving)  # type: ignore[no-any-return]
@@ -73,17 +74,18 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         ask.deadline = min(ask.deadline, deadline)
         with loop.new_scope(deadline=deadline):
             return await self._await_reply(ask)  # type: ignore[no-any-return]
+        # Reached only if the deadline has cancelled the wait: the scope then swallows its cancellation.
         raise ask.overdue()
 
     async def tell(self, message: Message[P_contra, Any]) -> None:
-        """See ``Ref.tell``."""
+        """Put ``message`` in the mailbox; see ``Ref.tell``."""
         if message.__class__ not in self._tellable:
             raise self._unhandled(message)
         if not self._offer(message):
             await self._tell_slowly(message)
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
-        """See ``Ref.tell_nowait``."""
+        """Put ``message`` in the mailbox without waiting; see ``Ref.tell_nowait``."""
         cell = self.cell
         if message.__class__ not in self._tellable:
             raise self._unhandled(message)
@@ -99,7 +101,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
     def stream(
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """See ``Ref.stream``."""
+        """Open a stream of items; see ``Ref.stream``."""
         if buffer_size < 0:
             raise ValueError(f"buffer_size={buffer_size} is no number of items; give 0 or more")
         return Stream(self, message, buffer_size) if buffer_size else self._stream_unbuffered(message)
@@ -116,27 +118,27 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             yield items
 
     def _visited(self, handler: Handler) -> Serving | None:
-        """The incarnation in which ``handler`` may run in this task; ``None`` if it goes through the mailbox."""
+        """Return the incarnation in which ``handler`` may run in this task; ``None``: use the mailbox."""
         if handler.concurrency == 1:
             return None
         serving = self.cell.serving
         return serving if serving is not None and serving.can_be_visited(handler) else None
 
     async def stop(self, *, grace: float | None = None) -> None:
-        """See ``Ref.stop``."""
+        """End the actor and wait until it is gone; see ``Ref.stop``."""
         refuse_self_stop(self.cell)
         self.cell.request_stop(grace)
         await self.cell.gone.wait()
 
     def statistics(self) -> ActorStatistics:
-        """What the actor is doing, and has done."""
+        """Return a snapshot of the actor's statistics."""
         return self.cell.statistics()
 
     def accept(self, entry: Any, decided: Callable[[bool], object]) -> None:
-        """Take in an ask or a told message that a connection brought; never waits.
+        """Accept an ask or a told message that arrived over a connection; never waits.
 
-        ``decided`` is called once the mailbox has admitted it, or refused it because the actor ends; not for an ask
-        that ends while it waits for room.
+        ``decided`` is called with ``True`` once the mailbox has admitted the entry, or with ``False`` if it was refused
+        because the actor ends. It is not called for an ask that ends while it waits for room.
 
         Raises:
             ActorStopped: the actor no longer takes messages.
@@ -149,13 +151,14 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             return
         serving = self._visited(entry.handler)
         if serving is not None:
+            # No visit: there is no asker's task here, so the handler gets a task at once.
             serving.start(entry)
             decided(True)
         else:
             mailbox.queue(Ticket(entry, lambda admitted: self._note_admission(entry, decided, admitted=admitted)))
 
     def open_call(self, message: StreamMessage[P_contra, Any], buffer_size: int) -> StreamCall:
-        """Send a stream message; the caller reads from the call and must give it to ``close_call``."""
+        """Send a stream message and return its call; the caller reads from it and must pass it to ``close_call``."""
         handler = self._handler(message, is_stream=True)
         call = StreamCall(
             message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline(), limit=buffer_size
@@ -170,7 +173,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         return call
 
     def close_call(self, call: StreamCall) -> None:
-        """The consumer has left; nobody waits for this call any longer."""
+        """Remove ``call`` from the wait graph, because its consumer has left."""
         if call.parent is not None:
             call.parent.waits.discard(call)
 
@@ -179,7 +182,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         try:
             await ask.signal.wait()
             if ask.error is not None and type(ask.error) is DeadlineExceeded:
-                # A scope of the caller with the same deadline goes first: it expects its own cancellation.
+                # A scope of the caller with the same deadline must expire first: it expects its own cancellation.
                 await checkpoint()
         except BaseException:
             self.cell.abandon(ask)
@@ -199,7 +202,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             refuse_deadlock(ask.parent, cell, type(ask.message).__name__)
             ask.parent.waits.add(ask)
         if not cell.mailbox.offer(ask):
-            # An ask waits for its reply anyway, and needs no word when it is admitted: only when it is refused.
+            # An ask waits for its reply anyway, so its ticket only has to report a refusal, not an admission.
             cell.mailbox.queue(Ticket(ask, lambda admitted: None if admitted else ask.fail(self._stopped(ask.message))))
 
     def _note_admission(self, ask: Ask, decided: Callable[[bool], object], *, admitted: bool) -> None:

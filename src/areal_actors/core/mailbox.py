@@ -8,11 +8,11 @@
                             ▲      │ park / unpark
                             └── lanes of concurrent handlers that are at their limit
 
-Whoever sends offers an entry; where there is no room the sender queues, and is admitted in order as room appears, so
-that no newcomer overtakes it. Parked entries still count against the bound. The control lane carries the kernel's own
-news only, whose number is bounded by what an actor watches, and overtakes the data lane.
+A sender offers an entry. If there is no room, the sender queues and is admitted in order as room appears, so that no
+newcomer overtakes it. Parked entries still count against the bound. The control lane overtakes the data lane; it
+carries only notifications of the kernel, whose number is bounded by the number of actors that an actor watches.
 
-The tasks that wait for a mailbox live in ``cell`` and ``ref``; they learn of changes through callbacks.
+The tasks that wait for a mailbox are managed in ``cell`` and ``ref``; callbacks notify them of changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Mailbox", "Ticket"]
 
 
 class Ticket:
-    """The place of a sender that waits for room. ``admitted`` is ``None`` while it waits."""
+    """The place of a sender in the queue for room. ``admitted`` is ``None`` while it waits."""
 
     __slots__ = ("admitted", "entry", "notify")
 
@@ -34,14 +34,17 @@ class Ticket:
         self.admitted: bool | None = None
 
     def decide(self, *, admitted: bool) -> None:
-        """Admit or refuse, and tell the sender."""
+        """Record the admission or refusal, and notify the sender."""
         self.admitted = admitted
         if self.notify is not None:
             self.notify(admitted)
 
 
 class Mailbox:
-    """Two lanes in, one entry out at a time; at most ``bound`` entries in the data lane, parked ones included."""
+    """A queue with a control lane and a data lane.
+
+    The data lane holds at most ``bound`` entries, including parked ones.
+    """
 
     __slots__ = ("bound", "closed", "control", "data", "num_parked", "parked", "peak", "senders", "wake")
 
@@ -57,15 +60,16 @@ class Mailbox:
         self.peak = 0
         self.senders: deque[Ticket] = deque()
         self.wake: Callable[[], object] | None = None
-        """Called once at the next arrival; set by a reader that found nothing to take."""
+        """Called once at the next arrival; set by a reader that found the mailbox empty."""
 
     def __len__(self) -> int:
         return len(self.data) + self.num_parked
 
     def offer(self, entry: object) -> bool:
-        """Take ``entry`` in if that is possible now: open, room, and nobody waiting for that room."""
+        """Append ``entry`` if the mailbox is open, has room and has no waiting senders; return whether it did."""
         data = self.data
         size = len(data) + self.num_parked
+        # Senders that wait go first, even if there is room now.
         if size >= self.bound or self.closed or self.senders:
             return False
         data.append(entry)
@@ -78,7 +82,10 @@ class Mailbox:
         return True
 
     def queue(self, ticket: Ticket) -> None:
-        """Wait for room in order; ``ticket.notify`` is called when it was admitted, or refused by closing."""
+        """Wait for room in order.
+
+        ``ticket.notify`` is called when the entry is admitted, or refused because the mailbox closes.
+        """
         if self.closed:
             ticket.decide(admitted=False)
         elif not self.senders and self.offer(ticket.entry):
@@ -87,15 +94,15 @@ class Mailbox:
             self.senders.append(ticket)
 
     def push_control(self, entry: object) -> None:
-        """Put news on the control lane, which is read first and has no bound of its own."""
+        """Append a notification to the control lane, which is read first and is not bounded."""
         self.control.append(entry)
         self.arouse()
 
     def take(self) -> object | None:
-        """The next entry, control first; ``None`` when there is nothing.
+        """Return the next entry, control lane first, or ``None`` if the mailbox is empty.
 
-        The room that it leaves is given to a waiting sender by the next call of ``admit``, ``take`` or ``unpark``, so
-        that the reader may still ``park`` the entry in its own room.
+        The room that the entry leaves is given to a waiting sender by the next call of ``admit``, ``take`` or
+        ``unpark``, so that the reader may still ``park`` the entry in its own room.
         """
         if self.control:
             return self.control.popleft()
@@ -104,7 +111,7 @@ class Mailbox:
         return self.data.popleft() if self.data else None
 
     def admit(self) -> None:
-        """Give free room to those who wait for it, in order."""
+        """Give free room to waiting senders, in order."""
         while self.senders and len(self) < self.bound and not self.closed:
             ticket = self.senders.popleft()
             self.data.append(ticket.entry)
@@ -114,12 +121,15 @@ class Mailbox:
             self.arouse()
 
     def park(self, lane: Hashable, entry: object) -> None:
-        """Set aside an entry whose handler is at its limit; it keeps its place among its kind and in the bound."""
+        """Set aside an entry whose handler is at its limit.
+
+        It keeps its place in its lane and counts against the bound.
+        """
         self.parked.setdefault(lane, deque()).append(entry)
         self.num_parked += 1
 
     def unpark(self, lane: Hashable) -> object | None:
-        """The longest parked entry of ``lane``, or ``None``."""
+        """Return the entry of ``lane`` that has been parked longest, or ``None``."""
         waiting = self.parked.get(lane)
         if not waiting:
             return None
@@ -129,25 +139,29 @@ class Mailbox:
         return entry
 
     def restore(self) -> None:
-        """Put what is parked back in front of the data lane: a new reader starts without running handlers."""
+        """Move parked entries back to the front of the data lane, for a new reader that has no running handlers."""
         for waiting in self.parked.values():
+            # ``extendleft`` reverses its argument, so that the oldest entry ends up in front.
             self.data.extendleft(reversed(waiting))
         self.parked.clear()
         self.num_parked = 0
 
     def discard(self, entry: object) -> bool:
-        """Forget one entry wherever it waits (compared by identity or equality of envelopes); whether it was here."""
+        """Remove one entry wherever it waits, and return whether it was found.
+
+        Entries are compared by identity, or by equality of envelopes.
+        """
         return self._discard_sender(entry) or self._discard_data(entry) or self._discard_parked(entry)
 
     def discard_ticket(self, ticket: Ticket) -> bool:
-        """Give up waiting for room; ``False`` if the entry was admitted (and stays) or refused already."""
+        """Stop waiting for room. Return ``False`` if the entry was already admitted (and stays) or refused."""
         if ticket in self.senders:
             self.senders.remove(ticket)
             return True
         return False
 
     def close(self) -> None:
-        """Refuse everything from now on, waiting senders included; what was accepted stays to be taken."""
+        """Refuse all further entries, including those of waiting senders; accepted entries can still be taken."""
         self.closed = True
         senders, self.senders = self.senders, deque()
         for ticket in senders:
@@ -155,7 +169,10 @@ class Mailbox:
         self.arouse()
 
     def drain(self) -> tuple[object, ...]:
-        """Everything that was accepted and never taken, oldest first; the mailbox is empty afterwards."""
+        """Remove and return all accepted entries that were not taken.
+
+        Order: control lane, parked, data, each oldest first.
+        """
         left = (*self.control, *(entry for waiting in self.parked.values() for entry in waiting), *self.data)
         self.control.clear()
         self.parked.clear()
@@ -164,7 +181,7 @@ class Mailbox:
         return left
 
     def arouse(self) -> None:
-        """Call the reader's wake-up, once."""
+        """Call the reader's wake-up callback, once."""
         wake, self.wake = self.wake, None
         if wake is not None:
             wake()

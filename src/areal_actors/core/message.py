@@ -1,6 +1,6 @@
-"""What actors say to each other: typed messages, and the decorator that binds a handler to one.
+"""Typed messages between actors, and the decorator that binds a handler to a message.
 
-A message names two things in its type: the protocol (the address it may be sent to) and what comes back::
+A message names two things in its type: the protocol (the address it may be sent to) and the type of its reply::
 
     class Capacity:
         '''Address of the capacity granter.'''
@@ -9,11 +9,11 @@ A message names two things in its type: the protocol (the address it may be sent
     class Grant(Message[Capacity, Granted]):
         n: int = 1
 
-``Ref[Capacity].ask(Grant())`` is a ``Granted`` for the type checker, and no other mailbox takes a ``Grant``. Both
-parameters are phantoms: nothing is stored for them. A message registers with its protocol when attrs has built it, so
-that an actor can be checked for completeness and the wire can find classes by name.
+For the type checker, ``Ref[Capacity].ask(Grant())`` returns a ``Granted``, and no other mailbox takes a ``Grant``. Both
+parameters are phantom types: no value is stored for them. A message registers with its protocol when attrs has built
+the class, so that an actor can be checked for completeness and the wire can find classes by name.
 
-How handlers are collected into an actor's table lives in ``contract``; how messages become plain data, in ``wire``.
+``contract`` collects handlers into an actor's table; ``wire`` converts messages to plain data.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _REGISTRY = "__areal_messages__"
 
 
 class System:
-    """Protocol of the kernel's own news, which every actor may handle and none must."""
+    """Protocol of the kernel's notifications, which every actor may handle and none has to."""
 
 
 @attrs.frozen(kw_only=True)
 class Address:
-    """Where an actor is found: the node (the system's name), its own name there, and which life of it is meant.
+    """The location of an actor: node (the system's name), the actor's name on that node, and its incarnation.
 
     ``incarnation`` counts from 1 and grows with each restart.
     """
@@ -57,20 +57,20 @@ class Address:
 
 @attrs.frozen(kw_only=True)
 class HandlerMark:
-    """Left on a function by ``@SomeMessage.handler``: which message it handles, and how many at a time."""
+    """The mark that ``@SomeMessage.handler`` leaves on a function: which message it handles, and how many at a time."""
 
     message: type[AnyMessage[Any]]
     concurrency: int
 
 
 class AnyMessage(Generic[P_co]):
-    """What messages of both kinds share: a protocol, a registry entry, a binding to handlers."""
+    """Base of both kinds of messages: a protocol, a registry entry and the binding of handlers."""
 
     __slots__ = ()
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
-        """Register with the protocol; attrs calls this once the final class exists."""
+        """Register the class with its protocol; attrs calls this once the final class exists."""
         protocol = protocol_of(cls)
         if protocol is None:
             return
@@ -85,8 +85,9 @@ class AnyMessage(Generic[P_co]):
         """Mark ``function`` as the handler of this message.
 
         Raises:
-            ProtocolError: the message is no frozen attrs class of a protocol, or ``concurrency`` is below one.
+            ProtocolError: the message is not a frozen attrs class with a protocol, or ``concurrency`` is below one.
         """
+        # Checked in the class's own ``__dict__``: a subclass without the decorator would inherit the attribute.
         if "__attrs_attrs__" not in cls.__dict__ or protocol_of(cls) is None:
             raise ProtocolError(
                 f"{cls.__name__} cannot have handlers; make it @frozen(kw_only=True) and name its protocol, "
@@ -100,7 +101,10 @@ class AnyMessage(Generic[P_co]):
 
 
 class Message(AnyMessage[P_co], Generic[P_co, R_co]):
-    """Something to ask (one reply of type ``R_co``) or to tell (no reply). Subclasses are frozen attrs classes."""
+    """A message to ask (with one reply of type ``R_co``) or to tell (without a reply).
+
+    Subclasses are frozen attrs classes.
+    """
 
     __slots__ = ()
 
@@ -123,12 +127,12 @@ class Message(AnyMessage[P_co], Generic[P_co, R_co]):
     def handler(cls, function: Callable[..., Any] | None = None, /, *, concurrency: int = 1) -> Any:
         """Bind an ``async def`` method to this message.
 
-        With ``concurrency=1`` (the default) the actor does one thing at a time: nothing else of it runs while the
-        handler does. With more, each message gets a task of its own, up to that many at once; the rest wait without
-        holding up messages of other kinds.
+        With ``concurrency=1`` (the default) the actor runs nothing else while the handler runs. With a higher value,
+        each message is handled in a task, up to that many at once; further ones wait without delaying messages of other
+        kinds.
 
         Raises:
-            ProtocolError: the function is no coroutine function, or the message is no frozen attrs class.
+            ProtocolError: the function is not a coroutine function, or the message is not a frozen attrs class.
         """
 
         def bind(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +144,7 @@ class Message(AnyMessage[P_co], Generic[P_co, R_co]):
 
 
 class StreamMessage(AnyMessage[P_co], Generic[P_co, Item_co]):
-    """Something answered by a stream of ``Item_co``. It can only be streamed, not asked or told."""
+    """A message that is answered by a stream of ``Item_co``. It can only be streamed, not asked or told."""
 
     __slots__ = ()
 
@@ -161,7 +165,7 @@ class StreamMessage(AnyMessage[P_co], Generic[P_co, Item_co]):
         """Bind an async generator method to this message; ``concurrency`` as in ``Message.handler``.
 
         Raises:
-            ProtocolError: the function is no async generator, or the message is no frozen attrs class.
+            ProtocolError: the function is not an async generator, or the message is not a frozen attrs class.
         """
 
         def bind(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,28 +177,28 @@ class StreamMessage(AnyMessage[P_co], Generic[P_co, Item_co]):
 
 
 def marks_of(function: object) -> tuple[HandlerMark, ...]:
-    """The messages that ``function`` was declared to handle."""
+    """Return the marks of the messages that ``function`` was declared to handle."""
     marks: tuple[HandlerMark, ...] = getattr(function, _MARKS, ())
     return marks
 
 
 def protocol_of(message: type[AnyMessage[Any]]) -> type | None:
-    """The protocol that the class of a message names, or ``None`` while it is still a type variable."""
+    """Return the protocol that a message class names, or ``None`` while it is still a type variable."""
     protocol = _argument(message, 0)
     return protocol if isinstance(protocol, type) else None
 
 
 def reply_of(message: type[AnyMessage[Any]]) -> Any:
-    """The type of a reply (of an item, for streams), with names given as strings resolved where the message lives."""
+    """Return the type of a message's reply (for streams, of an item); string annotations are resolved in its module."""
     reply = _argument(message, 1)
     if isinstance(reply, ForwardRef):
-        # Only classes of this program are evaluated: the string stands in the source of the message's own module.
+        # Safe to evaluate: the string comes from the source code of the message's own module, never from a peer.
         reply = eval(reply.__forward_arg__, vars(sys.modules[message.__module__]))  # noqa: S307
     return reply
 
 
 def messages_of(protocol: type) -> tuple[type[AnyMessage[Any]], ...]:
-    """Every message registered with ``protocol`` so far, in order of definition."""
+    """Return all messages registered with ``protocol`` so far, in order of definition."""
     registry: dict[str, type[AnyMessage[Any]]] = protocol.__dict__.get(_REGISTRY, {})
     return tuple(registry.values())
 

@@ -1,6 +1,6 @@
-"""The entrance for threads and synchronous code: the verbs of a ref, blocking.
+"""Access to actors from threads and synchronous code: the methods of a ref, blocking.
 
-A portal may be used by any number of threads at once, but never from the event loop's own, which it would block.
+Any number of threads may share a portal. It must not be used from the thread of the event loop, which it would block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ R = TypeVar("R")
 
 
 class Portal:
-    """Made by ``ActorSystem.portal()``. Leaving its block ends nothing: the actors belong to the system."""
+    """Blocking access to a system's actors.
+
+    Made by ``ActorSystem.portal()``; leaving its block does not stop any actor.
+    """
 
     def __init__(self, portal: BlockingPortal | None, system: str) -> None:
         self._portal = portal
@@ -34,18 +37,18 @@ class Portal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to release; the form is kept so that it can be."""
+        """Do nothing; ``with`` is required so that a later version can release resources here."""
 
     def ask(self, ref: Ref[P], message: Message[P, R], *, timeout: float | None = None) -> R:
-        """As ``Ref.ask``, blocking this thread."""
+        """Ask as ``Ref.ask`` does, blocking this thread."""
         return self._call(lambda: ref.ask(message, timeout=timeout))
 
     def tell(self, ref: Ref[P], message: Message[P, Any]) -> None:
-        """As ``Ref.tell``, blocking this thread while the mailbox is full."""
+        """Tell as ``Ref.tell`` does, blocking this thread while the mailbox is full."""
         self._call(lambda: ref.tell(message))
 
     def stop(self, ref: Ref[Any], *, grace: float | None = None) -> None:
-        """As ``Ref.stop``, blocking this thread."""
+        """Stop as ``Ref.stop`` does, blocking this thread."""
         self._call(lambda: ref.stop(grace=grace))
 
     def _call(self, call: Callable[[], Awaitable[R]]) -> R:
@@ -54,6 +57,7 @@ class Portal:
         try:
             return self._portal.call(call)
         except RuntimeError as error:
+            # anyio reports a closed portal only as a RuntimeError, which can be recognized by its message alone.
             if "not running" not in str(error):
                 raise
             raise ActorStopped(f"system {self._system!r} is closed; no actor can be reached") from None

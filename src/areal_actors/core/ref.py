@@ -1,7 +1,7 @@
-"""The public face of an actor: a ``Ref`` that one can ask, tell, stream from and stop.
+"""The public interface of an actor: a ``Ref``, with methods to ask, tell, stream from and stop it.
 
-A ref is an address with verbs. The actor may live anywhere: ``local.LocalRef`` reaches one in this process,
-``remote.ref.RemoteRef`` one at the other side of a connection. What callers may rely on is written here.
+The actor may live in any process: ``local.LocalRef`` reaches one in this process, ``remote.ref.RemoteRef`` one at the
+other end of a connection. This module documents the guarantees that callers may rely on.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Item = TypeVar("Item")
 
 
 class Life(Protocol):
-    """What knows when an incarnation of an actor ends."""
+    """A source of notifications about the ends of an actor's incarnations."""
 
     def watch(self, watcher: Watcher) -> None:
-        """Report the end of each incarnation to ``watcher``; at once if there will be no more."""
+        """Report the end of each incarnation to ``watcher``; immediately if the actor has ended for good."""
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Forget a watcher, if it was one."""
+        """Remove ``watcher``, if it is registered."""
 
 
 class Ref(ABC, Generic[P_contra]):
     """A handle on an actor that speaks ``P_contra``. It stays valid across restarts, and compares by address.
 
-    Messages of one sender arrive in the order in which it sent them; handlers with ``concurrency`` are given their
-    tasks in that order, and from there on it is the event loop that chooses. Nothing is promised across senders.
-    Delivery is at most once; nothing is retried in silence.
+    Messages of one sender arrive in the order in which it sent them. Handlers with ``concurrency`` are started in that
+    order, and from then on the event loop schedules them. There is no ordering guarantee across senders. Delivery is at
+    most once; nothing is retried silently.
     """
 
     __slots__ = ()
@@ -48,7 +48,7 @@ class Ref(ABC, Generic[P_contra]):
     @property
     @abstractmethod
     def address(self) -> Address:
-        """Where the actor is found, with its present incarnation."""
+        """The address of the actor, with its present incarnation."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Ref(ABC, Generic[P_contra]):
 
     @property
     def life(self) -> Life:
-        """What the kernel watches on behalf of ``ActorSystem.watch`` and ``Context.watch``.
+        """The source of ``Down`` notifications, used by ``ActorSystem.watch`` and ``Context.watch``.
 
         Raises:
             ActorError: this ref cannot be watched.
@@ -66,21 +66,21 @@ class Ref(ABC, Generic[P_contra]):
 
     @abstractmethod
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """Send ``message`` and wait for its reply. Ends exactly once.
+        """Send ``message`` and wait for its reply.
 
         Args:
-            message: what is asked; it is shared, not copied, so it must not change afterwards.
-            timeout: seconds for the whole ask, queueing included. The deadline of an enclosing cancel scope counts
-                anyway; the earlier one is what the handler sees around itself.
+            message: the request; it is shared, not copied, so it must not change afterwards.
+            timeout: seconds for the whole ask, including the time in the queue. The deadline of an enclosing cancel
+                scope also applies; the handler runs under the earlier of the two.
 
-        Cancelling the caller withdraws the ask: unhandled if it was queued, otherwise its handler is cancelled. A
-        handler with ``concurrency`` may run in the caller's own task while its actor is idle; the caller is then back
-        when the handler has cleaned up.
+        Cancelling the caller withdraws the ask: if it was queued, it is never handled; otherwise its handler is
+        cancelled. A handler with ``concurrency`` may run in the caller's own task while its actor is idle; cancelling
+        the caller then returns after the handler has cleaned up.
 
         Raises:
-            ArealError: raised by the handler on purpose (any ``ArealError`` that is no ``ActorError``): the same class
-                with the same attributes.
-            RemoteError: anything else that the handler raised, as text.
+            ArealError: raised by the handler on purpose (any ``ArealError`` that is not an ``ActorError``): the same
+                class with the same attributes.
+            RemoteError: any other exception that the handler raised, as text.
             ActorStopped: the actor has ended, or ended before it could answer.
             DeadlineExceeded: ``timeout`` passed.
             DeadlockError: the ask would wait for itself.
@@ -89,23 +89,23 @@ class Ref(ABC, Generic[P_contra]):
 
     @abstractmethod
     async def tell(self, message: Message[P_contra, Any]) -> None:
-        """Have ``message`` accepted into the mailbox; waits, in order, while the mailbox is full.
+        """Put ``message`` in the mailbox; waits, in order, while the mailbox is full.
 
-        That it returned does not mean that the message was handled. If the handler raises, the actor crashes.
-        Where there is room it returns at once, without a checkpoint.
+        Returning does not mean that the message was handled. If the handler raises, the actor crashes. If there is
+        room, this returns immediately, without a checkpoint.
 
         Raises:
             ActorStopped: the actor no longer takes messages.
-            DeadlockError: the mailbox is full, and the room would have to be made by the caller itself.
+            DeadlockError: the mailbox is full, and only the caller itself could make room.
             ProtocolError: the actor has no handler for this message.
         """
 
     @abstractmethod
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
-        """As ``tell``, but never waits.
+        """Put ``message`` in the mailbox as ``tell`` does, but never wait.
 
         Raises:
-            MailboxFull: there is no room, or others wait for it.
+            MailboxFull: there is no room, or other senders wait for it.
             ActorStopped: the actor no longer takes messages.
             ProtocolError: the actor has no handler for this message.
         """
@@ -116,21 +116,22 @@ class Ref(ABC, Generic[P_contra]):
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
         """Open a stream of items; the handler is at most ``buffer_size`` items ahead of the consumer.
 
-        With 0 it makes an item when it is asked for one, in the consumer's own task if its actor is idle (otherwise it
-        may be one ahead). That saves the task; it is for consumers that wait for nothing but the items, because what a
-        handler opened around its ``yield`` would surround their waiting, too.
+        With ``buffer_size=0`` the handler produces an item only when the consumer asks for one, and runs in the
+        consumer's own task if the actor is idle (otherwise it may be one item ahead). This saves a task. Use it only if
+        the consumer waits for nothing except the items, because scopes that the handler opens around its ``yield`` also
+        surround those waits.
 
-        ``async with`` sends the message and ``async for`` reads. When the block is left, the handler has finished,
-        failed or been cancelled, whichever way the block was left. Iterating raises what ``ask`` raises.
+        ``async with`` sends the message and ``async for`` reads the items. When the block is left, normally or not, the
+        handler has finished, failed or been cancelled. Iterating raises the same errors as ``ask``.
         """
 
     @abstractmethod
     async def stop(self, *, grace: float | None = None) -> None:
-        """End the actor and wait until it is gone; ending it twice is fine.
+        """End the actor and wait until it is gone; stopping it twice is allowed.
 
-        The mailbox closes at once; what was accepted is handled for up to ``grace`` seconds (default: the system's);
-        then handlers are cancelled; the lifespan is left, shielded for a bounded time. Cancelling the caller only stops
-        its waiting.
+        The mailbox closes at once. Accepted messages are handled for up to ``grace`` seconds (default: the system's),
+        then handlers are cancelled, and the lifespan is left, shielded for a bounded time. Cancelling the caller only
+        stops its waiting.
 
         Raises:
             DeadlockError: called by a handler of the actor itself, which would wait for its own end.
@@ -138,7 +139,7 @@ class Ref(ABC, Generic[P_contra]):
 
     @abstractmethod
     def statistics(self) -> ActorStatistics:
-        """What the actor is doing, and has done."""
+        """Return a snapshot of the actor's state and counters."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ref):

@@ -1,11 +1,11 @@
-"""How one incarnation of an actor works through its mailbox: in turn, in tasks, or later.
+"""Message handling of one incarnation: serially in the loop, concurrently in tasks, or parked for later.
 
-* A told message with a serial handler is awaited in the loop, with nothing around it: this path is the fast one.
-* An ask or a stream runs under a cancel scope of its own, which its asker's leaving and its deadline cancel.
+* A told message with a serial handler is awaited directly in the loop, without a scope or task: this is the fast path.
+* An ask or a stream runs under a cancel scope, which is cancelled when its asker leaves or its deadline passes.
 * A message whose handler declares ``concurrency`` gets a task; at the limit it is parked in the mailbox.
-* While nothing is queued, such a message may be handled in its asker's own task instead (``visits``).
+* While the queue is empty, such a message may be handled in its asker's own task instead (``visits``).
 
-The life around it (lifespan, supervision, stopping) is in ``cell``.
+Lifespan, supervision and stopping are in ``cell``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 __all__ = ["FAIRNESS", "Serving"]
 
 FAIRNESS = 64
-"""Messages handled in a row before the event loop gets its turn; a checkpoint costs as much as several tells."""
+"""Messages handled in a row before the loop yields to other tasks; a checkpoint costs as much as several tells."""
 
 # Module constants: an attribute of an enum class costs a look-up through its metaclass on every ask.
 _RUNNING, _DONE = Phase.RUNNING, Phase.DONE
 
 
 class Serving:
-    """The messages of one incarnation."""
+    """The message loop and the tasks of one incarnation."""
 
     def __init__(self, cell: Cell, actor: Actor[Any], tasks: TaskGroup) -> None:
         self.num_concurrent = 0
@@ -52,16 +52,19 @@ class Serving:
         self._all_ended: Signal | None = None
 
     async def serve(self) -> None:
-        """Handle messages until the mailbox is closed and empty and nothing runs; raises what a told one raises."""
+        """Handle messages until the mailbox is closed and empty and no handler runs.
+
+        Raises the error of a told message.
+        """
         self._mailbox.restore()
         while not await self._serve_under_one_scope():
             pass
 
     async def _serve_under_one_scope(self) -> bool:
-        """Handle messages until an ask that runs in the loop is cancelled (``False``), or to the end (``True``).
+        """Handle messages until an ask in the loop is cancelled (returns ``False``), or to the end (returns ``True``).
 
-        Serial handlers share one cancel scope, because only one of them runs at a time; a scope that was cancelled is
-        replaced. A scope for each ask would cost as much as the rest of its way.
+        Serial handlers share one cancel scope, because only one of them runs at a time; a cancelled scope is replaced.
+        A separate scope for each ask would cost as much as the rest of its handling.
         """
         cell, mailbox, actor, counters = self._cell, self._mailbox, self._actor, self._counters
         data, control, serial = mailbox.data, mailbox.control, cell.serial
@@ -70,6 +73,7 @@ class Serving:
         with cell.loop.new_scope() as scope:
             while True:
                 for _ in range(FAIRNESS):
+                    # Inlines ``Mailbox.take`` for the common case, because every message passes here.
                     entry = data.popleft() if data and not control else mailbox.take()
                     if entry is None:
                         if mailbox.closed and not self.num_concurrent:
@@ -91,12 +95,12 @@ class Serving:
         return False
 
     def start_background(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
-        """Run ``function`` on nobody's behalf until it returns or the incarnation ends."""
+        """Run ``function`` in a task without a frame, until it returns or the incarnation ends."""
         self._num_tasks += 1
         self._tasks.start_soon(self._run_background, function, name=f"{self._cell.name}.{name}")
 
     async def end_tasks(self) -> None:
-        """Cancel every task and visit of this incarnation and wait for them; the caller has shielded itself."""
+        """Cancel every task and visit of this incarnation and wait for them. The caller must be shielded."""
         self._tasks.cancel_scope.cancel()
         for visit in self._visits:
             visit.cancel()
@@ -113,7 +117,10 @@ class Serving:
             self._mailbox.wake = None
 
     async def _dispatch(self, entry: Any, scope: Scope) -> bool:
-        """Handle an ask in turn, or start a task, or park it; ``True`` if ``scope`` is used up by a cancellation."""
+        """Handle an ask serially, start a task, or park it.
+
+        Return ``True`` if ``scope`` was cancelled and must be replaced.
+        """
         cell = self._cell
         handler = entry.handler if isinstance(entry, Ask) else cell.handlers[entry.__class__]
         if handler.concurrency != 1:
@@ -128,13 +135,14 @@ class Serving:
         else:
             scope.deadline = entry.deadline
             await self.answer(entry, scope)
+            # The scope is shared with the following messages.
             scope.deadline = math.inf
         current_frame.set(cell.frame)
         cell.occupying = cell.frame
         return scope.cancel_called
 
     async def answer(self, ask: Ask, scope: Scope) -> None:
-        """Run the handler of one ask inside ``scope``, and end the ask, whatever happens."""
+        """Run the handler of one ask inside ``scope``, and end the ask in every case."""
         if ask.phase is _DONE:
             return
         counters = self._counters
@@ -151,6 +159,7 @@ class Serving:
             else:
                 ask.reply = await ask.handler.function(self._actor, ask.message)
         except BaseException as error:
+            # A stray ``CancelledError`` is a failure of the handler; a real cancellation has to propagate.
             if not isinstance(error, Exception) and not is_stray_cancellation(error):
                 counters.cancelled += 1
                 raise
@@ -194,40 +203,49 @@ class Serving:
     # ------------------------------------------------------------------------------------------------ visits
 
     def can_be_visited(self, handler: Handler) -> bool:
-        """Whether a concurrent handler may run in its asker's task now: nothing is queued, and it has a free place."""
+        """Return whether a concurrent handler may run in its asker's task now.
+
+        The queue must be empty and the handler below its limit.
+        """
         mailbox = self._mailbox
         return mailbox.wake is not None and not mailbox.closed and self._places[handler] < handler.concurrency
 
     def start(self, ask: Ask) -> None:
-        """Start a concurrent handler without a detour through the mailbox, where ``can_be_visited`` says so."""
+        """Start a concurrent handler without queueing it in the mailbox.
+
+        Requires that ``can_be_visited`` returned ``True``.
+        """
         self._start_concurrent(ask.handler, ask)
 
     def is_turn_over(self) -> bool:
-        """Whether a visitor should give the event loop its turn first: visits may follow one another without any."""
+        """Return whether a visitor should first yield to the event loop.
+
+        Consecutive visits may contain no checkpoint.
+        """
         self._num_visits += 1
         return self._num_visits % FAIRNESS == 0
 
     def begin_visit(self, ask: Ask, scope: Scope) -> None:
-        """Take a visitor in; ``scope`` surrounds what it does here."""
+        """Register a visit, which runs inside ``scope``."""
         self._places[ask.handler] += 1
         self.num_concurrent += 1
         self._num_tasks += 1
         self._visits.add(scope)
 
     def end_visit(self, ask: Ask, scope: Scope) -> None:
-        """A visitor has left."""
+        """Unregister a visit and start the next parked message, if any."""
         self._visits.discard(scope)
         self._give_place_back(ask.handler)
 
     def open_generator(self, ask: Ask, scope: Scope) -> AsyncGenerator[Any, None]:
-        """The handler of a visited stream, about to run."""
+        """Mark a visited stream as running and return the handler's generator."""
         ask.phase = _RUNNING
         ask.scope = scope
         generator: AsyncGenerator[Any, None] = ask.handler.function(self._actor, ask.message)
         return generator
 
     def end_stream(self, ask: Ask) -> None:
-        """Count a visited stream that has come to an end: its own, an error, or its consumer's leaving."""
+        """Count a visited stream that has ended normally, failed, or been left by its consumer."""
         ask.phase = _DONE
         ask.message = None
         self._counters.handled += 1
@@ -251,11 +269,12 @@ class Serving:
             self._leave()
 
     def _start_next(self, handler: Handler) -> None:
-        """Give the free place to a parked message, unless this incarnation is over: then the next one shall have it."""
+        """Start the next parked message. If this incarnation has ended, leave it for the next one."""
         if not self._tasks.cancel_scope.cancel_called:
             entry = self._mailbox.unpark(handler)
             if entry is not None:
                 self._start_concurrent(handler, entry)
+        # Wake ``serve``, which returns when the mailbox is closed and no concurrent handler runs.
         if self._mailbox.closed and not self.num_concurrent:
             self._mailbox.arouse()
 

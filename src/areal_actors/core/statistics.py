@@ -1,4 +1,4 @@
-"""Figures about actors and their mailboxes: frozen snapshots, cheap to take, never reset."""
+"""Statistics of actors and their mailboxes: frozen snapshots that are cheap to take. Counters are never reset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ActorState", "ActorStatistics", "SystemStatistics"]
 
 
 class ActorState(StrEnum):
-    """The phase of an actor's life."""
+    """The phase of an actor's lifecycle."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -22,38 +22,38 @@ class ActorState(StrEnum):
 
 @frozen(kw_only=True)
 class ActorStatistics:
-    """One actor. The first group of figures is the present, the second counts from the actor's first start."""
+    """Statistics of one actor: first its present state, then counters since its first start."""
 
     name: str
     state: ActorState
     incarnation: int
 
     num_queued: int
-    """Messages in the mailbox, those included that wait for a concurrent handler to have a free place."""
+    """Messages in the mailbox, including those that wait for a concurrent handler below its limit."""
     num_parked: int
-    """Of these, the ones that wait for such a place."""
+    """Those queued messages whose concurrent handler is at its limit."""
     num_waiting_senders: int
-    """Senders that wait for room: back-pressure at work."""
+    """Senders that wait for room in the mailbox, because of back-pressure."""
     num_running: int
     """Handlers that run now."""
     mailbox_size: int
     """The bound of the mailbox."""
 
     num_handled: int
-    """Handlers that came to an end: with an answer, an error or, for what was told, without either."""
+    """Handlers that have ended, with a reply, with an error or, for told messages, with neither."""
     num_failed: int
-    """Of these, the ones that raised."""
+    """Those handled messages whose handler raised."""
     num_cancelled: int
-    """Asks and streams whose asker left or ran out of time, queued or running."""
+    """Asks and streams whose asker left or whose deadline passed, queued or running."""
     num_dropped: int
-    """Told messages that the actor did not live to handle."""
+    """Told messages that were still unhandled when the actor ended."""
     mailbox_peak: int
-    """The most messages that the mailbox ever held."""
+    """The largest number of messages that the mailbox has held at once."""
 
 
 @frozen(kw_only=True)
 class SystemStatistics:
-    """Every living actor of a system, in order of their start."""
+    """Statistics of all running actors of a system, in order of their start."""
 
     name: str
     actors: tuple[ActorStatistics, ...]

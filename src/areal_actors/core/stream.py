@@ -1,7 +1,7 @@
 """Both ends of a stream: the consumer's context manager, and the loop that drives the handler's generator.
 
-The generator lives in the actor's task from its first line to its last, and so may open scopes and task groups around
-its ``yield``. Items pass through a bounded buffer in ``envelope.StreamCall``; a consumer that is slow makes the handler
+The generator runs in the actor's task from its first line to its last, so that it may open scopes and task groups
+around its ``yield``. Items pass through a bounded buffer in ``envelope.StreamCall``; a slow consumer makes the handler
 wait at its ``yield``.
 """
 
@@ -35,7 +35,7 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
         self._call: StreamCall | None = None
 
     async def __aenter__(self) -> Self:
-        """Send the message; the handler starts when the actor comes to it."""
+        """Send the message; the handler starts when the actor takes it from its mailbox."""
         self._call = self._ref.open_call(self._message, self._buffer_size)
         return self
 
@@ -45,7 +45,7 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
             if call.phase is Phase.DONE:
                 if call.error is not None:
                     if type(call.error) is DeadlineExceeded:
-                        await checkpoint()  # a scope of the consumer with the same deadline goes first
+                        await checkpoint()  # a scope of the consumer with the same deadline must expire first
                     raise call.claim_error()
                 raise StopAsyncIteration
             call.arrival = call.cell.loop.new_signal()
@@ -63,13 +63,18 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
         call = self._opened()
         try:
             if call.phase is not Phase.DONE:
+                # The block was left early: cancel the handler, then wait for its clean-up.
                 call.cell.abandon(call)
                 await self._join(call, is_failing=error is not None)
         finally:
             self._ref.close_call(call)
 
     async def _join(self, call: StreamCall, *, is_failing: bool) -> None:
-        """Wait until the handler has ended; shielded, and therefore bounded."""
+        """Wait until the handler has ended; shielded, and therefore bounded by ``cleanup_seconds``.
+
+        Raises:
+            DeadlineExceeded: the handler still runs after that, and the block is not already raising an error.
+        """
         loop = call.cell.loop
         with loop.new_scope(deadline=loop.now() + call.cell.cleanup_seconds, shield=True):
             await call.signal.wait()
@@ -86,17 +91,17 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
 
 
 async def produce(call: StreamCall, generator: AsyncGenerator[Any, None]) -> None:
-    """Drive the handler's ``generator`` to its end, handing each item over.
+    """Drive the handler's ``generator`` to its end and pass on each item.
 
-    What interrupts the handing over (a cancellation, a deadline inside the handler) is raised in the generator at its
-    ``yield``, as if the ``yield`` had waited itself.
+    If passing on an item is interrupted (by a cancellation or a deadline inside the handler), the exception is raised
+    in the generator at its ``yield``, as if the ``yield`` had waited itself.
     """
     try:
         item = await anext(generator)
         while True:
             try:
                 await call.put(item)
-            except BaseException as error:  # noqa: BLE001 - passed on, whole, to where the generator stands
+            except BaseException as error:  # noqa: BLE001 - raised again in the generator
                 item = await generator.athrow(error)
             else:
                 item = await anext(generator)

@@ -1,12 +1,12 @@
-"""What happens after an actor crashed: the three policies, the restart arithmetic, and the news of an end.
+"""Supervision of crashed actors: the three policies, the restart arithmetic, and the notification of an end.
 
-An actor crashes when a told message, its lifespan or a background task raises. Its policy then says
+An actor crashes when a told message, its lifespan or a background task raises. Its policy decides what follows:
 
 * ``Escalate`` (default): the error leaves the system's task group, as the error of any task would;
-* ``Stop``: the actor ends, it is logged, watchers are told;
+* ``Stop``: the actor ends, the error is logged, and watchers are notified;
 * ``Restart``: a fresh instance takes over the ref and the mailbox; state and the failing message are lost.
 
-The waiting and restarting itself is done in ``cell``; here are the decisions, without clock and without waiting.
+This module makes the decisions, without a clock and without waiting; ``cell`` waits and restarts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Down", "DownReason", "Escalate", "Restart", "RestartHistory", "Stop"
 
 
 class DownReason(StrEnum):
-    """Why an incarnation of an actor is gone."""
+    """The reason why an incarnation of an actor has ended."""
 
     STOPPED = "stopped"
     CRASHED = "crashed"
@@ -34,9 +34,10 @@ class DownReason(StrEnum):
 
 @frozen(kw_only=True)
 class Down(Message[System, None]):
-    """An incarnation of a watched actor is gone; delivered on the watcher's control lane, ahead of its queue.
+    """Notification that an incarnation of a watched actor has ended, delivered on the watcher's control lane.
 
-    ``is_restarting`` tells whether the same ref will answer again, with fresh state, as the next incarnation.
+    It is handled before the messages in the watcher's queue. ``is_restarting`` tells whether the same ref will answer
+    again, with fresh state, as the next incarnation.
     """
 
     ref: Ref[Any]
@@ -48,20 +49,21 @@ class Down(Message[System, None]):
 
 @frozen(kw_only=True)
 class Stop:
-    """A crash ends the actor, and nothing else."""
+    """Policy: a crash ends this actor only."""
 
 
 @frozen(kw_only=True)
 class Escalate:
-    """A crash ends the whole system with the error."""
+    """Policy: a crash ends the whole system with the error."""
 
 
 @frozen(kw_only=True)
 class Restart:
-    """A crash is answered by a fresh instance, at most ``max_restarts`` times within ``window_seconds``.
+    """Policy: replace the crashed instance by a fresh one, at most ``max_restarts`` times within ``window_seconds``.
 
     The n-th restart within the window waits ``backoff_seconds * 2**(n-1)``, at most ``max_backoff_seconds``, times a
-    random factor from ``1 - jitter`` to ``1 + jitter``. One crash too many is handed to ``then``.
+    random factor from ``1 - jitter`` to ``1 + jitter``. A crash beyond ``max_restarts`` is handled by the policy
+    ``then``.
     """
 
     max_restarts: int = field(default=3, validator=validators.ge(0))
@@ -76,7 +78,7 @@ Supervision = Stop | Restart | Escalate
 
 
 class RestartHistory:
-    """Remembers when an actor crashed, and grants restarts as its policy allows."""
+    """The times of an actor's recent crashes; decides about restarts according to its policy."""
 
     def __init__(self, policy: Restart, random: Random) -> None:
         self._policy = policy
@@ -84,12 +86,13 @@ class RestartHistory:
         self._crashes: deque[float] = deque()
 
     def next_delay(self, now: float) -> float | None:
-        """Seconds to wait before the restart that a crash at ``now`` calls for; ``None``: too many in the window."""
+        """Return the delay, in seconds, before the restart after a crash at ``now``; ``None``: too many crashes."""
         policy = self._policy
         while self._crashes and self._crashes[0] <= now - policy.window_seconds:
             self._crashes.popleft()
         if len(self._crashes) >= policy.max_restarts:
             return None
         self._crashes.append(now)
+        # The exponent is limited because a float overflows at 2**1024 when ``max_restarts`` is large.
         backoff = policy.backoff_seconds * 2.0 ** min(len(self._crashes) - 1, 64)
         return min(backoff, policy.max_backoff_seconds) * self._random.uniform(1 - policy.jitter, 1 + policy.jitter)

@@ -1,11 +1,12 @@
-"""The system: a task group inside the user's event loop, with actors in it.
+"""The actor system: a task group inside the user's event loop that runs the actors.
 
-``async with ActorSystem.open() as system`` is the whole of it: no global state, no thread, no signal handler. Leaving
-the block stops the actors, last one first; an exception in the block, or a crash that escalates, cancels them.
+``async with ActorSystem.open() as system`` is the only set-up: there is no global state, no thread and no signal
+handler. Leaving the block stops the actors in reverse order of their start; an exception in the block, or a crash that
+escalates, cancels them.
 
-What leaves the block is flattened: the block's own exception as it is, otherwise one group of plain exceptions whose
-message names the root cause. Hosting for frameworks whose hooks run in different tasks is in ``hosting``, the entrance
-for threads in ``portal``.
+Exceptions that leave the block are flattened: the block's own exception is raised as it is, otherwise one group of
+plain exceptions whose message names the root cause. ``hosting`` supports frameworks whose hooks run in different tasks,
+and ``portal`` supports threads.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ P = TypeVar("P")
 
 
 class ActorSystem:
-    """Actors that live and end together. Made by ``open`` or ``start_hosted``."""
+    """A group of actors that run in one task group. Made by ``open`` or ``start_hosted``."""
 
     def __init__(self, *, name: str, grace: float, cleanup_seconds: float, random: Random) -> None:
         self.name = name
@@ -58,11 +59,12 @@ class ActorSystem:
     async def open(
         cls, *, name: str = "local", grace: float = 5.0, cleanup_seconds: float = 5.0, random: Random | None = None
     ) -> AsyncIterator[ActorSystem]:
-        """Open a system for the length of a block.
+        """Open a system for the duration of a block.
 
         Args:
-            name: names the node in addresses.
-            grace: seconds that all actors together may use to handle what they had accepted when the block ends.
+            name: the name of the node in addresses.
+            grace: seconds that all actors together have, when the block ends, to handle the messages they have
+                accepted.
             cleanup_seconds: seconds that a shielded clean-up (leaving a lifespan, ending a stream) may take.
             random: source of the jitter in restart back-offs.
 
@@ -77,6 +79,7 @@ class ActorSystem:
                     yield system
                     await system.stop()
                 except BaseException as error:
+                    # An exception in the block cancels the actors instead of stopping them within the grace period.
                     body.append(error)
                     system._tasks.cancel_scope.cancel()
                     raise
@@ -87,9 +90,10 @@ class ActorSystem:
     async def start_hosted(
         cls, *, name: str = "local", grace: float = 5.0, cleanup_seconds: float = 5.0, random: Random | None = None
     ) -> ActorSystem:
-        """Open a system in an owner task of its own, to be ended by ``aclose()`` from any task.
+        """Open a system in a separate owner task, so that any task can end it with ``aclose()``.
 
-        For frameworks whose start and stop hooks run in different tasks; prefer ``open`` elsewhere. Arguments as there.
+        Use this for frameworks whose start and stop hooks run in different tasks, and ``open`` everywhere else. The
+        arguments are those of ``open``.
         """
         host = Host(lambda: cls.open(name=name, grace=grace, cleanup_seconds=cleanup_seconds, random=random))
         system = await host.start()
@@ -97,11 +101,11 @@ class ActorSystem:
         return system
 
     async def aclose(self) -> None:
-        """End a hosted system, as leaving the block ends an opened one; twice is fine.
+        """End a hosted system, as leaving the block ends an opened one; closing it twice is allowed.
 
         Raises:
             ExceptionGroup: an actor had crashed and escalated.
-            ActorError: the system was opened by a block, which alone can end it.
+            ActorError: the system was opened with ``async with``, and can be ended only by leaving that block.
         """
         if self.host is None:
             raise ActorError(f"system {self.name!r} was opened by 'async with', and ends where that block ends")
@@ -119,16 +123,16 @@ class ActorSystem:
 
         Args:
             actor: an instance, or a factory without arguments (which ``Restart`` needs, for fresh state).
-            name: unique among the living; by default the class name in snake case, numbered if it is taken.
-            supervision: what a crash leads to; by default ``Escalate``.
+            name: unique among the running actors; by default the class name in snake case, numbered if it is taken.
+            supervision: the policy for crashes; by default ``Escalate``.
             mailbox_size: bound of the mailbox, in messages.
 
         Raises:
             ProtocolError: the actor does not handle every message of its protocols.
-            ConfigError: ``Restart`` with an instance.
+            ConfigError: ``Restart`` with an instance, or ``mailbox_size`` below 1.
             ActorError: the name is taken.
             ActorStopped: the system is closing.
-            Exception: what the factory or the lifespan raised.
+            Exception: raised by the factory or the lifespan.
         """
         if self._tasks is None or self.is_closing:
             raise ActorStopped(f"system {self.name!r} is not open; spawn actors inside 'async with ActorSystem.open()'")
@@ -148,9 +152,9 @@ class ActorSystem:
         return cast("Ref[P]", cell.ref)
 
     async def watch(self, ref: Ref[Any]) -> Down:
-        """Wait until the present incarnation of ``ref`` is gone, and say why; at once if the actor is gone already.
+        """Wait until the present incarnation of ``ref`` ends, and return its ``Down``.
 
-        Actors watch through ``Context.watch`` instead.
+        If the actor has already ended, this returns at once. Inside actors, use ``Context.watch`` instead.
         """
         life = ref.life
         news: list[Down] = []
@@ -168,19 +172,26 @@ class ActorSystem:
         return news[0]
 
     async def stop(self, *, grace: float | None = None) -> None:
-        """Stop every actor, last one first, within ``grace`` seconds in all; no actor can be spawned afterwards."""
+        """Stop all actors in reverse order of their start, within ``grace`` seconds in total.
+
+        No more actors can be spawned.
+        """
         self.is_closing = True
         deadline = anyio.current_time() + (self.grace if grace is None else grace)
         while self._cells:
+            # Later actors may depend on earlier ones, so the last one goes first.
             cell = next(reversed(self._cells.values()))
             await cell.ref.stop(grace=max(deadline - anyio.current_time(), 0.0))
 
     def portal(self) -> Portal:
-        """The entrance for threads and synchronous code: ``with system.portal() as portal: portal.ask(ref, ...)``."""
+        """Return a portal for threads and other synchronous code.
+
+        Use it as ``with system.portal() as portal: portal.ask(ref, ...)``.
+        """
         return Portal(self._portal, self.name)
 
     def resolve(self, address: Address) -> Ref[Any]:
-        """The ref of a living actor of this system.
+        """Return the ref of a running actor of this system.
 
         Raises:
             ActorStopped: there is no such actor (any more).
@@ -191,17 +202,21 @@ class ActorSystem:
         return cell.ref
 
     def statistics(self) -> SystemStatistics:
-        """Figures of every living actor."""
+        """Return the statistics of all running actors."""
         return SystemStatistics(name=self.name, actors=tuple(cell.statistics() for cell in self._cells.values()))
 
     def cell_of(self, ref: Ref[Any]) -> Cell:
-        """The cell behind a ref of this process."""
+        """Return the cell behind a ref of this process.
+
+        Raises:
+            ActorError: the actor runs in another process.
+        """
         if not isinstance(ref, LocalRef):
             raise ActorError(f"{ref!r} does not live in this process")
         return ref.cell
 
     def forget(self, cell: Cell) -> None:
-        """Called by a cell at its end; its name is free again."""
+        """Remove a cell that has ended, which frees its name. Called by the cell."""
         if self._cells.get(cell.name) is cell:
             del self._cells[cell.name]
 
@@ -209,6 +224,7 @@ class ActorSystem:
         try:
             await cell.born.wait()
         except BaseException:
+            # If ``spawn`` is cancelled, do not leave a half-started actor behind.
             cell.request_stop(0)
             raise
         if cell.birth_error is not None:
@@ -239,7 +255,7 @@ def _flattened(body: list[BaseException]) -> Iterator[None]:
         cause = root_cause(group)
         if not isinstance(cause, Exception):
             raise cause from None
-        # That others found the actor stopped follows from its crash, and would only hide it.
+        # Errors that report the actor as stopped follow from its crash, and would only hide the cause.
         rest = [leaf for leaf in leaves(group) if leaf is not cause and not isinstance(leaf, ActorStopped)]
         where = "".join(f" ({note})" for note in getattr(cause, "__notes__", ()))
         raise BaseExceptionGroup(f"{type(cause).__name__}: {cause}{where}", [cause, *rest]) from None

@@ -1,8 +1,8 @@
-"""A thread of one's own for work that blocks: the same thread each time, for what should not wander between threads.
+"""A dedicated thread for blocking work that should always run on the same thread.
 
-A pool hands each call to whichever thread is idle. An allocator with arenas per thread then keeps the peak memory of
-a large computation once for every thread that ever ran it. ``OwnThread`` is for such work; ``anyio.to_thread`` is right
-for everything else.
+A thread pool hands each call to any idle thread. An allocator with per-thread arenas then retains the peak memory of a
+large computation once for every thread that ever ran it. Use ``OwnThread`` for such work, and ``anyio.to_thread`` for
+everything else.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class OwnThread:
     @classmethod
     @asynccontextmanager
     async def open(cls) -> AsyncIterator[OwnThread]:
-        """A thread for the length of a block; leaving it waits for the function that runs."""
+        """Start a thread for the duration of a block; leaving it waits for the functions that were queued."""
         thread = cls()
         async with anyio.create_task_group() as tasks:
-            # A limiter of its own: the thread is occupied for good and must not count against the pool's.
+            # A separate limiter, because the thread is occupied permanently and must not count against the pool's
+            # limit.
             tasks.start_soon(partial(to_thread.run_sync, thread._loop, limiter=CapacityLimiter(1)))
             try:
                 yield thread
@@ -42,9 +43,9 @@ class OwnThread:
                 thread._work.put(None)
 
     async def run(self, function: Callable[[], R]) -> R:
-        """Call ``function`` on the thread and wait for what it returns or raises.
+        """Call ``function`` on the thread and return its result, or raise its exception.
 
-        Cancelling the caller does not interrupt the function: its result is dropped when it comes.
+        Cancelling the caller does not interrupt the function: its result is then discarded.
         """
         done = anyio.Event()
         outcome: list[tuple[Any, BaseException | None]] = []
@@ -52,8 +53,9 @@ class OwnThread:
         def work() -> None:
             try:
                 outcome.append((function(), None))
-            except BaseException as error:  # noqa: BLE001 - it is raised where the function was asked for
+            except BaseException as error:  # noqa: BLE001 - raised again in the task that called ``run``
                 outcome.append((None, error))
+            # ``anyio.Event`` is not thread-safe, so it is set in the event loop.
             from_thread.run_sync(done.set)
 
         self._work.put(work)
@@ -64,9 +66,10 @@ class OwnThread:
         return cast("R", result)
 
     def post(self, function: Callable[[], None]) -> None:
-        """Call ``function`` on the thread after everything that was asked for before, and do not wait for it.
+        """Queue ``function`` on the thread without waiting for it.
 
-        Any thread may post. What ``function`` raises ends the block that opened the thread.
+        Functions run in the order in which they were queued. Any thread may call this. An exception of ``function``
+        ends the block that opened the thread.
         """
         self._work.put(function)
 

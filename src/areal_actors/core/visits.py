@@ -1,16 +1,16 @@
-"""Concurrent handlers at work in the task of whoever asks, which saves a task, two wake-ups and turns of the loop.
+"""Concurrent handlers that run in the asker's own task, which saves a task, two wake-ups and turns of the event loop.
 
-A handler that declares ``concurrency`` gets a task of its own so that nobody is held up by it. Where the asker would do
-nothing but wait for it, and its actor is idle, the asker's own task can do the work::
+A handler that declares ``concurrency`` normally gets a task, so that it does not delay other messages. If the asker
+would do nothing but wait for it, and the actor is idle, the asker's own task can run the handler::
 
     asker ── ask ──▶ mailbox ──▶ the actor's loop ──▶ a task ── reply ──▶ asker        usually
     asker ── the handler, in a scope that belongs to the actor ────────▶ asker        as a visit
 
-What is promised stays the same: the handler is cancelled when its asker leaves, when its deadline passes and when its
-actor ends; it counts against its limit and in the statistics; errors cross the same border; and messages do not
-overtake one another, because only an actor with nothing queued is visited. Handlers that run in turn never are.
+The guarantees stay the same: the handler is cancelled when its asker leaves, when its deadline passes and when its
+actor ends; it counts against its limit and in the statistics; errors are converted in the same way; and messages do not
+overtake one another, because an actor is visited only while its queue is empty. Serial handlers are never visited.
 
-Everything that cannot be visited goes through the mailbox to ``serving``.
+All other messages go through the mailbox to ``serving``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["VisitedStream", "answer_in_visit"]
 
 
 async def answer_in_visit(ask: Ask, serving: Serving) -> Any:
-    """Run the handler of ``ask`` in this task; returns and raises what ``Ref.ask`` does."""
+    """Run the handler of ``ask`` in this task; returns and raises as ``Ref.ask`` does."""
     if serving.is_turn_over():
         await checkpoint()
     parent = ask.parent
@@ -52,13 +52,13 @@ async def answer_in_visit(ask: Ask, serving: Serving) -> Any:
             parent.waits.discard(ask)
     if ask.error is not None:
         if type(ask.error) is DeadlineExceeded:
-            await checkpoint()  # a scope of the caller with the same deadline goes first
+            await checkpoint()  # a scope of the caller with the same deadline must expire first
         raise ask.claim_error()
     return ask.claim_reply()
 
 
 class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[Any]):
-    """The items of a stream handler, each made in the consumer's task when it is asked for."""
+    """The items of a stream handler, each produced in the consumer's task when the consumer asks for it."""
 
     def __init__(self, ask: Ask, serving: Serving) -> None:
         self._ask = ask
@@ -68,16 +68,17 @@ class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[
         self._is_over = False
 
     async def __aenter__(self) -> Self:
-        """Take the handler's place; it begins when the first item is asked for."""
+        """Register the visit; the handler starts when the first item is asked for."""
         ask = self._ask
         if ask.parent is not None:
             ask.parent.waits.add(ask)
+        # Entered by hand, because the scope stays open between ``__aenter__`` and ``__aexit__``.
         self._scope.__enter__()
         self._serving.begin_visit(ask, self._scope)
         return self
 
     async def __anext__(self) -> Any:
-        """The next item. What the handler asks on the way to it, it asks in its own frame."""
+        """Return the next item. Asks that the handler makes meanwhile belong to the handler's frame."""
         frame = current_frame.set(self._ask)
         try:
             return await self._generator.__anext__()
@@ -97,7 +98,7 @@ class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the handler, if it has not ended, and leave. Raises what ``Ref.stream`` does."""
+        """End the handler if it has not ended, and unregister the visit. Raises as ``Ref.stream`` does."""
         try:
             if not self._is_over:
                 await self._close()
@@ -110,13 +111,16 @@ class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[
         raise self._ask.error or self._ask.unanswered()
 
     async def _close(self) -> None:
-        """End the handler at its ``yield``, within the time that clean-up may take."""
+        """Close the handler's generator at its ``yield``, within the time that clean-up may take."""
         cell = self._ask.cell
         self._scope.deadline = cell.loop.now() + cell.cleanup_seconds
         await self._generator.aclose()
 
     def _leave(self, error: BaseException | None) -> bool:
-        """Give the place back; whether ``error`` was the cancellation of this visit: its actor's end, or a deadline."""
+        """Unregister the visit.
+
+        Return whether ``error`` was the cancellation of this visit, because its actor ended or its deadline passed.
+        """
         ask = self._ask
         try:
             if error is None:

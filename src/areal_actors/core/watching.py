@@ -1,4 +1,4 @@
-"""Who wants to hear how the incarnations of an actor end, wherever the actor runs."""
+"""Watchers of an actor, which are notified when its incarnations end, whichever process runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Watcher: TypeAlias = "Callable[[Down], object]"
 
 
 class Watched:
-    """The watchers of one actor. Its ``last_words``, once there are any, are told to those who come later."""
+    """The watchers of one actor. Its ``last_words``, the final ``Down``, are delivered to later watchers."""
 
     __slots__ = ("_watchers", "last_words")
 
@@ -23,17 +23,18 @@ class Watched:
         self.last_words: Down | None = None
 
     def watch(self, watcher: Watcher) -> None:
-        """Report the end of each incarnation to ``watcher``; at once if there will be no more."""
+        """Report the end of each incarnation to ``watcher``; immediately if the actor has ended for good."""
         if self.last_words is None:
             self._watchers[watcher] = None
         else:
             watcher(self.last_words)
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Forget a watcher, if it was one."""
+        """Remove ``watcher``, if it is registered."""
         self._watchers.pop(watcher, None)
 
     def report(self, down: Down) -> None:
-        """Bring news to all who watch."""
+        """Notify all watchers."""
+        # Copied, because a watcher may unregister itself when it is called.
         for watcher in tuple(self._watchers):
             watcher(down)

@@ -1,9 +1,9 @@
-"""Messages, replies and errors as plain data, and back: what every wire will carry.
+"""Conversion of messages, replies and errors to plain data and back, for any wire format.
 
-Plain data is ``None``, booleans, numbers, strings, bytes, lists, tuples and dictionaries of them, so that any codec can
-take over from here; no object of a peer's choosing is ever constructed. A message travels as its protocol's name, its
-own name and its fields; a ``Ref`` as its address, which becomes a live ref again where the actor can be reached. Which
-bytes these become, and how they get anywhere, is not decided here.
+Plain data is ``None``, booleans, numbers, strings, bytes, and lists, tuples and dictionaries of them, which any codec
+can encode. A peer cannot choose which classes are constructed. A message is represented by the name of its protocol,
+its own name and its fields; a ``Ref`` by its address, which becomes a live ref again where the actor can be reached.
+Encoding to bytes and transport are separate.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 class Wire:
-    """Translates the messages of some protocols. Protocols and messages are known by their class names.
+    """Converter for the messages of some protocols. Protocols and messages are identified by their class names.
 
     Args:
-        protocols: whose messages may pass; anything else is refused by name.
-        resolve: makes a live ref of an address, as ``ActorSystem.resolve`` does.
+        protocols: protocols whose messages may pass; all others are refused, with an error that names them.
+        resolve: returns a live ref for an address, as ``ActorSystem.resolve`` does.
 
     Raises:
         ProtocolError: two protocols have the same name.
@@ -48,10 +48,10 @@ class Wire:
         )
 
     def message_to_data(self, message: AnyMessage[Any]) -> dict[str, Any]:
-        """``message`` as ``{"protocol": ..., "message": ..., "body": {...}}``.
+        """Return ``message`` as ``{"protocol": ..., "message": ..., "body": {...}}``.
 
         Raises:
-            ProtocolError: its protocol does not pass here.
+            ProtocolError: its protocol is not one of this wire's.
         """
         kind = type(message)
         protocol = protocol_of(kind)
@@ -61,7 +61,7 @@ class Wire:
         return {"protocol": protocol.__name__, "message": kind.__name__, "body": body}
 
     def message_from_data(self, data: Mapping[str, Any]) -> AnyMessage[Any]:
-        """The message that ``message_to_data`` was given; fields that this side does not know are ignored.
+        """Return the message that ``data`` from ``message_to_data`` describes; unknown fields are ignored.
 
         Raises:
             ProtocolError: unknown protocol or message, or fields of the wrong shape.
@@ -72,29 +72,34 @@ class Wire:
         return message
 
     def reply_to_data(self, message: type[AnyMessage[Any]], reply: Any) -> Any:
-        """The reply to a ``message`` (an item, for a stream message) as plain data."""
+        """Return the reply to a ``message`` (for a stream message, an item) as plain data."""
         return self._converter.unstructure(reply, reply_of(message))
 
     def reply_from_data(self, message: type[AnyMessage[Any]], data: Any) -> Any:
-        """The reply that ``reply_to_data`` was given.
+        """Return the reply that ``data`` from ``reply_to_data`` describes.
 
         Raises:
-            ProtocolError: it has not the shape that the message declares.
+            ProtocolError: the data does not have the shape that the message declares.
         """
         return self._structure(data, reply_of(message), f"the reply to {message.__name__}")
 
     def error_to_data(self, error: BaseException, actor: str) -> dict[str, Any]:
-        """What a handler of ``actor`` raised, under the rule of ``failure``; attributes that are no plain data stay."""
+        """Return an error of a handler of ``actor`` as plain data, converted by the rules in ``failure``.
+
+        Attributes that are not plain data are omitted; such arguments are converted to text.
+        """
         sent = transferred(error, actor)
         attributes = {name: value for name, value in vars(sent).items() if name != "__notes__" and _is_plain(value)}
         arguments = [value if _is_plain(value) else str(value) for value in sent.args]
         return {"error": _name(type(sent)), "arguments": arguments, "attributes": attributes}
 
     def error_from_data(self, data: Mapping[str, Any]) -> ArealError:
-        """The error that ``error_to_data`` was given; a ``RemoteError`` where this side does not know its class.
+        """Return the error that ``data`` from ``error_to_data`` describes.
+
+        It is a ``RemoteError`` if its class is unknown here.
 
         Raises:
-            ProtocolError: the data describes no error.
+            ProtocolError: the data does not describe an error.
         """
         name, arguments, attributes = data.get("error"), data.get("arguments"), data.get("attributes")
         if not (isinstance(name, str) and isinstance(arguments, list | tuple) and isinstance(attributes, Mapping)):
@@ -102,8 +107,10 @@ class Wire:
         kind = next((known for known in _known_errors() if _name(known) == name), None)
         if kind is None:
             return RemoteError("a remote actor", name, ", ".join(map(str, arguments)))
+        # The constructor is skipped: its signature differs between classes, and ``args`` were recorded after it ran.
         error = kind.__new__(kind)
         error.args = tuple(_frozen(argument) for argument in arguments)
+        # Names with two leading underscores are dropped, so that a peer cannot replace attributes like ``__class__``.
         plain = {str(key): _frozen(value) for key, value in attributes.items() if not str(key).startswith("__")}
         error.__dict__.update(plain)
         return error
@@ -148,7 +155,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """Codecs without tuples bring lists; errors hold tuples."""
+    """Convert lists to tuples: codecs without tuples deliver lists, but errors hold tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -157,7 +164,7 @@ def _name(kind: type) -> str:
 
 
 def _known_errors(root: type[ArealError] = ArealError) -> Iterator[type[ArealError]]:
-    """Classes of this program that an error on a wire may become: asked-for answers, and remote errors."""
+    """Iterate over the classes that an error from a wire may become: errors raised on purpose, and remote errors."""
     if root is RemoteError or not issubclass(root, ActorError):
         yield root
     for kind in root.__subclasses__():

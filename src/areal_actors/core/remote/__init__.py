@@ -1,4 +1,4 @@
-"""Actors in other processes and on other nodes: a ``Ref`` over a connection keeps what a local one promises.
+"""Actors in other processes and on other nodes: a ``Ref`` over a connection keeps the guarantees of a local one.
 
 ::
 
@@ -8,9 +8,9 @@
         sessions = peer.ref(Sessions, "sessions")          # Ref[Sessions]
         view = await sessions.ask(DescribeSessions())
 
-The floors, from the bytes upwards: ``frames`` and ``codec`` (no sockets), ``connection`` (one socket), ``hello``,
-``calls`` and ``serving`` (the two directions of a connection), ``peer`` (both), ``transport`` (where connections come
-from), ``standing`` (refs to actors that move).
+The layers, from the bytes upwards: ``frames`` and ``codec`` (no sockets), ``connection`` (one socket), ``hello`` (the
+handshake), ``calls`` and ``serving`` (the two directions of a connection), ``peer`` (both directions), ``transport``
+(listening and connecting), ``standing`` (refs to actors that move).
 """
 
 from __future__ import annotations

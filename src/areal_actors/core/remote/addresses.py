@@ -1,7 +1,7 @@
-"""Addresses, and what makes one safe.
+"""Addresses of listeners, and the checks that make them safe.
 
-An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. A unix socket lies in a directory that only
-its owner can enter; TCP listens on the interface that is named, never on all of them.
+An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. The directory of a unix socket must be
+accessible to its owner only; TCP listens on the named interface, never on all of them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ __all__ = ["check_directory", "is_loopback", "own_address", "parse_address"]
 
 
 _DISCARD = 9
-"""The port of nobody."""
+"""The discard port (RFC 863), used for a look-up that sends nothing."""
+# The size of ``sun_path`` without the terminating zero byte.
 _MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 
 
 def parse_address(address: str) -> tuple[Path | None, str, int]:
-    """Path of a unix socket, or host and port.
+    """Return the path of a unix socket, or ``None``, and the host and the port.
 
     Raises:
-        ConfigError: it is neither, or names every interface, or has a path that is too long for a socket.
+        ConfigError: the address is neither, or names every interface, or has a path that is too long for a socket.
     """
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))
@@ -53,7 +54,7 @@ def parse_address(address: str) -> tuple[Path | None, str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Return whether ``host`` can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -61,10 +62,12 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(host: str) -> str:
-    """The address of this machine by which it reaches ``host``, and ``host`` it. Nothing is sent.
+    """Return the address of this machine from which it reaches ``host``, and under which ``host`` reaches it.
+
+    Nothing is sent: connecting a datagram socket only selects a route.
 
     Raises:
-        OSError: there is no way to it.
+        OSError: there is no route to it.
     """
     family, *_, address = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -80,10 +83,10 @@ def _is_wildcard(host: str) -> bool:
 
 
 def check_directory(directory: Path) -> None:
-    """Make the directory of a socket, or check that nobody else can enter it.
+    """Create the directory of a socket, or check that only its owner can enter it.
 
     Raises:
-        ConfigError: others can.
+        ConfigError: other users can enter it.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()

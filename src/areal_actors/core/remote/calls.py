@@ -1,7 +1,7 @@
-"""The asking side: what was sent over a connection and has not ended, and what each remote actor grants.
+"""The asking side of a connection: the calls that have not ended, and the credit that each remote actor grants.
 
-A ``Channel`` is one remote actor as seen from here: its credit, the senders that wait for it, its watchers, its present
-incarnation. A ``Call`` is one message; it ends exactly once.
+A ``Channel`` is one remote actor as seen from here: its credit, the senders that wait for it, its watchers and its
+present incarnation. A ``Call`` is one message; it ends exactly once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Call", "Channel"]
 
 
 class Call:
-    """One message on its way to a remote actor, or its stream."""
+    """One message to a remote actor, or the stream that it opened."""
 
     __slots__ = (
         "arrival",
@@ -63,11 +63,11 @@ class Call:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the other side may have heard of it."""
+        """True if the other side may have received it."""
         return self.outgoing is not None and self.outgoing.is_sent
 
     def finish(self, *, reply: Any = None, error: ArealError | None = None) -> None:
-        """End, unless it has ended, and wake whoever waits."""
+        """End the call, unless it has already ended, and wake its waiter."""
         if not self.is_done:
             self.is_done, self.reply, self.error = True, reply, error
             self.signal.set()
@@ -75,13 +75,16 @@ class Call:
                 self.arrival.set()
 
     def claim_error(self) -> ArealError:
-        """The error, to be raised, once: its traceback leads back here, and would make a circle."""
+        """Return the error, once, to be raised.
+
+        Its traceback refers to this object, so keeping it would make a reference cycle.
+        """
         assert self.error is not None, "it has not failed"
         error, self.error = self.error, None
         return error
 
     def cut(self, cause: str) -> None:
-        """End because the connection is gone."""
+        """End the call with ``Unreachable`` because the connection is lost."""
         name = "its end" if self.message is None else self.message.__name__
         state = "it may have been handled" if self.is_sent else "it was not sent"
         where = f"actor {self.channel.name!r} on {self.channel.peer.node!r} is unreachable: {cause}"
@@ -89,7 +92,7 @@ class Call:
 
 
 class Channel(Watched):
-    """One remote actor."""
+    """One remote actor as seen from this side of the connection."""
 
     def __init__(self, peer: Peer, name: str, incarnation: int, messages: frozenset[tuple[str, str, bool]]) -> None:
         super().__init__()
@@ -104,16 +107,16 @@ class Channel(Watched):
 
     @property
     def address(self) -> Address:
-        """Where the actor is found."""
+        """The address of the actor."""
         return Address(node=self.peer.node, name=self.name, incarnation=self.incarnation)
 
     # ------------------------------------------------------------------------------------------------ sending
 
     def create(self, kind: Kind, message: AnyMessage[Any], extra: int = 0) -> Call:
-        """A call, encoded and not yet sent.
+        """Return a call for ``message``, encoded but not yet sent.
 
         Raises:
-            ProtocolError: the actor does not take this message, or something in it cannot travel.
+            ProtocolError: the actor does not handle this message, or the message contains a value that cannot be sent.
         """
         cls = type(message)
         known = self._known.get(cls) or self._learn(cls, is_stream=kind is Kind.STREAM)
@@ -123,21 +126,22 @@ class Channel(Watched):
         return Call(self, kind, cls, self.peer.encode([self.name, known[0], known[1], data, extra], cls.__name__))
 
     def create_stop(self) -> Call:
-        """A call that ends when the actor has."""
+        """Return a call that ends when the actor has ended."""
         return Call(self, Kind.STOP, None, self.peer.codec.encode([self.name]))
 
     def submit(self, call: Call) -> bool:
-        """Send ``call``, or have it wait for credit in order; whether it was sent.
+        """Send ``call``, or queue it until there is credit, in order. Return whether it was sent.
 
         Raises:
-            Unreachable: the connection is gone.
-            ActorStopped: the actor is.
+            Unreachable: the connection is lost.
+            ActorStopped: the actor has ended.
         """
         cause = self.peer.connection.cause
         if cause is not None:
             call.cut(cause)
         elif self.last_words is not None:
             call.finish(error=self._stopped(call))
+        # ``cut`` and ``finish`` store the error; raise it here, once, instead of waiting.
         if call.error is not None:
             raise call.claim_error()
         if self._waiting or not self.has_credit:
@@ -148,18 +152,18 @@ class Channel(Watched):
 
     @property
     def has_credit(self) -> bool:
-        """Whether one more message may be sent now."""
+        """True if one more message may be sent now."""
         return self._credit > 0 and self._bytes_under_way < self.peer.other.window_bytes
 
     def refill(self, num_messages: int, num_bytes: int) -> None:
-        """Credit has come back."""
+        """Add returned credit, and send calls that waited for it."""
         self._credit += num_messages
         self._bytes_under_way -= num_bytes
         while self._waiting and self.has_credit:
             self._release(self._waiting.popleft())
 
     def withdraw(self, call: Call) -> None:
-        """Nobody waits for ``call`` any longer: forget it where it is, or have its handler cancelled."""
+        """Discard ``call`` if it was not sent, or have its handler cancelled, because its asker no longer waits."""
         if call.is_done:
             return
         self.num_cancelled += 1
@@ -172,6 +176,8 @@ class Channel(Watched):
             call.finish(error=ActorStopped("the asker left"))
             self.refill(1, call.size)
         else:
+            # The first bytes have left, so that only the other side can cancel it now. A stream stays pending until its
+            # handler's end is reported, because leaving its block waits for that.
             peer.connection.send(Kind.CANCEL, outgoing.id)
             if call.kind is not Kind.STREAM:
                 peer.forget(call)
@@ -185,9 +191,9 @@ class Channel(Watched):
     # ------------------------------------------------------------------------------------------------ its life
 
     def go_down(self, reason: DownReason, incarnation: int, error: str | None, *, is_restarting: bool) -> None:
-        """An incarnation is gone, as far as can be seen from here."""
+        """Record that an incarnation has ended, as far as this side knows, and notify watchers."""
         if self.last_words is not None or incarnation < self.incarnation:
-            return  # late news of a life that is over
+            return  # a late report about an earlier incarnation
         assert self.ref is not None, "a channel is made with its ref"
         down = Down(ref=self.ref, incarnation=incarnation, reason=reason, error=error, is_restarting=is_restarting)
         if is_restarting:
@@ -200,7 +206,7 @@ class Channel(Watched):
             self._end_waiting()
 
     def revive(self, incarnation: int, messages: frozenset[tuple[str, str, bool]]) -> None:
-        """Another actor is exposed under this name now."""
+        """Reset the channel for another actor that is now exposed under this name."""
         self.incarnation, self.messages, self.state, self.last_words = incarnation, messages, ActorState.RUNNING, None
         self._known.clear()
 
@@ -216,7 +222,7 @@ class Channel(Watched):
     # ------------------------------------------------------------------------------------------------ words
 
     def statistics(self) -> ActorStatistics:
-        """What is known of the actor here: this side's share of its work."""
+        """Return what this side knows about the actor: the counts cover only the calls of this side."""
         return ActorStatistics(
             name=self.name,
             state=self.state,

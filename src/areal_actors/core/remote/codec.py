@@ -1,11 +1,12 @@
-"""Messages as words and buffers: msgpack for what has structure, raw memory for arrays, tensors and long bytes.
+"""Encoding of messages: msgpack for structured data, and raw memory for arrays, tensors and long bytes.
 
-The shape of everything is known on both sides from the classes of this program: a message by the table of the actor
-that it is sent to, a reply by the message. Nothing is imported, and no object built, by a name that a peer sends. There
-is no pickle; what cannot be written down is refused, by name, before anything is sent.
+Both sides know the type of every value from the classes of this program: the type of a message from the handler table
+of its actor, the type of a reply from the message. Nothing is imported and no object is constructed by a name that a
+peer sends. Pickle is not used; a value that cannot be encoded is refused, with an error that names it, before anything
+is sent.
 
-Arrays above a few KiB leave the words and travel as buffers of their own, which are not copied into the words
-nor once they have arrived. Tensors do so where torch is loaded already; this module never loads it.
+Arrays above 8 KiB are sent as separate buffers, which are neither copied into the msgpack data nor copied after
+arrival. The same holds for tensors if torch is loaded already; this module never loads it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from areal_actors.errors import ArealError, ProtocolError
 __all__ = ["Codec"]
 
 _INLINE_BYTES = 8 * 1024
-"""Below this an array stays among the words: a buffer of its own costs more than the copy."""
+"""Smaller arrays are copied into the msgpack data: a separate buffer costs more than the copy."""
 
 _PLAIN = (bool, int, float, str)
 _DTYPE = re.compile(r"[<>|=]?[biufc][1-9]\d?")
@@ -72,7 +73,7 @@ _UNSENDABLE = (
 
 
 class _Code(IntEnum):
-    """What an extension of msgpack holds."""
+    """The type of a msgpack extension."""
 
     ARRAY = 1
     TENSOR = 2
@@ -81,7 +82,7 @@ class _Code(IntEnum):
 
 
 class _Long:
-    """Bytes that travel as a buffer."""
+    """Bytes that are sent as a separate buffer."""
 
     __slots__ = ("value",)
 
@@ -90,7 +91,7 @@ class _Long:
 
 
 class _Tuple:
-    """A tuple where no type says so."""
+    """A tuple in a position where no declared type says so."""
 
     __slots__ = ("items",)
 
@@ -99,7 +100,7 @@ class _Tuple:
 
 
 class Codec:
-    """Translates in both directions; used by one task at a time."""
+    """Encoder and decoder of one connection; used by one task at a time."""
 
     def __init__(self) -> None:
         self._errors = Wire(resolve=_refuse_ref)
@@ -108,15 +109,15 @@ class Codec:
         self._buffers: list[Buffer] = []
         self._parts: Sequence[Buffer] = ()
         self._converter = _create_converter()
-        # By the kinds that have come up: finding the way to write one anew each time costs as much as writing it.
+        # Hooks by type: looking up cattrs' hook for every message costs as much as using it.
         self._writers: dict[Any, Callable[[Any], Any]] = {}
         self._readers: dict[Any, Callable[[Any, Any], Any]] = {}
 
     def encode(self, words: list[Any], what: str = "an answer") -> list[Buffer]:
-        """``words`` (plain data, arrays, tensors) as one part of msgpack, followed by the buffers.
+        """Return ``words`` (plain data, arrays, tensors) as one part of msgpack, followed by the buffers.
 
         Raises:
-            ProtocolError: something in it cannot be written down.
+            ProtocolError: a value in it cannot be encoded.
         """
         self._buffers = []
         try:
@@ -127,10 +128,10 @@ class Codec:
             self._buffers = []
 
     def decode(self, parts: Sequence[Buffer]) -> list[Any]:
-        """What ``encode`` was given.
+        """Return the words that ``encode`` was given.
 
         Raises:
-            ProtocolError: these parts are no such thing.
+            ProtocolError: the parts are malformed.
         """
         self._parts = parts
         try:
@@ -144,10 +145,10 @@ class Codec:
         return words
 
     def to_data(self, value: Any, kind: Any, what: str) -> Any:
-        """``value``, which is declared as ``kind``, as words.
+        """Return ``value``, of the declared type ``kind``, as plain data for ``encode``.
 
         Raises:
-            ProtocolError: it holds something that cannot travel; says what.
+            ProtocolError: it contains a value that cannot be sent; the message says which.
         """
         try:
             write = self._writers.get(kind)
@@ -160,10 +161,10 @@ class Codec:
             raise ProtocolError(f"{what} cannot be sent: {error!r}") from None
 
     def from_data(self, data: Any, kind: Any, what: str) -> Any:
-        """What ``to_data`` was given.
+        """Return the value of type ``kind`` that ``to_data`` was given.
 
         Raises:
-            ProtocolError: the words do not fit ``kind``.
+            ProtocolError: the data does not fit ``kind``.
         """
         try:
             read = self._readers.get(kind)
@@ -176,11 +177,15 @@ class Codec:
             raise ProtocolError(f"{what} does not fit its class: {error}") from None
 
     def error_to_data(self, error: BaseException, actor: str) -> dict[str, Any]:
-        """An error of ``actor``'s handler, as ``Wire`` writes it."""
+        """Return an error of a handler of ``actor`` as plain data, in the format of ``Wire``."""
         return self._errors.error_to_data(error, actor)
 
     def error_from_data(self, data: Any) -> ArealError:
-        """What ``error_to_data`` was given."""
+        """Return the error that ``error_to_data`` was given.
+
+        Raises:
+            ProtocolError: the data does not describe an error.
+        """
         if not isinstance(data, dict):
             raise ProtocolError(f"this describes no error: {data!r}")
         return self._errors.error_from_data(data)
@@ -241,6 +246,7 @@ def _bytes_of_array(array: npt.NDArray[Any]) -> Buffer:
         raise ProtocolError(f"an array of dtype {array.dtype} has no form on a wire; send numbers")
     if not array.size:
         return b""
+    # A contiguous array is not copied here: ``reshape`` and ``view`` share its memory.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -286,6 +292,7 @@ def _create_converter() -> cattrs.Converter:
     converter = cattrs.Converter()
     converter.register_unstructure_hook_func(_is_ref, lambda ref: _refuse_ref(ref.address))
     converter.register_structure_hook_func(_is_ref, lambda data, _: _refuse_ref(data))
+    # cattrs would coerce ``bytes``; the hooks check the type instead and mark long values for a separate buffer.
     converter.register_unstructure_hook(bytes, lambda value: _Long(value) if len(value) > _INLINE_BYTES else value)
     converter.register_structure_hook(bytes, lambda data, _: _instance(data, bytes))
     converter.register_unstructure_hook_func(_is_array, lambda value: value)
@@ -301,7 +308,7 @@ def _create_converter() -> cattrs.Converter:
 
 
 class _Choice:
-    """A union: plain values as they are, others with the name of their class among the union's own."""
+    """Converter for a union: plain values unchanged, other values tagged with the name of their class in the union."""
 
     def __init__(self, converter: cattrs.Converter, kind: Any) -> None:
         self._converter = converter
@@ -332,7 +339,10 @@ class _Choice:
 
 
 def _any_to_data(value: Any) -> Any:
-    """Values whose field says ``Any``: data of JSON, tuples, arrays, tensors. What else they are would be lost."""
+    """Convert a value of a field of type ``Any``: JSON data, tuples, arrays and tensors.
+
+    Other classes are refused, because the receiver could not restore them.
+    """
     kind = type(value)
     if kind is list:
         return [_any_to_data(inner) for inner in value]
@@ -378,10 +388,10 @@ def _is_array(kind: Any) -> bool:
 
 
 def _is_any(kind: Any) -> bool:
-    """Also mappings to ``Any``, which cattrs would pass on as they are."""
+    """Return whether ``kind`` is ``Any`` or a mapping to ``Any``, which cattrs would pass through unchecked."""
     return kind is Any or (get_origin(kind) in (Mapping, dict) and get_args(kind)[1] is Any)
 
 
 def _is_choice(kind: Any) -> bool:
-    """Unions of more than one thing beside ``None``; ``X | None`` is what cattrs does well."""
+    """Return whether ``kind`` is a union of several types other than ``None``. cattrs handles ``X | None`` well."""
     return get_origin(kind) in (Union, UnionType) and len([m for m in get_args(kind) if m is not NoneType]) > 1

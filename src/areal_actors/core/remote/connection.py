@@ -1,9 +1,9 @@
-"""One connection: a reader and a writer own the socket, and a heart beats. What frames mean is told in ``peer``.
+"""One connection: a reader, a writer and a heartbeat for one socket. ``peer`` interprets the frames.
 
-Nobody else touches the socket, so that no cancelled asker can cut a frame in half. When a socket is ready is told in
-``sockets``; any other stream of bytes will do as well, and is read and written by the two tasks themselves.
+Only the reader and writer touch the socket, so that a cancelled asker cannot cut a frame in half. ``sockets`` waits
+until a socket is ready; any other byte stream works as well, and is then read and written by the two tasks themselves.
 
-Whatever ends the connection, it ends once, with a cause in words, and its owner is told in that moment.
+A connection ends exactly once, with a cause in words, and its owner is notified at that moment.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ __all__ = ["Connection", "Owner"]
 _LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 _MAX_WRITES = _MAX_READS = 8
-"""After so many chunks in a row, others have their turn."""
+"""Limit of consecutive chunks, after which other tasks may run."""
 
 
 class Owner(Protocol):
-    """What a connection reports to. Neither method waits."""
+    """The interface to which a connection reports. No method waits."""
 
     def on_frame(self, frame: Frame) -> None:
-        """A whole message has arrived. Raising ``ProtocolError`` ends the connection."""
+        """Process a complete message. Raising ``ProtocolError`` ends the connection."""
 
     def on_written(self) -> None:
-        """Something was written, so that there is room."""
+        """React to data having been written, so that there is room again."""
 
     def on_cut(self, cause: str) -> None:
-        """The connection is gone; called once."""
+        """React to the end of the connection; called once."""
 
 
 class Connection:
-    """Moves messages between an outbox, a stream of bytes, and its owner."""
+    """Moves messages between an outbox, a byte stream, and its owner."""
 
     def __init__(self, stream: ByteStream, limits: Limits) -> None:
         self.outbox = Outbox()
@@ -68,10 +68,10 @@ class Connection:
         tasks.start_soon(self._run, name="connection")
 
     def post(self, outgoing: Outgoing, *, is_alone: bool, is_ahead: bool = False) -> None:
-        """Queue in the data lane, or in the control lane.
+        """Queue ``outgoing`` in the data lane, or, with ``is_ahead``, in the control lane.
 
-        ``is_alone``: nothing else is under way that it could share a write with. Then it is written now, if the socket
-        has room: waking the writer for it would cost more than the write.
+        ``is_alone`` means that no other message is pending that could share a write with it. It is then written
+        immediately if the socket has room: waking the writer for it would cost more than the write.
         """
         outbox, stream = self.outbox, self._stream
         wake = outbox.wake
@@ -83,7 +83,7 @@ class Connection:
         try:
             is_written = self._flush(stream)
         except OSError:
-            is_written = False  # the writer will meet the same error, and has an answer to it
+            is_written = False  # the writer will get the same error, and handles it
         if is_written:
             outbox.wake = wake
         else:
@@ -94,22 +94,25 @@ class Connection:
         self.outbox.put_ahead(Outgoing(kind, call, [payload] if payload else [], seconds))
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run ``function`` for as long as the connection stands; it must not raise."""
+        """Run ``function`` until it ends or the connection is cut; it must not raise."""
         assert self._tasks is not None, "only what arrives on a connection starts something there"
         self._tasks.start_soon(function)
 
     def cut(self, cause: str) -> None:
-        """End the connection, unless it has ended."""
+        """End the connection, unless it has already ended."""
         if self.cause is None:
             self.cause = cause
             self._scope.cancel()
             self.closed.set()
-            self._tell_empty()  # who waits for everything to be written waits for what will not be
+            self._tell_empty()  # wakes ``_drain``, which would wait forever otherwise
             if self._owner is not None:
                 self._owner.on_cut(cause)
 
     async def aclose(self) -> None:
-        """Write what is queued, say goodbye and end; shielded, and therefore bounded."""
+        """Write what is queued, send the closing frame and end.
+
+        Shielded, and therefore bounded by ``cleanup_seconds``.
+        """
         deadline = self.loop.now() + self.limits.cleanup_seconds
         with self.loop.new_scope(deadline=deadline, shield=True):
             if self.cause is None:
@@ -187,7 +190,7 @@ class Connection:
             self.cut(f"the connection was lost ({str(error) or type(error).__name__})")
 
     def _flush(self, stream: SocketStream) -> bool:
-        """Write what can be written without waiting, and not for too long; whether it was everything."""
+        """Write what can be written without waiting, at most 8 chunks. Return whether everything was written."""
         for _ in range(_MAX_WRITES):
             self._left = self._left or self.outbox.take()
             if self._left:
@@ -201,7 +204,10 @@ class Connection:
         return False
 
     def _is_all_written(self) -> bool:
-        """Tell of room, and of everything being written, which may lead to more."""
+        """Notify the owner of room, and ``_drain`` of an empty outbox.
+
+        Both may queue more: return whether it is still empty.
+        """
         assert self._owner is not None, "started with an owner"
         if self.outbox:
             self._owner.on_written()
@@ -227,7 +233,7 @@ class Connection:
         while True:
             await anyio.sleep(limits.heartbeat_seconds)
             if self._silence() > limits.silence_seconds:
-                await checkpoint()  # if we have been stopped ourselves, what was said meanwhile is read first
+                await checkpoint()  # after this process itself was suspended, first read what arrived meanwhile
             silent = self._silence()
             if silent > limits.silence_seconds:
                 self.cut(f"nothing was heard from the other side for {silent:.1f} s")
@@ -238,7 +244,7 @@ class Connection:
 
 
 def _without(buffers: list[Buffer], num_bytes: int) -> list[Buffer]:
-    """What is left of them after their first ``num_bytes``."""
+    """Return ``buffers`` without their first ``num_bytes``."""
     for number, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [memoryview(buffer)[num_bytes:], *buffers[number + 1 :]]

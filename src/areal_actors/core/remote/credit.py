@@ -1,7 +1,7 @@
-"""How much may be under way to the mailboxes here: what was granted, what of it is used, what is to be given back.
+"""Flow control of the receiving side: the credit that was granted per actor, used, and withheld until it is returned.
 
-The other side counts as well, and waits when it has used up its credit (``calls``). That it does so is not relied upon:
-what an actor that takes nothing can be sent stays within the window.
+The other side counts as well, and waits when it has used up its credit (``calls``). This side does not rely on that:
+the messages for an actor that takes none stay within the window in any case.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Credit"]
 
 
 class Credit:
-    """That of all actors on one connection."""
+    """The credit of all actors on one connection."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -21,7 +21,11 @@ class Credit:
         self._withheld: dict[str, list[int]] = {}
 
     def use(self, name: str, num_bytes: int) -> None:
-        """A message to an actor has come. Raises ``ProtocolError`` if there was no credit for it."""
+        """Count a message that has arrived for an actor.
+
+        Raises:
+            ProtocolError: there was no credit for it.
+        """
         used = self._used.setdefault(name, [0, 0])
         if used[0] >= self._limits.window_messages or used[1] >= self._limits.window_bytes:
             raise ProtocolError(f"a message to actor {name!r} came without credit: {used[0]} are under way")
@@ -29,7 +33,10 @@ class Credit:
         used[1] += num_bytes
 
     def give_back(self, name: str, num_bytes: int) -> bool:
-        """A message has left the way to its mailbox; whether enough has come together to tell."""
+        """Count a message that was admitted or refused.
+
+        Return whether enough has accumulated to notify the other side.
+        """
         withheld = self._withheld.setdefault(name, [0, 0])
         withheld[0] += 1
         withheld[1] += num_bytes
@@ -37,11 +44,11 @@ class Credit:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough has come together for some actor."""
+        """True if enough credit has accumulated for any actor to notify the other side."""
         return any(map(self._is_portion, self._withheld.values()))
 
     def collect(self) -> list[tuple[str, int, int]]:
-        """All that is to be given back: actors, messages, bytes. It may be used again from now on."""
+        """Return all credit to give back, as tuples of actor name, messages and bytes, and make it available again."""
         found = [(name, num_messages, num_bytes) for name, (num_messages, num_bytes) in self._withheld.items()]
         self._withheld.clear()
         for name, num_messages, num_bytes in found:
@@ -51,4 +58,5 @@ class Credit:
         return found
 
     def _is_portion(self, withheld: list[int]) -> bool:
+        # Credit is returned in quarters of the window instead of one frame per message.
         return withheld[0] * 4 >= self._limits.window_messages or withheld[1] * 4 >= self._limits.window_bytes

@@ -1,4 +1,4 @@
-"""Frames: what bytes on a connection mean. No sockets and no waiting; both directions are plain bookkeeping.
+"""The wire format of frames. Both directions are plain bookkeeping, without sockets and without waiting.
 
 ::
 
@@ -7,9 +7,9 @@
             | a frame with the flag LARGE, whose payload is the lengths (u64) of the message's parts,
               and after it CHUNK frames with the bytes of these parts, one part after the other
 
-The parts of a message are its words (msgpack) and the raw buffers of its arrays. At most one large message is under way
-in each direction; frames of the control lane pass between its chunks, messages of the data lane never overtake each
-other.
+The parts of a message are its structure (msgpack) and the raw buffers of its arrays. At most one large message is in
+transit in each direction. Frames of the control lane pass between its chunks; messages of the data lane never overtake
+each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _JOINED_BYTES = 64 * 1024
 
 
 class Kind(IntEnum):
-    """What a frame is about. Requests and their endings carry the id of the call."""
+    """The kind of a frame. Requests, and the frames that end them, carry the id of the call."""
 
     ASK = 1
     TELL = 2
@@ -63,9 +63,9 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @define(eq=False)
 class Frame:
-    """A whole message as it arrived.
+    """A complete message as it arrived.
 
-    ``seconds`` is the time that a request has left, infinity without a deadline; of an item of a stream, its number.
+    ``seconds`` is the remaining time of a request (infinity without a deadline), or the number of an item of a stream.
     """
 
     kind: Kind
@@ -80,7 +80,7 @@ class Frame:
 
 
 class Outgoing:
-    """A message on its way out. ``is_sent``: the first of its bytes may have left. ``is_large``: it goes in chunks."""
+    """A message to be written. ``is_sent``: its first bytes may have left. ``is_large``: it is sent in chunks."""
 
     __slots__ = ("id", "is_large", "is_sent", "is_withdrawn", "kind", "num_bytes", "parts", "seconds")
 
@@ -91,7 +91,7 @@ class Outgoing:
         self.is_sent = self.is_withdrawn = False
 
     def head(self) -> bytes:
-        """Its first frame: all of it, or the lengths of its parts."""
+        """Return its first frame: the whole message if it is small, otherwise the lengths of its parts."""
         if not self.is_large:
             payload = self.parts[0] if self.parts else b""
             return _HEAD.pack(self.kind, 0, 0, len(payload), self.id, self.seconds) + payload
@@ -99,7 +99,7 @@ class Outgoing:
         return _HEAD.pack(self.kind, _LARGE, 0, len(lengths), self.id, self.seconds) + lengths
 
     def chunks(self) -> Iterator[tuple[bytes, memoryview]]:
-        """The frames that follow: a head, and a piece of a part."""
+        """Iterate over the following frames, each as a head and a piece of a part."""
         for part in self.parts:
             view = memoryview(part)
             for start in range(0, len(view), CHUNK_BYTES):
@@ -108,7 +108,7 @@ class Outgoing:
 
 
 class Outbox:
-    """What waits to be written, in two lanes. ``wake`` is called at the next arrival, once."""
+    """Messages that wait to be written, in two lanes. ``wake`` is called once, at the next arrival."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -121,27 +121,28 @@ class Outbox:
         return bool(self._control or self._data or self._chunks is not None)
 
     def put(self, outgoing: Outgoing) -> None:
-        """Queue in the data lane, which keeps its order."""
+        """Append to the data lane, which keeps its order."""
         self._data.append(outgoing)
         self._note(outgoing)
 
     def put_ahead(self, outgoing: Outgoing) -> None:
-        """Queue in the control lane, unless it is large: then it has to keep to the data lane."""
+        """Append to the control lane. A large message goes to the data lane instead, where it is sent in chunks."""
         (self._data if outgoing.is_large else self._control).append(outgoing)
         self._note(outgoing)
 
     def withdraw(self, outgoing: Outgoing) -> bool:
-        """Take back what was not written yet; whether that was possible."""
+        """Remove a message that has not been written yet. Return whether that was possible."""
         if not outgoing.is_sent and not outgoing.is_withdrawn:
             outgoing.is_withdrawn = True
             self.num_bytes -= outgoing.num_bytes
-            outgoing.parts = ()  # it keeps its place, and nothing else
+            outgoing.parts = ()  # the entry stays in the queue, but its buffers are freed
         return outgoing.is_withdrawn
 
     def take(self) -> list[Buffer]:
-        """What to write next: small frames joined, and at most one chunk behind them; empty if there is nothing.
+        """Return the next buffers to write: small frames joined, then at most one chunk; empty if there is nothing.
 
-        It belongs into one write: one of its own for the head of a chunk would cost the reader a wake-up.
+        The caller should send them in one write: a separate write for the head of a chunk would cost the reader a
+        wake-up.
         """
         small: list[Buffer] = []
         while self._control:
@@ -149,6 +150,7 @@ class Outbox:
         size = sum(map(len, small))
         while self._chunks is None and self._data and size < _JOINED_BYTES:
             outgoing = self._data.popleft()
+            # Withdrawn messages stay in the queue, so they are skipped here.
             if not outgoing.is_withdrawn:
                 self._begin(outgoing, small)
                 size += len(small[-1])
@@ -179,10 +181,11 @@ class Outbox:
 
 
 class Assembler:
-    """Makes messages of bytes as they come, in pieces of any size.
+    """Assembles messages from bytes as they arrive, in pieces of any size.
 
     Raises:
-        ProtocolError: from ``feed``, for what no honest peer sends; nothing was set aside for it.
+        ProtocolError: raised by ``feed`` and ``advance`` for input that violates the protocol, before memory is
+            allocated for it.
     """
 
     def __init__(self, max_message_bytes: int) -> None:
@@ -195,20 +198,22 @@ class Assembler:
 
     @property
     def current_id(self) -> int | None:
-        """Id of the large message that is arriving."""
+        """Id of the large message that is arriving, or ``None``."""
         return None if self._large is None else self._large.id
 
     def targets(self) -> list[memoryview]:
-        """Where the next bytes belong; those of a chunk to their final place, with room for the head of what follows.
+        """Return the buffers to fill next.
 
-        The room is used again: fill these, and call ``advance``.
+        The bytes of a chunk go directly to their final place, followed by room for a head.
+
+        The room is reused: fill the buffers, then call ``advance``.
         """
         if self._chunk_left:
             return [self._holes[0][: self._chunk_left], self._room[: _HEAD.size]]
         return [self._room]
 
     def advance(self, num_bytes: int) -> list[Frame]:
-        """The messages that are complete with the first ``num_bytes`` of ``targets``."""
+        """Return the messages that are complete after the first ``num_bytes`` of ``targets`` have been filled."""
         frames: list[Frame] = []
         in_place = min(num_bytes, self._chunk_left)
         if in_place:
@@ -217,7 +222,7 @@ class Assembler:
         return frames
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The messages that are complete with ``data``."""
+        """Return the messages that are complete with ``data``."""
         frames: list[Frame] = []
         self._feed(memoryview(data), frames)
         return frames
@@ -238,7 +243,7 @@ class Assembler:
                 break
 
     def _parse(self, data: memoryview, frames: list[Frame]) -> memoryview:
-        """Read whole frames off ``data``, up to the head of a chunk; returns what remains."""
+        """Parse whole frames from ``data``, up to the head of a chunk; return the remaining bytes."""
         position = 0
         while len(data) - position >= _HEAD.size:
             code, flags, zero, length, call, seconds = _HEAD.unpack_from(data, position)
@@ -250,6 +255,7 @@ class Assembler:
             if len(data) - body < length:
                 break
             position = body + length
+            # Copied, because the receive buffer is reused.
             payload = bytes(data[body:position])
             if flags == _LARGE:
                 self._begin_large(kind, call, seconds, payload)
@@ -271,12 +277,13 @@ class Assembler:
         if not payload or len(payload) % _LENGTH.size:
             raise ProtocolError(f"a large message announces its parts in {len(payload)} bytes, which cannot be")
         lengths = [length for (length,) in _LENGTH.iter_unpack(payload)]
+        # Checked before any allocation, so that an announcement alone cannot exhaust the memory.
         if sum(lengths) > self._max_message_bytes:
             raise ProtocolError(
                 f"a message of {sum(lengths)} bytes is too large; at most {self._max_message_bytes} are taken "
                 "(max_message_bytes)"
             )
-        # Not a bytearray: that would write zeros over memory which is about to be filled.
+        # ``bytearray`` would write zeros over memory that is about to be filled.
         parts: list[Buffer] = [np.empty(length, np.uint8).data for length in lengths]
         self._large = Frame(kind, call, seconds, parts)
         self._holes.extend(memoryview(part) for part in parts if len(part))
@@ -289,7 +296,7 @@ class Assembler:
         self._chunk_left = length
 
     def _fill(self, num_bytes: int, frames: list[Frame]) -> None:
-        """So many bytes of the present chunk are in their place."""
+        """Record that ``num_bytes`` of the present chunk are in place."""
         hole = self._holes[0]
         self._chunk_left -= num_bytes
         if num_bytes < len(hole):

@@ -1,4 +1,4 @@
-"""The introduction: who speaks, which version of the wire, and proof on both sides that they know the secret.
+"""The handshake: identity of both sides, version of the wire format, and mutual proof that they know the secret.
 
 ::
 
@@ -7,10 +7,10 @@
                ── HMAC(secret, "connector" + both hellos) ────────────▶
                ◀─ welcome, or why not
 
-Nothing that a stranger sends is looked at closer than this, and no more than a few KiB of it is read. The proof covers
-both hellos, so that neither versions nor names can be changed on the way, and the words before it keep a proof from
-being sent back as the other one. The secret itself never travels. What follows is authenticated by its connection, not
-encrypted: TCP belongs in a network that is trusted, or in a tunnel.
+Before the proof, nothing else from the other side is interpreted, and at most a few KiB of it are read. The proof
+covers both hellos, so that neither versions nor names can be changed on the way, and the role at its beginning prevents
+a proof from being reflected to its sender. The secret itself is never sent. The rest of the connection is authenticated
+by the handshake, but not encrypted: use TCP only in a trusted network or in a tunnel.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ _MAGIC = b"areal-actors\n"
 _PREFIX = struct.Struct("<13sI")
 _MAX_BYTES = 64 * 1024
 _VERSIONS = (1, 1)
-"""Oldest and newest version of the wire that this package speaks."""
+"""Oldest and newest version of the wire format that this package speaks."""
 
 _MIN_SECRET_BYTES = 16
 
 
 @frozen(kw_only=True)
 class Hello:
-    """How a side introduces itself. ``incarnation`` tells the lives of one node apart: the higher one is the living."""
+    """The introduction of one side.
+
+    ``incarnation`` distinguishes successive processes of one node: the highest is current.
+    """
 
     node: str
     incarnation: int
@@ -57,7 +60,7 @@ class Hello:
 
 
 def check_secret(secret: bytes) -> None:
-    """Refuse what can be guessed.
+    """Refuse a secret that could be guessed.
 
     Raises:
         ConfigError: it is shorter than 16 bytes.
@@ -70,7 +73,7 @@ def check_secret(secret: bytes) -> None:
 
 
 def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
-    """The hello of this side, with a fresh nonce."""
+    """Return the hello of this side, with a fresh nonce."""
     return Hello(
         node=node,
         incarnation=incarnation,
@@ -83,10 +86,11 @@ def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
 
 
 async def send_hello(stream: ByteStream, own: Hello, secret: bytes) -> tuple[Hello, Any]:
-    """Introduce the connecting side; returns the other side's hello and its welcome.
+    """Perform the handshake of the connecting side. Return the other side's hello and its welcome.
 
     Raises:
-        Unreachable: the other side hung up, or does not know the secret, or speaks another version, or refuses us.
+        Unreachable: the other side hung up, does not know the secret, speaks another version, or refuses the
+            connection.
     """
     sent = await send_packet(stream, asdict(own))
     answer, received = await read_packet(stream)
@@ -104,29 +108,30 @@ async def send_hello(stream: ByteStream, own: Hello, secret: bytes) -> tuple[Hel
 
 
 async def receive_hello(stream: ByteStream, own: Hello, secret: bytes) -> Hello:
-    """Receive whoever connects, up to their proof; the caller welcomes or refuses them.
+    """Perform the handshake of the listening side up to the proof. The caller then sends a welcome or a refusal.
 
     Raises:
-        ProtocolError: they are no honest side of ours; says why.
+        ProtocolError: the other side sent no valid hello or proof; the message says why.
     """
     words, received = await read_packet(stream)
     other = _hello(words)
     try:
         _check_version(own, other)
     except Unreachable as error:
-        await send_packet(stream, {"hello": asdict(own)})  # from which they find out the same
+        await send_packet(stream, {"hello": asdict(own)})  # so that the other side can report the mismatch, too
         raise ProtocolError(str(error)) from None
     sent = await send_packet(stream, {"hello": asdict(own)})
     transcript = received + sent
     await send_packet(stream, {"proof": _proof(secret, b"listener", transcript)})
     proof = await _read(stream)
+    # Compared in constant time, so that the duration reveals nothing about the expected proof.
     if not hmac.compare_digest(str(proof.get("proof")).encode(), _proof(secret, b"connector", transcript).encode()):
         raise ProtocolError("the proof of the secret is wrong")
     return other
 
 
 async def send_packet(stream: ByteStream, words: dict[str, Any]) -> bytes:
-    """Send one packet of the introduction; returns its bytes."""
+    """Send one packet of the handshake and return its bytes."""
     body = msgspec.msgpack.encode(words)
     packet = _PREFIX.pack(_MAGIC, len(body)) + body
     await stream.send(packet)
@@ -134,10 +139,10 @@ async def send_packet(stream: ByteStream, words: dict[str, Any]) -> bytes:
 
 
 async def read_packet(stream: ByteStream) -> tuple[dict[str, Any], bytes]:
-    """Read one packet; its words and its bytes.
+    """Read one packet of the handshake; return its content and its bytes.
 
     Raises:
-        ProtocolError: these bytes are no packet, or it is too large.
+        ProtocolError: the bytes are not a packet, or it is too large.
     """
     prefix = await _read_exactly(stream, _PREFIX.size)
     magic, length = _PREFIX.unpack(prefix)

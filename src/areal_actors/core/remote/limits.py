@@ -1,4 +1,7 @@
-"""What one side of a connection grants to the other: sizes, windows, patience. The defaults suit one cluster."""
+"""Limits that one side of a connection sets for the other: sizes, windows and timeouts.
+
+The defaults suit one cluster.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from attrs import field, frozen, validators
 __all__ = ["CHUNK_BYTES", "DEFAULT_MESSAGE_BYTES", "Limits"]
 
 CHUNK_BYTES = 256 * 1024
-"""Largest payload of one frame. Larger messages travel in chunks of this size, and control frames pass between them."""
+"""Largest payload of one frame. Larger messages are sent in chunks of this size, with control frames between them."""
 
 DEFAULT_MESSAGE_BYTES = 1 << 30
 
@@ -18,35 +21,44 @@ _POSITIVE: Any = validators.gt(0)
 
 @frozen(kw_only=True)
 class Limits:
-    """Bounds that a connection keeps, whatever the other side sends."""
+    """Bounds that a connection enforces, whatever the other side sends."""
 
     max_message_bytes: int = field(default=DEFAULT_MESSAGE_BYTES, validator=_POSITIVE)
-    """A message larger than this is refused by the side that would send it; one that comes nevertheless closes the
-    connection, before memory is set aside for it."""
+    """Largest message, in bytes.
+
+    The sender refuses a larger one; one that arrives nevertheless closes the connection, before memory is allocated for
+    it.
+    """
 
     window_messages: int = field(default=256, validator=_POSITIVE)
-    """Messages per actor that may be under way to its mailbox: the other side waits for credit beyond them."""
+    """Messages per actor that may be on their way to its mailbox.
+
+    The other side waits for credit before it sends more.
+    """
 
     window_bytes: int = field(default=64 << 20, validator=_POSITIVE)
-    """Bytes per actor that may be under way to its mailbox; the message that crosses this line is the last one."""
+    """Bytes per actor that may be on their way to its mailbox; the message that crosses this limit is the last one."""
 
     max_pending_bytes: int = field(default=64 << 20, validator=_POSITIVE)
-    """While more than this waits to be written, no new credit is given: who does not read gets nothing to do."""
+    """While more than this waits to be written, no new credit is granted.
+
+    A peer that does not read gets no more work.
+    """
 
     heartbeat_seconds: float = field(default=5.0, validator=_POSITIVE)
-    """A sign of life is sent this often; infinity sends none."""
+    """Interval of heartbeats; infinity sends none."""
 
     silence_seconds: float = field(default=15.0, validator=_POSITIVE)
-    """After this long without one byte from the other side, it counts as unreachable."""
+    """Time without any byte from the other side after which it counts as unreachable."""
 
     hello_seconds: float = field(default=10.0, validator=_POSITIVE)
-    """How long the introduction may take."""
+    """Time limit of the handshake."""
 
     cleanup_seconds: float = field(default=10.0, validator=_POSITIVE)
-    """How long leaving waits: for the handler of a stream to end, and for the last messages to be written."""
+    """Time limit of clean-up: for the handler of a stream to end, and for the last messages to be written."""
 
     redial_seconds: float = field(default=0.1, validator=_POSITIVE)
-    """How long a standing line waits before it connects again; twice as long after each attempt that failed."""
+    """Time that a standing line waits before it reconnects; doubled after each failed attempt."""
 
     max_redial_seconds: float = field(default=5.0, validator=_POSITIVE)
-    """How long it waits at most."""
+    """Longest time that a standing line waits before it reconnects."""

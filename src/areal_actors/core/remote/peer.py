@@ -1,8 +1,8 @@
-"""The other side of a connection: its actors, as refs, and ours, as far as they are exposed to it.
+"""The other side of a connection: refs to the actors it exposes, and the actors of this process that it may reach.
 
-Both sides are alike once they have been introduced: each may ask what the other one exposes. A peer is one connection
-to one life of one node. When it is cut, everything that was under way ends as ``Unreachable``, watchers learn it, and
-nothing is repeated: a new connection is a new peer, and frames of the old one have no way into it.
+After the handshake both sides are equal: each may ask the actors that the other exposes. A peer is one connection to
+one incarnation of one node. When it is cut, all pending calls end as ``Unreachable``, watchers are notified, and
+nothing is retried: a new connection is a new peer, and frames of the old one cannot reach it.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ class Peer:
 
     @property
     def incarnation(self) -> int:
-        """Which life of the other node this is."""
+        """The incarnation of the other node."""
         return self.other.incarnation
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connection stands, as far as is known."""
+        """True if the connection is up, as far as is known."""
         return self.connection.cause is None
 
     @property
     def exposed(self) -> tuple[str, ...]:
-        """Names of the other side's actors that can be reached."""
+        """Names of the actors that the other side exposes."""
         return tuple(self._channels)
 
     def ref(self, protocol: type[P], name: str) -> Ref[P]:
-        """A ref to the actor that the other side exposes as ``name``.
+        """Return a ref to the actor that the other side exposes as ``name``.
 
         Raises:
             ActorStopped: it exposes no such actor.
@@ -93,15 +93,15 @@ class Peer:
         return cast("Ref[P]", channel.ref)
 
     def has(self, protocol: type, name: str) -> bool:
-        """Whether the other side exposes an actor of this name that speaks ``protocol``."""
+        """Return whether the other side exposes an actor ``name`` that speaks ``protocol``."""
         channel = self._channels.get(name)
         return channel is not None and any(spoken == protocol.__name__ for spoken, _, _ in channel.messages)
 
     async def wait_exposed(self, name: str) -> None:
-        """Wait until the other side exposes an actor of this name, which it may do at any time.
+        """Wait until the other side exposes an actor ``name``, which it may do at any time.
 
         Raises:
-            Unreachable: the connection was cut before.
+            Unreachable: the connection was cut before that.
         """
         while name not in self._channels:
             if self.connection.cause is not None:
@@ -120,19 +120,19 @@ class Peer:
         self._followers[follower] = None
 
     def unfollow(self, follower: Callable[[], object]) -> None:
-        """Forget a follower, if it was one."""
+        """Remove ``follower``, if it is registered."""
         self._followers.pop(follower, None)
 
     def expose(self, name: str, ref: Ref[Any]) -> None:
-        """Make an actor of this process reachable over this connection, whichever side has made it.
+        """Make an actor of this process reachable over this connection, whichever side opened the connection.
 
         Raises:
-            ConfigError: the name is taken by a living actor, or the actor lives elsewhere.
+            ConfigError: a running actor has the name, or the actor does not run in this process.
         """
         self.add(expose_actor(name, ref))
 
     async def wait_closed(self) -> str:
-        """Wait until the connection is gone, and say why."""
+        """Wait until the connection is closed, and return the cause."""
         await self.connection.closed.wait()
         return self.connection.cause or ""
 
@@ -143,7 +143,7 @@ class Peer:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, call: Call) -> None:
-        """Put ``call`` on its way; the next free id is its own."""
+        """Send ``call`` under the next free id."""
         seconds = math.inf if math.isinf(call.deadline) else max(call.deadline - self.connection.loop.now(), 0.0)
         outgoing = call.outgoing = Outgoing(call.kind, self._next_id, call.parts, seconds)
         call.parts = []
@@ -156,12 +156,12 @@ class Peer:
         self.connection.post(outgoing, is_alone=call.kind is not Kind.TELL and len(self._pending) == 1)
 
     def queue(self, outgoing: Outgoing) -> None:
-        """Queue an answer, in order."""
+        """Queue an answer in the data lane, unless the connection is cut."""
         if self.connection.cause is None:
             self.connection.outbox.put(outgoing)
 
     def stop(self, call: Call, grace: float | None) -> None:
-        """Ask for the end of an actor; the call ends with it."""
+        """Send a request to stop an actor; ``call`` ends when the actor has ended."""
         if self.connection.cause is not None:
             call.cut(self.connection.cause)
             return
@@ -172,24 +172,24 @@ class Peer:
         self.connection.outbox.put(call.outgoing)
 
     def forget(self, call: Call) -> None:
-        """Its asker has left; what may still come for it is dropped."""
+        """Remove a call whose asker has left; a late answer to it is dropped."""
         if call.outgoing is not None and self._pending.pop(call.outgoing.id, None) is not None:
             call.channel.num_running -= 1
 
     def encode_reply(self, message: type[AnyMessage[Any]], reply: Any) -> list[Buffer]:
-        """A reply (an item) to ``message`` as parts.
+        """Return a reply to ``message`` (for a stream, an item) as parts.
 
         Raises:
-            ProtocolError: it cannot travel.
+            ProtocolError: the reply cannot be sent.
         """
         what = f"the reply to {message.__name__}"
         return self.encode([self.codec.to_data(reply, self._reply_kind(message), what)], what)
 
     def encode(self, words: list[Any], what: str) -> list[Buffer]:
-        """What is about to be sent as parts.
+        """Encode ``words`` as parts, within the size that the other side accepts.
 
         Raises:
-            ProtocolError: it cannot travel, or is more than the other side takes at once.
+            ProtocolError: a value cannot be encoded, or the message is larger than the other side accepts.
         """
         parts = self.codec.encode(words, what)
         if len(parts) > 1 or len(parts[0]) > CHUNK_BYTES:
@@ -199,24 +199,24 @@ class Peer:
         return parts
 
     def add(self, exposed: Exposed) -> None:
-        """An actor is exposed from now on.
+        """Expose an actor and announce it to the other side.
 
         Raises:
-            ConfigError: the name is taken by a living actor.
+            ConfigError: a running actor has the name.
         """
         self._server.add(exposed)
         self.announce(exposed)
 
     def announce(self, exposed: Exposed) -> None:
-        """Tell the other side of an actor."""
+        """Notify the other side that an actor is exposed."""
         self.queue(Outgoing(Kind.EXPOSED, 0, self.codec.encode(exposed.to_data())))
 
     # ------------------------------------------------------------------------------------------------ receiving
 
     def on_frame(self, frame: Frame) -> None:
-        """See ``connection.Owner``."""
+        """Process a frame; see ``connection.Owner``."""
         kind = frame.kind
-        if frame.seconds != frame.seconds:  # what is no number has no place among the event loop's deadlines
+        if frame.seconds != frame.seconds:  # NaN would break the ordering of deadlines in the event loop
             raise ProtocolError(f"a frame of kind {kind.name} has no time")
         if kind in _REQUESTS:
             self._server.on_request(frame)
@@ -230,16 +230,20 @@ class Peer:
             raise ProtocolError(f"a frame of kind {kind.name} is out of place")
 
     def words(self, frame: Frame, *kinds: Any) -> list[Any]:
-        """What ``frame`` says. Raises ``ProtocolError`` if that is not of these ``kinds``, in this order."""
+        """Decode ``frame`` and check the types of its words.
+
+        Raises:
+            ProtocolError: the words are not of these ``kinds``, in this order.
+        """
         return _checked(self.codec.decode(frame.parts), kinds, f"a frame of kind {frame.kind.name}")
 
     def on_written(self) -> None:
-        """See ``connection.Owner``."""
+        """Return credit that was withheld; see ``connection.Owner``."""
         if self._server.owes_credit:
             self._server.flush_credit()
 
     def on_cut(self, cause: str) -> None:
-        """See ``connection.Owner``."""
+        """End all calls and notify watchers; see ``connection.Owner``."""
         pending, self._pending = self._pending, {}
         for call in pending.values():
             call.cut(cause)
@@ -288,6 +292,7 @@ class Peer:
         call = self._pending.get(frame.id)
         if call is None or call.is_done:
             return
+        # The consumer's buffer is bounded even if the other side ignores the credit.
         if len(call.buffer) >= call.limit:
             raise ProtocolError(f"a stream of {self._name(call)} sends more than it has credit for")
         if frame.seconds != call.num_items:
@@ -297,6 +302,7 @@ class Peer:
         try:
             call.buffer.append(self.codec.from_data(data, self._reply_kind(call.message), "an item"))
         except ProtocolError as error:
+            # An item that cannot be decoded ends the stream: cancel the handler, then report the error.
             call.channel.withdraw(call)
             call.finish(error=error)
         if call.arrival is not None:

@@ -1,8 +1,8 @@
-"""A ref to an actor at the other side of a connection, with the promises of ``Ref``.
+"""A ref to an actor at the other end of a connection, with the guarantees of ``Ref``.
 
-What differs is stated here. A message is encoded when it is sent, so that what cannot travel is refused at once.
-``tell`` returns when the message is within the credit that the other side gave; what becomes of it afterwards, it
-cannot say. An ask that would wait for itself across processes is not seen; deadlines are the remedy there.
+There are three differences from a local ref. A message is encoded when it is sent, so that values that cannot be
+encoded are refused at once. ``tell`` returns when the message is within the credit that the other side granted, and
+does not report what happens to it afterwards. A deadlock across processes is not detected; use deadlines there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ Item = TypeVar("Item")
 
 
 class RemoteRef(Ref[P_contra], Generic[P_contra]):
-    """See ``Ref`` for the contract. Also raises ``Unreachable``, which says whether the message was sent."""
+    """A ref to a remote actor.
+
+    See ``Ref`` for the contract; also raises ``Unreachable``, which says if the message was sent.
+    """
 
     __slots__ = ("_channel",)
 
@@ -40,16 +43,16 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
 
     @property
     def address(self) -> Address:
-        """Where the actor is found, with its present incarnation as far as is known here."""
+        """The address of the actor, with its present incarnation as far as is known here."""
         return self._channel.address
 
     @property
     def life(self) -> Life:
-        """What reports its ends: those of the actor, and that of the connection."""
+        """The channel, which reports the end of each incarnation and of the connection."""
         return self._channel
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """See ``Ref.ask``."""
+        """Send ``message`` and wait for its reply; see ``Ref.ask``."""
         channel = self._channel
         call = channel.create(Kind.ASK, message)
         loop = channel.peer.connection.loop
@@ -67,7 +70,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
         )
 
     async def tell(self, message: Message[P_contra, Any]) -> None:
-        """See ``Ref.tell``; waits while there is no credit."""
+        """Send ``message``; waits while there is no credit. See ``Ref.tell``."""
         channel = self._channel
         call = channel.create(Kind.TELL, message)
         if channel.submit(call):
@@ -81,7 +84,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
             raise call.claim_error()
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
-        """See ``Ref.tell_nowait``."""
+        """Send ``message`` without waiting; see ``Ref.tell_nowait``."""
         channel = self._channel
         call = channel.create(Kind.TELL, message)
         if not channel.submit(call):
@@ -94,13 +97,13 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
     def stream(
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """See ``Ref.stream``; 0 is one item ahead here."""
+        """Open a stream of items; see ``Ref.stream``. A ``buffer_size`` of 0 is treated as 1."""
         if buffer_size < 0:
             raise ValueError(f"buffer_size={buffer_size} is no number of items; give 0 or more")
         return _RemoteStream(self._channel, message, max(buffer_size, 1))
 
     async def stop(self, *, grace: float | None = None) -> None:
-        """See ``Ref.stop``.
+        """End the actor and wait until it is gone; see ``Ref.stop``.
 
         Raises:
             Unreachable: the connection was cut before the actor was gone.
@@ -117,7 +120,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
             raise call.claim_error()
 
     def statistics(self) -> ActorStatistics:
-        """What this side knows: its own share of the actor's work, and whether the actor lives."""
+        """Return what this side knows: the counts of its own calls, and whether the actor runs."""
         return self._channel.statistics()
 
     async def _await(self, call: Call) -> Any:
@@ -126,7 +129,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
         try:
             await call.signal.wait()
             if type(call.error) is DeadlineExceeded:
-                await checkpoint()  # a scope of the caller with the same deadline goes first
+                await checkpoint()  # a scope of the caller with the same deadline must expire first
         except BaseException:
             channel.withdraw(call)
             raise
@@ -136,7 +139,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
 
 
 class _RemoteStream(AbstractAsyncContextManager["_RemoteStream[Item]"], AsyncIterator[Item], Generic[Item]):
-    """The consumer's end. What it has taken it reports in portions, as credit for more."""
+    """The consumer's end of a remote stream. It reports consumed items in batches, as credit for more."""
 
     def __init__(self, channel: Channel, message: Any, limit: int) -> None:
         self._channel, self._message, self._limit = channel, message, limit
@@ -154,14 +157,14 @@ class _RemoteStream(AbstractAsyncContextManager["_RemoteStream[Item]"], AsyncIte
         return self
 
     async def __anext__(self) -> Item:
-        """The next item."""
+        """Return the next item."""
         call = self._opened()
         while not call.buffer:
             if call.is_done:
                 if call.error is None:
                     raise StopAsyncIteration
                 if type(call.error) is DeadlineExceeded:
-                    await checkpoint()  # a scope of the consumer with the same deadline goes first
+                    await checkpoint()  # a scope of the consumer with the same deadline must expire first
                 raise call.claim_error()
             call.arrival = self._channel.peer.connection.loop.new_signal()
             await call.arrival.wait()
@@ -176,7 +179,7 @@ class _RemoteStream(AbstractAsyncContextManager["_RemoteStream[Item]"], AsyncIte
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Have the handler cancelled, unless it has ended, and wait for its end; shielded, and therefore bounded."""
+        """Cancel the handler, unless it has ended, and wait for its end; shielded, with a deadline."""
         call, channel = self._opened(), self._channel
         if call.is_done:
             return

@@ -1,8 +1,9 @@
-"""The answering side: what a connection brings to the actors that are exposed on it.
+"""The answering side of a connection: delivers requests to the exposed actors and sends their answers.
 
-A remote ask costs no task here. Its envelope goes into the actor's mailbox like any other, in the order of arrival, and
-where a local asker would be woken, the reply is queued for the writer. What is under way to a mailbox is bounded by the
-credit that was given; credit comes back when the mailbox has admitted a message, and not while replies pile up unread.
+A remote ask costs no task here. Its envelope is put in the actor's mailbox like any other, in the order of arrival.
+Where a local asker would be woken, the reply is queued for the writer. The number of messages on their way to a mailbox
+is bounded by the credit that was granted; credit is returned when the mailbox has admitted a message, but not while
+unread replies pile up.
 """
 
 from __future__ import annotations
@@ -44,28 +45,31 @@ logger = logging.getLogger(__name__)
 KERNEL_ERRORS: dict[str, type[ArealError]] = {
     kind.__name__: kind for kind in (ActorStopped, DeadlineExceeded, DeadlockError, ProtocolError)
 }
-"""What the kernel itself says of an ask; these keep their class on the way."""
+"""Errors that the kernel itself raises for an ask; they keep their class across the connection."""
 
 
 @frozen(kw_only=True, eq=False)
 class Exposed:
-    """One actor that connections may reach, and its messages by their names: the only classes a peer can have built."""
+    """An actor that connections may reach, with its messages by name.
+
+    A peer can have only these classes constructed.
+    """
 
     name: str
     ref: LocalRef[Any]
     messages: dict[tuple[str, str], tuple[type[AnyMessage[Any]], Handler]]
 
     def to_data(self) -> list[Any]:
-        """How it is announced to the other side."""
+        """Return the announcement for the other side: name, incarnation, and the names of the messages."""
         table = [[*names, handler.is_stream] for names, (_, handler) in self.messages.items()]
         return [self.name, self.ref.address.incarnation, table]
 
 
 def expose(name: str, ref: Ref[Any]) -> Exposed:
-    """Make ``ref`` reachable as ``name``.
+    """Return the entry that makes ``ref`` reachable as ``name``.
 
     Raises:
-        ConfigError: the actor lives elsewhere itself.
+        ConfigError: the actor does not run in this process.
         ProtocolError: two of its messages have the same names.
     """
     if not isinstance(ref, LocalRef):
@@ -83,10 +87,10 @@ def expose(name: str, ref: Ref[Any]) -> Exposed:
 
 
 def check_free(exposed: Mapping[str, Exposed], name: str) -> None:
-    """Refuse a name that a living actor has.
+    """Check that no running actor is exposed as ``name``.
 
     Raises:
-        ConfigError: it has.
+        ConfigError: one is.
     """
     old = exposed.get(name)
     if old is not None and not old.ref.cell.gone.is_set():
@@ -94,7 +98,7 @@ def check_free(exposed: Mapping[str, Exposed], name: str) -> None:
 
 
 class Server:
-    """The exposed actors as one connection reaches them."""
+    """The exposed actors, as one connection reaches them."""
 
     def __init__(self, peer: Peer, exposed: dict[str, Exposed]) -> None:
         self._peer = peer
@@ -110,17 +114,17 @@ class Server:
             self.watch(one)
 
     def add(self, exposed: Exposed) -> None:
-        """Another actor may be reached from now on.
+        """Expose another actor.
 
         Raises:
-            ConfigError: the name is taken by a living actor.
+            ConfigError: a running actor has the name.
         """
         check_free(self._exposed, exposed.name)
         self._exposed[exposed.name] = exposed
         self.watch(exposed)
 
     def watch(self, exposed: Exposed) -> None:
-        """Tell the other side of each end of the actor."""
+        """Notify the other side of each end of the actor."""
         note = _Note(self._peer, exposed.name)
         self._watches.append((exposed, note))
         exposed.ref.cell.watch(note)
@@ -128,10 +132,10 @@ class Server:
     # ------------------------------------------------------------------------------------------------ requests
 
     def on_request(self, frame: Frame) -> None:
-        """A message to an actor has arrived.
+        """Deliver a message to an actor.
 
         Raises:
-            ProtocolError: it breaks the rules of the connection; what is merely wrong with it is its asker's affair.
+            ProtocolError: it violates the rules of the connection. An invalid message only fails its own call.
         """
         if frame.id <= self._last_id:
             raise ProtocolError(f"request {frame.id} came after {self._last_id}; it was delivered once already")
@@ -145,11 +149,12 @@ class Server:
         try:
             self._accept(frame, words)
         except ArealError as error:
+            # A refused message never occupies the mailbox, so its credit is returned at once.
             self.give_credit(name, frame.num_bytes)
             self._refuse(frame, name, error)
 
     def on_stop(self, frame: Frame) -> None:
-        """Somebody wants an actor to end, and to know when it has."""
+        """Stop an actor on request, and answer when it has ended."""
         (name,) = self._peer.words(frame, str)
         exposed = self._exposed.get(name)
         if exposed is None:
@@ -163,21 +168,21 @@ class Server:
             exposed.ref.cell.request_stop(grace)
 
     def on_cancel(self, call: int) -> None:
-        """The asker has left."""
+        """Cancel a call whose asker has left."""
         ask = self._running.get(call)
         if ask is not None:
             ask.cell.abandon(ask)
-        elif call > self._last_id:  # the end of it is still to come, or came together with this word
+        elif call > self._last_id:  # the request is still arriving, or follows in the same read
             self._withdrawn_id = call
 
     def on_taken(self, call: int, num_items: int) -> None:
-        """The consumer of a stream has room for more items."""
+        """Grant the handler of a stream room for more items."""
         ask = self._running.get(call)
         if isinstance(ask, _RemoteStreamCall):
             ask.grant(num_items)
 
     def on_cut(self) -> None:
-        """The connection is gone, and with it everybody who waits here for an answer."""
+        """Cancel all running calls, because the connection is lost."""
         running, self._running = self._running, {}
         for ask in running.values():
             ask.cell.abandon(ask)
@@ -222,7 +227,7 @@ class Server:
             raise
 
     async def _stop_after_admission(self, exposed: Exposed, grace: float) -> None:
-        """Messages that came before the stop are admitted first, within its grace."""
+        """Stop the actor once earlier messages have been admitted, within ``grace`` seconds in total."""
         loop = exposed.ref.cell.loop
         deadline = loop.now() + grace
         with loop.new_scope(deadline=deadline):
@@ -244,7 +249,7 @@ class Server:
     # ------------------------------------------------------------------------------------------------ answers
 
     def answer(self, call: int, ask: Ask) -> None:
-        """Send how ``ask`` has ended."""
+        """Send the outcome of ``ask``."""
         if self._running.pop(call, None) is None or self._peer.connection.cause is not None:
             return
         if ask.error is not None:
@@ -260,12 +265,15 @@ class Server:
                 self._peer.connection.post(outgoing, is_alone=not self._running, is_ahead=True)
 
     def give_credit(self, name: str, num_bytes: int) -> None:
-        """A message has left the way to its mailbox; credit goes back in portions, and only while replies are read."""
+        """Count a message that was admitted or refused.
+
+        Credit is returned in batches, and only while replies are read.
+        """
         if self._credit.give_back(name, num_bytes):
             self.flush_credit()
 
     def flush_credit(self) -> None:
-        """Give back what has come together, unless too much waits to be written."""
+        """Return accumulated credit, unless too many bytes wait to be written."""
         connection, limits = self._peer.connection, self._peer.limits
         if connection.outbox.num_bytes > limits.max_pending_bytes or connection.cause is not None:
             return
@@ -274,7 +282,7 @@ class Server:
 
     @property
     def owes_credit(self) -> bool:
-        """Whether credit waits for replies to be read."""
+        """True if accumulated credit is withheld until replies have been read."""
         return self._credit.is_due
 
     def _refuse(self, frame: Frame, name: str, error: ArealError) -> None:
@@ -290,7 +298,7 @@ class Server:
 
 
 class _Once:
-    """Gives the credit for one message back, once."""
+    """A callback that returns the credit of one message, once."""
 
     __slots__ = ("_give",)
 
@@ -304,7 +312,7 @@ class _Once:
 
 
 class _Answering:
-    """Stands where a local asker would be woken, and gives the credit for the message back, once."""
+    """The signal of a remote ask: sends the answer and returns the message's credit, once, instead of waking a task."""
 
     __slots__ = ("_ask", "_call", "_name", "_num_bytes", "_server")
 
@@ -314,24 +322,24 @@ class _Answering:
         self._num_bytes: int | None = num_bytes
 
     def on_admission(self, _: bool) -> None:  # noqa: FBT001 - the signature of such callbacks
-        """It has left the way to the mailbox."""
+        """Return the credit, because the message has been admitted or refused."""
         num_bytes, self._num_bytes = self._num_bytes, None
         if num_bytes is not None:
             self._server.give_credit(self._name, num_bytes)
 
     def set(self) -> None:
-        """The ask has ended; if it never got into the mailbox, its credit comes back now."""
+        """Send the outcome of the ask. If it was never admitted, its credit is returned now."""
         self.on_admission(False)
         ask, self._ask = self._ask, None
         if ask is not None:
             self._server.answer(self._call, ask)
 
     async def wait(self) -> None:
-        """Nobody of this process waits for a remote ask."""
+        """Do nothing: no task of this process waits for a remote ask."""
 
 
 class _RemoteStreamCall(StreamCall):
-    """A stream whose consumer is elsewhere: its buffer is there, too, and its room is known as credit."""
+    """A stream whose consumer, and therefore its buffer, is in another process; the room there is known as credit."""
 
     __slots__ = ("_call", "_credit", "_num_sent", "_peer", "_reply")
 
@@ -354,7 +362,8 @@ class _RemoteStreamCall(StreamCall):
         self._num_sent += 1
 
     def grant(self, num_items: int) -> None:
-        """The consumer has taken this many."""
+        """Add credit for ``num_items`` that the consumer has taken."""
+        # Limited, so that a peer cannot raise the bound by reporting items that it was never sent.
         self._credit = min(self._credit + num_items, self.limit)
         room, self.room = self.room, None
         if room is not None:
@@ -362,7 +371,7 @@ class _RemoteStreamCall(StreamCall):
 
 
 class _Note:
-    """Sends the ends of an actor to a peer."""
+    """A watcher that reports the ends of an actor to a peer."""
 
     def __init__(self, peer: Peer, name: str) -> None:
         self._peer, self._name = peer, name
@@ -373,7 +382,7 @@ class _Note:
 
 
 class _Farewell:
-    """Answers a request to stop when the actor has gone for good."""
+    """A watcher that answers a stop request when the actor has ended for good."""
 
     def __init__(self, peer: Peer, call: int) -> None:
         self._peer, self._call = peer, call

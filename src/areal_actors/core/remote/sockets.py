@@ -1,9 +1,9 @@
-"""Sockets without a layer between: what is received goes to where it belongs, and what is sent is not copied first.
+"""Socket I/O without an intermediate layer: received bytes go directly to their destination, sent bytes are not copied.
 
-A portable stream hands out fresh bytes for every receive and takes one piece of bytes for every send, each with a turn
-of the event loop; for small messages that is half of what they cost, and for arrays most of it. Here a socket is read
-and written when it is ready: on asyncio in the event loop's own callbacks, as its transports do, on trio in a task.
-Which bytes those are is told in ``frames``, what they mean in ``connection``.
+A portable stream returns new bytes for every receive and takes one bytes object for every send, each with a turn of the
+event loop; for small messages that is half of their cost, and for arrays most of it. Here a socket is read and written
+when it is ready: on asyncio in callbacks of the event loop, as its transports do, on trio in a task. ``frames`` defines
+the bytes, and ``connection`` interprets them.
 """
 
 from __future__ import annotations
@@ -28,36 +28,43 @@ __all__ = ["SocketStream", "accept", "dial_tcp", "dial_unix", "run_reader", "run
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 1048576
-"""Room in the kernel for what a unix socket sends: with the default of 208 KiB, each chunk would wait in the middle."""
+"""Send buffer of a unix socket.
+
+The kernel's default of 208 KiB is smaller than a chunk, so that each would be split.
+"""
 
 _RETRY_SECONDS = 0.01
 
 _NEXT_ADDRESS_SECONDS = 3.0
-"""An address of several that does not answer for so long is left for the next one; the last one has all the time."""
+"""Time after which an address that does not answer is given up for the next one; the last one has no limit."""
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _EXHAUSTED_SECONDS = 0.1
-"""Whoever connects waits in the backlog until something is free again."""
+"""Delay before accepting again when resources are exhausted; clients wait in the backlog meanwhile."""
 
 
 class SocketStream(ByteStream):
-    """A connected socket. ``receive_into`` and ``send_some`` never wait; the rest is what any stream does."""
+    """A connected socket.
+
+    ``receive_into`` and ``send_some`` never wait; the other methods are those of a ``ByteStream``.
+    """
 
     def __init__(self, raw: socket.socket) -> None:
         raw.setblocking(False)
         if raw.family == socket.AF_UNIX:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         else:
+            # Frames are joined before they are written; Nagle's algorithm would only delay the last one.
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.raw = raw
 
     def receive_into(self, targets: Sequence[memoryview]) -> int:
-        """Fill ``targets`` with what has arrived; the number of bytes.
+        """Fill ``targets`` with the bytes that have arrived, and return their number.
 
         Raises:
-            BlockingIOError: nothing has.
-            EndOfStream: nothing will.
-            OSError: the connection is gone.
+            BlockingIOError: nothing has arrived.
+            EndOfStream: the other side has closed the connection.
+            OSError: the connection is lost.
         """
         raw = self.raw
         num_bytes = raw.recv_into(targets[0]) if len(targets) == 1 else raw.recvmsg_into(targets)[0]
@@ -66,16 +73,16 @@ class SocketStream(ByteStream):
         return num_bytes
 
     def send_some(self, buffers: Sequence[Buffer]) -> int:
-        """Send the beginning of ``buffers``; the number of bytes.
+        """Send the beginning of ``buffers``, and return the number of bytes sent.
 
         Raises:
             BlockingIOError: there is no room.
-            OSError: the connection is gone.
+            OSError: the connection is lost.
         """
         return self.raw.send(buffers[0]) if len(buffers) == 1 else self.raw.sendmsg(buffers)
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
-        """What has arrived, at most ``max_bytes``."""
+        """Wait for data, and return at most ``max_bytes`` of it."""
         while True:
             await self._wait(anyio.wait_readable)
             try:
@@ -101,11 +108,11 @@ class SocketStream(ByteStream):
                 raise anyio.BrokenResourceError from error
 
     async def send_eof(self) -> None:
-        """No more is sent."""
+        """Shut down the sending direction."""
         self.raw.shutdown(socket.SHUT_WR)
 
     async def aclose(self) -> None:
-        """Close at once."""
+        """Close the socket at once."""
         if self.raw.fileno() >= 0:
             anyio.notify_closing(self.raw)
             self.raw.close()
@@ -120,10 +127,10 @@ class SocketStream(ByteStream):
 
 
 async def run_reader(stream: SocketStream, receive: Callable[[], object]) -> None:
-    """Call ``receive`` whenever something has arrived, until it raises.
+    """Call ``receive`` whenever data has arrived, until it raises.
 
     Raises:
-        Exception: what ``receive`` raised.
+        Exception: the error that ``receive`` raised.
     """
     if is_trio():
         import trio
@@ -144,15 +151,15 @@ async def run_reader(stream: SocketStream, receive: Callable[[], object]) -> Non
 async def run_writer(
     stream: SocketStream, flush: Callable[[], bool], on_next: Callable[[Callable[[], object]], object]
 ) -> None:
-    """Call ``flush`` when there is something to write and room for it, until it raises.
+    """Call ``flush`` when there is data to write and room for it, until it raises.
 
     Args:
-        stream: where to.
-        flush: writes, and says whether everything was written.
-        on_next: what it is given is called once, when there is something to write again.
+        stream: the socket to write to.
+        flush: writes, and returns whether everything was written.
+        on_next: registers a callback, which is called once when there is data to write again.
 
     Raises:
-        Exception: what ``flush`` raised.
+        Exception: the error that ``flush`` raised.
     """
     if is_trio():
         import trio
@@ -175,7 +182,7 @@ async def run_writer(
 
 
 class _AsyncioWriter:
-    """Writes in callbacks of the event loop. All that is queued in one turn of it leaves in one write."""
+    """Writes in callbacks of the event loop. Everything that is queued in one turn of the loop leaves in one write."""
 
     def __init__(
         self, stream: SocketStream, flush: Callable[[], bool], on_next: Callable[[Callable[[], object]], object]
@@ -186,7 +193,7 @@ class _AsyncioWriter:
         self.failed: asyncio.Future[None] = self._loop.create_future()
 
     def on_ready(self) -> None:
-        """There is room, or something to write."""
+        """Write, because there is room or data."""
         if self._is_stopped:
             return
         try:
@@ -203,7 +210,7 @@ class _AsyncioWriter:
             self._wait_for_room(is_needed=True)
 
     def stop(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._is_stopped = True
         self._wait_for_room(is_needed=False)
 
@@ -221,13 +228,16 @@ class _AsyncioWriter:
 
 
 def _retrieve(failed: asyncio.Future[None]) -> None:
-    """Its waiter may have been cancelled in the same moment; then the error is no news."""
+    """Mark the error as retrieved.
+
+    If its waiter was cancelled at the same moment, asyncio would log it as never retrieved.
+    """
     if failed.done() and not failed.cancelled():
         failed.exception()
 
 
 def _guarded(act: Callable[[], object], failed: asyncio.Future[None]) -> None:
-    """In a callback nobody would hear of an error."""
+    """Call ``act`` and pass its error to ``failed``, because the event loop would only log it."""
     if failed.done():
         return
     try:
@@ -240,7 +250,11 @@ def _guarded(act: Callable[[], object], failed: asyncio.Future[None]) -> None:
 
 
 async def accept(listening: socket.socket) -> SocketStream:
-    """Wait for the next connection. One that is broken already is nobody's, nor is a lack of descriptors its end."""
+    """Wait for the next connection.
+
+    A connection that is already broken is skipped. When descriptors or memory are exhausted, accepting is retried after
+    a delay, and a warning is logged once.
+    """
     is_told = False
     while True:
         await anyio.wait_readable(listening)
@@ -261,7 +275,7 @@ async def dial_unix(path: Path) -> SocketStream:
     """Connect to a unix socket.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: there is no listener.
     """
     return await _connected(socket.AF_UNIX, str(path))
 
@@ -270,12 +284,14 @@ async def dial_tcp(host: str, port: int) -> SocketStream:
     """Connect to the first address of ``host`` that answers.
 
     Raises:
-        OSError: none does.
+        OSError: no address answers.
     """
     failure = OSError(f"{host} has no address")
     found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for number, (family, _, _, _, address) in enumerate(found, start=1):
         try:
+            # A host may have addresses that drop packets silently; without a limit, the first would use up the caller's
+            # deadline.
             with anyio.move_on_after(math.inf if number == len(found) else _NEXT_ADDRESS_SECONDS):
                 return await _connected(family, address)
             failure = OSError(f"{address[0]} does not answer")
@@ -289,7 +305,7 @@ async def _connected(family: int, address: str | tuple[str, int]) -> SocketStrea
     try:
         raw.setblocking(False)
         code = raw.connect_ex(address)
-        while code == errno.EAGAIN:  # a unix socket whose queue is full
+        while code == errno.EAGAIN:  # the backlog of a unix socket is full, and there is no event to wait for
             await anyio.sleep(_RETRY_SECONDS)
             code = raw.connect_ex(address)
         if code == errno.EINPROGRESS:

@@ -1,4 +1,4 @@
-"""Refs to actors that move: a line that is kept up to a node, wherever it lives at present.
+"""Refs to actors that move: a line is kept connected to a node, wherever its process runs at present.
 
 ::
 
@@ -9,8 +9,9 @@
         generation = line.ref(Generation, "generation")                # Ref[Generation], good for all of its lives
         scores = line.ref(Scores, "scores")                            # over the same connection
 
-A connection belongs to one life of one node, and ends with it (see ``peer``). A line connects again, to where the node
-is then. Its refs wait for that, within the deadline of the ask; what may have been heard is never said a second time.
+A connection belongs to one incarnation of one node, and ends with it (see ``peer``). A line then reconnects to the
+node's new address. Its refs wait for that, within the deadline of the ask; a message that may have been received is
+never sent again.
 """
 
 from __future__ import annotations
@@ -39,20 +40,23 @@ logger = logging.getLogger(__name__)
 
 P = TypeVar("P")
 Locate = Callable[[], Awaitable[str]]
-"""Finds out where a node listens now. It may wait; an ``ArealError`` or ``OSError`` means that it is asked again."""
+"""Returns the present address of a node. It may wait.
+
+If it raises ``ArealError`` or ``OSError``, it is called again.
+"""
 
 
 class Line:
-    """A connection that is made again whenever it is lost. Made by ``standing`` and ``standing_from``."""
+    """A connection that is re-established whenever it is lost. Made by ``standing`` and ``standing_from``."""
 
     def __init__(self, name: str, open_peer: Callable[[], AbstractAsyncContextManager[Peer]], limits: Limits) -> None:
         self.name = name
-        """The node that it leads to, as refs and errors call it."""
+        """The node that the line leads to, as named in refs and errors."""
         self.cause = "it has not been connected yet"
-        """Why it is not connected; the last reason while it is."""
+        """The reason why the line is not connected; the most recent one while it is."""
         self.limits = limits
         self.peer: Peer | None = None
-        """The node's present life, while it is connected."""
+        """The node's present incarnation, while it is connected."""
         self.is_closed = False
         self._open_peer = open_peer
         self._newest = ("", 0)
@@ -60,22 +64,23 @@ class Line:
         self._refs: dict[tuple[type, str], StandingRef[Any]] = {}
         self._change = anyio.Event()
         self._over = anyio.Event()
-        self._random = Random(name)  # noqa: S311 - so that lines that broke together do not come back together
+        self._random = Random(name)  # noqa: S311 - not for security: spreads the reconnects of lines that broke together
 
     @property
     def is_connected(self) -> bool:
-        """Whether an ask would be sent at once, as far as is known."""
+        """True if an ask would be sent at once, as far as is known."""
         return self.peer is not None
 
     def ref(self, protocol: type[P], name: str) -> Ref[P]:
-        """A ref to the actor that the node exposes as ``name``, in this life and in the following ones.
+        """Return a ref to the actor that the node exposes as ``name``, valid across incarnations of the node.
 
-        Asking it raises what a ref of ``Peer`` raises, with these differences. While the line is down, an ask, a tell,
-        the opening of a stream and ``stop`` wait, until their deadline; ``tell_nowait`` raises ``Unreachable``. What
-        was under way when it went down ends as ``Unreachable(sent=True)``, or waits on if nobody can have heard it.
-        An actor that is not exposed yet is waited for, too; after ``Limits.hello_seconds`` that is ``ActorStopped``.
+        It raises what a ref of ``Peer`` raises, with these differences. While the line is down, an ask, a tell, the
+        opening of a stream and ``stop`` wait until their deadline, and ``tell_nowait`` raises ``Unreachable``. A call
+        that was pending when the line went down ends as ``Unreachable(sent=True)``, or keeps waiting if the other side
+        cannot have received it. The ref also waits for an actor that is not exposed yet; after ``Limits.hello_seconds``
+        that raises ``ActorStopped``.
 
-        Watchers are told ``Down`` with ``is_restarting=True`` at each loss, and with ``False`` when the line is closed.
+        Watchers receive ``Down`` with ``is_restarting=True`` at each loss, and with ``False`` when the line is closed.
         """
         known = self._refs.get((protocol, name))
         if known is None:
@@ -89,7 +94,7 @@ class Line:
         """Wait until the line is up.
 
         Raises:
-            Unreachable: it has been closed.
+            Unreachable: the line has been closed.
         """
         while self.peer is None:
             if self.is_closed:
@@ -98,10 +103,10 @@ class Line:
         return self.peer
 
     async def wait_exposed(self, name: str) -> Peer:
-        """Wait until the line is up and the node exposes an actor of this name.
+        """Wait until the line is up and the node exposes an actor ``name``.
 
         Raises:
-            ActorStopped: it does not do so in time.
+            ActorStopped: the node does not expose it within ``Limits.hello_seconds``.
             Unreachable: the line has been closed.
         """
         while True:
@@ -110,29 +115,29 @@ class Line:
                 try:
                     await peer.wait_exposed(name)
                 except Unreachable:
-                    continue  # and with the next life
+                    continue  # wait for the next connection
                 return peer
             if patience.cancelled_caught:
                 known = ", ".join(sorted(peer.exposed)) or "none"
                 raise ActorStopped(f"node {self.name!r} exposes no actor {name!r}; it exposes {known}")
 
     def expose(self, name: str, ref: Ref[Any]) -> None:
-        """Make an actor of this process reachable to the node, in this life and in the following ones.
+        """Make an actor of this process reachable to the node, now and after each reconnect.
 
         Raises:
-            ConfigError: the name is taken by a living actor, or the actor lives elsewhere.
+            ConfigError: a running actor has the name, or the actor does not run in this process.
         """
         if self.peer is not None:
             self.peer.expose(name, ref)
         self._exposed[name] = ref
 
     def drop(self, cause: str) -> None:
-        """Cut the present connection, if there is one, and find the node anew: it is known to be elsewhere."""
+        """Cut the present connection, if any, and locate the node again, because it is known to have moved."""
         if self.peer is not None:
             self.peer.close(cause)
 
     def close(self) -> None:
-        """Connect no more; who waits is told. Called when its block is left."""
+        """Stop reconnecting and notify waiters and watchers. Called when the block is left."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -143,7 +148,7 @@ class Line:
         self._announce()
 
     async def keep(self) -> None:
-        """Connect again and again, until the line is closed; runs in a task of its own."""
+        """Connect again and again until the line is closed; runs in a background task."""
         num_failures = 0
         while not self.is_closed:
             try:
@@ -164,6 +169,7 @@ class Line:
         try:
             for name, ref in self._exposed.items():
                 peer.expose(name, ref)
+            # Expose before announcing the connection, so that waiters find everything in place.
             self.peer, self._newest = peer, (peer.node, peer.incarnation)
             self._announce()
             follower()
@@ -173,7 +179,7 @@ class Line:
             self._lose(peer.connection.cause or "this side has left the line")
 
     def _on_news(self, peer: Peer) -> None:
-        """Its actors can be watched that are exposed now; and the end of the connection is the end of what they do."""
+        """Watch actors that have become exposed; when the connection is lost, mark the line as down."""
         if peer.is_connected:
             for ref in self._refs.values():
                 ref.attach()
@@ -196,7 +202,7 @@ class Line:
         self.cause = cause
 
     def _check(self, peer: Peer) -> None:
-        """Whoever answers may be somebody else, or a life that is over.
+        """Refuse a peer that is an earlier incarnation of the node.
 
         Raises:
             Unreachable: it is.
@@ -227,16 +233,19 @@ async def standing(
     expose: Mapping[str, Ref[Any]] | None = None,
     limits: Limits | None = None,
 ) -> AsyncIterator[Line]:
-    """Keep a line up, while the block lasts, to the node that ``locate`` finds. Nothing is waited for at the start.
+    """Keep a line to the node that ``locate`` finds, for the duration of the block.
+
+    The block starts without waiting for the first connection.
 
     Args:
-        locate: finds out where the node listens now; asked before each connection.
-        secret: what both sides know, at least 16 bytes.
-        target: the name by which the node introduces itself; whoever else answers is hung up on. Empty: anybody.
-        node: how this side introduces itself; two lines of one name to one node take turns instead of both standing.
-        incarnation: which life of this side it is.
+        locate: returns the present address of the node; called before each connection.
+        secret: the shared secret, at least 16 bytes.
+        target: the name that the node must have; a connection to any other node is closed. Empty: any name.
+        node: the name of this side; two lines of one name to one node replace each other instead of both being
+            connected.
+        incarnation: the incarnation of this side.
         expose: actors of this process that the node may reach, by name; see ``Line.expose``.
-        limits: what is granted to each connection, and how long it waits before it connects again.
+        limits: limits of each connection, and the delays before reconnecting.
 
     Raises:
         ConfigError: the secret is too short.
@@ -261,7 +270,7 @@ async def standing(
 async def standing_from(
     listener: Listener, node: str, *, expose: Mapping[str, Ref[Any]] | None = None, limits: Limits | None = None
 ) -> AsyncIterator[Line]:
-    """As ``standing``, to a node that connects to ``listener``, again after each loss, and exposes its actors so."""
+    """Keep a line to a node that itself connects to ``listener``, again after each loss. Otherwise as ``standing``."""
 
     @asynccontextmanager
     async def wait() -> AsyncIterator[Peer]:
@@ -282,7 +291,7 @@ async def _kept(line: Line, expose: Mapping[str, Ref[Any]] | None) -> AsyncItera
             try:
                 yield line
                 if not line.is_connected:
-                    tasks.cancel_scope.cancel()  # otherwise the connection writes what is queued, and is left
+                    tasks.cancel_scope.cancel()  # a connected line writes its queue first, then ends
             except BaseException as error:
                 body.append(error)
                 raise

@@ -1,4 +1,4 @@
-"""A ref that outlives the connections it goes over; made by ``standing.Line.ref``, where its promises are written."""
+"""A ref that outlives its connections; made by ``standing.Line.ref``, which documents its guarantees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 
 class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
-    """See ``Ref`` for the contract, and ``Line.ref`` for what differs."""
+    """A ref over a line. See ``Ref`` for the contract, and ``Line.ref`` for the differences."""
 
     __slots__ = ("_incarnation", "_line", "_name", "_near", "_peer", "_protocol")
 
@@ -42,18 +42,18 @@ class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
 
     @property
     def address(self) -> Address:
-        """The node that the line leads to, and the incarnation that was heard of last."""
+        """The address of the actor on the line's node, with the last known incarnation."""
         if self._near is not None:
             self._incarnation = self._near.address.incarnation
         return Address(node=self._line.name, name=self._name, incarnation=self._incarnation)
 
     @property
     def life(self) -> Life:
-        """What reports the ends of the actor, and each loss of the line."""
+        """This ref itself, which reports the ends of the actor and each loss of the line."""
         return self
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """See ``Ref.ask``; the time that the line needs counts."""
+        """Send ``message`` and wait for its reply; see ``Ref.ask``. ``timeout`` includes the wait for the line."""
         if timeout is None:
             return await self._insist(message, lambda near: near.ask(message))
         until = anyio.current_time() + timeout
@@ -62,11 +62,11 @@ class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
         )
 
     async def tell(self, message: Message[P_contra, Any]) -> None:
-        """See ``Ref.tell``."""
+        """Send ``message``; see ``Ref.tell``."""
         await self._insist(message, lambda near: near.tell(message))
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
-        """See ``Ref.tell_nowait``."""
+        """Send ``message`` without waiting; see ``Ref.tell_nowait``."""
         near = self._present()
         if near is None:
             raise Unreachable(f"{self._describe(message)} was not sent: {self._line.cause}", sent=False)
@@ -75,24 +75,27 @@ class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
     def stream(
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """See ``Ref.stream``."""
+        """Open a stream of items; see ``Ref.stream``."""
         if buffer_size < 0:
             raise ValueError(f"buffer_size={buffer_size} is no number of items; give 0 or more")
         return self._stream(message, buffer_size)
 
     async def stop(self, *, grace: float | None = None) -> None:
-        """See ``Ref.stop``; ends the present incarnation, or the one that is found next."""
+        """End the present incarnation, or the next one that is found; see ``Ref.stop``."""
         await self._insist(None, lambda near: near.stop(grace=grace))
 
     def statistics(self) -> ActorStatistics:
-        """What this side knows of the present incarnation."""
+        """Return what this side knows of the present incarnation."""
         near = self._present()
         return _unknown(self._name, self._incarnation) if near is None else near.statistics()
 
     # ------------------------------------------------------------------------------------------------ its life
 
     def attach(self) -> None:
-        """Take over the actor of the present connection, if it is exposed there; called at each news of the line."""
+        """Use the actor of the present connection, if it is exposed there.
+
+        Called whenever the line reports a change.
+        """
         peer = self._line.peer
         if peer is None or peer is self._peer or not peer.has(self._protocol, self._name):
             return
@@ -100,7 +103,7 @@ class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
         self._near.life.watch(self._pass_on)
 
     def go_down(self, cause: str, *, is_restarting: bool) -> None:
-        """The line is down."""
+        """Notify watchers that the line is down."""
         down = Down(
             ref=self,
             incarnation=self.address.incarnation,
@@ -114,7 +117,7 @@ class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
         self.report(down)
 
     def _pass_on(self, down: Down) -> None:
-        if down.reason is not DownReason.UNREACHABLE:  # of that, the line tells
+        if down.reason is not DownReason.UNREACHABLE:  # the line reports that itself
             self.report(evolve(down, ref=self))
 
     # ------------------------------------------------------------------------------------------------ the line
@@ -125,12 +128,16 @@ class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
     async def _insist(
         self, message: AnyMessage[Any] | None, act: Callable[[Ref[P_contra]], Awaitable[R]], until: float = math.inf
     ) -> R:
-        """Do it on the present connection; on the next one, where nobody can have heard of it."""
+        """Call ``act`` with the present ref, and retry after a reconnect.
+
+        It is retried only if the other side cannot have received the message.
+        """
         while True:
             near = self._present() or await self._reach(message, until)
             try:
                 return await act(near)
             except Unreachable as error:
+                # A message that may have been received must not be sent twice: delivery is at most once.
                 if error.sent or self._line.is_closed:
                     raise
 

@@ -1,6 +1,6 @@
-"""Where connections come from: unix sockets and TCP, listening and connecting.
+"""Establishes connections over unix sockets and TCP: listening and connecting.
 
-What an address may be is told in ``addresses``; how a connection begins, in ``hello``; what happens on it, in ``peer``.
+``addresses`` defines addresses, ``hello`` the handshake, and ``peer`` everything that follows on a connection.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
 logger = logging.getLogger(__name__)
 
 _MAX_STRANGERS = 64
-"""Connections that may be introducing themselves at once; the next one is hung up on."""
+"""Connections that may be in the handshake at once; further ones are closed."""
 
 _LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
 class Listener:
-    """Takes connections in. Made by ``listen``."""
+    """Accepts connections. Made by ``listen``."""
 
     def __init__(self, node: str, incarnation: int, secret: bytes, exposed: dict[str, Exposed], limits: Limits) -> None:
         check_secret(secret)
         self.node, self.incarnation = node, incarnation
         self.address = ""
-        """Where it listens, with the port that it was given; empty where it does not."""
+        """The address it listens at, with the actual port; empty if it does not listen."""
         self._secret, self._exposed, self._limits = secret, exposed, limits
         self._peers: dict[str, Peer] = {}
         self._newest: dict[str, int] = {}
@@ -55,7 +55,7 @@ class Listener:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Who is connected."""
+        """The peers that are connected."""
         return tuple(self._peers.values())
 
     async def wait_for(self, node: str) -> Peer:
@@ -65,10 +65,10 @@ class Listener:
         return peer
 
     def expose(self, name: str, ref: Ref[Any]) -> None:
-        """Make another actor reachable, also over the connections that stand.
+        """Make another actor reachable, also over existing connections.
 
         Raises:
-            ConfigError: the name is taken by a living actor, or the actor lives elsewhere.
+            ConfigError: a running actor has the name, or the actor does not run in this process.
         """
         exposed = expose_actor(name, ref)
         check_free(self._exposed, name)
@@ -77,7 +77,8 @@ class Listener:
             peer.add(exposed)
 
     async def serve(self, stream: ByteStream) -> None:
-        """Take one connection in and stay with it until it is cut; what is wrong with it is logged, not raised."""
+        """Accept one connection and serve it until it is cut. Errors of the handshake are logged, not raised."""
+        # Bounds the resources that unauthenticated clients can occupy.
         if self._num_strangers >= _MAX_STRANGERS:
             await anyio.aclose_forcefully(stream)
             return
@@ -104,9 +105,9 @@ class Listener:
             if refusal is not None:
                 await send_packet(stream, {"refused": refusal})
                 raise ProtocolError(refusal)
-            # Names are taken before the next wait, so that of two that arrive together one is refused.
+            # Reserve the name before the next ``await``, so that one of two simultaneous connections is refused.
             old = self._peers.pop(other.node, None)
-            if other.incarnation > 1:  # whoever has had one life only is not remembered: most have a name for once
+            if other.incarnation > 1:  # incarnation 1 is the default of ``_newest``, and most names are used only once
                 self._newest[other.node] = other.incarnation
             if old is not None:
                 old.close(f"incarnation {other.incarnation} of node {other.node!r} has taken its place")
@@ -158,20 +159,22 @@ async def listen(
     incarnation: int = 1,
     limits: Limits | None = None,
 ) -> AsyncIterator[Listener]:
-    """Take connections at ``address`` while the block lasts; leaving it writes what is queued, and cuts them.
+    """Accept connections at ``address`` for the duration of the block.
+
+    Leaving it writes what is queued, then closes them.
 
     Args:
-        address: ``unix:PATH`` or ``tcp://HOST:PORT`` (port 0: any free one); ``None`` for streams of your own
-            (``Listener.serve``).
-        secret: what both sides know, at least 16 bytes.
-        expose: actors of this process that whoever connects may reach, by name.
-        node: how this side introduces itself.
-        incarnation: which life of this node it is, 1 or more; greater than that of all earlier ones.
-        limits: what is granted to each connection.
+        address: ``unix:PATH`` or ``tcp://HOST:PORT`` (port 0: any free one); ``None`` if the caller provides the
+            streams (``Listener.serve``).
+        secret: the shared secret, at least 16 bytes.
+        expose: actors of this process that connected nodes may reach, by name.
+        node: the name of this side.
+        incarnation: the incarnation of this node, 1 or more; greater than all earlier ones.
+        limits: limits of each connection.
 
     Raises:
-        ConfigError: the address cannot be meant, is not safe, or the secret is too short.
-        ActorError: somebody listens there already.
+        ConfigError: the address is invalid or unsafe, or the secret is too short.
+        ActorError: the address is already in use.
     """
     limits = limits or Limits()
     exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
@@ -200,11 +203,12 @@ async def connect(
     incarnation: int = 1,
     limits: Limits | None = None,
 ) -> AsyncIterator[Peer]:
-    """Connect to whoever listens at ``address``, while the block lasts. Arguments as of ``listen``.
+    """Connect to the listener at ``address`` for the duration of the block. The arguments are those of ``listen``.
 
     Raises:
-        Unreachable: nobody answers there, or they do not know the secret, or they refuse us; says which.
-        ConfigError: the address cannot be meant, or the secret is too short.
+        Unreachable: the listener does not answer, does not know the secret, or refuses the connection; the message says
+            which.
+        ConfigError: the address is invalid, or the secret is too short.
     """
     limits = limits or Limits()
     check_secret(secret)
@@ -231,7 +235,7 @@ async def connect_stream(
     incarnation: int = 1,
     limits: Limits | None = None,
 ) -> AsyncIterator[Peer]:
-    """As ``connect``, over a stream of bytes that exists."""
+    """Connect as ``connect`` does, over an existing byte stream."""
     limits = limits or Limits()
     exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
     own = greet(node=node or _unique_name(), incarnation=incarnation, limits=limits)
@@ -304,7 +308,7 @@ async def _accept(
     *,
     task_status: TaskStatus[None],
 ) -> None:
-    """Take connections in until ``scope`` is cancelled; the socket is closed by the task that waits on it."""
+    """Accept connections until ``scope`` is cancelled. The task that waits on the socket also closes it."""
     try:
         with scope:
             async with anyio.create_task_group() as accepting:
@@ -326,7 +330,7 @@ async def _listen_unix(path: Path) -> SocketListener[Any]:
     try:
         stream = await anyio.connect_unix(path)
     except OSError:
-        pass  # nobody is there; what a dead listener left is replaced
+        pass  # no listener: anyio replaces the file that a dead one left
     else:
         await anyio.aclose_forcefully(stream)
         raise ActorError(f"somebody listens at unix:{path} already; choose another path")
@@ -353,7 +357,7 @@ def _unique_name() -> str:
 def unwrapped(body: list[BaseException]) -> Iterator[None]:
     """Raise the block's own exception as it is, not in a group, unless the tasks around it have raised others.
 
-    Of these the block knows no more than that it was cancelled, and whoever reads that alone would never hear why.
+    In that case the block was only cancelled, and its exception alone would not show the cause.
     """
     try:
         yield

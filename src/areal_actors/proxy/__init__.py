@@ -1,4 +1,4 @@
-"""The HTTP proxy: OpenAI's endpoints in front of the actors."""
+"""The HTTP proxy: OpenAI-compatible and Anthropic-compatible endpoints in front of the actors."""
 
 from __future__ import annotations
 

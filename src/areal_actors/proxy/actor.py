@@ -1,4 +1,4 @@
-"""The proxy as an actor: it binds, serves, and stops without cutting off what can still be finished."""
+"""The proxy as an actor: it binds a socket, serves the application, and drains requests in flight when it stops."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ __all__ = ["ProxyServer"]
 
 
 class ProxyServer(Actor[Serving]):
-    """HTTP in, messages out. The arguments are those of ``create_app``.
+    """An actor that serves the HTTP application and forwards requests as messages.
 
-    ``listener`` is a listening socket, in the place of one that is bound as ``config`` says.
+    The arguments are those of ``create_app``. ``listener`` is a listening socket to serve instead of one that is bound
+    according to ``config``.
 
     Raises:
-        ConfigError: when it is spawned, if its address cannot be used.
+        ConfigError: at spawn, if the address cannot be used.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ProxyServer(Actor[Serving]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Bind, and serve while the actor lives."""
+        """Bind the socket and serve it in the background until the actor stops."""
         listener = self._listener or bind(self._config)
         try:
             self._url = url_of(listener, self._config.public_host)
@@ -90,9 +91,9 @@ class ProxyServer(Actor[Serving]):
             )
             yield
         finally:
-            listener.close()  # detached once it is served
+            listener.close()  # the server detaches the socket once it serves it, so this closes only an unserved one
 
     @DescribeEndpoint.handler
     async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
-        """Where the proxy listens, and the key that administrates it."""
+        """Return the URL at which the proxy listens, and its admin key."""
         return Endpoint(url=self._url, admin_key=self._admin_key)

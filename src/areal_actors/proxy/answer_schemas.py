@@ -1,4 +1,4 @@
-"""JSON schemas of what clients read, by name: data for the OpenAPI document, put together in ``openapi``."""
+"""JSON schemas of response bodies, by name: data for the OpenAPI document, which ``openapi`` assembles."""
 
 from __future__ import annotations
 
@@ -277,4 +277,4 @@ ANSWERS: Mapping[str, Schema] = {
     ),
     "Health": one_object({"status": {"enum": ["ok", "stopping", "unavailable"]}, "requests": _COUNT}),
 }
-"""Bodies of answers, by name."""
+"""Schemas of response bodies, by name."""

@@ -1,8 +1,8 @@
-"""Anthropic's Messages, worded: finished answers, streams of events, errors.
+"""Anthropic's Messages API: formatting of finished answers, streams of events and errors.
 
-How the request is read is in ``anthropic_request``, the parts of an answer in ``anthropic_answer``, its telling while
-it is sampled in ``anthropic_stream``. Blocks stand in the order thinking, text, calls. Where a model goes on talking
-after a call, a stream has a second text block behind it; an answer in one piece has one text.
+``anthropic_request`` reads the request, ``anthropic_answer`` has the parts of an answer, and ``anthropic_stream`` its
+events while it is sampled. Blocks are in the order thinking, text, calls. If a model continues with text after a call,
+a stream has a second text block after the call, while an unstreamed answer has a single text.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ __all__ = ["AnthropicDialect", "format_anthropic_answer"]
 
 @frozen(kw_only=True)
 class AnthropicDialect:
-    """The wording of Messages. ``model`` is what an answer calls itself where the client named no model."""
+    """The Messages dialect. ``model`` is the model name in an answer if the client named none."""
 
     model: str = "policy"
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     inert: Collection[str] = ()
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedAnthropic:
-        """See ``parse_anthropic_request``."""
+        """Parse a request body; see ``parse_anthropic_request``."""
         return parse_anthropic_request(body, tag=tag, default_max_tokens=self.default_max_tokens, inert=self.inert)
 
     def format_answers(self, parsed: ParsedAnthropic, answers: Sequence[Answer]) -> dict[str, Any]:
-        """See ``format_anthropic_answer``; there is one answer."""
+        """Format the one answer; see ``format_anthropic_answer``."""
         return format_anthropic_answer(answers[0], model=parsed.model or self.model)
 
     def open_stream(self, parsed: ParsedAnthropic) -> AnthropicStream:
-        """The events of one answer."""
+        """Return the formatter of one streamed answer."""
         return AnthropicStream(model=parsed.model or self.model)
 
     def decoding_with(self, decode: Decode) -> Self:  # noqa: ARG002
-        """Itself: no text of single tokens is told."""
+        """Return ``self``: Messages never shows the text of single tokens."""
         return self
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
-        """Anthropic's error body."""
+        """Return Anthropic's error body."""
         return format_anthropic_failure(failure)
 
 
 def format_anthropic_answer(answer: Answer, *, model: str) -> dict[str, Any]:
-    """A ``message`` object; its id is that of the interaction.
+    """Return a ``message`` object, whose id is that of the interaction.
 
     Raises:
         Unavailable: the engine aborted it.

@@ -1,4 +1,4 @@
-"""The parts of an Anthropic message that a finished answer and a stream share: blocks, end, usage."""
+"""The parts of an Anthropic message that finished answers and streams share: blocks, stop reason, usage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["format_blocks", "format_end", "format_usage"]
 
 
 def format_blocks(message: ChatMessage) -> list[dict[str, Any]]:
-    """Thinking, text and calls, in this order. There is always a block: many agents read the first one unasked."""
+    """Return thinking, text and tool call blocks, in this order. There is always at least one block."""
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": sign_thought(message.reasoning)})
+    # Many agents read the first block without checking that there is one.
     if message.content or not message.tool_calls:
         blocks.append({"type": "text", "text": message.content or "", "citations": None})
     return blocks + [_format_call(call) for call in message.tool_calls]
@@ -26,7 +27,7 @@ def _format_call(call: ToolCall) -> dict[str, Any]:
 
 
 def format_end(answer: Answer) -> dict[str, Any]:
-    """Why the answer ended, in Anthropic's words. Agents run a tool on ``tool_use`` alone.
+    """Return the stop reason of an answer in Anthropic's terms.
 
     Raises:
         Unavailable: the engine aborted it.
@@ -34,6 +35,7 @@ def format_end(answer: Answer) -> dict[str, Any]:
     finish = answer.completion.finish
     if finish is FinishReason.ABORT:
         raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
+    # Agents run tools on ``tool_use`` only; calls of an answer that was cut by its length may be incomplete.
     if answer.message.tool_calls and finish is FinishReason.STOP:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if answer.stop_sequence is not None:
@@ -43,13 +45,11 @@ def format_end(answer: Answer) -> dict[str, Any]:
 
 
 def format_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Token counts. ``input_tokens`` is the whole prompt, as ``count_tokens`` counts it.
-
-    What the engine took from its prefix cache is no part of it that would have a price of its own; clients add the
-    three counts of the prompt up.
-    """
+    """Return token counts. ``input_tokens`` is the whole prompt, as ``count_tokens`` counts it."""
     return {
         "input_tokens": prompt_tokens,
+        # Clients add the three counts of the prompt. Tokens from the engine's prefix cache are part of
+        # ``input_tokens``, because they have no separate price here.
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
         "output_tokens": completion_tokens,

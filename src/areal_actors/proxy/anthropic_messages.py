@@ -1,12 +1,12 @@
-"""Anthropic messages and tools, as clients send them, into the words of the house.
+"""Parsing of Anthropic messages and tools into domain values.
 
-One of their turns may be several of our messages: results of tools stand beside text in a user's turn there, and are
-messages of their own here, in the same order. Tolerant where clients differ without meaning to: a string or text
-blocks, ``cache_control`` anywhere, keys that clients add. What would be lost in silence (an image, a document, a tool
-of Anthropic's servers) is refused by name.
+One Anthropic turn may become several domain messages: tool results are blocks next to text in a user turn there, and
+separate messages here, in the same order. Accepts the harmless differences between clients: a string or text blocks,
+``cache_control`` anywhere, additional keys. Content that would otherwise be dropped silently (an image, a document, a
+tool that Anthropic's servers run) is rejected by name.
 
-Text blocks of an answer are one text (the model wrote them so); those that a client composed stand on lines of their
-own, as the parts of a chat message do.
+Text blocks of an answer are joined without a separator, because the model wrote them as one text; text blocks that a
+client composed are joined by newlines, as the parts of a chat message are.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from areal_actors.proxy.fields import shown, wrong
 __all__ = ["format_input", "parse_anthropic_messages", "parse_anthropic_tools", "sign_thought"]
 
 _UNPARSED = "unparsed_arguments"
-"""The one key of an input whose text is no JSON object; nothing that the model wrote is lost."""
+"""The only key of a tool input whose text is not a JSON object, so that nothing that the model wrote is lost."""
 _BILLING = "x-anthropic-billing-header:"
-"""A line of Claude Code for Anthropic's accounts. It changes from request to request and was never the model's."""
+"""Start of a line that Claude Code adds for Anthropic's billing.
+
+It changes with each request and is not meant for the model.
+"""
 
 
 def format_input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as the object that clients expect. ``parse_anthropic_messages`` reads it back."""
+    """Return a call's arguments as the object that clients expect. ``parse_anthropic_messages`` reads it back."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -39,10 +42,8 @@ def format_input(arguments: str) -> dict[str, Any]:
 
 
 def sign_thought(thought: str) -> str:
-    """What stands in the place of Anthropic's signature: a digest, by which a client's echo can be checked by eye.
-
-    Some clients encode it anew, so that nothing relies on it; altered thinking is recognised by its text.
-    """
+    """Return the ``signature`` of a thinking block: a digest of its text, so that an echo can be checked by eye."""
+    # Nothing relies on the signature, because some clients encode it anew; altered thinking is detected by its text.
     return blake2b(thought.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -50,11 +51,11 @@ def sign_thought(thought: str) -> str:
 
 
 def parse_anthropic_messages(system: Any, messages: Any) -> tuple[ChatMessage, ...]:
-    """The conversation of a request, instructions first.
+    """Parse the conversation of a request, with the system messages first.
 
     Raises:
-        InvalidRequest: names the message, by its index, and what is wrong with it.
-        UnsupportedParameter: a block that is no text, thinking, call or result.
+        InvalidRequest: a message is malformed; the error names its index and the problem.
+        UnsupportedParameter: a block that is not text, thinking, a tool call or a tool result.
     """
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", "a list of at least one message", messages)
@@ -94,7 +95,7 @@ def _parse_turn(raw: Any, where: str) -> Iterator[ChatMessage]:
 
 
 def _parse_user(content: Any, where: str) -> Iterator[ChatMessage]:
-    """Results one by one, and what is said before, between and after them."""
+    """Yield tool results as separate messages, and the text before, between and after them."""
     if isinstance(content, str):
         yield ChatMessage(role="user", content=content)
         return
@@ -123,7 +124,7 @@ def _parse_result(block: Mapping[str, Any], where: str) -> ChatMessage:
         blocks = _blocks(content or [], f"{where}.content")
         content = "\n".join(_text_of(part, at) for part, at in blocks)
     if is_error and "error" not in content.lower():
-        content = f"Error: {content}"  # the model reads text only
+        content = f"Error: {content}"  # ``is_error`` must be said in the text, because the model reads nothing else
     return ChatMessage(role="tool", content=content, tool_call_id=call_id)
 
 
@@ -140,7 +141,7 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
             case "thinking":
                 thoughts.append(_string(block, "thinking", at))
             case "redacted_thinking":
-                pass  # nobody but Anthropic can read it
+                pass  # encrypted; only Anthropic can read it
             case _:
                 texts.append(_text_of(block, at))
     return ChatMessage(
@@ -165,7 +166,7 @@ def _parse_call(block: Mapping[str, Any], where: str) -> ToolCall:
 
 
 def _blocks(value: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The blocks of a content list, each with its place."""
+    """Yield the blocks of a content list, each with its path for error messages."""
     if not isinstance(value, list):
         raise wrong(where, "a string or a list of blocks", value)
     for index, block in enumerate(value):
@@ -195,11 +196,11 @@ def _string(block: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def parse_anthropic_tools(value: Any) -> tuple[Tool, ...]:
-    """The functions that are offered.
+    """Parse the offered functions.
 
     Raises:
-        InvalidRequest: names the tool, by its index, and what is wrong with it.
-        UnsupportedParameter: a tool that Anthropic's servers run, or bring the description of.
+        InvalidRequest: a tool is malformed; the error names its index and the problem.
+        UnsupportedParameter: a tool that Anthropic's servers run or define.
     """
     if value is None:
         return ()

@@ -1,4 +1,4 @@
-"""Every parameter of Anthropic's Messages, and what becomes of it; see ``parameters`` for what a table decides."""
+"""The table of parameters of Anthropic's Messages API and their support; see ``parameters`` for its meaning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The body of one of Anthropic's Messages, checked field by field. Pure; never raises anything but ``RequestError``.
+"""Parsing of the body of an Anthropic Messages request, field by field. Pure; raises only ``RequestError``.
 
-Which fields exist at all is decided in ``anthropic_parameters``; messages and tools are read in ``anthropic_messages``.
+``anthropic_parameters`` decides which fields exist; ``anthropic_messages`` reads messages and tools.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["ID_PREFIX", "ParsedAnthropic", "parse_anthropic_request"]
 
 ID_PREFIX = "msg_"
 _THINKING_SWITCH = "enable_thinking"
-"""The option by which the chat templates of several families switch thinking on and off."""
+"""The option with which the chat templates of several model families turn thinking on and off."""
 _THINKING = {"enabled": {_THINKING_SWITCH: True}, "disabled": {_THINKING_SWITCH: False}}
 _THINKING_BY_TEMPLATE = ("adaptive", "between_tools")
 
 
 @frozen(kw_only=True)
 class ParsedAnthropic:
-    """A message as asked for. ``model`` is the name that the client used, ``None`` if it used none."""
+    """A parsed Messages request. ``model`` is the name that the client sent, or ``None``."""
 
     request: CompletionRequest
     model: str | None = None
@@ -43,13 +43,14 @@ def parse_anthropic_request(
     default_max_tokens: int = DEFAULT_MAX_TOKENS,
     inert: Collection[str] = (),
 ) -> ParsedAnthropic:
-    """Read the body of a request. The arguments are those of ``parse_chat_request``.
+    """Parse the body of a request. The arguments are those of ``parse_chat_request``.
 
-    ``max_tokens`` may be missing, although Anthropic demands it: a request to count tokens is read here as well.
+    ``max_tokens`` may be missing although Anthropic requires it, because requests to count tokens are parsed here as
+    well.
 
     Raises:
         UnsupportedParameter: a parameter that cannot be honoured.
-        InvalidRequest: a value that makes no sense; ``param`` names the field.
+        InvalidRequest: an invalid value; ``param`` names the field.
     """
     MESSAGES_PARAMETERS.check(body, inert=inert)
     tools = parse_anthropic_tools(body.get("tools"))
@@ -98,7 +99,7 @@ def _read_format(body: Mapping[str, Any]) -> Grammar | None:
 
 
 def _read_template_options(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of the chat template; one that is named there outweighs ``thinking``."""
+    """Return the chat template's options; explicit ``chat_template_kwargs`` take precedence over ``thinking``."""
     options = read_mapping(body, "chat_template_kwargs")
     kind = read_mapping(body, "thinking").get("type", "adaptive")
     if not isinstance(kind, str) or (kind not in _THINKING and kind not in _THINKING_BY_TEMPLATE):

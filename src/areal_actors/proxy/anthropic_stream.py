@@ -1,11 +1,11 @@
-"""The events of one of Anthropic's messages while it is sampled.
+"""The events of an Anthropic message while it is sampled.
 
 ::
 
     message_start  (content_block_start  content_block_delta*  content_block_stop)+  message_delta  message_stop
 
-One block is open at a time; a delta of another kind closes it. The input of a call leaves in one piece when its block
-closes: only then is it known whether it is the JSON object that clients parse as it comes.
+One block is open at a time; a delta of another kind closes it. The input of a tool call is sent in one piece when its
+block closes: only then is it known whether it is the JSON object that clients parse incrementally.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from areal_actors.proxy.sse import format_named_event
 __all__ = ["PING", "AnthropicStream"]
 
 PING = format_named_event("ping", {"type": "ping"})
-"""What Anthropic breaks a silence with; clients skip it."""
+"""The event with which Anthropic keeps silent streams alive; clients skip it."""
 
 _THINKING, _TEXT, _TOOL_USE = "thinking", "text", "tool_use"
 
 
 class AnthropicStream:
-    """The events of one request. ``model`` is the name that the answer bears."""
+    """The events of one request. ``model`` is the model name in the answer."""
 
     def __init__(self, *, model: str) -> None:
         self._model = model
         self._num_blocks = 0
         self._open: str | None = None
         self._said: list[str] = []
-        """What the open block holds, where its end has to know."""
+        """The text of the open block, for blocks whose closing event needs it."""
 
     def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
-        """The events of one item."""
+        """Return the events of one item."""
         match item:
             case AnswerStarted():
                 return self._start(item)
@@ -65,11 +65,11 @@ class AnthropicStream:
                 return b""
 
     def finish(self) -> bytes:
-        """Nothing more: the answer ended with its own event."""
+        """Return the ``message_stop`` event; the answer itself ended with its own ``message_delta``."""
         return _event("message_stop")
 
     def fail(self, failure: Failure) -> bytes:
-        """An event that Anthropic's SDKs raise as an ``APIStatusError``."""
+        """Return an event that Anthropic's SDKs raise as an ``APIStatusError``."""
         return format_named_event("error", format_anthropic_failure(failure))
 
     def _start(self, started: AnswerStarted) -> bytes:

@@ -1,6 +1,7 @@
-"""The Starlette application: which operations there are, and who handles them.
+"""The Starlette application: its operations and their handlers.
 
-It owns no facts: everything is asked of actors. ``actor`` serves it on a socket; anybody's own server can, too.
+The application holds no state of the run; it asks actors for everything. ``actor`` serves it on a socket, and any other
+ASGI server can serve it as well.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from areal_actors.proxy.visitors import Visitors
 __all__ = ["create_app"]
 
 _ANTHROPIC_HEADER = "anthropic-version"
-"""Sent by all of Anthropic's clients."""
+"""A header that all of Anthropic's clients send."""
 
 
 def create_app(
@@ -61,21 +62,21 @@ def create_app(
     traffic: Traffic | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
-    """The application.
+    """Create the Starlette application.
 
     Args:
-        sessions: answers completions, takes rewards.
+        sessions: answers completions and takes rewards.
         exports: builds training rows.
         capacity: admits sessions.
         generation: describes the engine for ``/v1/models``.
-        intake: starts sessions that are trained; without it, sessions are only remembered.
-        accounts: knows users and their keys; without it there are none.
+        intake: starts sessions that are trained; without it, sessions are recorded but not trained.
+        accounts: knows users and their keys; without it there are no users.
         models: lends trained models to requests that name one.
-        config: settings; without an ``admin_key``, a random one is made that nobody learns.
-        decode: text of token ids, for ``logprobs``; a renderer's ``decode``.
-        model: the name in answers to clients that name no model.
-        traffic: the requests in flight, for whoever wants to drain them.
-        extra_routes: more routes, such as a dashboard's; the proxy's own come first.
+        config: settings; without an ``admin_key``, a random key is generated and not shown anywhere.
+        decode: converts token ids to text for ``logprobs``, e.g. a renderer's ``decode``.
+        model: the model name in answers to clients that name no model.
+        traffic: tracks the requests in flight, so that the caller can drain them.
+        extra_routes: additional routes, such as a dashboard's; the proxy's own routes match first.
     """
     config = config or ProxyConfig()
     traffic = Traffic() if traffic is None else traffic
@@ -135,7 +136,10 @@ def _completion(endpoint: CompletionEndpoint) -> Operation:
 
 
 def _dialect_operations(chat: CompletionEndpoint, *, model: str, decode: Decode | None) -> dict[str, Operation]:
-    """The other dialects, answered as chat completions are, and the counting of tokens that belongs to one of them."""
+    """Create the operations of the other dialects, and of Anthropic's token count.
+
+    They share the parts of the chat endpoint.
+    """
     config = chat.config
     raw = RawDialect(model=model, decode=decode, inert=config.inert_parameters)
     messages = AnthropicDialect(
@@ -186,7 +190,7 @@ def _key_operations(keys: KeysEndpoint) -> dict[str, Operation]:
 
 
 def _answer_unrouted(request: Request, error: Exception) -> Response:
-    """The error body for a path that nobody serves, in the words of whose client asks."""
+    """Return the error body for an unknown path, in the dialect of the client that asked."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     failure = Failure(
         status=status,
@@ -194,6 +198,7 @@ def _answer_unrouted(request: Request, error: Exception) -> Response:
         message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
         code="not_found",
     )
+    # No dialect has been routed to, so the header or the path has to tell which vendor's client this is.
     is_anthropics = _ANTHROPIC_HEADER in request.headers or "/messages" in request.url.path
     format_failure = format_anthropic_failure if is_anthropics else format_openai_failure
     return JSONResponse(format_failure(failure), status_code=status)

@@ -1,7 +1,7 @@
-"""What a client says about the sending of a request: its own name for it, and how often it was sent before.
+"""Evidence in request headers that a request is a retry: an idempotency key and the number of earlier attempts.
 
-The SDKs of OpenAI and Anthropic number their sendings, from 0. What comes from a client that says nothing is always a
-new request.
+The SDKs of OpenAI and Anthropic number their attempts, starting at 0. A request of a client that sends neither header
+is always a new request.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MAX_DIGITS = 4
 
 
 def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
-    """The evidence in ``headers``, with a digest of what is asked; ``None`` if there is no evidence.
+    """Return the retry evidence in ``headers`` with a digest of the request, or ``None`` if there is no evidence.
 
-    The first sending has a digest as well (about 1 µs per KiB), because its retry must find it.
+    The first attempt has a digest as well (about 1 µs per KiB), because its retry must be matched to it.
 
     Raises:
-        InvalidRequest: the idempotency key is too long to be remembered.
+        InvalidRequest: the idempotency key is too long to be stored.
     """
     number, key = headers.get(_RETRY_COUNT, b""), headers.get(_IDEMPOTENCY_KEY, b"").strip()
     if not number and not key:

@@ -1,8 +1,9 @@
-"""Who asks: keys from headers, sessions from URLs, and the administrator's key.
+"""Authentication: keys from headers, sessions from URLs, and the admin key.
 
-Which key opens which session, and for what, is known to the session manager alone; here a request is only turned into a
-``Credential``. The URL of a session is a capability: whoever knows it may ask the model there, with any key or none, so
-that it is never logged in full. To reward or end a session takes its own key, or that of its user or the administrator.
+Only the session manager knows which key opens which session and for what; this module only turns a request into a
+``Credential``. The URL of a session is a capability: every client that knows it may query the model in that session,
+with any key or none, so the URL is never logged in full. To reward or end a session, a client needs the session's own
+key, the key of its user, or the admin key.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["Gatekeeper", "create_admin_key", "read_key"]
 
 
 def create_admin_key() -> str:
-    """A key that nobody guesses."""
+    """Return a random admin key with 256 bits of entropy."""
     return f"sk-admin-{secrets.token_urlsafe(32)}"
 
 
 def read_key(headers: Mapping[bytes, bytes]) -> str | None:
-    """The key of a request: ``Authorization: Bearer`` as OpenAI's clients send it, else ``x-api-key``."""
+    """Return the key of a request: ``Authorization: Bearer`` as OpenAI's clients send it, else ``x-api-key``."""
     scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     key = bearer.strip() if scheme.lower() == b"bearer" else b""
     key = key or headers.get(b"x-api-key", b"").strip()
@@ -34,30 +35,30 @@ def read_key(headers: Mapping[bytes, bytes]) -> str | None:
 
 @frozen(kw_only=True)
 class Gatekeeper:
-    """Turns keys and session names into credentials. ``session_urls`` tells whether a session's URL opens it."""
+    """Turns keys and session names into credentials. ``session_urls`` says whether a session's URL alone opens it."""
 
     admin_key: str = field(repr=False)
     session_urls: bool = True
 
     def is_admin(self, key: str | None) -> bool:
-        """Whether ``key`` is the administrator's; compared in constant time."""
+        """Return whether ``key`` is the admin key. The comparison takes constant time."""
         return key is not None and hmac.compare_digest(key.encode(), self.admin_key.encode())
 
     def require_admin(self, key: str | None) -> None:
-        """Raises ``Unauthorized`` for any other key."""
+        """Raise ``Unauthorized`` unless ``key`` is the admin key."""
         if not self.is_admin(key):
             raise Unauthorized("This needs the proxy's admin key, as 'Authorization: Bearer <key>'.")
 
     def credential(self, *, key: str | None, in_path: str | None, in_request: str | None) -> Credential:
-        """What a request may open.
+        """Return the credential of a request.
 
         Args:
-            key: the key that came with it.
+            key: the key that was sent with it.
             in_path: the session that its URL names.
-            in_request: the session that its query or its body names, which needs the key that owns it beside it.
+            in_request: the session that its query or body names; it also needs the key that owns the session.
 
         Raises:
-            Unauthorized: there is neither a key nor a URL of a session.
+            Unauthorized: there is neither a key nor the URL of a session.
         """
         session = in_path or in_request
         if session is not None and self.is_admin(key):

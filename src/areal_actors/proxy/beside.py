@@ -1,8 +1,8 @@
-"""A cheap companion of the running task: something that watches while the task works.
+"""A lightweight companion task of the running task, which watches while that task works.
 
-A task group per request would cost a third of what the proxy adds to a request, for one small task that is started and
-stopped in the same block. So it is started on the event loop itself. It is never awaited: what it has to say, it says
-by cancelling a scope of its owner.
+A task group per request would take a third of the time that the proxy adds to a request, for one small task that is
+started and stopped in the same block. The companion is therefore started on the event loop itself. It is never awaited;
+it reports by cancelling a scope of the task that started it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ __all__ = ["start_beside"]
 
 
 def start_beside(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:
-    """Run ``function()`` beside the calling task; call the result to stop it, which does not wait.
+    """Run ``function()`` concurrently with the calling task, and return a callable that stops it without waiting.
 
-    ``function`` must let no exception out: there is nobody to catch it.
+    ``function`` must not raise: nothing would catch the exception.
     """
-    # trio may be a guest on asyncio's loop, so that the running loop alone does not tell.
+    # trio may run in guest mode on asyncio's loop, so a running asyncio loop does not prove that this task is
+    # asyncio's.
     if is_trio():
         return _start_on_trio(function)
     return asyncio.get_running_loop().create_task(function()).cancel

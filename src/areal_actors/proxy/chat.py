@@ -1,7 +1,7 @@
-"""OpenAI's chat completions, worded: finished answers, streams of chunks, errors.
+"""OpenAI's chat completions: formatting of finished answers, streams of chunks and errors.
 
-The shape satisfies the strictest clients: every key that any of them validates is there, ``finish_reason`` is one of
-OpenAI's, and a tool call's id and name are said once. How the request is read is in ``chat_request``.
+The output satisfies the strictest clients: every key that any of them validates is present, ``finish_reason`` is one of
+OpenAI's values, and a tool call's id and name are sent once. ``chat_request`` reads the request.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = [
 
 @frozen(kw_only=True)
 class ChatDialect:
-    """The wording of chat completions.
+    """The chat completions dialect.
 
-    ``decode`` gives the text of token ids for ``logprobs`` (ids are shown as numbers without it). ``model`` is what an
-    answer calls itself where the client named no model. ``honours_store`` tells whether ``store: false`` keeps an
-    answer from training.
+    ``decode`` converts token ids to text for ``logprobs``; without it, ids are shown as numbers. ``model`` is the model
+    name in an answer if the client named none. ``honours_store`` says whether ``store: false`` keeps an answer from
+    training.
     """
 
     model: str = "policy"
@@ -60,7 +60,7 @@ class ChatDialect:
     clock: Callable[[], float] = field(default=time.time)
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:
-        """See ``parse_chat_request``."""
+        """Read a request body; see ``parse_chat_request``."""
         return parse_chat_request(
             body,
             tag=tag,
@@ -70,30 +70,30 @@ class ChatDialect:
         )
 
     def format_answers(self, parsed: ParsedChat, answers: Sequence[Answer]) -> dict[str, Any]:
-        """See ``format_chat_answer``."""
+        """Format the finished answers; see ``format_chat_answer``."""
         return format_chat_answer(
             parsed, answers, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
         )
 
     def open_stream(self, parsed: ParsedChat) -> ChatStream:
-        """The chunks of one answer."""
+        """Return the formatter of one streamed answer."""
         return ChatStream(parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode)
 
     def decoding_with(self, decode: Decode) -> Self:
-        """The same wording for a model with another tokenizer."""
+        """Return a copy of the dialect for a model with another tokenizer."""
         return evolve(self, decode=decode)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
-        """OpenAI's error body."""
+        """Return OpenAI's error body."""
         return format_openai_failure(failure)
 
 
 def format_chat_answer(
     parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, decode: Decode | None = None
 ) -> dict[str, Any]:
-    """A ``chat.completion`` object; its id is that of the first choice's interaction.
+    """Return a ``chat.completion`` object, whose id is that of the first choice's interaction.
 
-    Where there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
+    If there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
 
     Raises:
         Unavailable: the engine aborted a choice.
@@ -122,8 +122,8 @@ def format_chat_answer(
 class ChatStream:
     """The ``chat.completion.chunk`` events of one request.
 
-    The first chunk of a choice carries the role and waits for the first delta, which tells whether there is text:
-    ``content`` is ``""`` before text and ``null`` before tool calls, as OpenAI has it.
+    The first chunk of a choice carries the role. It is held back until the first delta, which shows whether the answer
+    starts with text: ``content`` is ``""`` before text and ``null`` before tool calls, as in OpenAI's streams.
     """
 
     def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None = None) -> None:
@@ -140,11 +140,12 @@ class ChatStream:
         self._answers: list[Answer] = []
 
     def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
-        """The events of one item."""
+        """Return the events of one item."""
         if isinstance(item, AnswerStarted):
             return self._start(item)
         if isinstance(item, Answer):
             return self._end(item)
+        # An empty delta must not send the first chunk: what follows decides between ``""`` and ``null``.
         if isinstance(item, ReasoningDelta) and not item.text:
             return b""
         return self._head(item.choice, has_text=isinstance(item, TextDelta)) + self._chunk(
@@ -152,13 +153,13 @@ class ChatStream:
         )
 
     def finish(self) -> bytes:
-        """The usage, where it was asked for, and the end."""
+        """Return the usage, if the client asked for it, and the end marker."""
         if not self._parsed.include_usage:
             return DONE
         return format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers)}) + DONE
 
     def fail(self, failure: Failure) -> bytes:
-        """An event that OpenAI's SDKs raise as an ``APIError``."""
+        """Return an event that OpenAI's SDKs raise as an ``APIError``."""
         return format_event(format_openai_failure(failure))
 
     def _start(self, started: AnswerStarted) -> bytes:
@@ -215,7 +216,12 @@ def _format_delta(delta: Delta) -> dict[str, Any]:
 
 
 def format_finish(answer: Answer) -> str:
-    """OpenAI's word. An engine's own never reaches a client: several stop in silence on one that they do not know."""
+    """Return OpenAI's ``finish_reason`` for an answer.
+
+    Raises:
+        Unavailable: the engine aborted the generation.
+    """
+    # The engine's own finish reason never reaches a client: several clients stop silently on an unknown one.
     finish = answer.completion.finish
     if finish is FinishReason.ABORT:
         raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
@@ -225,7 +231,7 @@ def format_finish(answer: Answer) -> str:
 
 
 def format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Counts over all choices; their common prompt counts once."""
+    """Return token counts over all choices; their common prompt counts once."""
     prompt = answers[0].usage.prompt_tokens if answers else 0
     completion = sum(answer.usage.completion_tokens for answer in answers)
     return {

@@ -1,10 +1,11 @@
-"""OpenAI chat messages and tools, as clients send them, into the words of the house.
+"""Parsing of OpenAI chat messages and tools into domain values.
 
-Tolerant where clients differ without meaning to: content as a string or as text parts, ``null`` or absent keys, tool
-results without a call id, arguments as an object, keys that clients add. What would be lost in silence (an image, a
-custom tool) is refused by name. Which histories continue which is decided in ``cache``.
+Accepts the harmless differences between clients: content as a string or as text parts, ``null`` or absent keys, tool
+results without a call id, arguments as an object, additional keys. Content that would otherwise be dropped silently (an
+image, a custom tool) is rejected by name. ``cache`` decides which conversations continue which.
 
-Responses, whose items are read in ``responses_items``, joins content parts and words functions in nearly the same way.
+The Responses API, whose items are read in ``responses_items``, joins content parts and describes functions in nearly
+the same way.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
 def parse_messages(value: Any) -> tuple[ChatMessage, ...]:
-    """The conversation of a request.
+    """Parse the conversation of a request.
 
     Raises:
-        InvalidRequest: names the message, by its index, and what is wrong with it.
-        UnsupportedParameter: a content part or a call that is no text and no function.
+        InvalidRequest: a message is malformed; the error names its index and the problem.
+        UnsupportedParameter: a content part that is not text, or a call that is not a function call.
     """
     if not isinstance(value, list) or not value:
         raise wrong("messages", "a list of at least one message", value)
@@ -38,7 +39,10 @@ def parse_messages(value: Any) -> tuple[ChatMessage, ...]:
 
 
 def _parse_plain(raw: Any) -> ChatMessage | None:
-    """A message that is a role and a text and no more, as most of a long conversation are: there is little to check."""
+    """Parse a message that has only a role and a text, or return ``None`` for any other message.
+
+    Most messages of a long conversation have this form, so they skip the full checks.
+    """
     if type(raw) is not dict or len(raw) != len(_PLAIN):
         return None
     role, content = raw.get("role"), raw.get("content")
@@ -105,11 +109,11 @@ def _parse_call(raw: Any, where: str) -> ToolCall:
 
 
 def join_parts(parts: Any, where: str, kinds: Mapping[str, str]) -> str:
-    """The text of a content list; its parts stand on lines of their own. ``kinds`` maps their types to their text keys.
+    """Return the text of a content list, with one part per line. ``kinds`` maps part types to the keys of their text.
 
     Raises:
-        InvalidRequest: names the part, by its index, and what is wrong with it.
-        UnsupportedParameter: a part that is no text.
+        InvalidRequest: a part is malformed; the error names its index and the problem.
+        UnsupportedParameter: a part that is not text.
     """
     if not isinstance(parts, list):
         raise wrong(where, "a string or a list of text parts", parts)
@@ -138,11 +142,11 @@ def _optional_text(raw: Mapping[str, Any], name: str, where: str) -> str | None:
 
 
 def parse_tools(value: Any, *, is_flat: bool = False) -> tuple[Tool, ...]:
-    """The functions that are offered; if ``is_flat``, their names stand beside the type, as Responses has it.
+    """Parse the offered functions. With ``is_flat``, names stand next to the type, as in the Responses API.
 
     Raises:
-        InvalidRequest: names the tool, by its index, and what is wrong with it.
-        UnsupportedParameter: a tool that is no function.
+        InvalidRequest: a tool is malformed; the error names its index and the problem.
+        UnsupportedParameter: a tool that is not a function.
     """
     if value is None:
         return ()

@@ -1,7 +1,7 @@
-"""The body of an OpenAI chat completion, checked field by field. Pure; never raises anything but ``RequestError``.
+"""Parsing of the body of an OpenAI chat completion, field by field. Pure; raises only ``RequestError``.
 
-Which fields exist at all is decided in ``parameters``; messages and tools are read in ``chat_messages``, what
-the answer must look like in ``structured``, and what all dialects share of sampling in ``sampling_fields``.
+``parameters`` decides which fields exist; ``chat_messages`` reads messages and tools, ``structured`` the required
+output format, and ``sampling_fields`` the sampling parameters that all dialects share.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MAX_CHOICES = 128
 
 @frozen(kw_only=True)
 class ParsedChat:
-    """A chat completion as asked for: what is sampled (``request``), and how it is worded.
+    """A parsed chat completion request: the ``CompletionRequest`` to sample, and how to format the answer.
 
-    ``model`` is the name that the client used, ``None`` if it used none.
+    ``model`` is the name that the client sent, or ``None``.
     """
 
     request: CompletionRequest
@@ -53,18 +53,18 @@ def parse_chat_request(
     inert: Collection[str] = (),
     honours_store: bool = True,
 ) -> ParsedChat:
-    """Read the body of a request.
+    """Parse the body of a request.
 
     Args:
         body: the JSON object.
-        tag: the agent that asks, where a header names it; otherwise ``metadata.agent`` may.
-        default_max_tokens: new tokens where the client names no bound.
-        inert: further parameter names to accept and ignore.
+        tag: the agent that asks, if a header names it; otherwise ``metadata.agent`` is used.
+        default_max_tokens: the limit of new tokens if the client sets none.
+        inert: names of further parameters to accept and ignore.
         honours_store: whether ``store: false`` keeps the answer from training.
 
     Raises:
         UnsupportedParameter: a parameter that cannot be honoured.
-        InvalidRequest: a value that makes no sense; ``param`` names the field.
+        InvalidRequest: an invalid value; ``param`` names the field.
     """
     CHAT_PARAMETERS.check(body, inert=inert)
     has_logprobs = read_flag(body, "logprobs", default=False)
@@ -117,7 +117,7 @@ def _read_top_logprobs(body: Mapping[str, Any], *, has_logprobs: bool) -> int:
 
 
 def _read_form(body: Mapping[str, Any]) -> Grammar | None:
-    """What the text must match, in OpenAI's word for it or in those of other servers."""
+    """Return the required output format, from OpenAI's ``response_format`` or from other servers' fields."""
     form, extension = parse_response_format(body.get("response_format")), parse_extensions(body)
     if form is not None and extension is not None:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Answering a request for a completion, in any dialect: parse, ask the sessions, word the answer."""
+"""The endpoint for completions in any dialect: parse the request, ask the sessions, format the answer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from areal_actors.proxy.visitors import Visit, Visitors
 __all__ = ["AGENT_HEADER", "CompletionEndpoint"]
 
 AGENT_HEADER = b"x-areal-agent"
-"""Names the agent of a multi-agent episode that asks."""
+"""A header that names the requesting agent of a multi-agent episode."""
 
 
 @frozen(kw_only=True)
 class CompletionEndpoint:
-    """The route of one dialect."""
+    """The completion route of one dialect."""
 
     dialect: Dialect[Parsed]
     sessions: Ref[Sessions]
@@ -41,7 +41,7 @@ class CompletionEndpoint:
     keep_alive: bytes = KEEP_ALIVE
 
     async def __call__(self, exchange: Exchange) -> None:
-        """Answer one request. A client that leaves cancels what is asked on its behalf, down to the engine."""
+        """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
         body, attempt = await self._read(exchange)
         named = body.get("session_id") or exchange.query.get("session_id")
         credential = self.gatekeeper.credential(
@@ -68,7 +68,7 @@ class CompletionEndpoint:
         *,
         model: str | None = None,
     ) -> None:
-        """Have the policy answer, or the trained model that is called ``model``."""
+        """Answer with the session's policy, or with the trained model named ``model``."""
         if model is None:
             await self.serve(exchange, credential, attempt, parsed, visit)
             return
@@ -89,7 +89,7 @@ class CompletionEndpoint:
         parsed: Parsed,
         visit: Visit | None,
     ) -> None:
-        """Have the sessions answer what was read."""
+        """Have the sessions answer the parsed request, as a stream or in one document."""
         if parsed.is_stream:
             message = StreamComplete(credential=credential, request=parsed.request, attempt=attempt)
             await self._stream(exchange, message, parsed, visit)
@@ -109,7 +109,10 @@ class CompletionEndpoint:
         await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
 
     async def _stream(self, exchange: Exchange, message: StreamComplete, parsed: Parsed, visit: Visit | None) -> None:
-        """Send events as items arrive. The status waits for the first one, so that early failures have theirs."""
+        """Send events as items arrive.
+
+        The status is sent with the first event, so that a failure before that gets a status code of its own.
+        """
         wording = self.dialect.open_stream(parsed)
         exchange.fail_stream = wording.fail
         exchange.keep_alive = self.keep_alive
@@ -120,6 +123,8 @@ class CompletionEndpoint:
                 async for item in items:
                     if visit is not None:
                         visit.note(item)
+                    # ``AnswerStarted`` comes before the first token is sampled and does not count as time to first
+                    # token.
                     if is_waiting and not isinstance(item, AnswerStarted):
                         is_waiting = False
                         seconds = perf_counter() - exchange.started_at

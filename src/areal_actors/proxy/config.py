@@ -12,39 +12,39 @@ __all__ = ["HonourStore", "ProxyConfig"]
 
 @frozen(kw_only=True)
 class HonourStore:
-    """Whether ``store: false`` keeps an answer from being trained, by route."""
+    """For each route, whether ``store: false`` keeps an answer from being trained."""
 
     chat: bool = True
     responses: bool = False
-    """Clients of Responses send it by habit, because they keep the history themselves."""
+    """Off by default: clients of Responses send ``store: false`` by habit, because they keep the history themselves."""
 
 
 @frozen(kw_only=True)
 class ProxyConfig:
-    """Where the proxy listens, who may use it, and what it takes."""
+    """Settings of the proxy: its address, who may use it, and its limits."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs an ``admin_key``."""
+    """Address to listen on. Any address except loopback needs an ``admin_key``."""
     port: int = field(default=0, validator=[ge(0), le(65535)])
-    """0 takes any free port."""
+    """Port to listen on; 0 takes any free port."""
     public_host: str | None = None
-    """Name under which agents reach this machine, where it is not ``host``."""
+    """Name under which agents reach this machine, if it differs from ``host``."""
     num_processes: int = field(default=1, validator=ge(1))
-    """Proxies of a service that share its port; all but one are processes of their own."""
+    """Number of proxies of a service that share its port; all but one run in separate processes."""
     admin_key: str | None = field(default=None, repr=False)
-    """Opens the routes that start and export sessions. A random one is made without it."""
+    """Key for the routes that start and export sessions. A random one is generated if it is not set."""
     session_urls: bool = True
-    """Whether the URL of a session opens it. If not, its key is needed beside it."""
+    """Whether the URL of a session is enough to use it. If not, the session's key is needed as well."""
     open_sessions: bool = False
-    """Whether sessions start without a key, for whoever reaches this machine's loopback; refused on other hosts."""
+    """Whether clients on this machine's loopback may start sessions without a key; refused on other hosts."""
     max_body_bytes: int = field(default=16 * 2**20, validator=gt(0))
     body_timeout_seconds: float = field(default=60.0, validator=gt(0))
     keep_alive_seconds: float = field(default=15.0, validator=gt(0))
-    """A stream that is silent for so long carries a comment, so that nothing between takes it for dead."""
+    """A stream that is silent for this long sends a comment, so that intermediaries do not close it as idle."""
     drain_seconds: float = field(default=2.0, validator=ge(0))
-    """How long requests in flight may go on when the proxy stops."""
+    """How long requests in flight may continue when the proxy stops."""
     default_max_tokens: int = field(default=DEFAULT_MAX_TOKENS, validator=gt(0))
-    """New tokens where a client names no bound."""
+    """Limit of new tokens if a client sets none."""
     inert_parameters: tuple[str, ...] = ()
-    """Names of request parameters, beside the known ones, to accept and ignore."""
+    """Names of request parameters, in addition to the known ones, to accept and ignore."""
     honour_store: HonourStore = field(factory=HonourStore)

@@ -1,11 +1,11 @@
-"""Hypercorn's connections, closed as soon as their clients have closed them.
+"""A workaround for Hypercorn: close connections as soon as their clients have closed them.
 
 Hypercorn 0.18 (``asyncio/tcp_server.py`` and ``trio/tcp_server.py``) starts an idle timer for each connection, in the
 task group that the connection waits for. It stops the timer when a request arrives and in ``_close``, which runs after
-the task group. A client that goes away while its connection is idle therefore leaves a socket in CLOSE_WAIT and its
-descriptor open until the timer ends: 75 seconds with our ``keep_alive_timeout``. Some 14 new clients a second held
-1,020 descriptors, and a process that may open 1,024 accepted no more. Hypercorn has no setting for this, and
-``worker_serve`` finds its class by a name of its module, so that name is replaced here.
+the task group. A client that disconnects while its connection is idle therefore leaves a socket in CLOSE_WAIT and its
+descriptor open until the timer ends: 75 seconds with our ``keep_alive_timeout``. At about 14 new clients a second,
+1,020 descriptors were held, and a process with a limit of 1,024 accepted no more. Hypercorn has no setting for this.
+``worker_serve`` looks its class up as a name of its module, so this module replaces that name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["release_on_asyncio", "release_on_trio"]
 
 
 class _ReleasingConnection:
-    """What is put before Hypercorn's ``TCPServer`` of either event loop: reading has ended, so the timer stops."""
+    """A mixin for Hypercorn's ``TCPServer`` of either event loop: it stops the idle timer when reading has ended."""
 
     idle_task: Any  # AsyncioSingleTask or TrioSingleTask
     _has_ended = False
 
     async def protocol_send(self, event: Event) -> None:
-        # An answer that was finished while the client left would start the timer again.
+        # An answer that completes after the client has left would start the timer again.
         if self._has_ended and isinstance(event, Updated):
             return
         await super().protocol_send(event)  # type: ignore[misc]  # of TCPServer, which comes next
@@ -36,14 +36,14 @@ class _ReleasingConnection:
 
 
 def release_on_asyncio() -> None:
-    """Have Hypercorn on asyncio close connections with their clients. Twice is as good as once."""
+    """Make Hypercorn on asyncio close connections when their clients do. Calling it again has no effect."""
     from hypercorn.asyncio import run
 
     _replace_server(run)
 
 
 def release_on_trio() -> None:
-    """Have Hypercorn on trio close connections with their clients. Twice is as good as once."""
+    """Make Hypercorn on trio close connections when their clients do. Calling it again has no effect."""
     from hypercorn.trio import run
 
     _replace_server(run)

@@ -1,6 +1,6 @@
-"""Routes beside completions: sessions start, are rewarded, end and are exported; capacity, models, health.
+"""Routes other than completions: start, reward, end and export sessions; capacity, models and health.
 
-Arguments come as a JSON body, as a query, or both; the body wins.
+Arguments are taken from a JSON body, from the query, or from both; the body takes precedence.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ class ControlEndpoints:
         await exchange.send_json(200, {"capacity": view.available, "reserved": view.reserved})
 
     async def start_session(self, exchange: Exchange) -> None:
-        """Open a session: to be trained, with those of its group, or else under a permit of its own."""
+        """Open a session: with an intake, in its group, to be trained; otherwise under a permit of its own."""
         user = await self._starter(read_key(exchange.headers))
         wanted = _read_start(await self._arguments(exchange), user)
         if self.gatekeeper.is_admin(wanted.api_key):
-            # It would open the session as well, and every plain request of the administrator would be its turn.
+            # The admin key would open the session as well, and every plain request of the administrator would become
+            # one of its turns.
             raise InvalidRequest("api_key is the proxy's admin key; choose another, or leave it out.", param="api_key")
         if self.intake is not None:
             opened = await self.intake.ask(wanted)
@@ -94,7 +95,13 @@ class ControlEndpoints:
         )
 
     async def _starter(self, key: str | None) -> IssuedKey | None:
-        """The user who may start a session with ``key``; ``None`` for the administrator, and where anybody may."""
+        """Return the user who may start a session with ``key``.
+
+        Returns ``None`` for the administrator, and if sessions may be started without a key.
+
+        Raises:
+            Unauthorized: the key is not allowed to start sessions.
+        """
         if self.gatekeeper.is_admin(key):
             return None
         user = await self.visitors.identify(key)
@@ -121,12 +128,17 @@ class ControlEndpoints:
                 )
             )
         except BaseException:
+            # Also on cancellation: the permit was claimed for a session that does not exist, and nothing else would
+            # return it.
             with anyio.move_on_after(_SETTLE_SECONDS, shield=True):
                 await self.capacity.tell(SettlePermit(permit=permit, is_accepted=False))
             raise
 
     async def export_trajectories(self, exchange: Exchange) -> None:
-        """The training rows of a session, as a JSON document or as arrays; a user's key exports the user's own."""
+        """Send the training rows of a session, as a JSON document or as arrays.
+
+        A user's key exports only that user's sessions.
+        """
         user = await self.visitors.identify(key := read_key(exchange.headers))
         if user is None:
             self.gatekeeper.require_admin(key)
@@ -192,10 +204,10 @@ class ControlEndpoints:
             },
         )
 
-    # ----------------------------------------------------------------------------------------------- questions
+    # -------------------------------------------------------------------------------------------------- status
 
     async def list_models(self, exchange: Exchange) -> None:
-        """The policy, and for whoever may use them, the trained models."""
+        """List the policy, and the trained models if the client may use them."""
         model = "policy"
         if self.generation is not None:
             model = PurePath((await self.generation.ask(DescribeEngine())).info.model).name
@@ -217,7 +229,7 @@ class ControlEndpoints:
             return ()
 
     async def report_health(self, exchange: Exchange) -> None:
-        """200 while requests can be answered, 503 otherwise."""
+        """Answer 200 while requests can be answered, 503 otherwise."""
         is_ready = not self.traffic.is_draining and self.sessions.statistics().state is ActorState.RUNNING
         status = "ok" if is_ready else "stopping" if self.traffic.is_draining else "unavailable"
         await exchange.send_json(200 if is_ready else 503, {"status": status, "requests": len(self.traffic)})
@@ -238,7 +250,7 @@ class ControlEndpoints:
 
 
 def _wants_arrays(exchange: Exchange) -> bool:
-    """Whether the client names the binary form, before JSON if it takes both."""
+    """Return whether the client accepts the binary form and names it before JSON."""
     accepted = exchange.headers.get(b"accept", b"").decode("latin-1").lower()
     types = [part.partition(";")[0].strip() for part in accepted.split(",")]
     found = [name for name in types if name in {ARRAYS_TYPE, "application/json"}]
@@ -246,7 +258,7 @@ def _wants_arrays(exchange: Exchange) -> bool:
 
 
 def _describe_user(user: IssuedKey) -> dict[str, str]:
-    """What a session's metadata say of whose it is."""
+    """Return the session metadata that identify its user's experiment and trial."""
     named = {"experiment": user.user.experiment, "trial": user.user.trial}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -277,7 +289,7 @@ def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSe
 
 
 def _read_count(arguments: Mapping[str, Any], name: str, *, low: int = 0, high: int) -> int | None:
-    """A whole number, or the text of one, as queries have it."""
+    """Return a whole number, also from text, because query parameters are text."""
     value = arguments.get(name)
     with suppress(ValueError):
         value = int(value) if isinstance(value, str) else value
@@ -285,7 +297,10 @@ def _read_count(arguments: Mapping[str, Any], name: str, *, low: int = 0, high: 
 
 
 def _read_float(arguments: Mapping[str, Any], name: str) -> float | None:
-    """A number, or the text of one, as queries have it; ``True`` is 1. What is not finite is judged by the sessions."""
+    """Return a number, also from text, because query parameters are text; ``True`` is 1.
+
+    Values that are not finite pass: the sessions reject them.
+    """
     value = arguments.get(name)
     if value is None:
         return None

@@ -1,7 +1,7 @@
-"""What a dialect is: one vendor's wording of requests, answers, streams and errors.
+"""The interface of a dialect: one vendor's format of requests, answers, streams and errors.
 
-``completions`` answers requests of any dialect; ``chat`` is OpenAI's chat completions. Dialects are pure: they turn
-JSON objects into the words of the house and back, and neither wait nor know HTTP.
+``completions`` answers requests of any dialect; ``chat`` is OpenAI's chat completions. Dialects are pure: they convert
+between JSON objects and domain values, do no I/O and know nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ __all__ = ["AnswerStream", "Dialect", "Parsed"]
 
 
 class Parsed(Protocol):
-    """A request, read."""
+    """A parsed request."""
 
     @property
     def request(self) -> CompletionRequest:
-        """What is asked."""
+        """The completion to sample."""
         ...
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer is wanted as it is sampled."""
+        """Whether the client wants the answer streamed while it is sampled."""
         ...
 
 
 class AnswerStream(Protocol):
-    """The wording of one streamed answer: items in, server-sent events out (possibly none, possibly several)."""
+    """The formatter of one streamed answer: items in, server-sent events out (zero, one or several per item)."""
 
     def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
-        """What the client reads of ``item``."""
+        """Return the events of one item."""
         ...
 
     def finish(self) -> bytes:
-        """What ends a stream that went well."""
+        """Return the events that end a successful stream."""
         ...
 
     def fail(self, failure: Failure) -> bytes:
-        """What ends a stream that did not."""
+        """Return the events that end a failed stream."""
         ...
 
 
@@ -50,24 +50,24 @@ P = TypeVar("P", bound=Parsed)
 
 
 class Dialect(Protocol[P]):
-    """One vendor's wording."""
+    """One vendor's API format."""
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None) -> P:
-        """Read the body of a request. Raises ``RequestError`` and nothing else."""
+        """Parse the body of a request. Raises only ``RequestError``."""
         ...
 
     def format_answers(self, parsed: P, answers: Sequence[Answer]) -> Any:
-        """The JSON document of a finished request: one answer per choice."""
+        """Return the JSON document of a finished request, which has one answer per choice."""
         ...
 
     def open_stream(self, parsed: P) -> AnswerStream:
-        """The wording of a stream."""
+        """Return the formatter of a streamed answer."""
         ...
 
     def decoding_with(self, decode: Decode) -> Self:
-        """The same wording for a model with another tokenizer."""
+        """Return a copy of the dialect for a model with another tokenizer."""
         ...
 
     def format_failure(self, failure: Failure) -> Any:
-        """The JSON document of a failed request."""
+        """Return the JSON document of a failed request."""
         ...

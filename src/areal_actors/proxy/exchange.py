@@ -1,7 +1,7 @@
-"""One HTTP request and its response, over ASGI: headers, a bounded body, JSON or events out, and hanging up.
+"""One HTTP request and its response, over ASGI: headers, a bounded body, JSON or event output, client disconnects.
 
-Starlette routes requests here and no more: its request and response objects know neither a body limit that answers in
-the client's dialect nor how to notice that the client has gone while an answer is being sampled.
+Starlette only routes requests. Its request and response objects support neither a body limit whose error is in the
+client's dialect nor the detection of a client that disconnects while an answer is being sampled.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _DISCARDED = 4
-"""How many times the limit is read from a client whose body is too large: it answers only after it has sent."""
+"""Multiple of the limit that is read of a body that is too large: most clients read a response only after sending."""
 
 
 class HungUp(Exception):
-    """The client has closed the connection: nobody reads an answer any more."""
+    """The client has closed the connection, so an answer can no longer be delivered."""
 
 
 class Exchange:
-    """A request and its response. ``session`` is the one that its path names."""
+    """A request and its response. ``session`` is the session named in the path, or ``None``."""
 
     def __init__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -49,18 +49,19 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = f"req_{secrets.token_hex(8)}"
         self.is_started = False
-        """Whether a status has been sent, after which nothing but the body can say that something failed."""
+        """Whether a status has been sent; after that, only the body can report a failure."""
         self.status = 0
-        """The status, once it has been sent."""
+        """The status that was sent, or 0."""
         self.started_at = time.perf_counter()
+        # One scope serves the body timeout, hang-ups and ``cut``: entering a scope for each would slow every request.
         self.lifetime = anyio.CancelScope()
-        """Surrounds the handling of the request. One scope serves all who may end it, because each would cost."""
+        """The cancel scope around the handling of the request."""
         self.reason: Exception | None = None
-        """Why the lifetime was ended before the handling was."""
+        """The reason for which the request was cut short, or ``None``."""
         self.fail_stream: Callable[[Any], bytes] | None = None
-        """How an open stream words a failure."""
+        """Formats a failure within an open stream."""
         self.keep_alive = KEEP_ALIVE
-        """What breaks the silence of an open stream."""
+        """The bytes that are sent to an open stream when it has been silent for too long."""
         self._has_unread_body = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         name = self.request_id.encode()
         self._names: tuple[Header, ...] = ((b"x-request-id", name), (b"request-id", name))  # OpenAI's, Anthropic's
@@ -76,12 +77,12 @@ class Exchange:
 
     @property
     def operation(self) -> str:
-        """The name of what is asked for, whatever path led there."""
+        """The name of the operation, independent of the path that led to it."""
         return str(self.scope.get("areal.operation", ""))
 
     @property
     def item(self) -> str:
-        """The last segment of the path: what an operation on one of many things is about."""
+        """The last segment of the path, which names the item of a collection that an operation applies to."""
         return str(self.scope["path"]).rstrip("/").rpartition("/")[2]
 
     @property
@@ -93,18 +94,18 @@ class Exchange:
     # --------------------------------------------------------------------------------------------- the request
 
     async def read_json(self, *, max_bytes: int, timeout_seconds: float) -> dict[str, Any]:
-        """The JSON object of the body; an empty one for an empty body. The content type is not looked at.
+        """Return the JSON object in the body, or an empty one for an empty body. The content type is ignored.
 
         Raises:
-            InvalidRequest: the body is compressed, no JSON, or no object.
+            InvalidRequest: the body is compressed, not JSON, or not an object.
             PayloadTooLarge: it has more than ``max_bytes``.
             RequestTimeout: it did not arrive within ``timeout_seconds``.
-            HungUp: the client left before its end.
+            HungUp: the client disconnected before the end of the body.
         """
         return parse_object(await self.read_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds))
 
     async def read_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
-        """The body as it was sent. Raises as ``read_json`` does."""
+        """Return the body as it was sent. Raises as ``read_json`` does."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
         self.reason = RequestTimeout(f"The body did not arrive within {timeout_seconds:g} s.")
@@ -125,6 +126,7 @@ class Exchange:
             if size <= max_bytes:
                 parts.append(part)
             else:
+                # Keep reading without storing: many clients read a response only after they have sent the whole body.
                 parts.clear()
             if not message.get("more_body", False):
                 self._has_unread_body = False
@@ -134,9 +136,9 @@ class Exchange:
         return b"".join(parts)
 
     async def until_hang_up(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
-        """Do ``work``, and end the request as ``HungUp`` when the client leaves. The body must have been read.
+        """Do ``work``, and end the request with ``HungUp`` when the client disconnects. The body must have been read.
 
-        With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was for so long.
+        With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was sent for that long.
 
         Raises:
             Exception: what ``work`` raises.
@@ -148,12 +150,12 @@ class Exchange:
             stop()
 
     def cut(self, reason: Exception) -> None:
-        """End the handling of the request, wherever it stands, for this ``reason``."""
+        """End the handling of the request at whatever point it has reached, for this ``reason``."""
         self.reason = reason
         self.lifetime.cancel()
 
     async def _watch(self, quiet_seconds: float | None) -> None:
-        """Cut the request when the client has gone, or cannot be written to."""
+        """Cut the request when the client has disconnected or cannot be written to."""
         try:
             if quiet_seconds is None:
                 await self._await_hang_up()
@@ -168,7 +170,7 @@ class Exchange:
             pass
 
     async def _keep_alive(self, quiet_seconds: float) -> None:
-        """Return when the client has gone; until then, break every silence."""
+        """Send keep-alives whenever the stream is silent, and return when the client has disconnected."""
         while True:
             seen = self._num_sent
             with anyio.move_on_after(quiet_seconds):
@@ -203,14 +205,15 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_while_discarding(self, status: int, headers: list[Header], body: bytes) -> None:
-        """Answer a client that is still sending. The server would wait for room in a queue that nobody reads."""
+        """Answer a client that is still sending its body, and discard the rest of that body."""
         async with anyio.create_task_group() as tasks:
+            # Otherwise the server would wait for room in its queue of body parts, which would no longer be read.
             tasks.start_soon(self._await_hang_up)
             await self._send_whole(status, headers, body)
             tasks.cancel_scope.cancel()
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
-        """Begin an answer whose body comes in parts; ``headers`` are sent as they are."""
+        """Start an answer whose body is sent in parts; ``headers`` are sent unchanged."""
         self.is_started, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
@@ -219,9 +222,9 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
-        """Send server-sent events; the first ones start the response."""
+        """Send server-sent events; the first call starts the response."""
         self._sending = self._sending or anyio.Lock(fast_acquire=True)
-        async with self._sending:  # a comment may come at the same moment
+        async with self._sending:  # a keep-alive may be sent concurrently
             if not self.is_started:
                 self.is_started, self.status = True, 200
                 raw = [*SSE_HEADERS, *self._names]
@@ -231,7 +234,10 @@ class Exchange:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that ``body`` is; an empty one for an empty body. Raises ``InvalidRequest``."""
+    """Return the JSON object in ``body``; an empty one for an empty body.
+
+    Raises ``InvalidRequest`` for anything else.
+    """
     if not body:
         return {}
     value = parse_json(body, "The body")

@@ -1,8 +1,7 @@
-"""From an exception to what a client reads: a status, a type, a code, and whether trying again is worth it.
+"""Mapping of exceptions to what a client receives: a status, a type, a code, and advice on whether to retry.
 
-Every ``RequestError`` says these itself; the others are judged here, once, for all dialects. What nobody foresaw
-becomes a 500 that names the request and nothing else: its story is in the log. How a failure is worded as JSON is the
-dialect's.
+A ``RequestError`` carries these itself; all other exceptions are mapped here, once for all dialects. An unexpected
+exception becomes a 500 that names only the request; its traceback is in the log. The dialect formats a failure as JSON.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ _ANTHROPIC_TYPES = {
 _RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
 _WORTH_RETRYING = frozenset({408, 429, 503})
 _PATIENCE_SECONDS = 60.0
-"""Clients wait as they are told for so long at most, and would knock in vain before a longer wait is over."""
+"""The longest ``retry-after`` that clients obey; told to wait longer, they would retry too early and in vain."""
 
 
 @frozen(kw_only=True)
 class Failure:
-    """What a client is told. ``is_unforeseen`` failures belong in the log with their traceback."""
+    """An error as it is reported to a client. ``is_unforeseen`` failures are logged with their traceback."""
 
     status: int
     type: str
@@ -74,9 +73,9 @@ class Failure:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What tells client libraries whether, and when, to try again.
+        """The headers that tell client libraries whether and when to retry.
 
-        They retry 408, 409, 429 and every 5xx unless they are told not to.
+        They retry 408, 409, 429 and every 5xx unless ``x-should-retry`` is ``false``.
         """
         if self.status in _WORTH_RETRYING:
             seconds = self.retry_after_seconds
@@ -89,7 +88,7 @@ class Failure:
 
 
 def describe_failure(error: BaseException, request_id: str) -> Failure:
-    """What the client that sent ``request_id`` is told of ``error``."""
+    """Return the failure to report for ``error`` to the client that sent ``request_id``."""
     known = _as_request_error(error)
     if known is not None:
         return Failure(
@@ -101,6 +100,7 @@ def describe_failure(error: BaseException, request_id: str) -> Failure:
             retry_after_seconds=known.retry_after_seconds,
             request_id=request_id,
         )
+    # The message of an ``EngineError`` says what is wrong with the engine; other unexpected messages stay in the log.
     is_ours = isinstance(error, EngineError)
     message = str(error) if is_ours else f"Something unforeseen happened; the server's log tells more of {request_id}."
     code = "capture_violation" if isinstance(error, CaptureViolation) else "internal_error"
@@ -110,14 +110,14 @@ def describe_failure(error: BaseException, request_id: str) -> Failure:
 
 
 def _as_request_error(error: BaseException) -> RequestError | None:
-    """``error`` as one of the request's, if it is one or has a meaning for whoever asked."""
+    """Return ``error`` as a ``RequestError`` if it is one or has a meaning for the client, else ``None``."""
     if isinstance(error, RequestError):
         return error
     return next((say(str(error)) for kind, say in _MEANINGS if isinstance(error, kind)), None)
 
 
 def format_openai_failure(failure: Failure) -> dict[str, object]:
-    """The error body of OpenAI's endpoints."""
+    """Return the error body of OpenAI's endpoints."""
     return {
         "error": {
             "message": failure.message,
@@ -129,7 +129,10 @@ def format_openai_failure(failure: Failure) -> dict[str, object]:
 
 
 def format_anthropic_failure(failure: Failure) -> dict[str, object]:
-    """The error body of Anthropic's endpoints; ``code`` and ``param`` are ours, for who knows them from OpenAI's."""
+    """Return the error body of Anthropic's endpoints.
+
+    ``code`` and ``param`` are additions, for clients that know them from OpenAI's errors.
+    """
     is_servers = failure.status >= 500  # noqa: PLR2004 - the server's errors
     kind = _ANTHROPIC_TYPES.get(failure.status, "api_error" if is_servers else "invalid_request_error")
     return {

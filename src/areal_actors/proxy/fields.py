@@ -1,6 +1,6 @@
-"""Reading typed fields from a JSON object, with an error that names the field and shows what was there.
+"""Readers of typed fields in a JSON object, with errors that name the field and show its value.
 
-``null`` counts as absent everywhere, because several clients send it for what they do not set.
+``null`` counts as absent everywhere, because several clients send it for fields that they do not set.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ T = TypeVar("T")
 
 _MAX_SHOWN = 40
 _MAX_DEPTH = 128
-"""Levels of objects and lists. Writers of JSON give up soon after 250, and what is read here is written again."""
+"""Maximum nesting of objects and lists.
+
+JSON writers fail soon after 250 levels, and parsed values are written again.
+"""
 
 
 def parse_json(text: bytes, what: str, *, param: str | None = None) -> Any:
-    """The value of ``text``, which errors call ``what``.
+    """Parse ``text``; errors refer to it as ``what``.
 
     Raises:
-        InvalidRequest: it is no JSON, or nested too deeply to be written again.
+        InvalidRequest: it is not valid JSON, or nested too deeply to be written again.
     """
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"{what} is no valid JSON: {error.msg} (line {error.lineno}).", param=param) from None
-    # Most bodies have fewer brackets than there may be levels, and are not looked through.
+    # Counting brackets is fast, and most bodies have fewer of them than the limit, so the value is rarely walked.
     if text.count(b"{") + text.count(b"[") > _MAX_DEPTH and _is_deep(value):
         raise InvalidRequest(f"{what} is nested more than {_MAX_DEPTH} levels deep; flatten it.", param=param)
     return value
@@ -58,7 +61,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A short form of a JSON value for an error message; never larger than a line, whatever was sent."""
+    """Return a short form of a JSON value for an error message; never longer than a line, whatever was sent."""
     if isinstance(value, str):
         return repr(value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + "…")
     if isinstance(value, Mapping):
@@ -74,14 +77,14 @@ def shown(value: Any) -> str:
 
 
 def wrong(name: str, expected: str, value: Any) -> InvalidRequest:
-    """The error of a field whose value does not fit."""
+    """Return the error for a field whose value does not fit."""
     return InvalidRequest(f"{name} must be {expected}, not {shown(value)}.", param=name)
 
 
 def read_number(
     body: Mapping[str, Any], name: str, default: float, *, low: float, high: float, is_open: bool = False
 ) -> float:
-    """A number from ``low`` (excluded if ``is_open``) to ``high``. Raises ``InvalidRequest``."""
+    """Return a number from ``low`` (excluded if ``is_open``) to ``high``. Raises ``InvalidRequest``."""
     value = body.get(name)
     if value is None:
         return default
@@ -93,7 +96,7 @@ def read_number(
 
 
 def read_integer(body: Mapping[str, Any], name: str, default: T, *, low: int, high: int) -> int | T:
-    """An integer from ``low`` to ``high``; ``3.0`` is one. Raises ``InvalidRequest``."""
+    """Return an integer from ``low`` to ``high``; ``3.0`` is accepted as 3. Raises ``InvalidRequest``."""
     value = body.get(name)
     if value is None:
         return default
@@ -105,7 +108,7 @@ def read_integer(body: Mapping[str, Any], name: str, default: T, *, low: int, hi
 
 
 def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """``true`` or ``false``. Raises ``InvalidRequest``."""
+    """Return a boolean, or ``default`` if the field is absent. Raises ``InvalidRequest``."""
     value = body.get(name)
     if value is None:
         return default
@@ -115,7 +118,7 @@ def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def read_text(body: Mapping[str, Any], name: str) -> str | None:
-    """A string that is not empty, or ``None`` if there is none. Raises ``InvalidRequest``."""
+    """Return a non-empty string, or ``None`` if the field is absent. Raises ``InvalidRequest``."""
     value = body.get(name)
     if value is None:
         return None
@@ -125,7 +128,7 @@ def read_text(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def read_mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object; an empty one if there is none. Raises ``InvalidRequest``."""
+    """Return an object; an empty one if the field is absent. Raises ``InvalidRequest``."""
     value = body.get(name)
     if value is None:
         return {}
@@ -135,7 +138,7 @@ def read_mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_texts(body: Mapping[str, Any], name: str) -> Mapping[str, str]:
-    """An object whose values are strings; an empty one if there is none. Raises ``InvalidRequest``."""
+    """Return an object whose values are strings; an empty one if the field is absent. Raises ``InvalidRequest``."""
     texts = read_mapping(body, name)
     for key, value in texts.items():
         if not isinstance(value, str):

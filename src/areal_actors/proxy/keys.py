@@ -1,4 +1,4 @@
-"""Routes of keys: the administrator issues, lists and revokes them. What they open is judged in ``visitors``."""
+"""Routes for user keys: the administrator issues, lists and revokes them. ``visitors`` decides what a key may do."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MAX_LIMIT = 2**53
 
 @frozen(kw_only=True)
 class KeysEndpoint:
-    """The handlers, one method per route. Without ``accounts`` there is nothing at these routes."""
+    """The handlers, one method per route. Without ``accounts`` these routes answer 404."""
 
     accounts: Ref[Accounts] | None
     gatekeeper: Gatekeeper
     config: ProxyConfig
 
     async def create_or_list(self, exchange: Exchange) -> None:
-        """``POST``: a new key, shown this once. ``GET``: all keys, without their secrets."""
+        """Create a key and show its secret once (``POST``), or list all keys without their secrets (``GET``)."""
         accounts = self._admitted(exchange)
         if exchange.method == "GET":
             listed = await accounts.ask(ListKeys())
@@ -45,7 +45,7 @@ class KeysEndpoint:
         await exchange.send_json(200, {**format_key(issued), "key": issued.secret})
 
     async def revoke(self, exchange: Exchange) -> None:
-        """``DELETE``: the key opens nothing any more; it stays in the list."""
+        """Revoke a key (``DELETE``). It no longer opens anything, but stays in the list."""
         accounts = self._admitted(exchange)
         await exchange.send_json(200, format_key(await accounts.ask(RevokeKey(key=KeyId(exchange.item)))))
 
@@ -57,7 +57,10 @@ class KeysEndpoint:
 
 
 def parse_key_request(body: Mapping[str, Any]) -> CreateKey:
-    """The body of ``POST /keys``. Raises ``InvalidRequest`` naming the field at fault, unknown ones too."""
+    """Parse the body of ``POST /keys``.
+
+    Raises ``InvalidRequest`` naming the invalid field; unknown fields are invalid.
+    """
     unknown = sorted(set(body) - {"user", "experiment", "trial", "expires_at", *_LIMITS})
     if unknown:
         raise InvalidRequest(f"{unknown[0]} is no field of a key; see docs/users.md.", param=unknown[0])
@@ -83,7 +86,7 @@ def _read_limit(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def _read_time(body: Mapping[str, Any], name: str) -> float | None:
-    """Seconds since 1970, or a time as ISO 8601 has it, of UTC where it names no zone."""
+    """Return a time in seconds since 1970, read from a number or from an ISO 8601 text (UTC if it names no zone)."""
     value = body.get(name)
     if value is None:
         return None
@@ -99,7 +102,7 @@ def _read_time(body: Mapping[str, Any], name: str) -> float | None:
 
 
 def format_key(issued: IssuedKey) -> dict[str, Any]:
-    """What is shown of a key."""
+    """Return the public JSON form of a key, without its secret."""
     key, user = issued.key, issued.user
     return {
         "id": key.id,

@@ -1,4 +1,4 @@
-"""The log-probabilities of an answer's tokens, as OpenAI's endpoints show them, from what was captured."""
+"""The log-probabilities of an answer's tokens in the format of OpenAI's endpoints, from the captured completion."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from areal_actors.domain import Completion
 __all__ = ["Decode", "format_logprobs"]
 
 Decode = Callable[[Sequence[int]], str]
-"""The text of token ids."""
+"""A function that returns the text of token ids."""
 
 
 def format_logprobs(completion: Completion, decode: Decode | None) -> list[dict[str, Any]]:
-    """One entry per sampled token; ids are shown as numbers without ``decode``."""
+    """Return one entry per sampled token; without ``decode``, ids are shown as numbers."""
     tokens = completion.token_ids.tolist()
     logprobs = completion.logprobs.tolist()
     tops = completion.top_logprobs or ((),) * len(tokens)
@@ -27,9 +27,10 @@ def format_logprobs(completion: Completion, decode: Decode | None) -> list[dict[
 
 
 def _format_token(token: int, logprob: float, decode: Decode | None) -> dict[str, Any]:
-    """``bytes`` is ``null`` for a part of a character, whose text alone says nothing."""
+    """Return one token's entry; ``bytes`` is ``null`` for a part of a character."""
     if decode is None:
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
     text = decode((token,))
+    # A token may end within a UTF-8 sequence; its decoded text then holds U+FFFD and its bytes are not known from it.
     is_whole = "\ufffd" not in text
     return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}

@@ -1,7 +1,7 @@
-"""What the proxy counts by itself while it serves. Plain numbers: a request costs two or three microseconds.
+"""Counters that the proxy itself keeps while it serves. Plain numbers: a request costs two or three microseconds.
 
-The library that words them for Prometheus would take three times as long on every request; it is asked at scrape time
-only, in ``metrics``. What actors know is not counted here but asked of them.
+The Prometheus client library would take three times as long on every request, so ``metrics`` uses it only when it is
+scraped. Numbers that actors know are not counted here; they are asked of the actors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST_TOKEN_SECONDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 @define(eq=False)
 class Histogram:
-    """How many values were at most each of ``bounds``; the last count is of those above all of them."""
+    """Counts of values up to each of ``bounds``; the last count is of values above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -40,7 +40,7 @@ class Meter:
     """The counters of one application, by the name of the operation."""
 
     requests: Counter[tuple[str, int]] = field(factory=Counter, init=False)
-    """By operation and status."""
+    """Number of requests by operation and status."""
     seconds: defaultdict[str, Histogram] = field(init=False)
     first_token_seconds: defaultdict[str, Histogram] = field(init=False)
     hang_ups: Counter[str] = field(factory=Counter, init=False)
@@ -51,6 +51,6 @@ class Meter:
         self.first_token_seconds = defaultdict(partial(Histogram, FIRST_TOKEN_SECONDS))
 
     def note_answer(self, operation: str, status: int, seconds: float) -> None:
-        """A request was answered, well or badly."""
+        """Count a request that was answered, successfully or not."""
         self.requests[operation, status] += 1
         self.seconds[operation].observe(seconds)

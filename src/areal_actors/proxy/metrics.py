@@ -1,7 +1,8 @@
-"""``/metrics``: what Prometheus reads, asked of everybody who knows at the moment when it is read.
+"""The ``/metrics`` route for Prometheus; actors are asked for their numbers at each scrape.
 
-Nothing here is global: every application has a ``Meter`` of its own, and the library only words the numbers. Labels
-name operations, statuses and actors; no key, session or path appears. ``docs/metrics.md`` describes every name.
+There is no global state: every application has a ``Meter`` of its own, and the Prometheus library only formats the
+numbers. Labels name operations, statuses and actors, never a key, session or path. ``docs/metrics.md`` describes every
+metric.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ Values = float | Mapping[tuple[str, ...], float]
 """One number, or one for each combination of labels."""
 
 _SCRAPE_SECONDS = 2.0
-"""Who has not answered by then is left out: a busy actor must not make the others invisible."""
+"""Actors that have not answered within this time are left out, so that a busy actor does not hide the others."""
 
 
 @define(kw_only=True)
 class Readings:
-    """What the actors say of themselves; ``None`` for those that said nothing in time."""
+    """The actors' answers; ``None`` for those that did not answer in time."""
 
     mailboxes: Mapping[str, ActorStatistics]
     engine: EngineView | None = None
@@ -57,7 +58,7 @@ class Readings:
 
 @frozen(kw_only=True)
 class MetricsEndpoint:
-    """The route."""
+    """The handler of the route."""
 
     sessions: Ref[Sessions]
     capacity: Ref[Capacity]
@@ -67,7 +68,9 @@ class MetricsEndpoint:
     traffic: Traffic
 
     async def __call__(self, exchange: Exchange) -> None:
-        """Answer in the text format, which everybody reads: the library's choice by ``Accept`` fails on odd ones."""
+        """Answer in the Prometheus text format."""
+        # Always the plain text format, which every scraper reads: the library's negotiation by ``Accept`` fails on odd
+        # values.
         from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
         readings = await self._read()
@@ -108,7 +111,7 @@ class MetricsEndpoint:
 
 @frozen
 class _Collected:
-    """What the library's encoders take for a registry."""
+    """A registry as far as the library's encoders need one: an object with ``collect``."""
 
     families: Iterator[Metric]
 
@@ -117,7 +120,7 @@ class _Collected:
 
 
 async def _ask(ref: Ref[P], message: Message[P, R]) -> R | None:
-    """The reply, if there is one in time."""
+    """Return the reply, or ``None`` if it did not arrive in time or failed."""
     with anyio.move_on_after(_SCRAPE_SECONDS):
         try:
             return await ref.ask(message)
@@ -214,7 +217,8 @@ def _histogram(name: str, meaning: str, values: Mapping[str, Histogram]) -> Metr
 
 
 def _buckets(histogram: Histogram) -> Iterable[tuple[str, float]]:
-    """Prometheus counts from below: every bucket holds the smaller ones."""
+    """Yield the buckets of a histogram."""
+    # Prometheus buckets are cumulative: each one includes the counts of all smaller ones.
     number = 0
     for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
         number += count

@@ -1,8 +1,8 @@
-"""``/openapi.json``: the proxy's routes as an OpenAPI 3.1 document.
+"""The ``/openapi.json`` route: the proxy's routes as an OpenAPI 3.1 document.
 
-Each route has one entry in ``describe_routes``; a test holds the entries against the table that serves requests, and
-real answers against the schemas. What a dialect adds is one ``describe_completions``. Routes are served under more
-spellings than the document lists: ``/v1`` may be missing, doubled or elsewhere.
+Each route has one entry in ``describe_routes``; a test compares the entries with the table that serves requests, and
+real answers with the schemas. A dialect adds one ``describe_completions``. Routes are served under more paths than the
+document lists: ``/v1`` may be missing, doubled or elsewhere.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _DESCRIPTION = (
 class Route:
     """One route as it is documented.
 
-    ``operation`` is its name in the routing table, ``path`` its main form. ``answers`` are the bodies of 200 (and of
-    other statuses that are no errors), by media type; ``failures`` the statuses of errors, whose body is ``error``.
-    ``security`` are alternatives, none of which is needed where the path names the session and ``is_open_by_url``.
+    ``operation`` is its name in the routing table, ``path`` its main form. ``answers`` are the bodies of status 200
+    (and of other statuses that are not errors), by media type; ``failures`` are the statuses of errors, whose body is
+    ``error``. ``security`` lists alternatives, none of which is needed if the path names the session and
+    ``is_open_by_url``.
     """
 
     operation: str
@@ -54,7 +55,7 @@ class Route:
     has_session: bool = False
     is_open_by_url: bool = True
     item: str | None = None
-    """The name of the path's last segment, where that says which of many things is meant."""
+    """The name of the path's last segment, if that segment names one item of a collection."""
     security: tuple[Mapping[str, Any], ...] = ()
     request: Schema | None = None
     answers: Mapping[int, Mapping[str, Schema]] = field(factory=dict)
@@ -73,7 +74,10 @@ def describe_completions(
     has_stream: bool = True,
     error: str = "Error",
 ) -> Route:
-    """The route of one dialect: ``table`` says what it takes, ``answer`` names the schema of what it answers."""
+    """Return the route of one dialect.
+
+    ``table`` lists the parameters that it takes, and ``answer`` names the schema of its answers.
+    """
     content: dict[str, Schema] = _json(answer)
     if has_stream:
         content["text/event-stream"] = {"type": "string"}
@@ -91,7 +95,7 @@ def describe_completions(
 
 
 def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
-    """Every route. ``inert`` are further parameters of completions to accept and ignore, as the settings name them."""
+    """Return every route. ``inert`` are further parameters of completions to accept and ignore, from the settings."""
     return (*_describe_dialects(inert), *_CONTROL_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
 
 
@@ -141,7 +145,7 @@ def _describe_dialects(inert: Collection[str]) -> tuple[Route, ...]:
 
 
 def _extended(table: ParameterTable, inert: Collection[str]) -> ParameterTable:
-    """``table`` with further names to ignore; what is honoured stays so."""
+    """Return ``table`` with further names to ignore; honoured parameters stay honoured."""
     kept = [row for row in table.parameters if row.support is Support.HONOURED or row.name not in inert]
     new = sorted(set(inert) - {row.name for row in kept})
     added = [Parameter(name=name, support=Support.INERT, note="named in the settings") for name in new]
@@ -268,7 +272,7 @@ _OPEN_ROUTES = (
 
 
 def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
-    """The OpenAPI document of ``routes``."""
+    """Return the OpenAPI document of ``routes``."""
     bearer = {"type": "http", "scheme": "bearer"}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -308,6 +312,7 @@ def _in_path(name: str) -> dict[str, Any]:
 
 def _operation(route: Route, method: str, form: str) -> dict[str, Any]:
     name = re.sub(r"\W+", "_", route.operation).strip("_")
+    # An empty alternative means that no key is needed: the session's URL is a capability.
     security = [*route.security, {}] if form and route.is_open_by_url else list(route.security)
     described: dict[str, Any] = {
         "operationId": f"{method}_{name}{form}",
@@ -340,7 +345,7 @@ def _responses(route: Route) -> dict[str, Any]:
 
 @frozen(kw_only=True)
 class OpenAPIEndpoint:
-    """The route of the document."""
+    """The handler of the route."""
 
     document: Mapping[str, Any]
 

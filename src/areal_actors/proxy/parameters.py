@@ -1,11 +1,11 @@
-"""Every parameter that a client may send, and what becomes of it: honoured, inert, or refused with a reason.
+"""Every parameter that a client may send and its support: honoured, inert, or refused with a reason.
 
-One table per route decides for the code, for ``docs/http.md`` and for the tests, which walk the parameter lists of the
-SDKs against it. How an honoured value is read and checked is in the dialect's own module.
+There is one table per route, which decides for the code, for ``docs/http.md`` and for the tests, which compare the
+parameter lists of the SDKs with it. The dialect's own module reads and checks honoured values.
 
 A name that is not in the table is refused. An unknown name is either a misspelling (``temperatur``), whose effect would
-be missing from everything that is learnt, or a feature that we cannot judge; OpenAI's own endpoint refuses such names
-as well, so that no client relies on them being ignored. Who knows that a name does not matter lists it in
+silently be missing from the training data, or a feature whose effect is unknown. OpenAI's own endpoint refuses unknown
+names as well, so no client relies on them being ignored. Users who know that a name does not matter list it in
 ``ProxyConfig.inert_parameters``.
 """
 
@@ -26,18 +26,21 @@ _MAX_SHOWN = 64
 
 
 class Support(StrEnum):
-    """What becomes of a parameter."""
+    """How a parameter is handled."""
 
     HONOURED = "honoured"
     INERT = "inert"
-    """Accepted and ignored: it cannot change the answer."""
+    """Accepted and ignored, because it cannot change the answer."""
     REFUSED = "refused"
-    """Answered with 400: it would change the answer and cannot be honoured."""
+    """Answered with 400, because it would change the answer and cannot be honoured."""
 
 
 @frozen(kw_only=True)
 class Parameter:
-    """One row of the table. ``neutral`` values ask for nothing, and are accepted where the parameter is refused."""
+    """One row of the table.
+
+    ``neutral`` values have no effect, so they are accepted even if the parameter is refused.
+    """
 
     name: str
     support: Support
@@ -47,7 +50,7 @@ class Parameter:
 
 @frozen(kw_only=True)
 class ParameterTable:
-    """The parameters of one route. ``operation`` names it in messages."""
+    """The parameters of one route. ``operation`` names the route in error messages."""
 
     operation: str
     parameters: tuple[Parameter, ...]
@@ -61,13 +64,15 @@ class ParameterTable:
         object.__setattr__(self, "_honoured", honoured)
 
     def check(self, body: Mapping[str, Any], *, inert: Collection[str] = ()) -> None:
-        """Refuse what cannot be honoured. ``null`` and empty lists and objects ask for nothing, under any name.
+        """Raise an error if ``body`` has a parameter that cannot be honoured.
 
-        ``inert`` are further names to accept and ignore.
+        ``null`` and empty lists and objects have no effect and are accepted under any name. ``inert`` are further names
+        to accept and ignore.
 
         Raises:
             UnsupportedParameter: names the parameter and the reason.
         """
+        # Most requests name only honoured parameters; one set comparison accepts them.
         if body.keys() <= self._honoured:
             return
         for name, value in body.items():
@@ -91,7 +96,7 @@ class ParameterTable:
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Equality that tells ``True`` from 1."""
+    """Return whether ``value`` is one of ``neutral``, where ``True`` and 1 differ."""
     return any(value == known and isinstance(value, bool) is isinstance(known, bool) for known in neutral)
 
 

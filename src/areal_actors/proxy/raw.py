@@ -1,6 +1,6 @@
-"""OpenAI's plain completions, worded: finished answers, streams of chunks, errors.
+"""OpenAI's plain completions: formatting of finished answers, streams of chunks and errors.
 
-How the request is read is in ``raw_request``. There are no messages here: a text is continued, and the answer is text.
+``raw_request`` reads the request. There are no messages here: the request's text is continued, and the answer is text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["RawDialect", "RawStream", "format_raw_answer"]
 
 @frozen(kw_only=True)
 class RawDialect:
-    """The wording of plain completions; the fields are those of ``ChatDialect``."""
+    """The dialect of plain completions; the fields are those of ``ChatDialect``."""
 
     model: str = "policy"
     decode: Decode | None = None
@@ -31,34 +31,34 @@ class RawDialect:
     clock: Callable[[], float] = field(default=time.time)
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedRaw:
-        """See ``parse_raw_request``."""
+        """Parse a request body; see ``parse_raw_request``."""
         return parse_raw_request(body, tag=tag, inert=self.inert)
 
     def format_answers(self, parsed: ParsedRaw, answers: Sequence[Answer]) -> dict[str, Any]:
-        """See ``format_raw_answer``."""
+        """Format the finished answers; see ``format_raw_answer``."""
         return format_raw_answer(
             parsed, answers, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
         )
 
     def open_stream(self, parsed: ParsedRaw) -> RawStream:
-        """The chunks of one answer."""
+        """Return the formatter of one streamed answer."""
         return RawStream(parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode)
 
     def decoding_with(self, decode: Decode) -> Self:
-        """The same wording for a model with another tokenizer."""
+        """Return a copy of the dialect for a model with another tokenizer."""
         return evolve(self, decode=decode)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
-        """OpenAI's error body."""
+        """Return OpenAI's error body."""
         return format_openai_failure(failure)
 
 
 def format_raw_answer(
     parsed: ParsedRaw, answers: Sequence[Answer], *, created: int, model: str, decode: Decode | None = None
 ) -> dict[str, Any]:
-    """A ``text_completion`` object; its id is that of the first choice's interaction.
+    """Return a ``text_completion`` object, whose id is that of the first choice's interaction.
 
-    Where there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
+    If there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
 
     Raises:
         Unavailable: the engine aborted a choice.
@@ -78,7 +78,7 @@ def format_raw_answer(
 
 
 class RawStream:
-    """The chunks of one request: text as it is sampled, and a last one for each choice that says why it ended."""
+    """The chunks of one request: text as it is sampled, and a last chunk per choice with its finish reason."""
 
     def __init__(self, parsed: ParsedRaw, *, created: int, model: str, decode: Decode | None = None) -> None:
         self._parsed = parsed
@@ -88,7 +88,7 @@ class RawStream:
         self._answers: list[Answer] = []
 
     def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
-        """The events of one item."""
+        """Return the events of one item."""
         if isinstance(item, AnswerStarted):
             self._envelope["id"] = self._envelope["id"] or item.interaction
             self._choices[item.interaction] = item.choice
@@ -97,18 +97,18 @@ class RawStream:
             self._answers.append(item)
             index = self._choices[item.interaction]
             return self._chunk(_format_choice(self._parsed, item, index, text="", decode=self._decode))
-        if not isinstance(item, TextDelta):  # a raw answer is text
+        if not isinstance(item, TextDelta):  # a raw answer has no other deltas
             return b""
         return self._chunk({"index": item.choice, "text": item.text, "logprobs": None, "finish_reason": None})
 
     def finish(self) -> bytes:
-        """The usage, where it was asked for, and the end."""
+        """Return the usage, if the client asked for it, and the end marker."""
         if not self._parsed.include_usage:
             return DONE
         return format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers)}) + DONE
 
     def fail(self, failure: Failure) -> bytes:
-        """An event that OpenAI's SDKs raise as an ``APIError``."""
+        """Return an event that OpenAI's SDKs raise as an ``APIError``."""
         return format_event(format_openai_failure(failure))
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -128,7 +128,7 @@ def _format_choice(
 
 
 def _format_logprobs(completion: Completion, decode: Decode | None) -> dict[str, Any]:
-    """Four lists, one entry per sampled token. Offsets count characters from the beginning of the answer."""
+    """Return four lists with one entry per sampled token. Offsets count characters from the start of the answer."""
     ids = completion.token_ids.tolist()
     tokens = [_token(token, decode) for token in ids]
     logprobs = completion.logprobs.tolist()

@@ -1,4 +1,4 @@
-"""Every parameter of OpenAI's plain completions, and what becomes of it; see ``parameters`` on tables."""
+"""The table of parameters of OpenAI's plain completions and their support; see ``parameters`` for its meaning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The body of an OpenAI plain completion, checked field by field. Pure; never raises anything but ``RequestError``.
+"""Parsing of the body of an OpenAI plain completion, field by field. Pure; raises only ``RequestError``.
 
-Which fields exist at all is decided in ``raw_parameters``.
+``raw_parameters`` decides which fields exist.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MAX_TOP_LOGPROBS = 5
 
 @frozen(kw_only=True)
 class ParsedRaw:
-    """A plain completion as asked for: what is sampled (``request``), and how it is worded.
+    """A parsed plain completion request: the ``CompletionRequest`` to sample, and how to format the answer.
 
-    ``model`` is the name that the client used, ``None`` if it used none.
+    ``model`` is the name that the client sent, or ``None``.
     """
 
     request: CompletionRequest
@@ -39,11 +39,11 @@ class ParsedRaw:
 
 
 def parse_raw_request(body: Mapping[str, Any], *, tag: str | None = None, inert: Collection[str] = ()) -> ParsedRaw:
-    """Read the body of a request; ``tag`` and ``inert`` are those of ``parse_chat_request``.
+    """Parse the body of a request; ``tag`` and ``inert`` are those of ``parse_chat_request``.
 
     Raises:
         UnsupportedParameter: a parameter that cannot be honoured.
-        InvalidRequest: a value that makes no sense; ``param`` names the field.
+        InvalidRequest: an invalid value; ``param`` names the field.
     """
     RAW_PARAMETERS.check(body, inert=inert)
     prompt = _read_prompt(body.get("prompt"))
@@ -76,7 +76,7 @@ def parse_raw_request(body: Mapping[str, Any], *, tag: str | None = None, inert:
 
 
 def _read_prompt(value: Any) -> str | tuple[int, ...]:
-    """A text or ids; either may stand alone in a list."""
+    """Return a text or token ids; either may be the only element of a list."""
     if isinstance(value, list) and value and not _is_id(value[0]):
         if len(value) > 1:
             raise UnsupportedParameter(

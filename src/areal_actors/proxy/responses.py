@@ -1,7 +1,6 @@
-"""OpenAI's Responses, as a dialect: one answer per request, as an object or as a stream of events.
+"""OpenAI's Responses API as a dialect: one answer per request, as an object or as a stream of events.
 
-How requests are read is in ``responses_request``, what an answer looks like in ``responses_answer``, and how it is
-streamed in ``responses_stream``.
+``responses_request`` reads requests, ``responses_answer`` formats answers, and ``responses_stream`` formats streams.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["ParsedResponse", "ResponsesDialect"]
 
 @frozen(kw_only=True)
 class ResponsesDialect:
-    """The wording of Responses. ``honours_store`` tells whether ``store: false`` keeps an answer from training.
+    """The Responses dialect. ``honours_store`` says whether ``store: false`` keeps an answer from training.
 
     The other attributes are those of ``ChatDialect``.
     """
@@ -38,7 +37,7 @@ class ResponsesDialect:
     clock: Callable[[], float] = field(default=time.time)
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedResponse:
-        """See ``parse_response_request``."""
+        """Parse a request body; see ``parse_response_request``."""
         return parse_response_request(
             body,
             tag=tag,
@@ -48,7 +47,7 @@ class ResponsesDialect:
         )
 
     def format_answers(self, parsed: ParsedResponse, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The ``response`` object of the one answer; its id is that of the interaction.
+        """Return the ``response`` object of the one answer, whose id is that of the interaction.
 
         Raises:
             Unavailable: the engine aborted it.
@@ -58,15 +57,15 @@ class ResponsesDialect:
         return self._envelope(parsed).end(answer, output, completed=int(self.clock()))
 
     def open_stream(self, parsed: ParsedResponse) -> ResponseStream:
-        """The events of one answer."""
+        """Return the formatter of one streamed answer."""
         return ResponseStream(self._envelope(parsed), clock=self.clock)
 
     def decoding_with(self, decode: Decode) -> Self:
-        """The same wording for a model with another tokenizer."""
+        """Return a copy of the dialect for a model with another tokenizer."""
         return evolve(self, decode=decode)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
-        """OpenAI's error body."""
+        """Return OpenAI's error body."""
         return format_openai_failure(failure)
 
     def _envelope(self, parsed: ParsedResponse) -> Envelope:

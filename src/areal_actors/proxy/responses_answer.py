@@ -1,7 +1,7 @@
-"""The ``response`` object of OpenAI's Responses: its output items, its usage, and what it repeats of the request.
+"""The ``response`` object of OpenAI's Responses API: output items, usage, and echoed request parameters.
 
-Every key that the SDK's model knows as required is there, also those that only strict clients ask for. Which events
-lead to it is in ``responses_stream``.
+Every key that the SDK's model requires is present, including those that only strict clients check. ``responses_stream``
+has the events that lead to the object.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOO_MANY = 429
 
 @frozen(kw_only=True)
 class Envelope:
-    """A response without its output, from when it was asked until it ends. ``created`` is in seconds since 1970."""
+    """A response without its output, from the request to its end. ``created`` is in seconds since 1970."""
 
     parsed: ParsedResponse
     created: int
@@ -43,11 +43,11 @@ class Envelope:
     decode: Decode | None = None
 
     def begin(self, interaction: InteractionId) -> dict[str, Any]:
-        """It is being answered."""
+        """Return the response as it is while the answer is in progress."""
         return self._format(interaction, "in_progress", [])
 
     def end(self, answer: Answer, output: list[dict[str, Any]], *, completed: int) -> dict[str, Any]:
-        """It is answered; ``incomplete`` where the bound on new tokens has cut it."""
+        """Return the finished response; its status is ``incomplete`` if the limit of new tokens cut the answer."""
         cut = is_cut(answer)
         formatted = self._format(answer.interaction, "incomplete" if cut else "completed", output)
         formatted["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
@@ -56,7 +56,7 @@ class Envelope:
         return formatted
 
     def fail(self, interaction: InteractionId, output: list[dict[str, Any]], failure: Failure) -> dict[str, Any]:
-        """It will not be answered."""
+        """Return the failed response."""
         formatted = self._format(interaction, "failed", output)
         formatted["error"] = {"code": _error_code(failure), "message": failure.message}
         return formatted
@@ -88,7 +88,7 @@ class Envelope:
 
 
 def is_cut(answer: Answer) -> bool:
-    """Whether the answer ends because there was no room for more.
+    """Return whether the answer ended because it reached its maximum length.
 
     Raises:
         Unavailable: the engine aborted it.
@@ -100,17 +100,18 @@ def is_cut(answer: Answer) -> bool:
 
 
 def _error_code(failure: Failure) -> str:
-    """One of the few codes that a response object may have."""
+    """Return one of the few error codes that a response object may have."""
     if failure.status == _TOO_MANY:
         return "rate_limit_exceeded"
     return "invalid_prompt" if failure.status in _REFUSED else "server_error"
 
 
 def _num_reasoning_tokens(answer: Answer, decode: Decode | None) -> int:
-    """How many of the first sampled tokens it takes to have said all of the thinking; 0 where nobody can tell."""
+    """Return the number of sampled tokens up to the end of the reasoning; 0 if it cannot be determined."""
     reasoning, tokens = answer.message.reasoning, answer.completion.token_ids.tolist()
     if not reasoning or decode is None or reasoning not in decode(tokens):
         return 0
+    # A text that is in the decoded prefix is in every longer one too, so bisection finds the first such prefix.
     return bisect_left(range(len(tokens)), True, key=lambda count: reasoning in decode(tokens[:count]))
 
 
@@ -118,7 +119,7 @@ def _num_reasoning_tokens(answer: Answer, decode: Decode | None) -> int:
 
 
 def format_output(answer: Answer, *, has_logprobs: bool, decode: Decode | None) -> list[dict[str, Any]]:
-    """The items of a whole answer: reasoning, a message, calls. One that says nothing at all is an empty message."""
+    """Return the items of a whole answer: reasoning, a message, calls. An empty answer becomes an empty message."""
     message, interaction = answer.message, answer.interaction
     items: list[dict[str, Any]] = []
     if message.reasoning:
@@ -135,7 +136,7 @@ def format_output(answer: Answer, *, has_logprobs: bool, decode: Decode | None) 
 
 
 def format_reasoning(item_id: str, text: str | None, status: str = "completed") -> dict[str, Any]:
-    """A reasoning item; its content is empty while there is no text."""
+    """Return a reasoning item; its content is empty while there is no text."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {
         "id": item_id,
@@ -150,14 +151,14 @@ def format_reasoning(item_id: str, text: str | None, status: str = "completed") 
 def format_text(
     item_id: str, text: str | None, logprobs: Sequence[dict[str, Any]] = (), status: str = "completed"
 ) -> dict[str, Any]:
-    """A message item; its content is empty while there is no text."""
+    """Return a message item; its content is empty while there is no text."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
     content = [] if text is None else [part]
     return {"id": item_id, "type": "message", "role": "assistant", "content": content, "status": status}
 
 
 def format_call(item_id: str, *, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
-    """An item for a function call."""
+    """Return an item for a function call."""
     return {
         "id": item_id,
         "type": "function_call",
@@ -169,9 +170,10 @@ def format_call(item_id: str, *, call_id: str, name: str, arguments: str, status
 
 
 def format_output_logprobs(answer: Answer, decode: Decode | None) -> list[dict[str, Any]]:
-    """One entry per sampled token. Here ``bytes`` must be a list: it is empty for a part of a character."""
+    """Return one entry per sampled token."""
     entries = format_logprobs(answer.completion, decode)
     for entry in entries:
         for token in (entry, *entry["top_logprobs"]):
+            # Unlike in chat completions, ``bytes`` must be a list here; it is empty for a part of a character.
             token["bytes"] = token["bytes"] or []
     return entries

@@ -1,9 +1,9 @@
-"""The input items of Responses, as clients send and echo them, into the words of the house.
+"""Parsing of the input items of OpenAI's Responses API into domain messages.
 
-One answer is several items there (reasoning, a message, calls), and one message here. Items of one answer stand side by
-side, and their ids, where a client repeats them, name the answer that they come from; ``format_item_id`` writes those
-ids. Tolerant where clients differ without meaning to: items without type, id or status, reasoning whose content was
-emptied. Summaries of reasoning are ignored: what a model is trained on is what it thought itself.
+One answer is several items there (reasoning, a message, calls) and one message here. The items of one answer are
+adjacent, and their ids, if a client repeats them, name the answer that they come from; ``format_item_id`` writes those
+ids. Accepts the harmless differences between clients: items without type, id or status, and reasoning whose content was
+emptied. Summaries of reasoning are ignored: a model is trained on the reasoning that it sampled itself.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _ITEM_ID = re.compile(r"(?:msg|fc|rs)_\d+_(.+)", re.ASCII)
 
 
 def format_item_id(kind: str, index: int, interaction: InteractionId) -> str:
-    """The id of the ``index``-th item of its kind (``msg``, ``fc``, ``rs``) in an answer."""
+    """Return the id of the ``index``-th item of its kind (``msg``, ``fc``, ``rs``) in an answer."""
     return f"{kind}_{index}_{interaction.removeprefix(ID_PREFIX)}"
 
 
 def parse_input(value: Any) -> tuple[ChatMessage, ...]:
-    """The messages of a request: a text, or a list of items.
+    """Parse the messages of a request: a text, or a list of items.
 
     Raises:
-        InvalidRequest: names the item, by its index, and what is wrong with it.
-        UnsupportedParameter: an item or a content part that is no text and no function.
+        InvalidRequest: an item is malformed; the error names its index and the problem.
+        UnsupportedParameter: an item or a content part that is neither text nor a function.
     """
     if isinstance(value, str):
         return (ChatMessage(role="user", content=value),)
@@ -56,7 +56,7 @@ def parse_input(value: Any) -> tuple[ChatMessage, ...]:
 
 @define
 class _Turn:
-    """The items of one answer, so far. ``origin`` is the answer that their ids name, where they name one."""
+    """The items of one answer so far. ``origin`` is the answer that their ids name, or ``None``."""
 
     origin: str | None
     texts: list[str] = field(factory=list)
@@ -64,13 +64,14 @@ class _Turn:
     calls: list[ToolCall] = field(factory=list)
 
     def takes(self, kind: str, origin: str | None) -> bool:
-        """Whether the next item belongs here. Without ids, what follows a text and is no call is another answer's."""
+        """Return whether the next item belongs to this answer."""
         if origin is not None and self.origin is not None:
             return origin == self.origin
+        # Without ids, an item that follows a text and is not a call belongs to the next answer.
         return kind == "function_call" or not self.texts or bool(self.calls)
 
     def message(self) -> ChatMessage:
-        """The whole answer."""
+        """Return the whole answer as one message."""
         return ChatMessage(
             role="assistant",
             content="".join(self.texts) if self.texts else None,
@@ -81,18 +82,18 @@ class _Turn:
 
 @define
 class _Conversation:
-    """The messages so far, and the answer whose items are still coming."""
+    """The messages so far, and the answer whose items are still being read."""
 
     messages: list[ChatMessage] = field(factory=list)
     turn: _Turn | None = None
 
     def add(self, message: ChatMessage) -> None:
-        """Append what is no part of an answer."""
+        """Append a message that is not part of an answer."""
         self.close_turn()
         self.messages.append(message)
 
     def open_turn(self, kind: str, raw: Mapping[str, Any]) -> _Turn:
-        """The answer that an item belongs to."""
+        """Return the answer that an item belongs to; start a new one if necessary."""
         found = _ITEM_ID.fullmatch(raw["id"]) if isinstance(raw.get("id"), str) else None
         origin = found[1] if found else None
         if self.turn is None or not self.turn.takes(kind, origin):
@@ -102,7 +103,7 @@ class _Conversation:
         return self.turn
 
     def close_turn(self) -> None:
-        """Append the answer, if one is open."""
+        """Append the open answer, if there is one."""
         if self.turn is not None:
             self.messages.append(self.turn.message())
             self.turn = None
@@ -136,7 +137,7 @@ def _read_item(conversation: _Conversation, raw: Any, where: str) -> None:
 
 
 def _kind(raw: Mapping[str, Any], where: str) -> str:
-    """The type of an item; messages may come without one, and so may references, which are nothing but an id."""
+    """Return the type of an item; messages and references may omit it. A reference consists of only an id."""
     kind = raw.get("type")
     if kind is None:
         kind = "item_reference" if "id" in raw and "role" not in raw else "message"

@@ -1,4 +1,4 @@
-"""Every parameter of OpenAI's Responses, and what becomes of it; see ``parameters`` for what a table decides."""
+"""The table of parameters of OpenAI's Responses API and their support; see ``parameters`` for its meaning."""
 
 from __future__ import annotations
 

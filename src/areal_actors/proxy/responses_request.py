@@ -1,6 +1,6 @@
-"""The body of one of OpenAI's Responses, checked field by field. Pure; never raises anything but ``RequestError``.
+"""Parsing of the body of an OpenAI Responses request, field by field. Pure; raises only ``RequestError``.
 
-Which fields exist at all is decided in ``responses_parameters``; input items are read in ``responses_items``.
+``responses_parameters`` decides which fields exist; ``responses_items`` reads input items.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SUMMARIES = ("auto", "concise", "detailed")
 
 @frozen(kw_only=True)
 class ParsedResponse:
-    """A response as asked for: what is sampled (``request``), and what the answer repeats of the question (``echo``).
+    """A parsed Responses request: the ``CompletionRequest`` to sample, and ``echo``, which the answer repeats.
 
-    ``model`` is the name that the client used, ``None`` if it used none.
+    ``model`` is the name that the client sent, or ``None``.
     """
 
     request: CompletionRequest
@@ -54,11 +54,11 @@ def parse_response_request(
     inert: Collection[str] = (),
     honours_store: bool = True,
 ) -> ParsedResponse:
-    """Read the body of a request. The arguments are those of ``parse_chat_request``.
+    """Parse the body of a request. The arguments are those of ``parse_chat_request``.
 
     Raises:
         UnsupportedParameter: a parameter that cannot be honoured.
-        InvalidRequest: a value that makes no sense; ``param`` names the field.
+        InvalidRequest: an invalid value; ``param`` names the field.
     """
     RESPONSES_PARAMETERS.check(body, inert=inert)
     selection = parse_tool_choice(body.get("tool_choice"), parse_tools(body.get("tools"), is_flat=True))
@@ -110,7 +110,7 @@ def _read_previous(body: Mapping[str, Any]) -> InteractionId | None:
     if previous is None:
         return None
     if not previous.startswith(ID_PREFIX):
-        raise PreviousNotFound(previous)  # whatever it names, it is no response
+        raise PreviousNotFound(previous)  # an id without the prefix cannot be a response's
     return InteractionId(previous)
 
 
@@ -136,11 +136,11 @@ def _includes_logprobs(body: Mapping[str, Any]) -> bool:
     return _LOGPROBS in (value or ())
 
 
-# ------------------------------------------------------------------------------------- what the answer repeats
+# ------------------------------------------------------------------------------------------- echoed parameters
 
 
 def _echo(body: Mapping[str, Any], request: CompletionRequest, selection: Selection) -> Mapping[str, Any]:
-    """The parameters as the answer repeats them: what was honoured, in the SDK's own types."""
+    """Return the parameters that the answer repeats, in the SDK's own types."""
     sampling = request.sampling
     return {
         "background": False,

@@ -1,9 +1,10 @@
-"""The events of one streamed response: items are added, grow, and are done, one after another; then the response is.
+"""The events of one streamed response: each output item is added, grows and is done in turn, then the response is done.
 
-Reasoning, text and calls are items of their own. An item is done when another kind of delta arrives; text or thinking
-that resumes later is a new item, and reading the items back joins them again. Only where log-probabilities were asked
-for does a message stay open until the end, because they are told with it. What the final answer has beyond its deltas
-is streamed before the end, and nothing that was said is taken back.
+Reasoning, text and calls are separate items. An item is done when a delta of another kind arrives; text or reasoning
+that resumes later is a new item, and ``responses_items`` joins the items again when they are sent back. If
+log-probabilities were requested, a message stays open until the end instead, because its log-probabilities are sent
+with its end. Parts of the final answer that no delta had are streamed before the end, and nothing that was sent is
+retracted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["ResponseStream"]
 
 @define
 class _Item:
-    """An output item in the making. ``position`` is its index in the output."""
+    """An output item that is being streamed. ``position`` is its index in the output."""
 
     kind: str
     id: str
@@ -52,7 +53,7 @@ class _Item:
     done: dict[str, Any] | None = None
 
     def format(self, text: str | None, status: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        """The item as the client reads it."""
+        """Return the item as it is sent to the client."""
         if self.kind == "rs":
             return format_reasoning(self.id, text, status)
         if self.kind == "msg":
@@ -73,7 +74,7 @@ class ResponseStream:
         self._num_events = 0
 
     def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
-        """The events of one item."""
+        """Return the events of one item."""
         if isinstance(item, AnswerStarted):
             self._start(item.interaction)
         elif isinstance(item, Answer):
@@ -83,11 +84,11 @@ class ResponseStream:
         return self._take()
 
     def finish(self) -> bytes:
-        """Nothing: the last event of the answer ends the stream."""
+        """Return nothing: the answer's last event ends the stream."""
         return b""
 
     def fail(self, failure: Failure) -> bytes:
-        """The response has failed; then an event that OpenAI's SDKs raise as an ``APIError``."""
+        """Return a ``response.failed`` event, then an event that OpenAI's SDKs raise as an ``APIError``."""
         if self._interaction is not None:
             output = [item.done or item.format(item.text, "incomplete", []) for item in self._items]
             self._say("response.failed", response=self._envelope.fail(self._interaction, output, failure))
@@ -124,7 +125,7 @@ class ResponseStream:
         self._say("response.incomplete" if cut else "response.completed", response=response)
 
     def _complete(self, answer: Answer) -> None:
-        """Stream what no delta has said, if there is anything; an answer that says nothing is an empty message."""
+        """Stream the parts of the answer that no delta had. An empty answer becomes an empty message."""
         message = answer.message
         self._grow(ReasoningDelta(text=_missing(self._said("rs"), message.reasoning)))
         self._grow(TextDelta(text=_missing(self._said("msg"), message.content)))
@@ -153,7 +154,7 @@ class ResponseStream:
             self._add(self._continue("msg"), "output_text", delta.text)
 
     def _continue(self, kind: str) -> _Item:
-        """The open item of this kind, or a new one."""
+        """Return the open item of this kind, or a new one."""
         return next((item for item in self._items if item.is_open and item.kind == kind), None) or self._open(kind)
 
     def _open(self, kind: str, *, call_id: str = "", name: str = "") -> _Item:
@@ -176,7 +177,7 @@ class ResponseStream:
             self._tell(item, f"{event}.delta", delta=text, **({"logprobs": []} if item.kind == "msg" else {}))
 
     def _close(self, item: _Item, *, status: str = "completed", logprobs: list[dict[str, Any]] | None = None) -> None:
-        """Say that an item is done, once."""
+        """Send the events that mark an item as done, unless they were sent before."""
         if not item.is_open:
             return
         item.is_open = False
@@ -192,7 +193,7 @@ class ResponseStream:
         self._say("response.output_item.done", output_index=item.position, item=item.done)
 
     def _tell(self, item: _Item, event: str, **fields: Any) -> None:
-        """An event within an item; texts are the first and only part of theirs."""
+        """Send an event within an item; a text is always the first and only content part of its item."""
         place: dict[str, Any] = {"item_id": item.id, "output_index": item.position}
         if item.kind != "fc":
             place["content_index"] = 0
@@ -205,5 +206,5 @@ def _part(formatted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing(said: str, whole: str | None) -> str:
-    """What remains to be said; nothing, where what was said is no beginning of it."""
+    """Return the rest of ``whole`` after ``said``; empty if ``said`` is not a prefix of it."""
     return whole[len(said) :] if whole and whole.startswith(said) else ""

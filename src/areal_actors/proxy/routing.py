@@ -1,8 +1,8 @@
-"""From a path to an operation: one look-up, whatever prefix a client has put together.
+"""Routing of paths to operations with one look-up, for every prefix that clients use.
 
-``/v1`` may stand anywhere, twice, or not at all, because agents join base URLs and paths in every way; a segment before
-the operation is a session. So ``/chat/completions``, ``/v1/v1/chat/completions`` and ``/task-0-x/v1/chat/completions``
-all name one operation. Sessions cannot be called ``v1``: their ids end in a random token.
+``/v1`` may be anywhere, doubled or missing, because agents join base URLs and paths in every way; a segment before the
+operation is a session. ``/chat/completions``, ``/v1/v1/chat/completions`` and ``/task-0-x/v1/chat/completions`` all
+name one operation. A session cannot be called ``v1``, because session ids end in a random token.
 """
 
 from __future__ import annotations
@@ -30,33 +30,31 @@ Formatter = Callable[[Failure], Any]
 
 @frozen(kw_only=True)
 class Operation:
-    """What is done at a path, and how failures are worded there."""
+    """The handler at a path, and how failures are formatted there."""
 
     handle: Callable[[Exchange], Awaitable[None]]
     methods: tuple[str, ...] = ("POST",)
     has_session: bool = False
-    """Whether a session may stand before it in the path."""
+    """Whether a session may precede the operation in the path."""
     is_always_open: bool = False
-    """Whether it is served while the proxy stops."""
+    """Whether the operation is served while the proxy is stopping."""
     format_failure: Formatter = format_openai_failure
 
 
 class Operations(BaseRoute):
-    """Every path that the proxy serves, as one Starlette route.
-
-    A table instead of one regular expression per spelling: the spellings multiply, and every request would try them in
-    turn.
-    """
+    """Every path that the proxy serves, as one Starlette route."""
 
     def __init__(self, table: Mapping[str, Operation], traffic: Traffic, meter: Meter) -> None:
+        # A table instead of one regular expression per spelling: the spellings multiply, and every request would try
+        # them in turn.
         self._table = table
         self._traffic = traffic
         self._meter = meter
 
     def find(self, path: str) -> tuple[str, str | None] | None:
-        """The name of the operation at ``path`` and the session before it; ``None`` if there is no such path.
+        """Return the name of the operation at ``path`` and the session before it, or ``None`` if there is no such path.
 
-        A name that ends in ``{id}`` takes any last segment.
+        A name that ends in ``{id}`` matches any last segment.
         """
         segments = [segment for segment in path.split("/") if segment and segment != "v1"]
         name = "/".join(segments)
@@ -69,7 +67,7 @@ class Operations(BaseRoute):
         return (name, segments[0]) if operation is not None and operation.has_session else None
 
     def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
-        """Starlette asks whether this route serves a request."""
+        """Tell Starlette whether this route serves a request."""
         found = self.find(scope["path"]) if scope["type"] == "http" else None
         if found is None:
             return Match.NONE, {}
@@ -77,7 +75,7 @@ class Operations(BaseRoute):
         return Match.FULL, {"areal.operation": name, "areal.session": session}
 
     async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Serve one request, and word whatever goes wrong."""
+        """Serve one request, and format any failure."""
         operation = self._table[scope["areal.operation"]]
         exchange = Exchange(scope, receive, send)
         try:
@@ -85,7 +83,7 @@ class Operations(BaseRoute):
         except HungUp:
             self._meter.hang_ups[exchange.operation] += 1
             return
-        except Exception as error:  # noqa: BLE001 - the last line: the client gets an answer, the log the story
+        except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
             if exchange.is_started:
                 self._meter.failed_streams[exchange.operation] += 1
             await _answer_failure(operation, exchange, root_cause(error))
@@ -117,7 +115,7 @@ def _log_failure(exchange: Exchange, error: BaseException) -> None:
         "request_failed",
         request=exchange.request_id,
         operation=exchange.scope["areal.operation"],
-        session=exchange.session,  # cut to a stump by the log
+        session=exchange.session,  # truncated by the log, because the whole id is a capability
         exc_info=error,
     )
 

@@ -1,7 +1,7 @@
-"""How to sample, read from the body of a request: the fields that every dialect writes alike.
+"""Parsing of the sampling fields that every dialect writes alike.
 
-A dialect reads what it names in its own way (the bound on new tokens, stop strings, alternatives per token) and hands
-it over. Which fields a route knows at all is decided in ``parameters``.
+A dialect reads the fields that it names differently (the limit of new tokens, stop strings, alternatives per token) and
+passes them in. ``parameters`` decides which fields a route accepts at all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["DEFAULT_MAX_TOKENS", "MAX_TOKENS", "MAX_TOP_LOGPROBS", "read_samplin
 
 DEFAULT_MAX_TOKENS = 512
 MAX_TOKENS = 2**31 - 1
-"""The largest token id, and the largest bound on new tokens."""
+"""The largest token id, and the largest limit of new tokens."""
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _MAX_DIGITS = len(str(MAX_TOKENS))
@@ -25,7 +25,7 @@ _MAX_DIGITS = len(str(MAX_TOKENS))
 def read_sampling(
     body: Mapping[str, Any], *, max_new_tokens: int, stop: tuple[str, ...], top_logprobs: int = 0
 ) -> Sampling:
-    """The temperature, truncations, penalties and biases of ``body``, beside what the dialect has read itself.
+    """Return the sampling parameters: those that the dialect has read, and the shared ones in ``body``.
 
     Raises:
         InvalidRequest: names the field.
@@ -47,12 +47,12 @@ def read_sampling(
 
 
 def read_seed(body: Mapping[str, Any]) -> int | None:
-    """The client's own seed. Raises ``InvalidRequest``."""
+    """Return the client's seed, or ``None``. Raises ``InvalidRequest``."""
     return read_integer(body, "seed", None, low=-(2**63), high=2**63 - 1)
 
 
 def read_stop(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
-    """One stop string or several. Raises ``InvalidRequest``."""
+    """Return the stop strings; a single string counts as one. Raises ``InvalidRequest``."""
     value = body.get(name)
     stops = [value] if isinstance(value, str) else value or []
     is_valid = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
@@ -73,7 +73,7 @@ def _read_logit_bias(body: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     biases = read_mapping(body, "logit_bias")
     pairs: list[tuple[int, float]] = []
     for name in biases:
-        # In one spelling each: "7" and "07" would be two biases of one token.
+        # Only canonical spellings: "7" and "07" would be two biases of one token.
         is_id = name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS and str(int(name)) == name
         if not is_id or int(name) > MAX_TOKENS:
             raise wrong("logit_bias", "an object whose keys are token ids", name)

@@ -1,8 +1,7 @@
-"""JSON schemas of what clients send: data for the OpenAPI document, put together in ``openapi``.
+"""JSON schemas of request bodies: data for the OpenAPI document, which ``openapi`` assembles.
 
-Requests are described by their ``ParameterTable``: which names there are and what becomes of them is said there, which
-values they take is said here, once for all dialects. A dialect whose parameter differs gives its own schema. What
-clients read is in ``answer_schemas``.
+A request's ``ParameterTable`` lists its parameters and their support; this module has the values that they take, once
+for all dialects. A dialect whose parameter differs supplies its own schema. Response bodies are in ``answer_schemas``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = [
 Schema = Mapping[str, Any]
 
 MAX_GROUP = 4096
-"""Sessions of a group."""
+"""Maximum number of sessions in a group."""
 MAX_POSITION = 2**31 - 1
 MAX_SEED = 2**63 - 1
 
@@ -47,12 +46,12 @@ def _integer(low: int, high: int) -> Schema:
 
 
 def list_of(items: Schema, **more: Any) -> Schema:
-    """An array."""
+    """Return the schema of an array."""
     return {"type": "array", "items": items, **more}
 
 
 def one_object(properties: Mapping[str, Schema], *optional: str, **more: Any) -> Schema:
-    """An object with all of ``properties``, save the ``optional`` ones."""
+    """Return the schema of an object with all of ``properties``, of which ``optional`` ones may be missing."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, **more}
 
@@ -115,7 +114,10 @@ VALUES: Mapping[str, Schema] = {
     "output_format": _OBJECT,
     "prompt": {"anyOf": [{"type": "string", "minLength": 1}, list_of({"type": "integer", "minimum": 0}, minItems=1)]},
 }
-"""What an honoured parameter of this name takes; ``null`` asks for nothing. A name that is not here takes anything."""
+"""Values that an honoured parameter of this name takes.
+
+``null`` has no effect. A name that is not listed takes any value.
+"""
 
 CHAT_MESSAGES: Schema = list_of(
     one_object(
@@ -140,10 +142,10 @@ CHAT_MESSAGES: Schema = list_of(
 def describe_request(
     table: ParameterTable, *, required: tuple[str, ...] = (), own: Mapping[str, Schema] | None = None
 ) -> Schema:
-    """The schema of a request body. ``own`` are the dialect's schemas where they differ from ``VALUES``.
+    """Return the schema of a request body. ``own`` are the dialect's schemas where they differ from ``VALUES``.
 
-    It describes each parameter by itself. What only makes sense together (``top_logprobs`` with ``logprobs``) and what
-    depends on the model is answered with 400.
+    It describes each parameter separately. Invalid combinations (``top_logprobs`` without ``logprobs``) and values that
+    depend on the model are not described; they are answered with 400.
     """
     values = {**VALUES, **(own or {})}
     return {
@@ -202,4 +204,4 @@ ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
     },
     "export_trajectories": {"session_id": _NAME, "discount": _number(0, 1), "style": _NAME},
 }
-"""What the routes beside completions take, in the body or in the query."""
+"""Arguments of the routes other than completions, in the body or in the query."""

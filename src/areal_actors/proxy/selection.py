@@ -1,7 +1,7 @@
-"""Which model answers: the session's policy, or the trained model that a request names. The one place that decides.
+"""Selection of the model that answers: the session's policy, or the trained model that a request names.
 
-A session's key or URL, or the administrator's key, opens the trained models, too. What they answer is no turn of the
-session: it is in no tree and in no export.
+This is the only place that decides it. A session's key or URL, or the admin key, gives access to the trained models as
+well. Their answers are not turns of the session: they appear in no tree and no export.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["Selection"]
 
 @frozen(kw_only=True)
 class Selection:
-    """Who answers. Without ``models``, it is always the policy."""
+    """Selects the model for a request. Without ``models``, it is always the policy."""
 
     sessions: Ref[Sessions]
     gatekeeper: Gatekeeper
     models: Ref[Models] | None = None
 
     def may_select(self, name: object) -> bool:
-        """Whether the ``model`` of a request could be that of a trained model, by its form."""
+        """Return whether the ``model`` of a request has the form of a trained model's name."""
         return self.models is not None and isinstance(name, str) and is_model_identifier(name)
 
     @asynccontextmanager
     async def select(self, name: str, credential: Credential) -> AsyncIterator[ModelInUse | None]:
-        """Borrow the model called ``name`` for one request; ``None`` if there is none, and the policy answers.
+        """Borrow the model called ``name`` for one request; yields ``None`` if there is none, and the policy answers.
 
         Raises:
-            RequestError: the credential opens nothing, or the model cannot be opened.
+            RequestError: the credential is not valid, or the model cannot be opened.
         """
         if self.models is None:
             yield None
@@ -46,11 +46,11 @@ class Selection:
             yield await anext(items, None)
 
     async def list(self) -> tuple[TrainedModel, ...]:
-        """The models that a request can name."""
+        """Return the models that a request can name."""
         return () if self.models is None else await self.models.ask(ListModels())
 
     async def list_for(self, credential: Credential) -> tuple[TrainedModel, ...]:
-        """The same for this credential. Raises ``RequestError`` for one that opens nothing."""
+        """Return the models that this credential can use. Raises ``RequestError`` for an invalid credential."""
         await self._check(credential)
         return await self.list()
 

@@ -1,7 +1,7 @@
-"""A socket of our own, and Hypercorn on it.
+"""Serving with Hypercorn on a socket that this module binds.
 
-The socket is bound here, before anything is served: its port is known, a port in use is said in plain words, and
-clients that come early wait in its backlog. Hypercorn gets the descriptor.
+The socket is bound before anything is served, so that its port is known, a port in use gives a clear error, and early
+clients wait in its backlog. Hypercorn receives the descriptor.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _BACKLOG = 4096
 _CLOSE_SECONDS = 3.0
 """How long Hypercorn may take to close idle connections."""
 _VANISHED_SECONDS = 60
-"""A client whose machine is gone without a word is noticed after about so long."""
+"""Approximate time after which a client whose machine has disappeared is noticed."""
 
 
 def bind(config: ProxyConfig) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket for the configured address.
 
     Raises:
-        ConfigError: the address is taken, not allowed or not of this machine, or it can be reached from other machines
-            and no admin key was chosen, or sessions are open to all.
+        ConfigError: the address is in use, not allowed or not of this machine; or it can be reached from other machines
+            while no admin key is set or sessions are open to all.
     """
     if not is_loopback(config.host) and not config.admin_key:
         raise ConfigError(
@@ -53,9 +53,10 @@ def bind(config: ProxyConfig) -> socket.socket:
 
 
 def listen(host: str, port: int, *, section: str, is_shared: bool = False) -> socket.socket:
-    """A listening socket; others of this user may listen on a shared one, and the kernel deals connections out.
+    """Return a listening socket. If ``is_shared``, other processes of this user may listen on the same port.
 
-    Raises ``ConfigError``, which names the setting in ``section``.
+    The kernel then distributes connections between them. Raises ``ConfigError``, which names the setting in
+    ``section``.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -93,7 +94,7 @@ def _explain(place: str, section: str, error: OSError) -> str:
 
 
 def url_of(listener: socket.socket, public_host: str | None = None) -> str:
-    """The URL under which clients reach ``listener``; for a wildcard address, by this machine's name."""
+    """Return the URL under which clients reach ``listener``; for a wildcard address, it has this machine's name."""
     host, port = listener.getsockname()[:2]
     if public_host is not None:
         host = public_host
@@ -103,11 +104,11 @@ def url_of(listener: socket.socket, public_host: str | None = None) -> str:
 
 
 async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[], Awaitable[None]]) -> None:
-    """Serve until ``shutdown`` returns; the listener is closed then. On asyncio and on trio."""
+    """Serve on asyncio or trio until ``shutdown`` returns, which closes the listener."""
     framework = cast("ASGIFramework", app)  # Starlette and Hypercorn name the same interface differently
     config = _hypercorn_config()
     config.bind = [f"fd://{listener.detach()}"]
-    # Which loop runs is asked of anyio: trio may be a guest on asyncio's, and then both are there.
+    # Ask anyio which event loop runs: trio may be a guest on asyncio's loop, and then both are detectable.
     if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
         from hypercorn.asyncio import serve as serve_on_asyncio
 
@@ -123,14 +124,15 @@ async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[],
 async def serve_until_cancelled(
     app: ASGIApp, listener: socket.socket, traffic: Traffic, *, drain_seconds: float
 ) -> None:
-    """Serve until cancelled, then stop without cutting off what can still be finished.
+    """Serve until cancelled, then stop without interrupting requests that can still finish.
 
-    Stopping goes in three steps: new requests are refused with 503 while those in flight may finish for
-    ``drain_seconds``; the rest is cancelled, each with an answer that says so; then Hypercorn closes what is idle.
-    Hypercorn itself is shielded all the while, because a cancelled server leaves its connections behind.
+    Stopping takes three steps: new requests are refused with 503 while those in flight may finish for
+    ``drain_seconds``; the remaining ones are cancelled, each with an answer that says so; then Hypercorn closes idle
+    connections.
     """
     stopping = anyio.Event()
     async with anyio.create_task_group() as tasks:
+        # Hypercorn is shielded until all steps are done, because a cancelled server leaves its connections open.
         shield = anyio.CancelScope(shield=True)
         tasks.start_soon(_serve_shielded, app, listener, stopping, shield)
         try:
@@ -150,11 +152,14 @@ async def _serve_shielded(
 
 
 def _hypercorn_config() -> Config:
-    """HTTP/1.1 for many agents: quiet, without a bound on requests per connection, patient with idle ones."""
+    """Return a configuration for many agents over HTTP/1.1.
+
+    It has no access log, no limit of requests per connection, and a long keep-alive timeout.
+    """
     log = logging.getLogger("areal_actors.proxy.hypercorn")
     log.setLevel(logging.WARNING)
     config = Config()
-    config.accesslog = None  # paths of sessions are secrets
+    config.accesslog = None  # paths name sessions, which are secrets
     config.errorlog = log
     config.backlog = _BACKLOG
     config.keep_alive_timeout = 75.0  # longer than clients keep idle connections, so that they close first

@@ -1,4 +1,4 @@
-"""Server-sent events: their bytes, and the response that carries them."""
+"""Encoding of server-sent events, and the headers of a response that carries them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ __all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "format_event", "format_named_ev
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, and proxies between see that the connection lives."""
+"""A comment: clients skip it, and intermediate proxies see that the connection is alive."""
 
 SSE_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events
 )
 
 
 _SEPARATORS = {text.encode(): f"\\u{ord(text):04x}".encode() for text in "\u0085\u2028\u2029"}
-"""Where clients that read lines of text, as httpx gives them, would cut an event in two. JSON may have them escaped."""
+"""Characters at which clients that read lines as httpx does would split an event, and their JSON escapes."""
 
 
 def format_event(payload: Any) -> bytes:
-    """One event without a name. Its payload is one line, for everybody's notion of lines."""
+    """Return one event without a name. Its payload is a single line under every client's definition of a line."""
     return b"data: " + _format_line(payload) + b"\n\n"
 
 
 def format_named_event(name: str, payload: Any) -> bytes:
-    """One event with a name, which the SDKs of some vendors look at before the payload."""
+    """Return one event with a name, which the SDKs of some vendors read before the payload."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _format_line(payload))
 
 

@@ -1,9 +1,9 @@
-"""What clients say to hold an answer to a form, in every vendor's words, as grammars and tool choices. Pure.
+"""Parsing of output format and tool choice fields of all vendors into grammars and tool choices. Pure.
 
-The dialects call these with the field as it came: chat completions with ``response_format`` and ``tool_choice``,
-Responses with ``text.format``, Messages with ``output_config.format``. A form that two vendors word differently is
-accepted in both wordings everywhere; what cannot be honoured is refused by name. What the model then writes around a
-call is the renderer's affair, and how a grammar is enforced the engine's.
+The dialects pass in the field unchanged: chat completions pass ``response_format`` and ``tool_choice``, Responses
+passes ``text.format``, Messages passes ``output_config.format``. A format that two vendors write differently is
+accepted in both notations everywhere; a format that cannot be honoured is rejected by name. The renderer decides what
+the model writes around a call, and the engine how a grammar is enforced.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["Selection", "parse_extensions", "parse_response_format", "parse_tool
 _MAX_CHOICES = 4096
 
 
-# -------------------------------------------------------------------------------------------- the form of the text
+# -------------------------------------------------------------------------------------------------- output formats
 
 
 def parse_response_format(value: Any, *, param: str = "response_format") -> Grammar | None:
-    """What the text must match; ``None`` where it is free.
+    """Return the grammar that the text must match, or ``None`` if it is free.
 
-    Understands ``{"type": "text"}``, ``{"type": "json_object"}`` (with ``schema``, as some servers have it) and
-    ``{"type": "json_schema"}`` with name, schema and strict in a ``json_schema`` object (chat completions) or beside
-    the type (Responses, Messages). ``param`` is the field's name in errors.
+    Accepts ``{"type": "text"}``, ``{"type": "json_object"}`` (with ``schema``, as in some servers) and ``{"type":
+    "json_schema"}`` with name, schema and strict in a ``json_schema`` object (chat completions) or next to the type
+    (Responses, Messages). ``param`` is the field's name in errors.
 
     Raises:
-        UnsupportedParameter: a type that is not known.
-        InvalidRequest: a value that makes no sense.
+        UnsupportedParameter: an unknown type.
+        InvalidRequest: an invalid value.
     """
     if value is None:
         return None
@@ -69,7 +69,7 @@ def _parse_json_schema(value: Mapping[str, Any], param: str) -> Grammar:
 
 
 def _schema(value: Any, param: str) -> Mapping[str, Any]:
-    """A JSON schema, as an object or as its text."""
+    """Return a JSON schema that was given as an object or as its text."""
     if isinstance(value, str):
         value = parse_json(value.encode(), param, param=param)
     if not isinstance(value, dict):
@@ -77,18 +77,17 @@ def _schema(value: Any, param: str) -> Mapping[str, Any]:
     return value
 
 
-# ------------------------------------------------------------------------------------------- words of other servers
+# -------------------------------------------------------------------------------------- extensions of other servers
 
 
 def parse_extensions(body: Mapping[str, Any]) -> Grammar | None:
-    """What the text must match by the fields that vLLM and SGLang added to those of OpenAI, such as ``regex``.
+    """Return the grammar in a field that vLLM and SGLang add to OpenAI's, such as ``regex``, or ``None`` without one.
 
-    ``None`` where none of them is there. Those that no grammar of ours says (``guided_grammar``, ``ebnf``) are refused
-    by the parameter table.
+    The parameter table refuses fields that no grammar here can express (``guided_grammar``, ``ebnf``).
 
     Raises:
-        UnsupportedParameter: a kind of ``structured_outputs`` that is not known.
-        InvalidRequest: a value that makes no sense, or two fields at once.
+        UnsupportedParameter: an unknown kind of ``structured_outputs``.
+        InvalidRequest: an invalid value, or two fields at once.
     """
     found = {name: body[name] for name in _EXTENSIONS if body.get(name) is not None}
     if len(found) > 1:
@@ -151,22 +150,22 @@ _EXTENSIONS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
 
 @frozen(kw_only=True)
 class Selection:
-    """The tools that may be called, and how freely. Either word of it goes into ``CompletionRequest`` as it is."""
+    """The tools that may be called, and the tool choice. Both are passed to ``CompletionRequest`` unchanged."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice | str = ToolChoice.AUTO
 
 
 def parse_tool_choice(value: Any, tools: Sequence[Tool], *, param: str = "tool_choice") -> Selection:
-    """Which of ``tools`` may or must be called.
+    """Return which of ``tools`` may or must be called.
 
-    Understands ``auto``, ``none`` and ``required`` (also ``any``), as a word or as the type of an object (Messages); a
-    function named in ``function`` (chat completions) or beside the type (Responses, and Messages with ``tool``); and
-    ``allowed_tools`` in both of OpenAI's wordings, which leaves the tools that are not allowed out of the prompt.
+    Accepts ``auto``, ``none`` and ``required`` (also ``any``), as a word or as the type of an object (Messages); a
+    function named in ``function`` (chat completions) or next to the type (Responses, and Messages with ``tool``); and
+    ``allowed_tools`` in both of OpenAI's notations, which leaves the tools that are not allowed out of the prompt.
 
     Raises:
-        UnsupportedParameter: a tool that is no function.
-        InvalidRequest: a value that makes no sense, or a function that is not among ``tools``.
+        UnsupportedParameter: a tool that is not a function.
+        InvalidRequest: an invalid value, or a function that is not among ``tools``.
     """
     if isinstance(value, dict):
         return _parse_object(value, tuple(tools), param)
@@ -187,6 +186,7 @@ def _parse_object(value: Mapping[str, Any], tools: tuple[Tool, ...], param: str)
 
 def _parse_name(value: Mapping[str, Any], tools: Sequence[Tool], param: str) -> str:
     name = _find(value, tools, param).name
+    # ``Selection.choice`` holds either a ``ToolChoice`` or a name, so a tool called ``auto`` would be ambiguous.
     if name in set(ToolChoice):
         raise InvalidRequest(
             f"{param} names {shown(name)}, which is a choice of its own; rename the tool.", param=param
@@ -223,7 +223,7 @@ def _parse_allowed(value: Mapping[str, Any], tools: tuple[Tool, ...], param: str
 
 
 def _find(value: Any, tools: Sequence[Tool], param: str) -> Tool:
-    """The tool that ``value`` names, in ``function`` or beside the type."""
+    """Return the tool that ``value`` names, in ``function`` or next to the type."""
     if not isinstance(value, dict):
         raise wrong(param, "an object that names a function", value)
     function = value.get("function", value)

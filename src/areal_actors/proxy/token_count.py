@@ -1,4 +1,4 @@
-"""Counting the tokens of a prompt without answering it: Anthropic's ``messages/count_tokens``."""
+"""The endpoint that counts the tokens of a prompt without answering it: Anthropic's ``messages/count_tokens``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TokenCountEndpoint"]
 
 @frozen(kw_only=True)
 class TokenCountEndpoint:
-    """The route. The count is what ``usage.input_tokens`` would be if the same body were sent to be answered."""
+    """The handler of the route. The count equals the ``usage.input_tokens`` of an answer to the same body."""
 
     dialect: AnthropicDialect
     sessions: Ref[Sessions]
@@ -28,7 +28,7 @@ class TokenCountEndpoint:
     visitors: Visitors
 
     async def __call__(self, exchange: Exchange) -> None:
-        """Answer one request; nothing is remembered of it."""
+        """Answer one request; nothing of it is recorded."""
         limits = self.config
         body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
         named = body.get("session_id") or exchange.query.get("session_id")

@@ -1,4 +1,4 @@
-"""Requests in flight: counted, and cut off when the proxy stops."""
+"""Requests in flight: counted, and cancelled when the proxy stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_actors.proxy.exchange import Exchange
 __all__ = ["Traffic"]
 
 _CUT_SECONDS = 1.0
-"""How long a cancelled request may take to say so to its client."""
+"""How long a cancelled request may take to send its client an error."""
 _STOPPING = "The proxy is stopping; ask again when it is back."
 
 
@@ -26,16 +26,16 @@ class Traffic:
         self._emptied: anyio.Event | None = None
 
     def __len__(self) -> int:
-        """The number of requests in flight."""
+        """Return the number of requests in flight."""
         return len(self._exchanges)
 
     @contextmanager
     def admitted(self, exchange: Exchange) -> Iterator[None]:
-        """Count a request for the length of the block, which is its lifetime.
+        """Count a request for the duration of the block, which runs in the request's ``lifetime`` scope.
 
         Raises:
-            Unavailable: the proxy is stopping, or stopped while the block ran; it was cancelled then.
-            Exception: whatever else the request was cut for.
+            Unavailable: the proxy is stopping, or it stopped while the block ran, which cancelled the request.
+            Exception: any other reason for which the request was cut.
         """
         if self.is_draining:
             raise Unavailable(_STOPPING)
@@ -51,7 +51,7 @@ class Traffic:
             raise exchange.reason
 
     async def drain(self, *, seconds: float) -> None:
-        """Admit nothing more, wait up to ``seconds`` for what is in flight, and cancel the rest."""
+        """Refuse new requests, wait up to ``seconds`` for those in flight, and cancel the rest."""
         self.is_draining = True
         with anyio.move_on_after(seconds):
             await self._wait_empty()

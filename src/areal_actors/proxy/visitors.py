@@ -1,8 +1,8 @@
-"""On behalf of which user a request comes, whether it may be served now, and what it has used.
+"""Users behind requests: on whose behalf a request comes, whether it may be served now, and how many tokens it used.
 
-Where nobody has a key, nothing of this costs a request anything. Where somebody has, a request costs one look-up, which
-tells that its session is nobody's; only the requests of users are asked about. Who started a session is known to the
-session manager, and never changes: it is asked once. What a user may do is known to the keeper of accounts alone.
+If no keys have been issued, requests have no extra cost. Otherwise a request of a session without a user costs one
+look-up; only the requests of users ask other actors. The session manager knows who started a session; this never
+changes, so it is asked once. Only the accounts actor knows what a user may do.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = ["Visit", "Visitors"]
 
 _FORGET_SECONDS = 5.0
 _DENIAL_SECONDS = 1.0
-"""For so long it is believed that nobody has a key: as long as the keeper takes to hear of one in its file."""
+"""How long the answer that no keys exist is trusted: the time that accounts need to notice a new key in their file."""
 _MAX_KNOWN = 100_000
-"""Owners that are remembered; beyond, all are asked for again."""
+"""Maximum number of cached owners; when it is reached, the cache is cleared."""
 _NEEDS_SESSION = (
     "This is the key of a user. It answers completions, which are not trained; for a reward, start a session "
     "(POST /rl/start_session, or AgentSession) and use the key that it returns."
@@ -48,58 +48,63 @@ _NEEDS_SESSION = (
 
 @define(kw_only=True)
 class Visit:
-    """One request of a user. ``credential`` opens what it is about."""
+    """One request of a user. ``credential`` opens the session that the request is about."""
 
     credential: Credential
     num_deltas: int = 0
     num_tokens: int = 0
 
     def note(self, item: Any) -> None:
-        """Count what a stream has sampled. A stream that is cut counts a token for each of its deltas."""
+        """Count the tokens of a stream's item. A stream that is cut counts one token per delta."""
         if isinstance(item, Answer):
             self.num_tokens += len(item.completion.token_ids)
+            # The finished answer has the exact count, which replaces the estimate of one token per delta.
             self.num_deltas = 0
         elif isinstance(item, Delta):
             self.num_deltas += 1
 
     def note_all(self, answers: Sequence[Answer]) -> None:
-        """Count what was sampled for finished answers."""
+        """Count the tokens of finished answers."""
         for answer in answers:
             self.note(answer)
 
     @property
     def num_used(self) -> int:
-        """Tokens that count."""
+        """Tokens that count towards the user's quota."""
         return self.num_tokens + self.num_deltas
 
 
 @define(kw_only=True)
 class Visitors:
-    """Stands between the routes and the sessions. Without ``accounts`` there are no users."""
+    """The check between the routes and the sessions. Without ``accounts`` there are no users."""
 
     sessions: Ref[Sessions]
     accounts: Ref[Accounts] | None = None
     has_users: bool | None = None
-    """Whether anybody has a key; ``None`` until it was asked, and again a while after it was denied."""
+    """Whether any keys exist; ``None`` until the first answer. A negative answer expires after ``_DENIAL_SECONDS``."""
     _denied_at: float = field(default=-math.inf, init=False)
     _owners: dict[SessionId | bytes, SessionOwner] = field(factory=dict, init=False)
 
     def is_nobodys(self, credential: Credential) -> bool:
-        """Whether the request is known to be no user's, at the price of one look-up at most."""
+        """Return whether the request is known to belong to no user; costs at most one look-up."""
         if self.accounts is None:
             return True
         if self.has_users is None or is_user_key(credential.key):
             return False
         if not self.has_users:
-            # The first key may be issued, and used, through another proxy of the service, or on the command line.
+            # The first key may be issued and used through another proxy of the service, or on the command line.
             return anyio.current_time() < self._denied_at + _DENIAL_SECONDS
         owner = self._owners.get(_name(credential))
         return owner is not None and owner.user is None
 
-    # ---------------------------------------------------------------------------------------------- who it is
+    # ----------------------------------------------------------------------------------------------- identity
 
     async def identify(self, secret: str | None) -> IssuedKey | None:
-        """The user with this key; ``None`` for a key of another form. Raises ``Unauthorized`` unless it is valid."""
+        """Return the user with this key, or ``None`` for a key that is not a user's.
+
+        Raises:
+            Unauthorized: the user key is not valid.
+        """
         if self.accounts is None or secret is None or not is_user_key(secret):
             return None
         return await self._identify(self.accounts, secret)
@@ -110,7 +115,7 @@ class Visitors:
         return issued
 
     def note_opened(self, opened: SessionOpened, user: IssuedKey | None) -> None:
-        """Remember who has started a session; a key that was brought along may have been another one's before."""
+        """Record who started a session."""
         if user is not None:
             self.has_users = True
         owner = SessionOwner(
@@ -119,12 +124,18 @@ class Visitors:
             user_key=None if user is None else user.key.id,
         )
         if self.has_users:
+            # Overwrites what is cached: a key that the client chose may have belonged to another user's session before.
             self._remember(opened.session, owner)
             self._remember(digest_of(opened.api_key), owner)
             self._remember(digest_of(opened.completion_key), owner)
 
     async def authorise(self, credential: Credential) -> Credential:
-        """What a request for anything but a completion may open. Raises ``Unauthorized`` or ``NotFound``."""
+        """Return the credential with which to serve a request other than a completion.
+
+        Raises:
+            Unauthorized: the key is not valid, or it is a user's key without a session.
+            NotFound: the user has no such session.
+        """
         if self.is_nobodys(credential):
             return credential
         _, found = await self._resolve(credential, is_counted=False)
@@ -134,13 +145,14 @@ class Visitors:
 
     @asynccontextmanager
     async def visit(self, credential: Credential, *, is_counted: bool = True) -> AsyncIterator[Visit]:
-        """Serve a request within the block, and account for what it sampled.
+        """Serve a request within the block, and account for the tokens that it sampled.
 
-        The key of a user without a session gets one for this request alone, which is forgotten and never trained.
+        A user's key without a session gets a session for this request only, which is forgotten afterwards and never
+        trained.
 
         Raises:
-            Unauthorized: the key is not valid, or opens something else.
-            QuotaExceeded: the user has used up what was granted.
+            Unauthorized: the key is not valid, or does not open this session.
+            QuotaExceeded: the user's quota is used up.
         """
         user, found = await self._resolve(credential, is_counted=is_counted)
         if found is None:
@@ -154,7 +166,7 @@ class Visitors:
                 yield visit
 
     async def _resolve(self, credential: Credential, *, is_counted: bool) -> tuple[str | None, Credential | None]:
-        """The user's name, and what opens the session that is meant; ``None`` for a user's key without a session."""
+        """Return the user's name and the session's credential, which is ``None`` for a user's key without a session."""
         if is_user_key(credential.key) and self.accounts is not None:
             return await self._resolve_user(self.accounts, credential, is_counted=is_counted)
         if not self.has_users and self.accounts is not None:
@@ -180,12 +192,14 @@ class Visitors:
         return issued.user.name, found
 
     async def check_owner(self, session: SessionId, user: IssuedKey) -> None:
-        """Raise ``NotFound``, in the same words, for a session that is another's and for one that does not exist."""
+        """Raise ``NotFound`` unless the session is the user's."""
         try:
             owner = await self._owner(Credential(session=session, is_capability=True))
         except NotFound:
             owner = None
         if owner is None or owner.user != user.user.name:
+            # The same words for another user's session and for one that does not exist, so that the answer reveals
+            # neither.
             raise NotFound(f"You have no session {session}; start one, or check its name.")
 
     async def _owner(self, credential: Credential) -> SessionOwner:
@@ -201,7 +215,7 @@ class Visitors:
             self._owners.clear()
         self._owners[name] = owner
 
-    # ------------------------------------------------------------------------------------------ what it used
+    # -------------------------------------------------------------------------------------------- accounting
 
     @asynccontextmanager
     async def _passing_session(self) -> AsyncIterator[Credential]:
@@ -223,7 +237,8 @@ class Visitors:
 
 
 def _name(credential: Credential) -> SessionId | bytes:
-    """By what the owner of a credential's session is remembered. A session from a query is nothing without its key."""
+    """Return the cache key for the owner of a credential's session."""
+    # A session that only a query names opens nothing without its key, so the key identifies it.
     if credential.session is not None and credential.is_capability:
         return credential.session
     return digest_of(credential.key or "")

@@ -1,4 +1,5 @@
-"""The actors: each the one owner of some facts, thin over the pure rooms. They know messages, never one another.
+"""The actors. Each is the single owner of its state and a thin layer over the pure packages.
 
-Import them from their modules; ``trainer`` alone loads torch.
+Actors know messages and never import one another. Import each from its module; ``trainer`` is the only one that loads
+torch.
 """

@@ -1,9 +1,9 @@
-"""The keeper of accounts: the book of users and keys, and its file.
+"""The account keeper: the account book of users and keys, and its file.
 
-A key and a revocation are on disk before they are acknowledged. What users have sampled is written every
-``save_seconds``: a killed process forgets at most what was sampled since, which is granted a second time.
-Rates are in memory alone. What another process writes to the file (the command line, another service) is noticed within
-``save_seconds``, too; a key that nobody has heard of is looked for in the file at once.
+A new key or a revocation is on disk before it is acknowledged. Token usage is written every ``save_seconds``: a killed
+process loses at most the usage since the last write, and that amount is granted a second time. Rate counters are kept
+in memory only. Changes that another process makes to the file (the command line, another service) are noticed within
+``save_seconds`` as well; an unknown key makes the keeper read the file at once.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _log = get_logger(__name__)
 
 @frozen(kw_only=True)
 class UsersConfig:
-    """Where users and their keys are kept."""
+    """Storage of users and their keys."""
 
     path: Path | None = None
-    """The file; keys.sqlite in fileroot without it. It is made with the first key, on a local disk."""
+    """The account file; keys.sqlite in fileroot if unset. It is created with the first key, on a local disk."""
     save_seconds: float = field(default=1.0, validator=gt(0))
-    """How often token use is written, and the file is looked at for what the command line has changed."""
+    """Interval at which token usage is written and the file is checked for changes made by the command line."""
 
 
 class AccountKeeper(Actor[Accounts]):
-    """Answers for accounts. ``clock`` gives seconds since 1970.
+    """The actor that owns the accounts. ``clock`` returns seconds since 1970.
 
     Raises:
-        ConfigError: when it is spawned, if the file holds something else.
+        ConfigError: when the actor is spawned, if the file is not an account file.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AccountKeeper(Actor[Accounts]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Read the file, keep up with it while the actor lives, and save at its end."""
+        """Load the file, keep it in sync while the actor runs, and save token usage at the end."""
         self._using = anyio.Lock()
         async with OwnThread.open() as self._thread:
             try:
@@ -84,7 +84,7 @@ class AccountKeeper(Actor[Accounts]):
 
     @CreateKey.handler
     async def create(self, message: CreateKey) -> IssuedKey:
-        """Issue a key."""
+        """Issue a key and write it to disk before replying."""
         await self._look()
         claim = Claim(
             user=message.user,
@@ -96,19 +96,20 @@ class AccountKeeper(Actor[Accounts]):
         issued = self._book.issue(claim, self._clock())
         async with self._at_file():
             await self._thread.run(partial(self._store.put_key, issued.user, issued.key))
+            # Only after the write succeeded: a key that is not on disk must not work.
             self._book.put(issued.key, issued.user)
         _log.info("key_created", key=issued.key.id, user=issued.user.name)
         return issued
 
     @ListKeys.handler
     async def list(self, message: ListKeys) -> tuple[IssuedKey, ...]:  # noqa: ARG002 - the message says it all
-        """Every key."""
+        """Return every key, including revoked ones."""
         await self._look()
         return self._book.describe_all(self._clock())
 
     @RevokeKey.handler
     async def revoke(self, message: RevokeKey) -> IssuedKey:
-        """Revoke a key."""
+        """Revoke a key. A key that is already revoked keeps its first revocation time."""
         await self._look()
         now = self._clock()
         issued = self._book.describe(message.key, now)
@@ -123,19 +124,19 @@ class AccountKeeper(Actor[Accounts]):
 
     @HasKeys.handler
     async def has_keys(self, message: HasKeys) -> bool:  # noqa: ARG002 - the message says it all
-        """Whether there are any."""
+        """Return whether any key was ever issued."""
         return self._book.has_keys
 
     @IdentifyUser.handler
     async def identify(self, message: IdentifyUser) -> IssuedKey:
-        """Find the owner of a secret."""
+        """Return the key that belongs to a secret, reading the file again if the secret is unknown."""
         if not self._book.knows(message.secret):
             await self._look()
         return self._book.authenticate(message.secret, self._clock())
 
     @AdmitUser.handler
     async def admit(self, message: AdmitUser) -> IssuedKey:
-        """Count a request."""
+        """Check the key's validity and quotas, and count the request if the message says so."""
         now = self._clock()
         issued = self._book.check(message.key, now)
         if message.is_counted:
@@ -144,14 +145,17 @@ class AccountKeeper(Actor[Accounts]):
 
     @TokensSampled.handler
     async def note_sampled(self, message: TokensSampled) -> None:
-        """Count tokens."""
+        """Add sampled tokens to the user's usage."""
         self._book.note_sampled(message.user, message.num_tokens, self._clock())
 
     # ------------------------------------------------------------------------------------------------ the file
 
     @asynccontextmanager
     async def _at_file(self) -> AsyncIterator[None]:
-        """One at a time, and never cut off between the file and the book, which would say different things then."""
+        """Hold the file lock, shielded from cancellation.
+
+        A cancellation between writing the file and updating the book would leave the two inconsistent.
+        """
         async with self._using:
             with anyio.CancelScope(shield=True):
                 yield
@@ -166,13 +170,13 @@ class AccountKeeper(Actor[Accounts]):
                 _log.warning("keys_unreadable", error=str(error))
 
     async def _look(self) -> None:
-        """Read the file again if another process has written it."""
+        """Reload the file if another process has written it."""
         async with self._at_file():
             if await self._thread.run(self._store.has_changed):
                 self._book.load(await self._thread.run(self._store.read))
 
     async def _save(self) -> None:
-        """Write what was sampled; what cannot be written now is written later."""
+        """Write the unsaved token usage; if that fails, the next call tries again."""
         async with self._at_file():
             tokens = self._book.unsaved
             if not tokens:

@@ -1,14 +1,14 @@
-"""Answering one request: the engine's streams, their end, and whoever waits for them.
+"""Execution of one request: reading the engine's streams, ending the turn, and waking the callers that wait for it.
 
-A turn is answered by the handler of the request that began it. Others join it with the same request, sent again; should
-the first caller leave then, the turn is *adopted* by a task of the actor, which goes on with the same streams, token by
-token. Generation is aborted when the last caller has left::
+A turn is answered by the handler of the request that began it. A retry of the same request joins it. If the first
+caller then leaves, the turn is *adopted* by a background task of the actor, which continues with the same streams,
+token by token. Generation is aborted when the last caller has left::
 
-    first caller ── samples ──┬── answers ──▶ everybody who waits
-                              └── leaves ──▶ somebody joined? ── yes ──▶ adopted ── last one leaves ──▶ aborted
-                                                             └── no ───▶ aborted
+    first caller ── samples ──┬── answers ──▶ every caller that waits
+                              └── leaves ──▶ has a retry joined? ── yes ──▶ adopted ── last one leaves ──▶ aborted
+                                                                 └── no ───▶ aborted
 
-Which request is another one again is decided in ``attempts``.
+``attempts`` decides which request is a retry of which.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Streams = list[AsyncIterator[Chunk]]
 
 @define(eq=False, kw_only=True)
 class Turn:
-    """A request that has begun: one choice and one engine request per answer.
+    """A request in progress, with one choice and one engine request per answer.
 
-    ``sending`` is there if it may return, ``ledger`` if its session is durable.
+    ``sending`` is set if the request may be retried, ``ledger`` if its session is durable.
     """
 
     session: Session
@@ -68,7 +68,11 @@ class Turn:
     _adopted: anyio.CancelScope | None = field(default=None, init=False)
 
     def begin_in(self, attempts: Attempts[Turn], attempt: Attempt | None) -> None:
-        """Be remembered for retries; and what it continues has been read, so that it needs none."""
+        """Register the request for retries.
+
+        It also marks the interaction that it continues as read: a client that builds on an answer has received it, so
+        that answer needs no retry.
+        """
         if self.plan.parent is not None:
             attempts.note_read(self.plan.parent)
         if attempt is not None:
@@ -77,17 +81,20 @@ class Turn:
 
     @property
     def is_movable(self) -> bool:
-        """Whether another task could go on with it."""
+        """Whether another task could continue the turn."""
         has_key = self.sending is not None and self.sending.key is not None
         return self.is_streaming or has_key or len(self.requests) > 1
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody joined it and still waits."""
+        """Whether a retry has joined the turn and is still waiting."""
         return self._num_joined > 0
 
     async def wait(self) -> None:
-        """Join it: wait for its end, whatever that is. Who leaves an adopted turn as the last one aborts it."""
+        """Join the turn: wait until it ends, in whatever way.
+
+        If the turn was adopted, cancelling the last waiter aborts it.
+        """
         self._ended = self._ended or anyio.Event()
         self._num_joined += 1
         try:
@@ -98,16 +105,16 @@ class Turn:
                 self._adopted.cancel()
 
     def adopt(self) -> anyio.CancelScope:
-        """The first caller has left; returns the scope in which to go on."""
+        """Mark the turn as left by its first caller, and return the cancel scope in which to continue it."""
         self._adopted = anyio.CancelScope()
         return self._adopted
 
     async def complete(self, *choices: Choice) -> tuple[Answer, ...]:
-        """Record these answers, which are complete; those of a durable session are written first, all or none.
+        """Record these finished answers. For a durable session they are written to the journal first, all or none.
 
         Raises:
-            Unavailable: they could not be written, and are not recorded.
-            SessionEnded: the session was ended while they waited to be written.
+            Unavailable: the answers could not be written, and are not recorded.
+            SessionEnded: the session ended while the answers waited to be written.
         """
         ledger = self.ledger
         if ledger is None or not choices:
@@ -144,12 +151,12 @@ class Turn:
             ledger.note(*[self._fact(tree.get(interaction), None, now) for interaction in unanswered])
 
     def end(self) -> None:
-        """Cancel the choices that have not ended, and wake whoever joined."""
+        """Cancel the choices that have not ended, and wake all callers that joined."""
         for choice in self.choices:
             choice.cancel()
         if self.ledger is not None:
             self._note_unanswered(self.ledger)
-        now = self.session.last_used_at = anyio.current_time()  # a long answer is no idleness
+        now = self.session.last_used_at = anyio.current_time()  # time spent on a long answer does not count as idle
         if self.sending is not None:
             answers = tuple(choice.answer for choice in self.choices if choice.answer is not None)
             self.sending.end(answers if len(answers) == len(self.choices) else None, now)
@@ -157,7 +164,7 @@ class Turn:
             self._ended.set()
 
     def fail(self, reason: str) -> None:
-        """Record why no answer came."""
+        """Record why no answer was produced."""
         for choice in self.choices:
             choice.fail(reason)
 
@@ -165,8 +172,8 @@ class Turn:
 class Answering:
     """Samples turns with ``generation``.
 
-    ``tasks`` go on with those whose first caller has left. Without any, such a turn is aborted, and who joined it
-    samples anew.
+    ``tasks`` run adopted turns, whose first caller has left. While ``tasks`` is ``None`` such a turn is aborted, and
+    callers that joined it sample again.
     """
 
     def __init__(self, generation: Ref[Generation]) -> None:
@@ -174,16 +181,17 @@ class Answering:
         self._generation = generation
 
     async def answer(self, turn: Turn) -> tuple[Answer, ...]:
-        """Answer in one piece: all choices are recorded, or none is."""
+        """Answer without streaming: record all choices, or none."""
         async with self.sampling(turn) as streams:
             await _read(turn, streams)
             return await turn.complete(*turn.choices)
 
     @asynccontextmanager
     async def sampling(self, turn: Turn) -> AsyncIterator[Streams]:
-        """The engine's streams, one per choice, all running; ends the turn, however the block is left.
+        """Open the engine's streams, one per choice, all running, and end the turn when the block is left.
 
-        Unless somebody else waits for it: then the turn goes on without the block.
+        If the block is cancelled while another caller waits for the turn, the turn is adopted and continues without the
+        block.
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(_ending(turn))
@@ -197,23 +205,29 @@ class Answering:
                 yield streams
             except anyio.get_cancelled_exc_class():
                 if turn.is_awaited and turn.is_movable and self.tasks is not None:
+                    # ``pop_all`` hands the open streams to the background task, so that leaving this block does not
+                    # close them.
                     self.tasks.start_soon(_go_on, turn, streams, turn.adopt(), stack.pop_all(), name="adopted")
                 raise
 
 
 async def _go_on(turn: Turn, streams: Streams, scope: anyio.CancelScope, stack: AsyncExitStack) -> None:
-    """Finish an adopted turn. Its failure is no news to the actor: whoever joined samples anew, and meets it there."""
+    """Finish an adopted turn.
+
+    Errors are logged and not raised, so that they do not fail the actor: callers that joined sample again and meet the
+    error themselves.
+    """
     with scope:
         try:
             async with stack:
                 await _read(turn, streams)
                 await turn.complete(*[choice for choice in turn.choices if not choice.is_ended])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the interactions have it as their reason
+        except Exception as error:  # noqa: BLE001 - any error; it is recorded with the interactions
             _log.info("adopted_turn_failed", error=repr(error))
 
 
 async def _read(turn: Turn, streams: Streams) -> None:
-    """Read the streams to their ends, from wherever they stand."""
+    """Read the streams to their ends, from their present position."""
     choices = [(choice, chunks) for choice, chunks in zip(turn.choices, streams, strict=True) if not choice.is_ended]
     for choice, chunks in choices:
         async for chunk in chunks:
@@ -225,7 +239,7 @@ async def _read(turn: Turn, streams: Streams) -> None:
 
 @contextmanager
 def _ending(turn: Turn) -> Iterator[None]:
-    """Ends the turn after the block, with a reason if it failed."""
+    """End the turn after the block; if the block failed, record the error as the reason."""
     try:
         yield
     except ActorStopped as error:
@@ -239,7 +253,12 @@ def _ending(turn: Turn) -> Iterator[None]:
 
 
 def check_complete(turn: Turn, choice: Choice) -> None:
-    """Raise if the answer came to no proper end, or comes too late for its session."""
+    """Check that an answer ended properly and that its session is still open.
+
+    Raises:
+        Unavailable: the generation was aborted before it was complete.
+        SessionEnded: the session ended while the request was answered.
+    """
     if choice.was_aborted:
         raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
     if turn.session.is_ended:
@@ -247,7 +266,7 @@ def check_complete(turn: Turn, choice: Choice) -> None:
 
 
 def replay(answers: tuple[Answer, ...]) -> Iterator[AnswerStarted | Delta | Answer]:
-    """Finished answers as a stream says them: the deltas join to the same messages."""
+    """Yield finished answers as a stream would have; the deltas join to the same messages."""
     for choice, answer in enumerate(answers):
         message = answer.message
         yield AnswerStarted(interaction=answer.interaction, num_prompt_tokens=answer.usage.prompt_tokens, choice=choice)
@@ -262,10 +281,12 @@ def replay(answers: tuple[Answer, ...]) -> Iterator[AnswerStarted | Delta | Answ
 
 
 def _buffer_size(request: EngineRequest, turn: Turn) -> int:
-    """Choices that are told later must not hold their generation up; a single one may: that is back-pressure.
+    """Return how many chunks a choice's stream may buffer.
 
-    An answer in one piece waits for nothing but its chunks and needs no buffer. Without one, a stream ends with the
-    task that reads it and cannot be adopted; only who names a request with a key of its own can count on that.
+    Choices are delivered one after another, so a later one gets a buffer for its whole answer: it must not block while
+    it waits for its turn. A single streamed choice gets a small buffer, which gives back-pressure. An answer without
+    streaming reads its chunks at once and needs no buffer. Without a buffer a stream ends with the task that reads it
+    and cannot be adopted, so only a request with an idempotency key can count on adoption.
     """
     if len(turn.requests) > 1:
         return request.sampling.max_new_tokens + 1

@@ -1,21 +1,22 @@
-"""Which requests of one session were sent before: what tells a retry from a second request that happens to be equal.
+"""The retry cache of a session: which requests were sent before.
 
-Pure bookkeeping; who waits for whom is in ``answering``. The evidence for a retry is what the client says of itself: an
-idempotency key, or the number of sendings before this one. Equality alone is none: parallel identical calls are
-siblings, and so is the same question asked again.
+Its task is to tell a retry from a second request that happens to be equal. This module is pure bookkeeping; waiting
+happens in ``answering``. A retry is recognised only by what the client declares: an idempotency key, or the number of
+times it sent the request before. Equality alone proves nothing: parallel identical calls are siblings, and so is the
+same question asked again.
 
-*A named request* (idempotency key) is found by its name. *A numbered one* names nobody, so that of several identical
-requests one is chosen, which no other retry of the same number has been given. First come those that the same client
-is most likely to have sent just before:
+*A named request* (with an idempotency key) is found by its key. *A numbered request* has no name, so one of several
+identical requests is chosen, which no other retry of the same number has been given. Candidates are ranked by how
+likely it is that the same client sent them just before:
 
-1. whose latest sending has the highest number below this one;
-2. of these, the ones that came to no answer, because their client hung up or they failed: there the client has
-   reason to try again;
-3. of these, the one that began last.
+1. the highest send number of the latest sending, below the number of this retry;
+2. among these, requests that ended without an answer, because the client disconnected or they failed: the client has
+   a reason to retry those;
+3. among these, the request that began last.
 
-Whoever is given a request without an answer samples anew, in its place. Answers that a later request continues, or that
-were rewarded by name, have been read: no numbered retry asks for them. The others can be repeated for two minutes,
-which is longer than any client library waits between two sendings.
+A retry that matches a request without an answer samples again and takes its place. Answers that a later request
+continues, or that were rewarded by name, have been read, and no numbered retry asks for them. All other answers can be
+repeated for two minutes, which is longer than any client library waits between two sendings.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ __all__ = ["Attempts", "Sending"]
 W = TypeVar("W")
 
 MAX_REMEMBERED = 256
-"""Answers per session that can be repeated: more than anybody asks at once, and a few dozen kilobytes."""
+"""Answers per session that can be repeated.
+
+More than a client asks for at the same time, and a few dozen kilobytes.
+"""
 RETRY_SECONDS = 120.0
 """Client libraries honour a ``Retry-After`` of up to two minutes."""
 
 
 @define(eq=False, kw_only=True)
 class Sending(Generic[W]):
-    """A request as it was sent, and what became of it.
+    """A request as it was sent, and its result.
 
-    ``work`` answers it while it is pending. ``answers`` are there once all choices are; ``None`` at the end means that
-    it was cut off or failed. ``number`` is that of its latest sending.
+    ``work`` is the turn that answers it while it is pending. ``answers`` are set once all choices are complete; a
+    request that ended with ``None`` was cut off or failed. ``number`` is the send number of its latest sending.
     """
 
     fingerprint: str
@@ -55,30 +59,30 @@ class Sending(Generic[W]):
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ended without an answer."""
+        """Whether the request ended without an answer."""
         return self.ended_at is not None and self.answers is None
 
     def end(self, answers: tuple[Answer, ...] | None, now: float) -> None:
-        """Note what became of it."""
+        """Record the result, and release the work."""
         self.work, self.answers, self.ended_at = None, answers, now
 
 
 @define(eq=False)
 class Attempts(Generic[W]):
-    """The requests of one session that may be sent again, oldest first; one entry per interaction."""
+    """The requests of one session that may be sent again, oldest first, with one entry per interaction."""
 
     _sendings: dict[InteractionId, Sending[W]] = field(factory=dict, init=False)
     _by_key: dict[str, Sending[W]] = field(factory=dict, init=False)
 
     def __len__(self) -> int:
-        """The number of interactions that are remembered."""
+        """Return the number of interactions that are remembered."""
         return len(self._sendings)
 
     def recognise(self, attempt: Attempt, now: float) -> Sending[W] | None:
-        """The pending or answered request that ``attempt`` repeats; ``None`` if it has to be sampled.
+        """Return the pending or answered request that ``attempt`` repeats, or ``None`` if it must be sampled.
 
         Raises:
-            IdempotencyMismatch: its key names a request with another body.
+            IdempotencyMismatch: its key was used for a request with another body.
         """
         found = self._named(attempt) if attempt.idempotency_key is not None else self._numbered(attempt, now)
         if found is not None and found.is_cut:
@@ -89,7 +93,7 @@ class Attempts(Generic[W]):
     def begin(
         self, attempt: Attempt, interactions: tuple[InteractionId, ...], work: W | None, now: float
     ) -> Sending[W]:
-        """Remember a request that is sampled, and forget what is too old."""
+        """Remember a request that is being sampled, and drop entries that are too old."""
         sending = Sending(
             fingerprint=attempt.fingerprint,
             key=attempt.idempotency_key,
@@ -104,13 +108,13 @@ class Attempts(Generic[W]):
         return sending
 
     def note_read(self, interaction: InteractionId) -> None:
-        """The client has shown that it knows this answer. A named request can still be repeated."""
+        """Record that the client has received this answer. A request with an idempotency key can still be repeated."""
         sending = self._sendings.get(interaction)
         if sending is not None and sending.key is None:
             self.forget(sending)
 
     def forget(self, sending: Sending[W]) -> None:
-        """It is sampled anew, or will not be asked for again."""
+        """Drop a request that is sampled again or will not be retried."""
         for interaction in sending.interactions:
             self._sendings.pop(interaction, None)
         if sending.key is not None and self._by_key.get(sending.key) is sending:
@@ -130,12 +134,17 @@ class Attempts(Generic[W]):
         candidates = [sending for sending in self._sendings.values() if _fits(sending, attempt, now)]
         if not candidates:
             return None
-        found = max(reversed(candidates), key=lambda sending: (sending.number, sending.is_cut))  # the first of equals
+        found = max(reversed(candidates), key=lambda sending: (sending.number, sending.is_cut))  # the latest
+        # Raising the number keeps a parallel retry with the same number from being given the same request.
         found.number = attempt.number
         return found
 
     def _forget_old(self, now: float) -> None:
-        """What is pending is kept, for as long as it takes: forgotten, its retry would be sampled beside it."""
+        """Drop old entries.
+
+        Pending requests are kept for as long as they run: a retry of a forgotten one would be sampled in parallel with
+        it.
+        """
         while _is_old(oldest := next(iter(self._sendings.values())), now):
             self.forget(oldest)
         while len(self._sendings) > MAX_REMEMBERED:
@@ -151,5 +160,8 @@ def _fits(sending: Sending[W], attempt: Attempt, now: float) -> bool:
 
 
 def _is_old(sending: Sending[W], now: float) -> bool:
-    """Named requests are kept for as long as there is room: their clients may come back much later."""
+    """Return whether a numbered request ended too long ago to be repeated.
+
+    Requests with an idempotency key are kept while there is room, because their clients may return much later.
+    """
     return sending.key is None and sending.ended_at is not None and now - sending.ended_at > RETRY_SECONDS

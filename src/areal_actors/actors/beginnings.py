@@ -1,7 +1,6 @@
-"""A request begins: its exact prompt is planned, its samples are keyed, and its choices take their place in the tree.
+"""Start of a request: plan its exact prompt, key its samples, and add its choices to the tree.
 
-What a choice is and what the engine is asked for it, is in ``turns``; how a turn that has begun is answered, in
-``answering``.
+``turns`` defines choices and engine requests; ``answering`` executes a turn that has begun.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ __all__ = ["Beginnings"]
 
 
 class Beginnings:
-    """Begins turns, as the model's renderer and the engine's bounds have it."""
+    """Begins turns with the model's renderer, within the engine's limits."""
 
     def __init__(self, renderer: Renderer, *, token_factory: Callable[[], str]) -> None:
-        """``token_factory`` makes the ids of interactions."""
+        """Create the factory of turns. ``token_factory`` makes the ids of interactions."""
         self._renderer = renderer
         self._token = token_factory
         self._context_length = 0
@@ -31,13 +30,13 @@ class Beginnings:
         self._logprobs_follow_truncation = True
 
     def learn(self, engine: EngineInfo) -> None:
-        """Take over the engine's bounds; needed before the first turn."""
+        """Store the engine's limits. This is required before the first turn."""
         self._context_length = engine.context_length
         self._has_grammars = engine.has_grammars
         self._logprobs_follow_truncation = engine.logprobs_follow_truncation
 
     def num_prompt_tokens(self, session: Session, request: CompletionRequest) -> int:
-        """How long the prompt would be; nothing is begun."""
+        """Return the length of the prompt in tokens, without beginning a turn."""
         return len(plan_prompt(session.tree, self._renderer, request).token_ids)
 
     def begin(
@@ -49,9 +48,9 @@ class Beginnings:
         ledger: Ledger | None,
         is_streaming: bool,
     ) -> Turn:
-        """The turn of ``request``, whose interactions are in the tree from now on.
+        """Create the turn of ``request`` and add its interactions to the tree.
 
-        Raises the ``RequestError`` that the client should read; the tree is as it was then.
+        Raises the ``RequestError`` that the client should see; the tree is unchanged in that case.
         """
         plan = plan_prompt(session.tree, self._renderer, request)
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
@@ -102,5 +101,5 @@ class Beginnings:
 
 
 def _names(first: str, num_choices: int) -> list[str]:
-    """The first choice's interaction has the id that the client sees; the others' are numbered."""
+    """Return the ids of the interactions: the first is the id the client sees, the others are numbered after it."""
     return [first, *(f"{first}-{index}" for index in range(1, num_choices))]

@@ -1,7 +1,7 @@
-"""The capacity granter: the one owner of how many episode groups may be live.
+"""The capacity granter, which alone decides how many episode groups may be live.
 
-The arithmetic is ``staleness.py``. A permit is a lease: whoever holds it settles it, and one that nobody settles in
-time (its holder was killed) is taken back as rejected, so that a crash cannot leak capacity.
+The arithmetic is in ``staleness.py``. A permit is a lease that its holder settles. A permit that is not settled in time
+(its holder was killed) is taken back as rejected, so that a crash cannot leak capacity.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _log = get_logger(__name__)
 
 @frozen(kw_only=True)
 class CapacityConfig:
-    """How long permits last. The limits themselves come from ``rollout`` and ``batch_size``."""
+    """Duration of permits. The limits themselves come from ``rollout`` and ``batch_size``."""
 
     lease_seconds: float = field(default=7200.0, validator=gt(0))
-    """A permit that was not settled for so long is taken back. Longer than the longest episode."""
+    """A permit that is not settled within this time is taken back. Must be longer than the longest episode."""
 
 
 @frozen(kw_only=True)
@@ -53,7 +53,7 @@ class _Lease:
 
 
 class CapacityGranter(Actor[Capacity]):
-    """Grants permits first come, first served, within the bounds of ``CapacityState``."""
+    """Grants permits first come, first served, within the limits of ``CapacityState``."""
 
     def __init__(self, state: CapacityState, *, config: CapacityConfig | None = None) -> None:
         self._state = state
@@ -65,13 +65,13 @@ class CapacityGranter(Actor[Capacity]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Take expired leases back while the actor lives."""
+        """Reclaim expired leases while the actor runs."""
         context.tasks.start_soon(self._reclaim_expired)
         yield
 
     @AcquirePermit.handler(concurrency=100_000)
     async def acquire(self, message: AcquirePermit) -> Permit:
-        """Wait in line. Who is cancelled while waiting leaves the line, and passes the turn on."""
+        """Wait in line for a permit. A caller that is cancelled leaves the line and passes its turn on."""
         if self._state.available <= len(self._waiting):
             await self._wait_for_turn()
         return self._grant(message.holder, self._state.start())
@@ -81,7 +81,8 @@ class CapacityGranter(Actor[Capacity]):
         self._waiting.append(turn)
         try:
             await turn.wait()
-            # The turn may have come while the asker was leaving; nobody would settle that permit.
+            # The turn may have been granted while the caller was being cancelled; its permit would then never be
+            # settled.
             await anyio.lowlevel.checkpoint_if_cancelled()
         except BaseException:
             self._waiting.remove(turn)
@@ -91,14 +92,14 @@ class CapacityGranter(Actor[Capacity]):
 
     @ReservePermit.handler
     async def reserve(self, message: ReservePermit) -> CapacityView:  # noqa: ARG002
-        """Put one aside, or refuse at once."""
+        """Reserve one permit, or raise ``CapacityExhausted`` at once."""
         self._require_room()
         self._state = self._state.reserve()
         return self._view()
 
     @ClaimPermit.handler
     async def claim(self, message: ClaimPermit) -> Permit:
-        """Use a reserved permit first."""
+        """Grant a permit at once, from the reserved ones first."""
         if self._state.reserved > 0:
             return self._grant(message.holder, self._state.claim_reserved())
         self._require_room()
@@ -106,7 +107,7 @@ class CapacityGranter(Actor[Capacity]):
 
     @RestorePermit.handler
     async def restore(self, message: RestorePermit) -> Permit:
-        """Count what an earlier process had admitted; there may be less room than none after that."""
+        """Grant a permit for a group that an earlier process had admitted. The available count may become negative."""
         return self._grant(message.holder, self._state.start())
 
     @SettlePermit.handler
@@ -117,17 +118,17 @@ class CapacityGranter(Actor[Capacity]):
 
     @RefundGroup.handler
     async def refund(self, message: RefundGroup) -> None:  # noqa: ARG002
-        """Let another group take the place of a dropped one."""
+        """Free the place of a dropped group for another one."""
         self._change(self._state.refund())
 
     @VersionAdvanced.handler
     async def advance(self, message: VersionAdvanced) -> None:
-        """New weights are served: B more groups may start."""
+        """Record that new weights are served: B (the batch size) more groups may start."""
         self._change(self._state.advance(message.version))
 
     @DescribeCapacity.handler
     async def describe(self, message: DescribeCapacity) -> CapacityView:  # noqa: ARG002
-        """The counters as they stand."""
+        """Return the current counters."""
         return self._view()
 
     def _grant(self, holder: str, state: CapacityState) -> Permit:
@@ -143,7 +144,10 @@ class CapacityGranter(Actor[Capacity]):
         self._wake()
 
     def _wake(self) -> None:
-        """Give the first in line a turn each while there is room; a turn keeps its place and room until it is taken."""
+        """Wake the first callers in line while there is room.
+
+        A woken caller keeps its place and its room until it takes them.
+        """
         for turn, _ in zip(self._waiting, range(self._state.available), strict=False):
             turn.set()
 

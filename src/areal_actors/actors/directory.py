@@ -1,9 +1,8 @@
-"""The directory of a run whose parts live in several processes: who is expected, who serves, who has been heard of.
+"""The directory of a run on several processes: which workers are expected, which serve, and when each last reported.
 
-Workers come and go; each start of a worker is another life, and only the latest is believed. A worker gives signs of
-life. One that has not been heard of for longer than its lease has ended itself; ``run.upkeep`` makes sure of that
-before it starts another one. That it was heard of says nothing of its work: whose actors do not answer is known by
-those who ask them.
+Each start of a worker is a new incarnation (``life``), and only the latest one is accepted. Workers report regularly. A
+worker that is silent for longer than its lease has exited; ``run.upkeep`` makes sure of that before it starts another
+one. A report proves only that the process runs: callers find out for themselves when its actors do not answer.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ __all__ = ["DirectoryActor"]
 
 _MANY = 4096
 _PATIENCE = 1.25
-"""Home waits for so many leases before it gives a worker up, which has ended itself by then."""
+"""The controller waits this many leases before it gives up on a worker, which has exited by then."""
 
 
 @define(kw_only=True)
 class _Entry:
-    """What is known of a worker's present life."""
+    """The state of a worker's current incarnation."""
 
     life: int
     order: Order
@@ -55,12 +54,12 @@ class _Entry:
     report: Report | None = None
     failure: Mapping[str, Any] | None = None
     gang: str | None = None
-    """Where the other processes of its gang join it."""
+    """The address at which the other processes of its gang join."""
     is_replaced: bool = False
 
 
 class DirectoryActor(Actor[Directory]):
-    """Knows the workers of one run."""
+    """Tracks the workers of one run."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -70,7 +69,7 @@ class DirectoryActor(Actor[Directory]):
 
     @ExpectWorker.handler
     async def expect(self, message: ExpectWorker) -> None:
-        """Take the place of earlier lives."""
+        """Register the next incarnation of a worker; earlier ones are rejected from now on."""
         known = self._entries.get(message.worker)
         if known is not None and message.life <= known.life:
             raise Conflict(f"{message.worker} lives its life {known.life} already; give the next one a higher number.")
@@ -79,44 +78,45 @@ class DirectoryActor(Actor[Directory]):
 
     @FetchOrder.handler
     async def fetch(self, message: FetchOrder) -> Order:
-        """Say what to be."""
+        """Return the worker's order. Only rank 0 renews the lease by asking."""
         find = self._find if message.rank else self._hear
         return find(message.worker, message.life).order
 
     @ReportReady.handler
     async def note_ready(self, message: ReportReady) -> None:
-        """It can be found from now on."""
+        """Store the worker's report, so that it can be found."""
         entry = self._hear(message.worker, message.life)
         entry.report = message.report
         self._announce()
 
     @ReportGang.handler
     async def note_gang(self, message: ReportGang) -> None:
-        """Tell those who wait to join."""
+        """Store the gang's address and wake the processes that wait to join."""
         self._hear(message.worker, message.life).gang = message.address
         self._announce()
 
     @AwaitGang.handler(concurrency=_MANY)
     async def await_gang(self, message: AwaitGang) -> str:
-        """Wait until its first process has opened."""
+        """Wait until the first process of the gang can be joined, and return its address."""
         while (address := self._find(message.worker, message.life).gang) is None:
             await self._changed.wait()
         return address
 
     @ReportFailure.handler
     async def note_failure(self, message: ReportFailure) -> None:
-        """Keep its last words for whoever sees it end; of several processes, the others may suffer from the first."""
+        """Keep the error with which a worker ends, for the process that supervises it. The first report counts."""
         entry = self._hear(message.worker, message.life)
+        # With several processes, later errors are often consequences of the first one.
         entry.failure = entry.failure or message.error
 
     @KeepLease.handler
     async def keep_lease(self, message: KeepLease) -> None:
-        """It lives."""
+        """Renew the worker's lease."""
         self._hear(message.worker, message.life)
 
     @AwaitReady.handler(concurrency=_MANY)
     async def await_ready(self, message: AwaitReady) -> Report:
-        """Wait for its report."""
+        """Wait for the worker's report and return it."""
         while True:
             entry = self._entries.get(message.worker)
             if entry is not None and entry.life >= message.life and entry.report is not None:
@@ -125,7 +125,10 @@ class DirectoryActor(Actor[Directory]):
 
     @AwaitLapse.handler(concurrency=_MANY)
     async def await_lapse(self, message: AwaitLapse) -> str:
-        """Wait until its lease is long over; before its first sign of life, it has none."""
+        """Wait until the worker's lease is overdue and return the reason.
+
+        A worker has no lease before its first report.
+        """
         while True:
             entry = self._entries.get(message.worker)
             is_known = entry is not None and (entry.heard_at is not None or entry.is_replaced)
@@ -142,20 +145,23 @@ class DirectoryActor(Actor[Directory]):
 
     @TakeFailure.handler
     async def take_failure(self, message: TakeFailure) -> Mapping[str, Any] | None:
-        """Its last words."""
+        """Return the error that the worker reported before it ended, if it reported one."""
         entry = self._entries.get(message.worker)
         return entry.failure if entry is not None and entry.life >= message.life else None
 
     @DismissWorker.handler
     async def dismiss(self, message: DismissWorker) -> None:
-        """Whoever looks for it waits for the next life."""
+        """Remove the worker's report; callers that look for it wait for its next incarnation."""
         entry = self._entries.get(message.worker)
         if entry is not None and entry.life <= message.life:
             entry.report = None
 
     @AwaitEndpoint.handler(concurrency=_MANY)
     async def await_endpoint(self, message: AwaitEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
-        """Wait for a proxy that serves at present; an earlier life of it listened somewhere else."""
+        """Wait for a proxy that serves at present and return its endpoint.
+
+        An earlier incarnation listened elsewhere.
+        """
         while (endpoint := self._find_endpoint()) is None:
             await self._changed.wait()
         return endpoint
@@ -167,24 +173,24 @@ class DirectoryActor(Actor[Directory]):
 
     @EndpointChanged.handler
     async def note_endpoint(self, message: EndpointChanged) -> None:
-        """Of a proxy at home."""
+        """Store the endpoint of a proxy that runs in the controller process."""
         self._own_endpoint = message.endpoint
         self._announce()
 
     @WeightsPublished.handler
     async def note_published(self, message: WeightsPublished) -> None:
-        """The engines have the weights of this attempt."""
+        """Record that the engines have the weights of this attempt."""
         self._published_attempt = max(self._published_attempt, message.attempt)
         self._announce()
 
     @AwaitWeights.handler(concurrency=_MANY)
     async def await_weights(self, message: AwaitWeights) -> None:
-        """Wait for them."""
+        """Wait until the engines have the weights of this attempt."""
         while self._published_attempt < message.attempt:
             await self._changed.wait()
 
     def _hear(self, worker: str, life: int) -> _Entry:
-        """What is known of whoever speaks, which is a sign of life. Raises as ``_find``."""
+        """Return the entry of the worker that sent a message, and renew its lease. Raises as ``_find`` does."""
         entry = self._find(worker, life)
         is_first = entry.heard_at is None
         entry.heard_at = anyio.current_time()
@@ -193,14 +199,14 @@ class DirectoryActor(Actor[Directory]):
         return entry
 
     def _find(self, worker: str, life: int) -> _Entry:
-        """What is known of a life.
+        """Return the entry of an incarnation.
 
-        One that nobody here has begun was begun by the cluster itself. It takes over the order, if the worker is one
-        that is replaced alone.
+        An incarnation newer than the registered one was started by the cluster itself. It takes over the order if the
+        worker can be replaced alone.
 
         Raises:
-            Conflict: a later life has begun, or others depend on what an earlier one knew.
-            NotFound: nobody expects such a worker.
+            Conflict: a later incarnation has begun, or other workers depend on the state of an earlier one.
+            NotFound: the worker is not expected.
         """
         entry = self._entries.get(worker)
         if entry is None:

@@ -1,13 +1,13 @@
-"""Durable sessions: what happens in one is in the journal before anybody is told of it.
+"""Durable sessions: every event is in the journal before it is acknowledged.
 
-Facts of one session are written one after another, and each is applied to the session when it is written: what was
-written is what is remembered, in one order. Sessions do not wait for one another, so that a journal can write many of
-them at once. A fact that could not be written was never applied::
+The events of one session are written one after another, and each is applied to the session as soon as it is written, so
+that the journal and the memory agree on one order. Sessions do not wait for one another, so that the journal can write
+the events of many of them in one batch. An event that could not be written is never applied::
 
-    lock ── decide what changes ── write ──┬── written ──▶ change it ──▶ tell
+    lock ── decide what changes ── write ──┬── written ──▶ apply it ──▶ acknowledge
                                            └── failed ───▶ nothing changes; the client may try again (503)
 
-What a fact says of a turn is in ``answering``, how facts become sessions again in ``cache/journal/recovery``.
+``answering`` builds the event of a turn; ``cache/journal/recovery`` turns events back into sessions.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ __all__ = ["Ledger", "restore_attempts", "restore_keys", "restore_session"]
 _log = get_logger(__name__)
 
 WRITE_SECONDS = 30.0
-"""For a write that its client does not wait for any longer. A disk that takes longer is as good as gone."""
+"""Time limit of one write. A disk that takes longer is treated as lost.
+
+The limit is needed because a write continues after its client has left.
+"""
 
 
 @define(eq=False, kw_only=True)
 class Ledger:
-    """The facts of one durable session. Whoever writes holds ``lock`` until what was written is applied.
+    """The journal writer of one durable session. A writer holds ``lock`` until its events are applied.
 
-    ``clock`` gives seconds since 1970.
+    ``clock`` returns seconds since 1970.
     """
 
     session: SessionId
@@ -61,10 +64,10 @@ class Ledger:
     _journal: Journal = field(alias="journal")
 
     async def write(self, *facts: Fact) -> None:
-        """Return when ``facts`` are durable; a client that leaves meanwhile changes nothing of it.
+        """Return when ``facts`` are durable. The write continues if the caller is cancelled meanwhile.
 
         Raises:
-            Unavailable: they are not, or nobody knows.
+            Unavailable: the events are not durable, or it is unknown whether they are.
         """
         try:
             with anyio.fail_after(WRITE_SECONDS, shield=True):
@@ -74,7 +77,7 @@ class Ledger:
             raise Unavailable("This could not be made durable; it was not done, and may be repeated.") from error
 
     async def write_start(self, session: Session, key: SampleKey) -> None:
-        """The session itself, whose samples are named by ``key``. Raises as ``write`` does."""
+        """Write the start of the session, whose samples are keyed by ``key``. Raises as ``write`` does."""
         started = SessionStarted(
             session=session.id,
             key_digest=session.key_digest,
@@ -88,11 +91,11 @@ class Ledger:
         await self.write(started)
 
     async def write_reward(self, rewarded: Interaction) -> None:
-        """The reward of ``rewarded``. Raises as ``write`` does."""
+        """Write the reward of ``rewarded``. Raises as ``write`` does."""
         await self.write(self._reward(rewarded))
 
     async def write_end(self, rewarded: Interaction | None) -> None:
-        """The end, with the final reward of a session that is finalized. Raises as ``write`` does."""
+        """Write the end of the session, with the final reward if it is finalized. Raises as ``write`` does."""
         ended = SessionEnded(session=self.session, ended_at=self.clock(), is_final=rewarded is not None)
         await self.write(*([] if rewarded is None else [self._reward(rewarded)]), ended)
 
@@ -107,7 +110,7 @@ class Ledger:
         self._journal.note(*facts)
 
     def note_forgotten(self) -> None:
-        """Nobody asks for the session any more."""
+        """Write that the session is no longer needed."""
         self.note(SessionForgotten(session=self.session))
 
 
@@ -115,9 +118,10 @@ class Ledger:
 
 
 def restore_session(recovered: RecoveredSession, *, now: float, wall_now: float) -> Session:
-    """The session as it stood: the grace period went on while nobody was there, the clock of idleness begins anew.
+    """Return the session as it was when the earlier process ended.
 
-    ``now`` is of the clock of sessions, ``wall_now`` in seconds since 1970.
+    Its grace period has continued while no process ran; its idle time starts again. ``now`` is a time of the sessions'
+    clock, ``wall_now`` is in seconds since 1970.
     """
     ended_at = recovered.ended_at
     return Session(
@@ -131,7 +135,7 @@ def restore_session(recovered: RecoveredSession, *, now: float, wall_now: float)
 
 
 def restore_keys(recovered: RecoveredSession) -> SampleKeys:
-    """Keys that go on where the session stood, so that nothing is sampled twice with the same random numbers."""
+    """Return sample keys that continue where the session stopped, so that no random numbers are used twice."""
     keys = SampleKeys(recovered.started.sample_key)
     for turn in recovered.turns:
         if turn.asked is not None:
@@ -140,10 +144,10 @@ def restore_keys(recovered: RecoveredSession) -> SampleKeys:
 
 
 def restore_attempts(recovered: RecoveredSession, *, now: float, wall_now: float) -> Attempts[Any]:
-    """The requests of the session that may be sent again: those that were answered in full.
+    """Return the retry cache of the session: the requests that were answered in full.
 
-    What a later turn continues, or was rewarded, has been read. Requests that were cut off by the end of the process
-    are unknown, and their retries are sampled.
+    Answers that a later turn continues, or that have a reward, were read by the client. Requests that were cut off by
+    the end of the process are unknown, and their retries are sampled.
     """
     attempts: Attempts[Any] = Attempts()
     known: dict[InteractionId, TurnEnded] = {}

@@ -1,16 +1,16 @@
-"""The exporter: from ended sessions to training rows, and the queue between rollouts and the trainer.
+"""The exporter: builds training rows from ended sessions, and queues finished groups between rollouts and the trainer.
 
 Delivery has two phases. Groups are leased to the trainer and forgotten only when it acknowledges that it has trained
-them; a lease that was not acknowledged is offered again as it was.
+them. A lease that was not acknowledged is offered again unchanged.
 
-The exporter says which problem a group runs, and knows which groups run. So it can make the bound on staleness true of
-every group: a step is given its batch when all that is left can still be trained in time (``staleness.leaves_time``).
-Without that, long episodes would be trained less often than they are sampled. A group that is too old all the same is
-thrown away, and its place is refunded. Groups without signal can be replaced in the same way, until a step was refused
-so many that it takes what there is.
+The exporter assigns problems to groups and therefore knows which groups are running. This lets it enforce the bound on
+staleness for every group: a step is given its batch only when every group that is left can still be trained in time
+(``staleness.leaves_time``). Without this rule, long episodes would be trained less often than they are sampled. A group
+that is too old nevertheless is discarded and its capacity refunded. Groups without signal can be replaced in the same
+way, up to a limit for each step; after that the step takes whatever groups there are.
 
-Each decision is one change without a wait in it, so that an asker who is cancelled loses nothing; what others must
-hear of it is told by a task of the actor's own.
+Every decision is one change without an await in it, so that a caller that is cancelled loses nothing. Messages to other
+actors about the decision are sent by background tasks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NO_MORE_REPLACED = (
 
 @frozen(kw_only=True)
 class ExportConfig:
-    """How rows are built where a request does not say."""
+    """Defaults for building rows, used where a request does not say otherwise."""
 
     style: str = field(default="individual", validator=in_(tuple(STYLES)))
     discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
@@ -74,9 +74,9 @@ class ExportConfig:
 
 @frozen(kw_only=True)
 class QueueConfig:
-    """Which problems are run, and which finished groups are trained.
+    """Selection of problems to run and of finished groups to train.
 
-    ``max_replaced`` bounds the groups without signal that a step replaces. ``seed`` is that of draws by ``difficulty``.
+    ``max_replaced`` limits the groups without signal that a step replaces. ``seed`` seeds the draws by ``difficulty``.
     """
 
     stale_groups: StaleGroups = StaleGroups.WAIT
@@ -87,20 +87,20 @@ class QueueConfig:
 
 @frozen(kw_only=True)
 class _Ready:
-    """A group that waits for its step; ``admitted`` is the version at which it was."""
+    """A group that waits for its step. ``admitted`` is the version at which it was admitted."""
 
     group: Group
     admitted: int
 
 
 class Exporter(Actor[Exports]):
-    """Builds rows from what the session manager remembers, and lends finished groups to the trainer.
+    """Builds rows from the session manager's records, and leases finished groups to the trainer.
 
-    ``are_problems_external`` says that positions are labels of others, which may come twice: such problems cannot be
-    run again, and their agents are not waited for, so that stale groups are trained unless they are to be dropped.
-    Groups of which ``has_signal`` is false are replaced, as far as ``queue`` allows. With a ``journal``, what was
-    trained is written down before it is acknowledged, and its sessions are kept until the weights are safe: whoever
-    goes on from older ones trains it again.
+    With ``are_problems_external``, positions are labels chosen by clients and may occur twice. Such problems cannot be
+    run again and their agents are not waited for, so stale groups are trained unless the configuration drops them.
+    Groups for which ``has_signal`` is false are replaced, as far as ``queue`` allows. With a ``journal``, trained
+    groups are written down before the lease is acknowledged, and their sessions are kept until the weights are saved: a
+    run that resumes from older weights trains them again.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class Exporter(Actor[Exports]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Keep the context, whose tasks tell others what became of groups."""
+        """Store the context, whose background tasks notify other actors about groups."""
         self._context = context
         yield
 
     @ExportSession.handler(concurrency=64)
     async def export(self, message: ExportSession) -> Episode:
-        """Read the session and build its rows; nothing is forgotten by that."""
+        """Read the session and build its rows. The session is kept."""
         record = await self._sessions.ask(CollectSession(session=message.session))
         try:
             exported = export_trajectories(
@@ -174,7 +174,7 @@ class Exporter(Actor[Exports]):
 
     @BeginGroup.handler
     async def begin(self, message: BeginGroup) -> Draw:
-        """Give out the first problem that has to be run again, or else the next one."""
+        """Return the first problem that has to be run again, or otherwise the next one."""
         position = min(self._requeued) if self._requeued else next(self._positions)
         self._requeued.discard(position)
         self._running[position] = message.version
@@ -189,9 +189,10 @@ class Exporter(Actor[Exports]):
 
     @DeliverGroup.handler
     async def deliver(self, message: DeliverGroup) -> bool:
-        """Queue a group that has something to train; count the problem of any other as consumed.
+        """Queue a group that has something to train; count the problem of any other group as consumed.
 
-        A group with empty answers is queued in any case: the trainer's gate says that the engine is broken.
+        A group with empty answers is queued in any case, because the trainer's gate then reports that the engine is
+        broken.
         """
         group = message.group
         admitted = self._running.pop(group.problem.position, group.head_version)
@@ -206,11 +207,11 @@ class Exporter(Actor[Exports]):
             self._ready[group.id] = _Ready(group=group, admitted=admitted)
         else:
             self._consume(group)
-        self._notify()  # also of a group less to wait for
+        self._notify()  # a rejected group also matters: one fewer to wait for
         return is_accepted
 
     def _replaces(self, group: Group) -> bool:
-        """Whether another group takes the place of this one, which has no signal."""
+        """Return whether this group has no signal and is replaced by another group."""
         if self._drawn.replaced >= self._queue.max_replaced or self._has_signal(group):
             return False
         rewards = tuple(episode.reward for episode in group.episodes if episode.failure is None)
@@ -225,9 +226,9 @@ class Exporter(Actor[Exports]):
 
     @LeaseGroups.handler(concurrency=64)
     async def lease(self, message: LeaseGroups) -> Lease:
-        """Wait for enough groups that are young enough, and lend the oldest.
+        """Wait for enough groups that are fresh enough, and lease the oldest.
 
-        There is one lease at a time: whoever asks before it is acknowledged is given the same.
+        There is one lease at a time: a caller that asks before it is acknowledged receives the same lease.
         """
         held_since: float | None = None
         while self._lease is None:
@@ -252,6 +253,7 @@ class Exporter(Actor[Exports]):
 
     def _lend(self, wanted: LeaseGroups, *, held_since: float) -> None:
         ready = sorted(self._ready.values(), key=lambda entry: (entry.admitted, entry.group.problem.position))
+        # Oldest first, before they exceed the staleness bound; groups of one version in the order of their problems.
         chosen = tuple(entry.group for entry in ready[: wanted.num_groups])
         self._leased_version = wanted.version
         for group in chosen:
@@ -266,7 +268,10 @@ class Exporter(Actor[Exports]):
         self._notify()
 
     def _discard_stale(self, wanted: LeaseGroups) -> None:
-        """Throw away what is too old. Where steps wait for the oldest, that is a group whose permit had expired."""
+        """Discard groups that are too old.
+
+        Where steps wait for the oldest groups, only a group whose permit had expired can be too old.
+        """
         if self._queue.stale_groups is StaleGroups.TRAIN:
             return
         for group in [entry.group for entry in self._ready.values()]:
@@ -295,7 +300,11 @@ class Exporter(Actor[Exports]):
 
     @AcknowledgeLease.handler
     async def acknowledge(self, message: AcknowledgeLease) -> DataPosition:
-        """Forget what was trained. Acknowledging twice is harmless; acknowledging what was never lent is not."""
+        """Forget the groups that were trained. Acknowledging twice is harmless.
+
+        Raises:
+            Conflict: the lease was never given.
+        """
         if message.lease >= self._next_lease:
             raise Conflict(f"Lease {message.lease} was never given; acknowledge the lease that LeaseGroups returned.")
         if self._lease is not None and self._lease.id == message.lease:
@@ -314,7 +323,7 @@ class Exporter(Actor[Exports]):
 
     @SaveVersion.handler
     async def save(self, message: SaveVersion) -> None:
-        """Let go of what the safe weights were trained with."""
+        """Release the sessions that the saved weights were trained with."""
         if self._journal is None:
             return
         await self._journal.write(VersionSaved(version=message.version))
@@ -324,7 +333,7 @@ class Exporter(Actor[Exports]):
             self._context.tasks.start_soon(self._forget, _sessions_of(group))
 
     def _consume(self, group: Group, *, version: int | None = None, is_refunded: bool = False) -> None:
-        """``version``: that of the step, for a group that had been accepted."""
+        """Count a group as consumed. ``version`` is that of the step, for a group that had been accepted."""
         self._consumed.add(group.problem.position)
         if self._pools is not None:
             self._pools.learn(group.problem.position, group)
@@ -337,7 +346,7 @@ class Exporter(Actor[Exports]):
             self._context.tasks.start_soon(self._forget, _sessions_of(group))
 
     async def _forget(self, sessions: tuple[SessionId, ...]) -> None:
-        """Free what others keep of a consumed group."""
+        """Let the session manager free the sessions of a consumed group."""
         for session in sessions:
             await self._sessions.tell(ForgetSession(session=session))
 
@@ -365,6 +374,9 @@ def _count_drawn(drawn: Drawn, group: Group) -> Drawn:
 
 
 def _is_stale(group: Group, wanted: LeaseGroups) -> bool:
-    """What has no version at all is not old: the trainer's gate says what is wrong with it."""
+    """Return whether a group is too old.
+
+    A group without any version is not: the trainer's gate reports what is wrong with it.
+    """
     head = group.head_version
     return head >= 0 and is_too_stale(head, version=wanted.version, max_staleness=wanted.max_staleness)

@@ -1,4 +1,4 @@
-"""The replicas together: who serves, which weights and which pause hold for all, and who has not heard of them yet.
+"""The replica set: which replicas serve, which weights and which pause apply to all, and which replicas lag behind.
 
 ::
 
@@ -9,8 +9,8 @@
     added ◀── gone ◀── dies ──────────────────────────────────────────────────────────────┘
 
 A replica serves only with the weights of the last publication. Each publication and each change of the pause has a
-number, and a replica remembers the numbers that it has heard of: whoever is behind is told, by the handler that brings
-the news or, if it joins, by the task that tends it. The actor around this is in ``replicas``.
+number, and a replica stores the numbers that it has applied. A replica that is behind is updated by the handler of the
+publication or pause or, while it joins, by the task that tends it. The actor around this is in ``replicas``.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ _MAX_RETRY_SECONDS = 30.0
 
 @frozen(kw_only=True)
 class RouterConfig:
-    """How long and how often replicas are waited for."""
+    """Time limits and retry limits for replicas."""
 
     wait_seconds: float = field(default=60.0, validator=gt(0))
-    """A request waits so long for a replica that may serve it; then it is refused with 503, which clients repeat."""
+    """How long a request waits for a replica that can serve it; then it is refused with 503, which clients retry."""
     max_attempts: int = field(default=3, validator=ge(1))
-    """A generation that failed at so many replicas fails."""
+    """A generation that failed at this many replicas fails."""
     max_failures: int = field(default=3, validator=ge(1))
-    """A replica that failed so many generations in a row gets no more until it has answered for itself."""
+    """A replica that fails this many generations in a row gets no more until it has joined again."""
     load_seconds: float = field(default=600.0, validator=gt(0))
-    """A replica that needs longer to load weights or to pause is taken for a failed one."""
+    """A replica that needs longer than this to load weights or to pause is treated as failed."""
     retry_seconds: float = field(default=1.0, validator=gt(0))
-    """How soon a replica that failed is tried again; twice as long after each further failure, up to 30 s."""
+    """Delay before a failed replica is tried again; doubled after each further failure, up to 30 s."""
 
 
 class Fleet:
-    """Replicas by name. ``version`` is that of the oldest weights that may serve before the first publication."""
+    """Replicas by name. ``version`` is the oldest version that may serve before the first publication."""
 
     def __init__(self, config: RouterConfig, *, version: int) -> None:
         self.replicas: dict[str, Replica] = {}
         self.version = version
-        """That of the last publication that was answered: nobody serves with older weights."""
+        """Version of the last publication that was answered: no replica serves with older weights."""
         self.info: EngineInfo | None = None
-        """What the first replica was; all others must be able to take its place."""
+        """Engine info of the first replica; every other replica must be able to replace it."""
         self.tally = Tally()
         self.changed = anyio.Event()
-        """Set, and replaced, when a replica begins or ceases to serve."""
+        """Set, and replaced by a new event, when a replica starts or stops serving."""
         self._config = config
-        self._snapshot: Snapshot | None = None  # what was published last, without tensors that were only lent
+        self._snapshot: Snapshot | None = None  # the last publication, without tensors that were only lent
         self._pause: PauseMode | None = None
         self._publication = self._pausing = 0
         self._publishing = anyio.Lock()
@@ -80,18 +80,21 @@ class Fleet:
 
     @property
     def serving(self) -> list[Replica]:
-        """Those that get requests."""
+        """The replicas that get requests."""
         return [replica for replica in self.replicas.values() if replica.state is ReplicaState.SERVING]
 
     @property
     def served_version(self) -> int:
-        """The oldest weights that an answer may come from."""
+        """The oldest version that an answer may come from."""
         return max(self.version, min((replica.version or 0 for replica in self.serving), default=0))
 
     # ------------------------------------------------------------------------------------- who belongs to it
 
     def add(self, name: str, ref: Ref[Generation], tasks: BackgroundTasks) -> None:
-        """Begin to tend a replica; a namesake is parted from. Raises ``ActorError`` for a ref that is not watched."""
+        """Start tending a replica; it replaces one of the same name.
+
+        Raises ``ActorError`` for a ref that cannot be watched.
+        """
         life = ref.life
         self.part(name)
         replica = self.replicas[name] = Replica(name=name, ref=ref)
@@ -100,7 +103,7 @@ class Fleet:
         life.watch(watcher)
 
     def part(self, name: str) -> Replica | None:
-        """A replica is none of ours any more; what runs there goes on elsewhere."""
+        """Remove a replica and return it. Generations that run there continue on other replicas."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
             self._end(replica, "it was removed")
@@ -108,12 +111,15 @@ class Fleet:
         return replica
 
     def close(self) -> None:
-        """Watch nobody any longer; the replicas outlive their fleet."""
+        """Stop watching all replicas, which continue to run."""
         for replica in tuple(self._watchers):
             self._unwatch(replica)
 
     def doubt(self, replica: Replica, reason: str) -> None:
-        """It gets nothing until it has been told everything anew; what runs there goes on elsewhere."""
+        """Take a replica out until it has been given weights and pause again.
+
+        Its generations continue on other replicas.
+        """
         if replica.is_gone:
             return
         if replica.state is ReplicaState.SERVING or replica.error != reason:
@@ -144,7 +150,10 @@ class Fleet:
     # --------------------------------------------------------------------------------------- what holds for all
 
     async def publish(self, snapshot: Snapshot) -> None:
-        """Have all replicas load; who cannot is out until it can. See ``GenerationRouter.publish``."""
+        """Have all replicas load; those that fail are taken out until they succeed.
+
+        See ``GenerationRouter.publish``.
+        """
         async with self._publishing:
             self._check(snapshot)
             former, self._snapshot = self._snapshot, evolve(snapshot, state=None)
@@ -162,7 +171,7 @@ class Fleet:
             self._notify()
 
     async def set_pause(self, mode: PauseMode | None) -> None:
-        """Have all replicas pause, or go on; those that join are told as well."""
+        """Have all replicas pause or resume, including those that are joining."""
         self._pause = mode
         self._pausing += 1
         await self._settle_all(self.serving, None)
@@ -177,7 +186,7 @@ class Fleet:
             )
 
     def _withdraw(self, former: Snapshot | None) -> None:
-        """The old weights are what is wanted again."""
+        """Make the former weights the wanted ones again."""
         self._snapshot = former
         self._publication += 1
         self._alarm()
@@ -191,7 +200,10 @@ class Fleet:
                 tasks.start_soon(self._settle, replica, snapshot)
 
     async def _settle(self, replica: Replica, snapshot: Snapshot | None = None) -> None:
-        """Tell a replica what it has not heard; it serves afterwards, or is out. ``snapshot`` is what is published."""
+        """Apply to a replica the publications and pauses that it has missed. ``snapshot`` is the one being published.
+
+        Afterwards the replica serves or is taken out.
+        """
         try:
             async with replica.lock:
                 if replica.state is ReplicaState.JOINING:
@@ -203,7 +215,7 @@ class Fleet:
                         await self._tell_pause(replica)
         except ArealError as error:
             self.doubt(replica, told(error))
-        except BaseException:  # nobody knows which weights it has
+        except BaseException:  # cut off half-way: it is unknown which weights the replica has
             self.doubt(replica, "it was cut off while it was told of weights or of a pause")
             raise
 
@@ -214,6 +226,7 @@ class Fleet:
             raise EngineError(f"it serves another model: {misfit}")
         replica.info, replica.version = view.info, view.version
         self.tally.note(replica.name, view.statistics)
+        # A publication or a pause may arrive while the replica loads, so repeat until it has both.
         while (replica.publication, replica.pausing) != (self._publication, self._pausing):
             await self._tell_pause(replica)
             await self._load(replica, snapshot)
@@ -225,7 +238,7 @@ class Fleet:
             self._notify()
 
     async def _load(self, replica: Replica, snapshot: Snapshot | None) -> None:
-        """Have it load what can be loaded; otherwise it must have the right weights already."""
+        """Have a replica load the snapshot if that is possible; otherwise check that it has the right version."""
         number = self._publication
         if snapshot is not None and not snapshot.is_empty:
             message = PublishWeights(snapshot=snapshot)
@@ -241,12 +254,13 @@ class Fleet:
         if mode is None:
             await replica.ref.ask(ResumeGeneration(), timeout=self._config.load_seconds)
         else:
+            # With ``WAIT`` the pause lasts as long as the running generations, which have no time limit here.
             seconds = None if mode is PauseMode.WAIT else self._config.load_seconds
             await replica.ref.ask(PauseGeneration(mode=mode), timeout=seconds)
         replica.pausing = number
 
     async def _tend(self, replica: Replica) -> None:
-        """Have a replica join whenever it does not serve, until it is gone."""
+        """Let a replica join whenever it does not serve, until it is gone."""
         num_failures = 0
         while not replica.is_gone:
             number = self._publication
@@ -263,7 +277,7 @@ class Fleet:
                     await replica.alarm.wait()
 
     def _alarm(self) -> None:
-        """There are news for those that join."""
+        """Wake the tasks that tend joining replicas."""
         for replica in self.replicas.values():
             if replica.state is ReplicaState.JOINING:
                 replica.alarm.set()
@@ -274,11 +288,15 @@ class Fleet:
 
 
 def told(error: BaseException | None) -> str:
-    """A failure in a line."""
+    """Return a failure as one line."""
     return "it ended a generation without a reason" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _is_asked(replica: Replica, snapshot: Snapshot) -> bool:
-    """Those that join load what lasts in their own time; what is lent from memory they can have now or never."""
+    """Return whether a publication is sent to this replica directly.
+
+    Joining replicas load a lasting snapshot on their own schedule. Tensors that are only lent are available during the
+    publication and not later, so joining replicas are sent those at once.
+    """
     is_lent = snapshot.path is None and not snapshot.is_kept
     return replica.state is ReplicaState.SERVING or (is_lent and replica.state is ReplicaState.JOINING)

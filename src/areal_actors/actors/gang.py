@@ -1,8 +1,7 @@
-"""A training gang as actors: what each of its other ranks answers for, and how the first one leads them.
+"""A training gang as actors: the actor of every other rank, and the object through which rank 0 leads them.
 
-The trainer owns rank 0 and asks nobody else what to do; each operation is passed on to the other ranks before it begins
-here, and is over when it is over everywhere. Where their processes run, and who starts them, is decided elsewhere
-(``run.ranks``).
+The trainer owns rank 0 and leads. Every operation is sent to the other ranks before it begins on rank 0, and has
+finished when it has finished on all ranks. ``run.ranks`` decides where the processes run and starts them.
 """
 
 from __future__ import annotations
@@ -34,12 +33,15 @@ R = TypeVar("R")
 Asked = JoinGang | TrainAlong | GatherWeights
 
 _LAST_WORDS_SECONDS = 2.0
-"""How long is waited, once a step has failed here, for what the other ranks say about it."""
+"""How long to wait for the other ranks' errors after a step has failed on rank 0."""
 
 
 @frozen(kw_only=True)
 class GangMembers:
-    """The ranks beside the first one, which reach it at ``host``; ``whereabouts`` tells people where each one runs."""
+    """The ranks other than rank 0, which reach it at ``host``.
+
+    ``whereabouts`` describes in words where each one runs.
+    """
 
     ranks: tuple[Ref[Ranks], ...] = ()
     host: str = "127.0.0.1"
@@ -47,25 +49,25 @@ class GangMembers:
 
 
 class RankActor(Actor[Ranks]):
-    """One rank beside the first: it has a trainer of its own and does what it is asked, on one thread."""
+    """A rank other than rank 0: it owns a trainer and executes requests on one thread."""
 
     def __init__(self, policy: PolicyTrainer) -> None:
         self._policy = policy
         self._thread: OwnThread
         self.failed = anyio.Event()
-        """Set when this rank is of no more use; its process has to end, so that the others learn it."""
+        """Set when this rank can no longer be used; its process must exit so that the other ranks notice."""
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:  # noqa: ARG002
         """Leave the gang at the end."""
         async with OwnThread.open() as self._thread:
             yield
-            await to_thread.run_sync(self._policy.gang.abort)  # it may wait for one that is gone
+            await to_thread.run_sync(self._policy.gang.abort)  # it may be waiting for a lost rank
             self._thread.post(self._policy.gang.close)
 
     @JoinGang.handler
     async def join_gang(self, message: JoinGang) -> None:
-        """Meet the others."""
+        """Join the other ranks."""
 
         def join() -> None:
             config = self._policy.config.gang
@@ -82,7 +84,7 @@ class RankActor(Actor[Ranks]):
 
     @GatherWeights.handler
     async def gather_weights(self, message: GatherWeights) -> None:
-        """Give what this rank has."""
+        """Contribute this rank's part of the weights, and of the optimizer state if asked."""
         await self._do(self._policy.help_save if message.with_moments else self._policy.state_dict)
 
     async def _do(self, action: Callable[[], object]) -> None:
@@ -96,7 +98,7 @@ class RankActor(Actor[Ranks]):
 
 
 class LedPolicy:
-    """The policy as its trainer uses it: each operation on a thread, and by all ranks of the gang, if there is one."""
+    """The policy as the trainer uses it: every operation runs on a thread, and on all ranks if there is a gang."""
 
     def __init__(self, policy: PolicyTrainer, thread: OwnThread, members: GangMembers) -> None:
         self._policy = policy
@@ -117,16 +119,19 @@ class LedPolicy:
         _log.info("gang_formed", num_processes=config.num_processes, device=str(self._policy.gang.device))
 
     async def train_step(self, groups: Sequence[Group], *, max_staleness: int | None) -> StepStatistics:
-        """See ``PolicyTrainer.train_step``. Raises ``GangError`` if a rank was lost on the way."""
+        """Run a step on all ranks, as ``PolicyTrainer.train_step``.
+
+        Raises ``GangError`` if a rank was lost meanwhile.
+        """
         wanted = TrainAlong(groups=tuple(groups), max_staleness=max_staleness)
         return await self._all(wanted, lambda: self._policy.train_step(groups, max_staleness=max_staleness))
 
     async def publish(self, publisher: Publisher) -> Snapshot:
-        """See ``Publisher.publish``."""
+        """Publish the weights of all ranks, as ``Publisher.publish``."""
         return await self._all(GatherWeights(), lambda: publisher.publish(self._policy))
 
     async def save(self, directory: Path, *, counters: Mapping[str, Any], num_kept: int) -> None:
-        """See ``PolicyTrainer.save``."""
+        """Save a checkpoint with the weights and moments of all ranks, as ``PolicyTrainer.save``."""
         await self._all(
             GatherWeights(with_moments=True),
             lambda: self._policy.save(directory, counters=counters, num_kept=num_kept),
@@ -136,7 +141,11 @@ class LedPolicy:
         return await self._together([wanted] * len(self._members.ranks), action)
 
     async def _together(self, wanted: Sequence[Asked], action: Callable[[], R]) -> R:
-        """Ask each rank for its part, and do our own meanwhile. What we are refused for, they are as well."""
+        """Send each rank its request and run ``action`` on rank 0 meanwhile.
+
+        An error that rank 0 reaches from the groups themselves is raised as it is, because the other ranks reach it as
+        well.
+        """
         problems: dict[int, ArealError] = {}
         result: list[R] = []
         own: Exception | None = None
@@ -145,7 +154,7 @@ class LedPolicy:
                 tasks.start_soon(self._ask, ref, message, number, problems)
             try:
                 result.append(await self._thread.run(action))
-            except Exception as error:  # noqa: BLE001 - raised below, once the ranks were heard
+            except Exception as error:  # noqa: BLE001 - raised below, after the other ranks have answered
                 own = error
                 if not _is_verdict(error):
                     tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_SECONDS
@@ -174,5 +183,5 @@ class LedPolicy:
 
 
 def _is_verdict(error: BaseException) -> bool:
-    """Whether all ranks come to it by themselves, from the same groups and the same sums."""
+    """Return whether every rank reaches this error by itself, from the same groups and the same sums."""
     return isinstance(error, ArealError) and not isinstance(error, GangError)

@@ -1,4 +1,4 @@
-"""The generation actor: the one owner of an engine, and the one authority over its pauses and weights."""
+"""The generation actor: sole owner of an engine, and of its pauses and weights."""
 
 from __future__ import annotations
 
@@ -25,21 +25,28 @@ _log = get_logger(__name__)
 
 
 class GenerationActor(Actor[Generation]):
-    """Streams from its engine. The engine is opened and closed by whoever made it, around the actor's life."""
+    """Streams from its engine.
+
+    The engine is opened before the actor starts and closed after it ends, by its creator.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     @Generate.handler(concurrency=4096)
     async def generate(self, message: Generate) -> AsyncIterator[Chunk]:
-        """Pass the engine's chunks on; leaving early aborts in the engine."""
+        """Forward the engine's chunks. Leaving the stream early aborts the generation in the engine."""
         async with self._engine.generate(message.request) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     @PublishWeights.handler
     async def publish(self, message: PublishWeights) -> int:
-        """Load between two tokens; requests that run meanwhile wait, none is refused."""
+        """Load weights between two tokens. Requests that are running wait; none is refused.
+
+        Raises:
+            EngineError: the engine serves another version after loading.
+        """
         await self._engine.load(message.snapshot)
         if self._engine.version != message.snapshot.version:
             raise EngineError(
@@ -56,10 +63,10 @@ class GenerationActor(Actor[Generation]):
 
     @ResumeGeneration.handler
     async def resume(self, message: ResumeGeneration) -> None:  # noqa: ARG002
-        """Go on sampling."""
+        """Continue sampling."""
         await self._engine.resume()
 
     @DescribeEngine.handler
     async def describe(self, message: DescribeEngine) -> EngineView:  # noqa: ARG002
-        """Facts, counters, version."""
+        """Return the engine's info, counters and version."""
         return EngineView(info=self._engine.info, statistics=self._engine.statistics(), version=self._engine.version)

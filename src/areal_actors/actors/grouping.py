@@ -1,7 +1,7 @@
-"""External sessions that are compared with one another: plain objects of their one owner, the intake.
+"""Groups of external sessions that are compared with one another: plain objects owned by the intake.
 
-A group is open while sessions may join it. It is over when all of its sessions are: the ``size`` that it waits for, or
-those that there are once it was closed.
+A group is open while sessions may join it. It is complete when all of its sessions have ended: the ``size`` that it
+waits for, or those that had joined when it was closed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["OpenGroup", "OpenGroups", "Seat", "describe_session", "restore_group
 
 @define(eq=False, kw_only=True)
 class Seat:
-    """The place of one session in its group. ``episode`` is what came of it, ``None`` while it is not over."""
+    """The place of one session in its group. ``episode`` is its result, ``None`` until the session has ended."""
 
     member: int
     task: str
@@ -32,21 +32,21 @@ class Seat:
     is_ending: bool = False
     is_expired: bool = False
     is_known: bool = False
-    """Whether it had ended in an earlier process, which may have told of it."""
+    """Whether the session had ended in an earlier process, which may have reported it."""
     last_word: anyio.Event = field(factory=anyio.Event)
-    """Set when no more rewards are awaited."""
+    """Set when no more rewards are expected."""
 
     @property
     def can_be_replaced(self) -> bool:
-        """Whether nothing came of its session."""
+        """Whether its session failed, so that another may take its place."""
         return self.episode is not None and self.episode.failure is not None
 
 
 @define(eq=False, kw_only=True)
 class OpenGroup:
-    """Sessions that share a permit. ``name`` is what the agents call it, ``None`` for a session by itself.
+    """Sessions that share a permit. ``name`` is the agents' name for it, ``None`` for a single session.
 
-    It belongs to the user who began it (``owner``): others may use the same name for theirs.
+    The group belongs to the user who began it (``owner``); other users may use the same name for their own groups.
     """
 
     id: GroupId
@@ -56,14 +56,14 @@ class OpenGroup:
     permit: Permit
     owner: str | None = None
     version: int = field(default=Factory(lambda self: self.permit.version, takes_self=True))
-    """That of the newest weights when it began."""
+    """Version of the newest weights when the group began."""
     seats: dict[int, Seat] = field(factory=dict)
     is_closed: bool = False
     over: anyio.Event = field(factory=anyio.Event)
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is waited for any longer."""
+        """Whether all expected sessions have ended."""
         are_all_here = self.is_closed or len(self.seats) >= self.size
         return are_all_here and all(seat.episode is not None for seat in self.seats.values())
 
@@ -74,18 +74,22 @@ class OpenGroup:
 
     @property
     def problem(self) -> Problem:
-        """What stands in the place of a dataset's item."""
+        """The problem of the group, in place of a dataset's item."""
         tasks = [self.seats[member].task for member in sorted(self.seats)]
         return Problem(position=self.position, data={"task_id": next(iter(tasks), ""), "group_id": self.name})
 
     def finished(self) -> Group:
-        """The group as the exporter takes it."""
+        """Return the group in the form that the exporter takes."""
         seats = [self.seats[member] for member in sorted(self.seats)]
         episodes = tuple(seat.episode for seat in seats if seat.episode is not None)
         return Group(id=self.id, problem=self.problem, episodes=episodes)
 
     def sit(self, wanted: StartSession, *, now: float) -> Seat:
-        """A seat for a session that starts. Raises ``Conflict`` if what it asks for does not fit."""
+        """Return a seat for a session that starts.
+
+        Raises:
+            Conflict: the request does not fit the group.
+        """
         self._check(wanted)
         member = self._free_member() if wanted.member is None else wanted.member
         assert member is not None, "whoever sits down has looked for room"
@@ -106,7 +110,7 @@ class OpenGroup:
             raise Conflict(f"Member {wanted.member} of group {self.name} was started before; take another one.")
 
     def _free_member(self) -> int | None:
-        """The first seat that nobody took, or else one of which nothing came: whoever tries again takes that."""
+        """Return the first seat that was never taken, or else the first whose session failed."""
         members = range(self.size)
         never_taken = next((member for member in members if member not in self.seats), None)
         if never_taken is not None:
@@ -115,7 +119,7 @@ class OpenGroup:
 
 
 class OpenGroups:
-    """The groups that are not over, by id and by the name under which they may be joined."""
+    """The groups that are not complete, by id and by the name under which they may be joined."""
 
     def __init__(self, *, next_position: int = 0) -> None:
         self._next_position = next_position
@@ -124,38 +128,39 @@ class OpenGroups:
         self._by_session: dict[SessionId, tuple[OpenGroup, Seat]] = {}
 
     def to_join(self, name: str | None, owner: str | None = None) -> OpenGroup | None:
-        """The group of that name, of the same user, that waits for members."""
+        """Return the user's group of that name if it waits for members."""
         group = None if name is None else self._by_name.get((owner, name))
         return group if group is not None and group.has_room else None
 
     def add(self, group: OpenGroup) -> None:
-        """A group that begins."""
+        """Add a group that begins."""
         self._by_id[group.id] = group
         if group.name is not None and not group.is_closed:
             self._by_name[group.owner, group.name] = group
         self.take_position(group.position)
 
     def take_position(self, position: int | None) -> int:
-        """A position of the caller's choice, or the next one."""
+        """Return the position that the caller chose, or the next free one."""
         position = self._next_position if position is None else position
         self._next_position = max(self._next_position, position + 1)
         return position
 
     def seat_session(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
-        """The session of ``seat`` has started."""
+        """Record that the session of ``seat`` has started."""
         seat.session = session
         self._by_session[session] = (group, seat)
 
     def of_session(self, session: SessionId) -> tuple[OpenGroup, Seat] | None:
-        """Where a session belongs; ``None`` for one that is not of the intake."""
+        """Return the group and the seat of a session; ``None`` for a session that the intake did not start."""
         return self._by_session.get(session)
 
     def unseat_session(self, session: SessionId) -> None:
-        """Nothing came of it: whoever takes its seat has another one, and this one would stay known for ever."""
+        """Remove a session that failed."""
+        # A retry takes the seat with another session, so ``remove`` would not find this one and its entry would leak.
         self._by_session.pop(session, None)
 
     def remove(self, group: OpenGroup) -> bool:
-        """The group is over; returns whether it was there."""
+        """Remove a group that is complete; return whether it was known."""
         name = (group.owner, group.name or "")
         if self._by_name.get(name) is group:
             del self._by_name[name]
@@ -166,7 +171,7 @@ class OpenGroups:
 
 
 def describe_session(group: OpenGroup, seat: Seat) -> Mapping[str, Any]:
-    """What a session must remember, so that its group can be restored."""
+    """Return the metadata with which a session's group can be restored."""
     return {
         "task_id": seat.task,
         "group_id": group.name,
@@ -180,7 +185,7 @@ def describe_session(group: OpenGroup, seat: Seat) -> Mapping[str, Any]:
 
 @frozen
 class _Remembered:
-    """``describe_session``, read back."""
+    """The group's part of ``describe_session``, read back."""
 
     group_id: str | None
     group_owner: str | None
@@ -190,7 +195,7 @@ class _Remembered:
 
 
 def restore_group(sessions: tuple[RestoredSession, ...], permit: Permit, *, is_queued: bool, now: float) -> OpenGroup:
-    """A group as its sessions remember it; nobody joins one that was complete."""
+    """Rebuild a group from its sessions' metadata. A group that was complete cannot be joined."""
     first = sessions[0]
     names = ("group_id", "group_owner", "group_size", "position", "version")
     remembered = _Remembered(*(first.metadata[name] for name in names))
@@ -212,6 +217,6 @@ def restore_group(sessions: tuple[RestoredSession, ...], permit: Permit, *, is_q
 
 
 def sample_key(wanted: StartSession, group: OpenGroup, seat: Seat, *, seed: int) -> SampleKey:
-    """What seeds the samples of a session: the same as for this member of a group that a dataset's problem makes."""
+    """Return the key of a session's samples: the same as for this member of a group made from a dataset's problem."""
     chosen = seed if wanted.seed is None else wanted.seed
     return SampleKey(seed=chosen, path=("train", group.position, seat.member))

@@ -1,6 +1,7 @@
-"""Finished sessions for whoever asks, one each: a plain object of its one owner, the intake.
+"""A queue of finished sessions, each lent to one taker: a plain object owned by the intake.
 
-A session is lent before it is given: who was cancelled between the two loses nothing, because the next one gets it.
+A session is lent before it is given away, so that a taker that is cancelled in between loses nothing: the session goes
+to the next taker.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["Handout"]
 
 
 class Handout:
-    """A queue with loans."""
+    """A queue whose items are lent before they are removed."""
 
     def __init__(self) -> None:
         self._offered: deque[TakenSession] = deque()
@@ -28,7 +29,7 @@ class Handout:
         self._notify()
 
     async def lend(self, taker: str) -> TakenSession:
-        """Wait for a session; asking again under the same name, before it was settled, gives the same."""
+        """Wait for a session and lend it. Asking again under the same name before settling returns the same session."""
         while taker not in self._lent:
             if self._offered:
                 self._lent[taker] = self._offered.popleft()
@@ -37,7 +38,10 @@ class Handout:
         return self._lent[taker]
 
     def settle(self, taker: str, *, is_kept: bool) -> TakenSession | None:
-        """End a loan; returns what is kept. What is not kept goes to the next who asks, before all others."""
+        """End a loan and return the session if it is kept.
+
+        A session that is not kept returns to the head of the queue.
+        """
         taken = self._lent.pop(taker, None)
         if taken is None or is_kept:
             return taken

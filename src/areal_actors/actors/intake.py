@@ -1,4 +1,6 @@
-"""The intake: what external agents finish becomes training data, as what the runner's own agents do becomes it.
+"""The intake: turns the sessions that external agents finish into training data.
+
+It does for them what the rollout runner does for its own agents.
 
 ::
 
@@ -9,11 +11,13 @@
                                      Sessions
     Intake ──ExportSession──▶ Exports ◀──DeliverGroup── Intake ──SettlePermit──▶ Capacity
 
-A finalized session is taken at once, and so is one that was rewarded before it ended; of others, a reward is awaited
-for the grace period. Nothing is polled: sessions tell when they end. What cannot be trained is rejected with a reason
-and forgotten. How groups are formed is ``grouping``; ``handout`` lends sessions where nobody trains on them.
+A finalized session is taken at once, and so is one that was rewarded before it ended; for all others the intake waits
+for a reward during the grace period. Nothing is polled: the session manager sends a message when a session ends. A
+session that cannot be trained is rejected with a reason and forgotten. ``grouping`` forms groups; ``handout`` lends
+sessions where no trainer consumes them.
 
-With a journal, a group is written down before it is delivered, and what an earlier process had taken is taken again.
+With a journal, a group is written down before it is delivered, and sessions that an earlier process had taken are taken
+again.
 """
 
 from __future__ import annotations
@@ -75,22 +79,22 @@ _SETTLE_SECONDS = 5.0
 
 @frozen(kw_only=True)
 class IntakeConfig:
-    """How external sessions become groups. ``seed`` keys the samples of those that bring none."""
+    """How external sessions form groups. ``seed`` keys the samples of sessions without a seed."""
 
     group_size: int = field(default=1, validator=ge(1))
-    """Sessions of a group whose agents do not say how many there will be."""
+    """Size of a group whose agents do not give one."""
     group_timeout_seconds: float = field(default=600.0, validator=gt(0))
     grace_seconds: float = field(default=60.0, validator=ge(0))
     member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
     is_delivering: bool = True
-    """Whether groups go to the trainer; if not, sessions are lent to whoever asks for the next one."""
+    """Whether groups go to the trainer; otherwise finished sessions are lent to clients that ask for them."""
     seed: int = 0
     next_position: int = 0
 
 
 @frozen(kw_only=True)
 class IntakePeers:
-    """Whom the intake talks to."""
+    """The actors that the intake sends messages to."""
 
     sessions: Ref[Sessions]
     exports: Ref[Exports]
@@ -99,7 +103,10 @@ class IntakePeers:
 
 
 class IntakeKeeper(Actor[Intake]):
-    """Takes external sessions in. ``restored`` is what an earlier process had, when it goes on from ``version``."""
+    """The actor that owns external sessions' groups.
+
+    ``restored`` is the state of an earlier process, when the run resumes from ``version``.
+    """
 
     def __init__(
         self,
@@ -125,7 +132,7 @@ class IntakeKeeper(Actor[Intake]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Hear of sessions that end, and go on with what an earlier process had."""
+        """Watch the session manager for sessions that end, and restore the state of an earlier process."""
         self._context = context
         await self._peers.sessions.ask(WatchSessions(watcher=context.self_ref))
         if self._restored is not None:
@@ -136,7 +143,8 @@ class IntakeKeeper(Actor[Intake]):
 
     @StartSession.handler(concurrency=100_000)
     async def start(self, message: StartSession) -> SessionOpened:
-        """Open a session, under the permit of its group; the first of a group claims it."""
+        """Open a session under the permit of its group; the first session of a group claims the permit."""
+        # One start at a time, so that two sessions of a new group do not both claim a permit for it.
         async with self._starting:
             group = self._groups.to_join(message.group, message.user)
             if group is None:
@@ -186,7 +194,7 @@ class IntakeKeeper(Actor[Intake]):
         )
 
     async def _leave(self, group: OpenGroup, seat: Seat | None) -> None:
-        """Nobody came to sit on ``seat``; a group of nobody is none."""
+        """Free ``seat``, whose session did not start; end the group if it has no sessions."""
         if seat is not None and group.seats.get(seat.member) is seat:
             del group.seats[seat.member]
         if not group.seats:
@@ -195,7 +203,10 @@ class IntakeKeeper(Actor[Intake]):
             await self._deliver_if_over(group)
 
     async def _close_in_time(self, group: OpenGroup) -> None:
-        """Wait for members that never start for so long, and no longer. Those that have started are waited for."""
+        """Close the group to new members after its time limit.
+
+        Members that have not started by then are given up; those that have started are waited for.
+        """
         with anyio.move_on_after(self._config.group_timeout_seconds):
             await group.over.wait()
         if not group.over.is_set():
@@ -208,9 +219,9 @@ class IntakeKeeper(Actor[Intake]):
 
     @SessionFinished.handler
     async def finish(self, message: SessionFinished) -> None:
-        """Note it; whatever has to be waited for is waited for by a task."""
+        """Record the end of a session. A background task does everything that has to wait."""
         place = self._groups.of_session(message.session)
-        if place is None:  # one of the runner's own
+        if place is None:  # a session of the rollout runner
             return
         group, seat = place
         seat.is_expired = seat.is_expired or message.is_expired
@@ -221,7 +232,7 @@ class IntakeKeeper(Actor[Intake]):
             self._context.tasks.start_soon(self._take_in, group, seat, message.session)
 
     async def _take_in(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
-        """From a session to an episode of its group."""
+        """Turn a session into an episode of its group."""
         record = await self._read(session)
         if record is not None and not has_reward(record) and not seat.last_word.is_set():
             with anyio.move_on_after(self._config.grace_seconds):
@@ -265,7 +276,7 @@ class IntakeKeeper(Actor[Intake]):
         progress, version = self._peers.progress, group.version
         if progress is None:
             return
-        # What was told of versions from the resumed one on was removed: those are made again.
+        # Reports on versions from the resumed one on were removed: those episodes are made again.
         is_repeated = seat.is_known and version < self._resumed_version
         news = EpisodeFinished(episode=episode, problem=group.problem, version=version, is_repeated=is_repeated)
         await progress.tell(news)
@@ -280,12 +291,13 @@ class IntakeKeeper(Actor[Intake]):
             await self._end_group(group, is_accepted=self._config.is_delivering and await self._deliver(group))
 
     async def _deliver(self, group: OpenGroup) -> bool:
-        """Queue it for the trainer, if there is something to train."""
+        """Queue the group for the trainer if there is something to train; return whether it is accepted."""
         finished = group.finished()
         if self._config.member_outcome is MemberOutcome.FAIL_GROUP:
             finished = evolve(finished, episodes=fail_together(finished.episodes))
         trained = tuple(episode.session for episode in finished.episodes if episode.failure is None)
         if trained:
+            # Before the delivery: a crash in between restores the group as queued and delivers it again.
             await self._journal.write(_queued(group, trained))
         return await self._peers.exports.ask(DeliverGroup(group=finished))
 
@@ -298,14 +310,14 @@ class IntakeKeeper(Actor[Intake]):
 
     @TakeSession.handler(concurrency=100_000)
     async def take(self, message: TakeSession) -> TakenSession:
-        """Lend the next finished session. Raises ``Conflict`` where the trainer gets them."""
+        """Lend the next finished session. Raises ``Conflict`` if the sessions go to a trainer."""
         if self._config.is_delivering:
             raise Conflict("The sessions of this service go to its trainer; take them where nobody trains on them.")
         return await self._handout.lend(message.taker)
 
     @SettleTaken.handler
     async def settle_taken(self, message: SettleTaken) -> None:
-        """Forget what was kept."""
+        """Settle a loan, and forget the session if it was kept."""
         kept = self._handout.settle(message.taker, is_kept=message.is_kept)
         if kept is not None:
             self._context.tasks.start_soon(self._peers.sessions.tell, ForgetSession(session=kept.episode.session))
@@ -313,7 +325,7 @@ class IntakeKeeper(Actor[Intake]):
     # ------------------------------------------------------------------------------------------------ restart
 
     async def _restore(self, restored: RestoredGroups) -> None:
-        """Count what was admitted, write down what comes back, and go on where the earlier process was."""
+        """Take permits for the restored groups, journal the complete ones, and continue from there."""
         waiting = [await self._restore_group(sessions, is_queued=True) for sessions in restored.waiting.values()]
         opened = [await self._restore_group(sessions, is_queued=False) for sessions in restored.open.values()]
         facts = (_queued(group, tuple(session.id for session in sessions)) for group, sessions in waiting)
@@ -325,7 +337,7 @@ class IntakeKeeper(Actor[Intake]):
                 if session.is_ended:
                     await self.finish(SessionFinished(session=session.id, is_final=session.is_final or group.is_closed))
         awaited = [session.id for _, sessions in opened for session in sessions if not session.is_ended]
-        if awaited:  # their agents may be gone: whoever wonders why nothing is trained finds the reason
+        if awaited:  # their agents may be gone; the log explains why nothing is trained
             _log.warning("sessions_restored", num_awaited=len(awaited), detail=_RESTORED, sessions=awaited[:8])
 
     async def _restore_group(
@@ -344,12 +356,12 @@ _EXPIRED = "expired: nobody used the session for too long, and nobody ended it."
 
 
 def has_reward(record: SessionRecord) -> bool:
-    """Whether somebody rewarded the session."""
+    """Return whether the session has a reward."""
     return any(turn.reward is not None for turn in record.interactions)
 
 
 def _reason(seat: Seat) -> str:
-    """Why a session without a reward is not trained."""
+    """Return why a session without a reward is not trained."""
     if seat.is_expired:
         return _EXPIRED
     return "no_reward: nobody rewarded the session before its grace period was over; use set_reward or finalize."

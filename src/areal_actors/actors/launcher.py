@@ -1,7 +1,7 @@
-"""The launcher: services of many trials, each started when it is asked for, watched, and stopped when nobody uses it.
+"""The launcher: starts the services of many trials on demand, supervises them, and stops those that are idle.
 
-A service is a process of its own, which a ``ServiceProvider`` opens; nothing here knows what a process is. What a
-service has to remember is in its journal: it may be stopped, or die, at any time, and goes on when it is back.
+A service is a separate process that a ``ServiceProvider`` opens; nothing in this module depends on how. A service keeps
+its state in its journal: it may be stopped or die at any time, and continues when it is started again.
 
 ::
 
@@ -42,9 +42,9 @@ __all__ = ["Launcher", "LauncherConfig", "RunningService", "ServiceProvider"]
 _log = get_logger(__name__)
 
 _HEALTHY_SECONDS = 60.0
-"""A service that has run for so long is started again at once, whatever was before."""
+"""After running this long, a service that fails is restarted as if it had not failed before."""
 _NUM_PATIENT = 3
-"""So many starts may fail before requests are refused at once instead of waiting for the next one."""
+"""After this many failed starts, requests are refused at once instead of waiting for the next start."""
 _FULL_SECONDS = 5.0
 _MANY = 100_000
 _OVER = (ServiceState.STOPPED, ServiceState.FINISHED)
@@ -52,7 +52,7 @@ _OVER = (ServiceState.STOPPED, ServiceState.FINISHED)
 
 @frozen(kw_only=True)
 class LauncherConfig:
-    """How many services there are, and for how long."""
+    """Number of services and their time limits."""
 
     max_services: int = field(default=4, validator=ge(1))
     idle_seconds: float = field(default=1800.0, validator=gt(0))
@@ -62,8 +62,8 @@ class LauncherConfig:
     max_wait_seconds: float = field(default=60.0, validator=gt(0))
 
     def wait_seconds(self, num_failures: int) -> float:
-        """How long after the last of so many failures in a row the next start is tried: twice as long each time."""
-        # The exponent is bounded, because floats are.
+        """Return the delay before the next start after ``num_failures`` failures in a row; it doubles each time."""
+        # The exponent is bounded so that the power does not overflow a float.
         return min(self.max_wait_seconds, self.first_wait_seconds * 2.0 ** min(num_failures - 1, 60))
 
 
@@ -72,48 +72,48 @@ class RunningService(Protocol):
 
     @property
     def url(self) -> str:
-        """Where."""
+        """Its address."""
         ...
 
     @property
     def admin_key(self) -> str:
-        """What opens it."""
+        """The key with full access to it."""
         ...
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Its process id."""
         ...
 
     async def wait(self) -> str | None:
-        """Until it has ended, and why; ``None`` if its training is finished."""
+        """Wait until the service has ended and return the reason; ``None`` if its training is finished."""
         ...
 
 
 class ServiceProvider(Protocol):
-    """How a service is started, and what it has left on disk. ``testing.hosting`` has one without processes."""
+    """Starts services and knows what they left on disk. ``testing.hosting`` has an implementation without processes."""
 
     def open(self, trial: TrialId) -> AbstractAsyncContextManager[RunningService]:
-        """Start the service; the block begins when it listens, and leaving it stops the service with a checkpoint.
+        """Start the service. The block begins when it listens; leaving it stops the service with a checkpoint.
 
         Raises:
-            Unavailable: it cannot be started, and why.
-            SessionEnded: it has ended at once, because its training is finished.
+            Unavailable: it cannot be started; the message says why.
+            SessionEnded: it ended at once, because its training is finished.
         """
         ...
 
     async def list_trials(self) -> tuple[TrialId, ...]:
-        """The trials that have been served before."""
+        """Return the trials that have been served before."""
         ...
 
     async def has_session(self, trial: TrialId, name: str) -> bool:
-        """Whether the journal of ``trial`` has a session with this id or key."""
+        """Return whether the journal of ``trial`` has a session with this id or key."""
         ...
 
 
 @define(kw_only=True, eq=False)
 class _Service:
-    """What is known of one service."""
+    """The state of one service."""
 
     trial: TrialId
     state: ServiceState = ServiceState.STOPPED
@@ -121,7 +121,7 @@ class _Service:
     num_users: int = 0
     num_starts: int = 0
     num_failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     last_used: float = 0.0
     last_used_at: float | None = None
     retry_at: float = 0.0
@@ -131,25 +131,25 @@ class _Service:
 
     @property
     def is_placed(self) -> bool:
-        """Whether it has one of the places, and is not about to leave it."""
+        """Whether it occupies a place, and is not about to leave it."""
         return self.state in (ServiceState.STARTING, ServiceState.RUNNING, ServiceState.BACKING_OFF) or (
             self.state is ServiceState.STOPPING and not self.stopping.is_set()
         )
 
     def move(self, state: ServiceState) -> None:
-        """Be in another state, and wake up whoever waits for one."""
+        """Change the state, and wake the tasks that wait for a change."""
         self.state = state
         self.changed.set()
         self.changed = anyio.Event()
 
     def stop(self) -> None:
-        """Have it stopped."""
+        """Request the service to stop."""
         if not self.stopping.is_set():
             self.stopping.set()
             self.move(ServiceState.STOPPING)
 
     def describe(self) -> ServiceView:
-        """The service from outside."""
+        """Return the public view of the service."""
         running = self.running
         return ServiceView(
             trial=self.trial,
@@ -164,7 +164,7 @@ class _Service:
 
 
 class Launcher(Actor[Hosting]):
-    """Lends services out. ``clock`` gives seconds since 1970, for people to read."""
+    """Lends services out. ``clock`` returns seconds since 1970, for display."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Launcher(Actor[Hosting]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Look for what was served before. Services run in tasks that end with the actor."""
+        """List the trials served before. Services run in background tasks that end with the actor."""
         self._tasks = context.tasks
         self._places = anyio.Semaphore(self._config.max_services)
         for trial in await self._provider.list_trials():
@@ -195,7 +195,7 @@ class Launcher(Actor[Hosting]):
 
     @UseService.handler(concurrency=_MANY)
     async def use(self, message: UseService) -> AsyncGenerator[ServiceInUse, None]:
-        """Lend a service out until the borrower leaves."""
+        """Lend a service until the borrower leaves the stream."""
         service = self._service(message.trial)
         with self._counted(service):
             yield await self._borrow(service)
@@ -203,11 +203,12 @@ class Launcher(Actor[Hosting]):
 
     @VisitSession.handler(concurrency=_MANY)
     async def visit(self, message: VisitSession) -> AsyncGenerator[ServiceInUse, None]:
-        """The same for a session. Strangers start nothing: a service without a process is asked for by its journal."""
+        """Lend the service of a session until the borrower leaves the stream."""
         trial = self._homes.get(message.home)
         if trial is None:
             return
         service = self._service(trial)
+        # A request with an unknown session must not start a process, so ask the journal first.
         if service.running is None and not await self._provider.has_session(trial, message.name):
             return
         with self._counted(service):
@@ -216,13 +217,13 @@ class Launcher(Actor[Hosting]):
 
     @ListServices.handler(concurrency=_MANY)
     async def describe_all(self, message: ListServices) -> tuple[ServiceView, ...]:  # noqa: ARG002 - the message says it all
-        """All of them."""
+        """Return all services, by name."""
         found = sorted(self._services.values(), key=lambda service: service.trial.name)
         return tuple(service.describe() for service in found)
 
     @StopServices.handler
     async def stop_all(self, message: StopServices) -> None:  # noqa: ARG002 - the message says it all
-        """Stop all, side by side, and wait."""
+        """Stop all services in parallel, and wait for them."""
         self._is_closing = True
         placed = [service for service in self._services.values() if service.state not in _OVER]
         for service in placed:
@@ -253,7 +254,7 @@ class Launcher(Actor[Hosting]):
         service.last_used_at = self._clock()
 
     async def _borrow(self, service: _Service) -> ServiceInUse:
-        """The service once it listens. Raises as ``UseService`` says."""
+        """Return the service once it listens. Raises as ``UseService`` documents."""
         name, seconds = service.trial.name, self._config.start_timeout_seconds
         with anyio.move_on_after(seconds):
             while True:
@@ -268,7 +269,7 @@ class Launcher(Actor[Hosting]):
         )
 
     def _push(self, service: _Service) -> None:
-        """Start it if it is stopped. Raises where waiting would be in vain."""
+        """Start the service if it is stopped. Raises if waiting would be pointless."""
         name = service.trial.name
         if self._is_closing:
             raise Unavailable("The host is stopping; ask again when it is back.")
@@ -287,7 +288,11 @@ class Launcher(Actor[Hosting]):
     # -------------------------------------------------------------------------------------------------- places
 
     def _begin(self, service: _Service) -> None:
-        """Promise it a place, and start it there. Raises ``Unavailable`` if all places are in use."""
+        """Reserve a place for the service and start it there.
+
+        Raises:
+            Unavailable: all places are in use.
+        """
         placed = [other for other in self._services.values() if other.is_placed]
         if len(placed) >= self._config.max_services:
             self._least_used(placed).stop()
@@ -296,7 +301,11 @@ class Launcher(Actor[Hosting]):
         self._tasks.start_soon(self._keep, service)
 
     def _least_used(self, placed: list[_Service]) -> _Service:
-        """Who makes room: of those that were not asked anything for a while, the one that was asked longest ago."""
+        """Return the service to stop: the one used longest ago, of those without a request for ``make_room_seconds``.
+
+        Raises:
+            Unavailable: there is no such service.
+        """
         latest = anyio.current_time() - self._config.make_room_seconds
         idle = [service for service in placed if not service.num_users and service.last_used <= latest]
         if not idle:
@@ -309,9 +318,9 @@ class Launcher(Actor[Hosting]):
     # --------------------------------------------------------------------------------------------- one service
 
     async def _keep(self, service: _Service) -> None:
-        """From its start until it is stopped. Nothing that fails in here leaves it."""
+        """Run the service from its start until it is stopped. Failures inside do not propagate."""
         try:
-            async with self._places, anyio.create_task_group() as tasks:  # a former tenant may still be saving
+            async with self._places, anyio.create_task_group() as tasks:  # the service that leaves may still be saving
                 tasks.start_soon(self._end_when_told, service, tasks.cancel_scope)
                 tasks.start_soon(self._end_when_idle, service)
                 await self._revive(service)
@@ -335,7 +344,7 @@ class Launcher(Actor[Hosting]):
             await anyio.sleep(limit - idle)
 
     async def _revive(self, service: _Service) -> None:
-        """Run it, again and again, until it has finished."""
+        """Run the service and restart it after failures, until its training has finished."""
         while not await self._live(service):
             service.num_failures += 1
             wait = self._config.wait_seconds(service.num_failures)
@@ -348,12 +357,12 @@ class Launcher(Actor[Hosting]):
         service.move(ServiceState.FINISHED)
 
     async def _live(self, service: _Service) -> bool:
-        """One life. Returns whether its training has finished."""
+        """Run the service once. Return whether its training has finished."""
         service.num_starts += 1
         try:
             async with self._provider.open(service.trial) as running:
                 return await self._watch(service, running)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this service's
+        except Exception as error:  # noqa: BLE001 - any error belongs to this service alone
             cause = root_cause(error)
             service.failure = str(cause) if isinstance(cause, ArealError) else repr(cause)
             return isinstance(cause, SessionEnded)

@@ -1,4 +1,4 @@
-"""Lengths of episodes: whether those that are trained are those that were drawn."""
+"""Lengths of episodes, to compare the trained episodes with the sampled ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Lengths", "count_truncated", "describe_lengths", "measure_episodes"]
 
 @frozen(kw_only=True)
 class Lengths:
-    """Sampled tokens and turns of episodes, aligned."""
+    """Sampled tokens and turns of episodes, aligned by index."""
 
     tokens: tuple[int, ...]
     turns: tuple[int, ...]
 
 
 def measure_episodes(groups: Iterable[Group]) -> Lengths:
-    """Return the lengths of all successful episodes; a failed one has no known length."""
+    """Return the lengths of all successful episodes. A failed episode has no known length."""
     episodes = [episode for group in groups for episode in group.episodes if episode.failure is None]
     return Lengths(
         tokens=tuple(sum(row.num_trained_tokens for row in episode.trajectories) for episode in episodes),
@@ -30,7 +30,7 @@ def measure_episodes(groups: Iterable[Group]) -> Lengths:
 
 
 def count_truncated(groups: Iterable[Group]) -> tuple[int, int]:
-    """Return how many answers were cut at their limit of tokens, and how many trained tokens these have."""
+    """Return how many answers were cut at their token limit, and how many trained tokens they have."""
     found = {
         (row.session, interaction): num_tokens
         for group in groups
@@ -43,7 +43,7 @@ def count_truncated(groups: Iterable[Group]) -> tuple[int, int]:
 
 
 def describe_lengths(name: str, tokens: Sequence[int], turns: Sequence[int]) -> dict[str, float | int | None]:
-    """Metrics of lengths; their keys begin with ``name``. A mean of no episodes is ``None``."""
+    """Return metrics of lengths, with keys that begin with ``name``. The mean of no episodes is ``None``."""
     metrics: dict[str, float | int | None] = {f"{name}_episodes": len(tokens)}
     for unit, values in (("tokens", tokens), ("turns", turns)):
         metrics[f"{name}_{unit}_mean"] = float(np.mean(values)) if len(values) else None

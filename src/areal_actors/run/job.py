@@ -1,6 +1,6 @@
-"""What a run needs before its event loop is busy: its directory, its problems, its model, its checkpoint.
+"""Load what a run needs before its event loop starts work: run directory, problems, model and checkpoint.
 
-What is opened around that is ``learning``; a run over a dataset is ``training``, one on external sessions ``serving``.
+``learning`` opens the actors around it; ``training`` runs over a dataset and ``serving`` on external sessions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = get_logger(__name__)
 
 @frozen(kw_only=True)
 class ProblemSets:
-    """What agents are run on. Without ``train``, external agents bring theirs."""
+    """The problems that agents are run on. ``train`` is ``None`` if external agents bring their own."""
 
     train: Problems | None = None
     held_out: Problems | None = None
@@ -54,7 +54,7 @@ class ProblemSets:
 
 @frozen(kw_only=True)
 class Job:
-    """What a run needs, loaded."""
+    """The loaded parts of a run."""
 
     config: RunConfig
     directory: RunDirectory
@@ -63,25 +63,25 @@ class Job:
     problems: ProblemSets
     policy: PolicyTrainer
     counters: Mapping[str, Any] | None = field(default=None)
-    """Those of the checkpoint that the run goes on from."""
+    """The counters of the checkpoint that the run resumes from; ``None`` for a new run."""
 
     @property
     def resumed_step(self) -> int | None:
-        """The step of that checkpoint."""
+        """The step of the checkpoint that the run resumes from; ``None`` for a new run."""
         return self.policy.version if self.counters is not None else None
 
 
 def directory_of(config: RunConfig, run_dir: Path | None) -> RunDirectory:
-    """Where the run is written, by an absolute path: what reports and exports name wherever they are read."""
+    """Return the run directory as an absolute path, so that reports and exports name it wherever they are read."""
     return config.run_directory if run_dir is None else RunDirectory(path=run_dir.absolute())
 
 
 @contextmanager
 def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Iterator[None]:
-    """Make the run directory, and hold it while the block runs: two runs in it would prune each other's checkpoints.
+    """Create the run directory and lock it while the block runs; two runs in it would prune each other's checkpoints.
 
-    An earlier run of the same name is set aside, unless it is to go on. Raises ``ConfigError`` if the directory is in
-    use, cannot be written, or has no run to resume.
+    An earlier run of the same name is moved aside unless ``resume`` is set. Raises ``ConfigError`` if the directory is
+    in use, cannot be written, or has no run to resume.
     """
     path = directory.path
     with ExitStack() as stack:
@@ -104,8 +104,8 @@ def _prepare_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
 
 
 def _hold(path: Path, stack: ExitStack) -> None:
-    """Where the file system has no locks, nobody can be kept out."""
-    lock = path.with_name(f".{path.name}.lock")  # beside it, as what is in it may be moved away
+    """Lock ``path`` until ``stack`` closes. On a file system without locks, log a warning and continue without one."""
+    lock = path.with_name(f".{path.name}.lock")  # next to it, since ``set_aside`` may move the directory
     try:
         stack.enter_context(hold(lock, partial(_in_use, path)))
     except OSError as error:
@@ -132,10 +132,10 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_external: bool = False) -> Job:
-    """Everything that blocks: problems (unless they are external), model, tokenizer, checkpoint.
+    """Load problems (unless they are external), model, tokenizer and checkpoint. Blocks.
 
-    A service that was killed before its first checkpoint is resumed with the weights that it began with: what its
-    agents did is in its journal. Raises ``CheckpointError`` for any other run without a checkpoint.
+    A service that was killed before its first checkpoint is resumed with its initial weights: the sessions of its
+    agents are in its journal. Raises ``CheckpointError`` for any other resumed run without a checkpoint.
     """
     for sentence in (*inert_settings(config.trainer), *doubtful_settings(config.trainer)):
         _log.warning("setting", detail=f"trainer.{sentence}")
@@ -158,7 +158,7 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
 
 
 def no_checkpoint(directory: RunDirectory) -> CheckpointError:
-    """What to say where there is nothing to resume; a run that was set aside may be the one that is meant."""
+    """Return the error for a run without a checkpoint. It names the run that was moved aside, if that has one."""
     former = directory.former
     has_one = former is not None and any(former.checkpoints.glob("step-*"))
     advice = f"--run-dir {former.path} goes on with the run before" if former and has_one else "leave --resume out"
@@ -166,12 +166,12 @@ def no_checkpoint(directory: RunDirectory) -> CheckpointError:
 
 
 def load_rendering(config: RunConfig) -> Renderer:
-    """What turns messages into ids and back."""
+    """Load the renderer, which converts between messages and token ids."""
     return load_renderer(resolve_model(config.tokenizer or config.model).path, config=config.renderer)
 
 
 def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
-    """Read the datasets; ``is_external`` ones bring their own problems to train on."""
+    """Load the datasets. If ``is_external``, only the held-out one, since agents bring the problems to train on."""
     problems = held_out = None
     if config.dataset is not None and not is_external:
         problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
@@ -183,10 +183,10 @@ def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
 
 
 def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
-    """The policy that a run begins with, as every process that trains it makes it.
+    """Create the initial policy. Every process that trains it calls this function, with the same result.
 
-    Alone, a process trains on ``trainer.device``; in a gang, the model is on the CPU until it is spread.
-    Raises ``ConfigError`` for a device that is not there.
+    A single process trains on ``trainer.device``. In a gang, the model stays on the CPU until it is sharded. Raises
+    ``ConfigError`` for a device that is not available.
     """
     from areal_actors.training.trainer import PolicyTrainer
 
@@ -203,6 +203,7 @@ def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
 def _place(model: Any, config: TrainerConfig) -> Any:
     import torch
 
+    # The ranks place the model when they form the gang.
     if config.gang.num_processes > 1:
         return model
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

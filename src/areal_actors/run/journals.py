@@ -1,4 +1,4 @@
-"""Opening the journal of a service, where its configuration wants one."""
+"""Open the journal of a service, if its configuration enables one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["open_journal"]
 
 @asynccontextmanager
 async def open_journal(config: JournalConfig, directory: RunDirectory) -> AsyncIterator[Journal | None]:
-    """The journal of the run in ``directory``; ``None`` where there is to be none. Raises ``JournalError``."""
+    """Open the journal of the run in ``directory``, or yield ``None`` if it is disabled. Raises ``JournalError``."""
     if not config.enabled:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Who keeps the weights of a run for servers that receive them, if they are published so: in the trainer's process."""
+"""The weight store of a run, in the trainer's process, for servers that receive published weights over the network."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _MIB = 1 << 20
 
 @frozen(kw_only=True)
 class Keeping:
-    """Where published weights are put, and who gives them to servers."""
+    """The weight store that published weights are put into, and the actor that sends them to servers."""
 
     shelf: Shelf
     keeper: Ref[Weights]
 
     async def find(self) -> Ref[Weights]:
-        """Who gives them; at once."""
+        """Return the actor at once; it is in the same process."""
         return self.keeper
 
 
 async def keep_weights(system: ActorSystem, config: RunConfig, directory: RunDirectory) -> Keeping | None:
-    """Spawn who keeps them in ``system``; ``None`` if weights go other ways."""
+    """Spawn the weight keeper in ``system``; return ``None`` unless ``trainer.publish`` is ``distributed``."""
     trainer = config.trainer
     if trainer.publish is not PublishBy.DISTRIBUTED:
         return None
@@ -50,6 +50,6 @@ async def keep_weights(system: ActorSystem, config: RunConfig, directory: RunDir
 
 @asynccontextmanager
 async def keeping_weights(config: RunConfig, directory: RunDirectory) -> AsyncIterator[Keeping | None]:
-    """As ``keep_weights``, for a block, within which engines open and close."""
+    """Run ``keep_weights`` in an actor system of the block, so that the store outlives the engines opened in it."""
     async with ActorSystem.open(name="weights") as system:
         yield await keep_weights(system, config, directory)

@@ -1,7 +1,7 @@
-"""Issuing, listing and revoking the keys of users from the command line.
+"""Issue, list and revoke the keys of users from the command line.
 
-Two doors lead to the same keys: the file, also while a service on this machine uses it, and the HTTP interface of a
-running service, from anywhere. Both block.
+Keys can be reached in two ways: through the file, even while a service on this machine uses it, and through the HTTP
+API of a running service on any machine. Both block.
 """
 
 from __future__ import annotations
@@ -26,30 +26,33 @@ from areal_actors.proxy.keys import format_key, parse_key_request
 __all__ = ["FileKeys", "KeyDoor", "ServiceKeys", "format_keys", "open_keys"]
 
 Shown = Mapping[str, Any]
-"""A key as ``GET /keys`` shows it."""
+"""A key as ``GET /keys`` returns it."""
 
 _COLUMNS = ("id", "user", "experiment", "trial", "max_sessions", "max_requests_per_minute", "max_tokens_per_day")
 _SECONDS = 30.0
 
 
 class KeyDoor(Protocol):
-    """Where keys are administrated."""
+    """An interface to the keys of a service."""
 
     def create(self, fields: Mapping[str, Any]) -> Shown:
-        """Issue a key as ``POST /keys`` does, ``key`` being its secret."""
+        """Issue a key as ``POST /keys`` does; ``key`` of the result is its secret."""
         ...
 
     def list(self) -> Sequence[Shown]:
-        """Every key, oldest first."""
+        """Return all keys, oldest first."""
         ...
 
     def revoke(self, key: str) -> Shown:
-        """Revoke a key by its id."""
+        """Revoke the key with this id."""
         ...
 
 
 def open_keys(*, store: Path, url: str | None, admin_key: str | None) -> KeyDoor:
-    """The service at ``url`` if there is one, else the file. Raises ``ConfigError`` without the key for a service."""
+    """Return the keys of the service at ``url``, else those in the file ``store``.
+
+    Raises ``ConfigError`` for a service without an admin key.
+    """
     if url is None:
         return FileKeys(path=store)
     if not admin_key:
@@ -59,7 +62,7 @@ def open_keys(*, store: Path, url: str | None, admin_key: str | None) -> KeyDoor
 
 @frozen(kw_only=True)
 class FileKeys:
-    """The keys in a file. A running service notices within its ``users.save_seconds``, and a new key at once."""
+    """The keys in a file. A running service sees a new key at once, and other changes within ``users.save_seconds``."""
 
     path: Path
 
@@ -79,12 +82,12 @@ class FileKeys:
         return {**format_key(issued), "key": issued.secret}
 
     def list(self) -> Sequence[Shown]:
-        """Every key."""
+        """Return all keys."""
         with closing(AccountStore(self.path)) as store:
             return [format_key(issued) for issued in _book_of(store).describe_all(time.time())]
 
     def revoke(self, key: str) -> Shown:
-        """Revoke a key."""
+        """Revoke a key. Revoking it again keeps the first time."""
         with closing(AccountStore(self.path)) as store:
             now = time.time()
             issued = _book_of(store).describe(KeyId(key), now)
@@ -102,7 +105,7 @@ def _book_of(store: AccountStore) -> AccountBook:
 
 @frozen(kw_only=True)
 class ServiceKeys:
-    """The keys of a running service."""
+    """The keys of a running service, reached over HTTP."""
 
     url: str
     admin_key: str = field(repr=False)
@@ -112,7 +115,7 @@ class ServiceKeys:
         return self._send("POST", "/keys", fields)
 
     def list(self) -> Sequence[Shown]:
-        """Every key."""
+        """Return all keys."""
         listed: Sequence[Shown] = self._send("GET", "/keys")["data"]
         return listed
 
@@ -124,6 +127,7 @@ class ServiceKeys:
         headers = {"authorization": f"Bearer {self.admin_key}"}
         body = None if fields is None else {name: value for name, value in fields.items() if value is not None}
         try:
+            # A proxy of the environment would not find a service on this machine.
             with httpx.Client(timeout=_SECONDS, trust_env=False) as http:
                 answer = http.request(method, self.url + path, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -135,7 +139,7 @@ class ServiceKeys:
 
 
 def format_keys(keys: Sequence[Shown]) -> str:
-    """A table for people."""
+    """Format the keys as a table."""
     head = ("KEY", "USER", "EXPERIMENT", "TRIAL", "SESSIONS", "REQ/MIN", "TOKENS/DAY", "TODAY", "STATE")
     rows = [head, *((*(_cell(key[name]) for name in _COLUMNS), str(key["tokens_today"]), _state(key)) for key in keys)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Opening a model by itself: an engine, and the actors that answer for it, without training, capacity or a socket."""
+"""Open a model on its own: an engine and the actors that answer for it, without training, capacity or a socket."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ async def open_engine(
     files: Path | None = None,
     find_weights: FindWeights | None = None,
 ) -> AsyncIterator[Engine]:
-    """The engine for ``model``: a transformers model (shared with nobody) or its directory.
+    """Open the engine for ``model``, which is a transformers model that nothing else uses, or its directory.
 
-    ``files`` is the directory that the model came from, where it is not one: servers are started with it, and given
-    the weights of ``model``. ``find_weights`` finds who keeps what is published later, where it is sent to servers.
+    ``files`` is the directory that the model was loaded from, if ``model`` is not one: servers start with it and then
+    receive the weights of ``model``. ``find_weights`` returns the actor that sends weights published later, if they are
+    sent over the network.
     """
     tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
     if isinstance(config, ServedEngine):
@@ -108,7 +109,7 @@ def _added_tokens(tokenizer: Any) -> dict[str, int]:
 
 @frozen(kw_only=True)
 class ModelOpener:
-    """Opens trained models, each in a system of its own, all with the same settings."""
+    """Opens trained models, each in a separate actor system, all with the same settings."""
 
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
@@ -117,7 +118,7 @@ class ModelOpener:
 
     @asynccontextmanager
     async def __call__(self, model: TrainedModel) -> AsyncIterator[ModelStack]:
-        """Open ``model`` for the length of a block. Files are read in threads.
+        """Open ``model`` while the block lasts. Files are read in threads.
 
         Raises ``ModelError`` for a model that cannot be read.
         """

@@ -1,16 +1,16 @@
-"""A run whose roles live in processes of their own: the same actors, composed wherever they are.
+"""Runs whose roles are in separate processes: the same actors as in one process, placed in workers.
 
 ::
 
-    home ─┬─ directory, listener, scheduler ............................ as long as the run
-          ├─ proxies, engines: workers that are replaced alone ......... as long as the run
-          └─ attempt 1, 2, … : one after another, each from the newest checkpoint
-               ├─ reporter, router of engines, roles that live at home
-               └─ sessions, trainer, rollout: workers that share one fate
+    controller ─┬─ directory, listener, scheduler .................... as long as the run
+                ├─ proxies, engines: workers replaced individually ... as long as the run
+                └─ attempt 1, 2, … : one after another, each from the newest checkpoint
+                     ├─ reporter, router of engines, roles in the controller process
+                     └─ sessions, trainer, rollout: workers that fail together
 
-An engine that dies loses what it was sampling, which goes on at another one; a proxy, its connections. Sessions,
-trainer and rollouts know things of one another that no checkpoint has: if one of them is lost, the others are ended,
-and a new attempt goes on as ``--resume`` does.
+An engine that dies loses its pending requests, which continue on another engine; a proxy loses its connections.
+Sessions, trainer and rollouts share state that no checkpoint contains: if one of them is lost, the others are ended,
+and a new attempt resumes as ``--resume`` does.
 """
 
 from __future__ import annotations
@@ -68,12 +68,16 @@ _log = get_logger(__name__)
 P = TypeVar("P")
 
 _CAUSE_SECONDS = 2.0
-"""How long a failure that may be the consequence of another one waits for that one to be seen."""
+"""How long to wait, after a failure that may be a consequence of another one, for that other failure to be noticed."""
 
 
 @frozen(kw_only=True)
 class PlacedRun:
-    """What to run. ``agent`` is run at home, if rollouts live there; ``announce`` is called when agents may come."""
+    """A run to place.
+
+    ``agent`` is run in the controller process, if the rollout role is there. ``announce`` is called once agents are
+    answered.
+    """
 
     config: RunConfig
     directory: RunDirectory
@@ -86,7 +90,7 @@ class PlacedRun:
 
     @property
     def placed(self) -> dict[Role, RoleConfig]:
-        """The roles that live in workers."""
+        """The roles that run in workers."""
         roles = self.config.scheduler.roles.placed
         if not has_rollouts(self.config, is_service=self.is_service):
             roles.pop(Role.ROLLOUT, None)
@@ -94,12 +98,12 @@ class PlacedRun:
 
     @property
     def at_home(self) -> tuple[Role, ...]:
-        """The roles that do not."""
+        """The roles that run in the controller process."""
         return tuple(role for role in Role if role not in self.placed)
 
 
 async def run_placed(run: PlacedRun) -> None:
-    """Train until the end, and save the results. Raises ``ArealError`` with what went wrong."""
+    """Train to the end and save the results. Raises the ``ArealError`` that ended the run."""
     premises = open_premises(run.config, run.directory, placed=run.placed, admin_key=run.admin_key)
     async with open_interrupts() as interrupts, premises as opened, anyio.create_task_group() as tasks:
         house = _House(run, opened, interrupts)
@@ -109,11 +113,11 @@ async def run_placed(run: PlacedRun) -> None:
 
 
 class _Lost(Exception):
-    """A worker is gone, and with it the attempt."""
+    """A worker was lost, which ends the attempt."""
 
 
 class _House:
-    """Home, while the run lasts."""
+    """The controller process of a placed run."""
 
     def __init__(self, run: PlacedRun, premises: Premises, interrupts: Interrupts) -> None:
         self.run = run
@@ -125,15 +129,19 @@ class _House:
         self._num_attempts = 0
         self._is_announced = False
         self.is_done = False
-        """Whether the results are saved; what fails while the rest is ended is nobody's loss."""
+        """Whether the results are saved. Errors raised after that are logged and ignored."""
 
     @property
     def alone(self) -> tuple[Role, ...]:
-        """Workers that are replaced without anybody else. A proxy that comes back elsewhere is found by nobody."""
+        """The roles whose workers are replaced individually.
+
+        Proxies are among them only if they share the controller's listening socket: a proxy that restarts on another
+        host or port would have a new address, which agents do not know.
+        """
         return (Role.GENERATION,) if self.premises.sockets is None else (Role.GENERATION, Role.PROXY)
 
     def order(self, role: Role, name: str, **options: Any) -> Order:
-        """What the worker of this name is to be."""
+        """Return the order for the worker of this name: its role and settings."""
         run = self.run
         return Order(
             role=role,
@@ -152,7 +160,7 @@ class _House:
         )
 
     def start_lone_workers(self, tasks: TaskGroup) -> None:
-        """Keep proxies and engines up from now on."""
+        """Start background tasks that keep proxies and engines running."""
         for role in self.alone:
             config = self.run.placed.get(role)
             if config is not None:
@@ -165,7 +173,7 @@ class _House:
 
     @asynccontextmanager
     async def _serving(self, name: str, report: Report) -> AsyncIterator[None]:
-        """An engine that serves is one of the replicas."""
+        """Register the engine as a replica while it serves."""
 
         async def locate() -> str:
             return report.address
@@ -179,7 +187,7 @@ class _House:
     # ---------------------------------------------------------------------------------------------- attempts
 
     async def train(self) -> None:
-        """One attempt after another, until one comes to the end."""
+        """Run attempts until one finishes."""
         restarts = Restarts(self.run.config.scheduler.restarts)
         while True:
             gathered = self.premises.household.gathering.round
@@ -193,7 +201,7 @@ class _House:
                 if final is not None:
                     raise final from error
                 if gathered != self.premises.household.gathering.round:
-                    continue  # it was nobody's fault
+                    continue  # the workers were released to make room, which does not count as a failure
                 cause = root_cause(error)
                 if not restarts.allow(now=anyio.current_time()):
                     raise SchedulerError(f"{cause} The run ends after {restarts.describe()}.") from error
@@ -210,7 +218,7 @@ class _House:
             try:
                 await _Attempt(self, begin, self._replicas).run()
             except Exception as error:
-                if find_final(error) is None:  # a worker whose end is seen in a moment says more
+                if find_final(error) is None:  # the exit of a worker, noticed in a moment, may tell more
                     await anyio.sleep(_CAUSE_SECONDS)
                 raise
             tasks.cancel_scope.cancel()
@@ -222,11 +230,11 @@ class _House:
         if final is not None:
             raise final
         if ending.error is not None:
-            await anyio.sleep(_CAUSE_SECONDS)  # it missed somebody, perhaps, who is the cause
+            await anyio.sleep(_CAUSE_SECONDS)  # the cause may be another worker that it could not reach
         raise _Lost(str(ending))
 
     def _find_checkpoint(self) -> tuple[int | None, DataPosition]:
-        """The step to go on from; ``None`` is the beginning."""
+        """Return the step and data position to resume from; the step is ``None`` for the initial weights."""
         from areal_actors.training.checkpoints import find_latest
 
         run = self.run
@@ -234,17 +242,19 @@ class _House:
         found = None if is_first and not run.resume else find_latest(run.directory.checkpoints)
         if found is not None:
             return found.step, parse_position(found.counters["caller"])
+        # A service may have been killed before its first checkpoint: it resumes with its initial weights and its
+        # journal.
         if is_first and run.resume and not run.is_service:
             raise no_checkpoint(run.directory)
         return None, DataPosition()
 
     async def note_endpoint(self, endpoint: Endpoint) -> None:
-        """A proxy at home listens; the next one takes its place."""
+        """Record the endpoint of a proxy in the controller process, so that its successor listens there, too."""
         self._endpoint = endpoint
         await self.premises.directory.ask(EndpointChanged(endpoint=endpoint))
 
     async def announce(self) -> None:
-        """Say once that agents may come."""
+        """Announce the endpoint, the first time that a proxy is ready."""
         endpoint = await self.premises.directory.ask(AwaitEndpoint())
         if self.run.announce is not None and not self._is_announced:
             self._is_announced = True
@@ -252,7 +262,7 @@ class _House:
 
 
 class _Attempt:
-    """What of one attempt lives at home, and how it reaches the rest."""
+    """The part of one attempt that runs in the controller process, with its connections to the workers."""
 
     def __init__(self, house: _House, begin: Callable[..., Order], replicas: ServingReplicas) -> None:
         self._house = house
@@ -265,10 +275,10 @@ class _Attempt:
         self._arrived = anyio.Event()
 
     async def run(self) -> None:
-        """Train, and save the results."""
+        """Train to the end and save the results."""
         async with AsyncExitStack() as stack:
             await self._house.premises.household.wait_whole()
-            await self._open_lines(stack)  # they are closed when nobody here asks any more
+            await self._open_lines(stack)  # first, so that they close after the actors that use them
             system = await stack.enter_async_context(ActorSystem.open(name="home"))
             await self._spawn_own(system, stack)
             tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -281,6 +291,7 @@ class _Attempt:
                 tasks.start_soon(self._house.announce)
                 summary = await _await_training(training)
                 await save_results(self._run.directory, training, await self.find(Progress, "progress"), summary)
+            # An error from here on, while workers are being ended, must not start another attempt.
             self._house.is_done = True
             tasks.cancel_scope.cancel()
 
@@ -288,7 +299,7 @@ class _Attempt:
         return role is not Role.ROLLOUT or has_rollouts(self._run.config, is_service=self._run.is_service)
 
     async def find(self, protocol: type[P], name: str, /) -> Ref[P]:
-        """See ``roles.Finder``."""
+        """Return a ref to the actor of this name. See ``roles.Finder``."""
         role = HOMES[name]
         if role is not None and role in self._lines:
             return self._lines[role].ref(protocol, name)
@@ -308,26 +319,26 @@ class _Attempt:
         return (await self._premises.directory.ask(AwaitReady(worker=worker))).address
 
     async def _spawn_own(self, system: ActorSystem, stack: AsyncExitStack) -> None:
-        """The reporter, and what stands for all engines."""
+        """Spawn the reporter and, if engines run in workers, the router that represents them."""
         run = self._run
         renderer = await to_thread.run_sync(load_rendering, run.config)
         checkpoint = self._begin(Role.TRAINER, "home").checkpoint
         reporter = create_reporter(run.config, run.directory, decode=renderer.decode, resumed_step=checkpoint)
         self._have({"progress": await system.spawn(reporter, name="progress")})
         if Role.GENERATION in run.placed:
-            # A worker may take its time to start.
+            # Requests wait for the first engine as long as a worker may take to start.
             router = RouterConfig(wait_seconds=run.config.scheduler.start_seconds)
             routed = self._replicas.routed(system, router, version=checkpoint or 0)
             generation = await stack.enter_async_context(routed)
             self._have({"generation": generation})
 
     async def _hold(self, role: Role, system: ActorSystem) -> None:
-        """Open a role here, and keep it open."""
+        """Open a role in this process and keep it open."""
         order = self._begin(role, "home")
         agent = self._run.agent if role is Role.ROLLOUT else None
         config = evolve(self._run.config, proxy=self._proxy_config()) if role is Role.PROXY else self._run.config
         async with open_role(Post(config=config, order=order, system=system, find=self.find, agent=agent)) as opened:
-            # At home, the one engine needs no router before it.
+            # In the controller process there is one engine, which needs no router.
             self._have({"generation" if name == REPLICA else name: ref for name, ref in opened.actors.items()})
             if opened.endpoint is not None:
                 await self._house.note_endpoint(opened.endpoint)
@@ -346,13 +357,16 @@ class _Attempt:
 
 
 async def _await_training(training: Ref[Training]) -> TrainingSummary:
-    """To ask again is harmless; whether the trainer still lives is seen by others."""
+    """Wait for the summary, asking again while the trainer is unreachable.
+
+    Repeating the question is harmless, and other tasks detect that the trainer's worker is lost.
+    """
     while True:
         try:
             summary = await training.ask(AwaitTraining())
             if summary.stop_reason != LEAVING or summary.is_finished:
                 return summary
-            await anyio.sleep_forever()  # its worker ends in a moment, and with it the attempt
+            await anyio.sleep_forever()  # its worker exits in a moment, which ends the attempt
         except Unreachable as error:
             _log.info("trainer_out_of_reach", reason=str(error))
             await anyio.sleep(_CAUSE_SECONDS)

@@ -1,6 +1,6 @@
-"""What a placed run stands on as long as it lasts: where home listens, who starts its workers, where agents knock.
+"""The resources of a placed run that outlast its attempts: listener, scheduler, and the socket of the proxies.
 
-What is done on these premises, attempt by attempt, is in ``placement``; how one worker is watched, in ``upkeep``.
+``placement`` runs the attempts on top of them; ``upkeep`` watches the individual workers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _DOORWAY = "doorway.sock"
 
 @frozen(kw_only=True)
 class Premises:
-    """What is there from before the first worker until after the last one.
+    """The resources that exist from before the first worker until after the last one.
 
-    ``sockets`` is the directory of unix sockets, where home has one; ``endpoint`` is there if agents are answered at a
-    socket of home's, which is handed to whichever proxy lives.
+    ``sockets`` is the directory of unix sockets, or ``None`` if the controller listens on TCP. ``endpoint`` is set if
+    agents are answered at a socket that the controller owns and passes to each proxy.
     """
 
     household: Household
@@ -55,11 +55,14 @@ class Premises:
 
     @property
     def doorway(self) -> Path | None:
-        """Where a proxy is handed the socket that it listens at. One at home, or on another host, listens by itself."""
+        """The path at which a proxy receives its listening socket; ``None`` if it opens one itself.
+
+        A proxy in the controller process or on another host opens one itself.
+        """
         return None if self.sockets is None or self.endpoint is None else self.sockets / _DOORWAY
 
     def worker_address(self, name: str) -> str | None:
-        """Where the worker ``name`` listens, if that is decided here."""
+        """Return the address that the worker ``name`` listens at, or ``None`` if it chooses one itself."""
         return None if self.sockets is None else f"unix:{self.sockets}/{name}.sock"
 
 
@@ -67,15 +70,15 @@ class Premises:
 async def open_premises(
     config: RunConfig, directory: RunDirectory, *, placed: Mapping[Role, RoleConfig], admin_key: str | None
 ) -> AsyncIterator[Premises]:
-    """Listen, and be ready to start workers for the roles of ``placed``; all of it is closed at the end.
+    """Listen, and prepare to start workers for the roles in ``placed``. Everything is closed on exit.
 
     Raises:
-        ConfigError: home would listen where nobody finds it.
-        SchedulerError: there is no room for the roles.
+        ConfigError: the workers could not reach the controller's address.
+        SchedulerError: there are not enough resources for the roles.
     """
     scheduling, secret = config.scheduler, secrets.token_bytes(32)
     async with AsyncExitStack() as stack:
-        # A path of its own: that of a run may be longer than the name of a socket can be.
+        # A temporary path, since the run's may exceed the length limit of socket names (about 100 bytes).
         sockets = Path(stack.enter_context(TemporaryDirectory(prefix="areal-")))
         system = await stack.enter_async_context(ActorSystem.open(name="home"))
         workers = await system.spawn(DirectoryActor(), name="directory")
@@ -100,7 +103,10 @@ async def open_premises(
 
 
 def home_address(config: SchedulerConfig, sockets: Path) -> str:
-    """Where home listens; sockets lie in ``sockets``. Raises ``ConfigError`` for a host that nobody would find."""
+    """Return the controller's address; unix sockets are created in ``sockets``.
+
+    Raises ``ConfigError`` if other machines cannot reach it: this host's name resolves to loopback only.
+    """
     if config.address is not None:
         return config.address
     if config.type is SchedulerType.LOCAL:
@@ -134,7 +140,7 @@ def _open_scheduler(
 async def _open_local(
     config: RunConfig, directory: RunDirectory, placed: Mapping[Role, RoleConfig]
 ) -> AsyncIterator[Scheduler]:
-    """Children of this process; all of them have to find room at once, because each waits for the others."""
+    """Open the local scheduler. All roles have to fit at the same time, since each waits for the others."""
     async with LocalScheduler.open(config.scheduler.local, logs=directory.logs / "workers") as scheduler:
         wanted = [
             settings.resources.times(config.num_tasks(role))
@@ -147,7 +153,7 @@ async def _open_local(
 
 @asynccontextmanager
 async def _open_doorway(proxy: ProxyConfig, path: Path, *, admin_key: str | None) -> AsyncIterator[Endpoint]:
-    """Where agents are answered, by whichever proxies there are, and the key that opens them."""
+    """Open the socket at which proxies answer agents, and yield its URL and admin key."""
     key = proxy.admin_key or admin_key or create_admin_key()
     with bind(evolve(proxy, admin_key=key)) as listener:
         async with handing_out(listener, path):

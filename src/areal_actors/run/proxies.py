@@ -1,9 +1,9 @@
-"""Several proxies in front of one service: processes of their own that listen on the same port.
+"""Several proxies for one service: separate processes that listen on the same port.
 
-A proxy owns no facts, so any of them can answer for any session, and the kernel is router enough: all listen on one
-port (``SO_REUSEPORT``), and each connection goes to one of them. The proxy of the service's own process is one; the
-others are workers (``worker``) whose neighbours all live at home. One that dies is replaced; the clients of its
-connections send again.
+A proxy owns no state, so any of them can answer for any session, and the kernel routes: all listen on one port
+(``SO_REUSEPORT``), and each connection goes to one of them. One proxy is in the service's process; the others are
+workers (``worker``) that reach all other roles in the controller process. A proxy that dies is replaced; the clients of
+its connections retry.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from areal_actors.schedulers.local import LocalScheduler
 __all__ = ["Proxies", "open_proxies"]
 
 _UNLIMITED = 1_000_000
-"""A proxy that dies again and again costs the service nothing else."""
+"""The restart limit of proxies: a proxy that dies repeatedly does not affect the rest of the service."""
 
 
 class Proxies:
-    """How many of the proxies beside the first one serve."""
+    """The additional proxies that are ready, not counting the one in the service's process."""
 
     def __init__(self) -> None:
         self._up: set[str] = set()
@@ -44,17 +44,17 @@ class Proxies:
 
     @property
     def num_up(self) -> int:
-        """Those that have said so and have not ended."""
+        """Number of additional proxies that are ready and have not exited."""
         return len(self._up)
 
     async def wait_for(self, num: int) -> None:
-        """Until exactly ``num`` of them serve."""
+        """Wait until exactly ``num`` additional proxies are ready."""
         while self.num_up != num:
             await self._changed.wait()
 
     @asynccontextmanager
-    async def serving(self, name: str, report: Report) -> AsyncIterator[None]:  # noqa: ARG002 - where is no matter
-        """One is up while the block lasts."""
+    async def serving(self, name: str, report: Report) -> AsyncIterator[None]:  # noqa: ARG002 - a callback
+        """Count the proxy ``name`` as ready while the block lasts."""
         self._note(name, is_up=True)
         try:
             yield
@@ -69,10 +69,10 @@ class Proxies:
 
 @asynccontextmanager
 async def open_proxies(inference: Inference, *, num_more: int, config: Path, logs: Path) -> AsyncIterator[Proxies]:
-    """Start ``num_more`` proxies beside the one of ``inference``, which has to listen on a shared port.
+    """Start ``num_more`` proxies in addition to the one of ``inference``, which must listen on a shared port.
 
-    ``config`` is the file with the service's settings; ``logs`` a directory for what the processes say. They are there
-    some seconds later, and all end with the block.
+    ``config`` is the file with the service's settings, and ``logs`` a directory for the output of the processes. The
+    proxies are ready some seconds later, and all end with the block.
     """
     proxies = Proxies()
     if num_more == 0:
@@ -81,7 +81,7 @@ async def open_proxies(inference: Inference, *, num_more: int, config: Path, log
     secret = secrets.token_bytes(32)
     directory = await inference.system.spawn(DirectoryActor(), name="directory")
     exposed = {"directory": directory, **_actors_of(inference)}
-    # A path of its own: that of a run may be longer than the name of a socket can be.
+    # A temporary path, since the run's may exceed the length limit of socket names (about 100 bytes).
     with TemporaryDirectory(prefix="areal-") as sockets:
         address = f"unix:{sockets}/home.sock"
         async with (
@@ -101,12 +101,13 @@ async def open_proxies(inference: Inference, *, num_more: int, config: Path, log
 
 
 def _order(inference: Inference, config: Path, *, listen: str) -> Order:
-    """A proxy on the port of the first one."""
+    """Return the order for a proxy that listens on the port of the first one."""
     return Order(
         role=Role.PROXY,
         config=config.absolute(),
         directory=config.absolute().parent,
         lease_seconds=SchedulerConfig().lease_seconds,
+        # All other roles are in the service's process, which is the controller of these workers.
         at_home=tuple(Role),
         has_intake=inference.intake is not None,
         has_accounts=inference.accounts is not None,

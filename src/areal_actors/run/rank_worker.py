@@ -1,7 +1,8 @@
-"""What a rank of a training gang runs: it makes its policy, offers its actor, and trains along (``ranks``).
+"""The process of a rank of a training gang: it creates its policy, exposes its actor, and trains along (``ranks``).
 
-A child of the first rank is told everything on its standard input. A task of a job knows what its worker knows, and
-asks at home what the worker is to be, and where it listens. Both leave when the first rank is gone.
+A child of the first rank reads all settings from its standard input. A task of a cluster's job has the same bootstrap
+message as its worker, and asks the controller for the worker's order and for the address at which to join. Both exit
+when the first rank is gone.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["FIRST_WORD_SECONDS", "serve_rank", "serve_task"]
 
 FIRST_WORD_SECONDS = 60.0
-"""How long a process looks for home before it knows what to be. Until then it has no lease that would end it."""
+"""How long a process waits for its order from the controller. Until it has one, it has no lease that would end it."""
 
 Leaving = Callable[[anyio.CancelScope], Coroutine[Any, Any, None]]
-"""Cancels the scope when it is time to leave."""
+"""A function that cancels the scope when the rank has to exit."""
 
 
 async def serve_rank(order: Mapping[str, Any]) -> None:
-    """Be a rank that the first one has started, until that one is gone."""
+    """Run a rank that the first rank has started as a child, until the first rank is gone."""
     config = await to_thread.run_sync(load_config, Path(order["config"]))
     checkpoints = Path(order["checkpoints"]) if order["is_resumed"] else None
     policy = await to_thread.run_sync(_load_policy, config, checkpoints)
@@ -50,11 +51,11 @@ async def serve_rank(order: Mapping[str, Any]) -> None:
 
 
 async def serve_task(bootstrap: Bootstrap, home: Line) -> None:
-    """Be a rank that a cluster has started beside its worker, until that one is gone.
+    """Run a rank that a cluster has started together with its worker, until the worker is gone.
 
     Raises:
-        Conflict: a later life of the worker has begun.
-        GangError: the worker has not said in time where to join it.
+        Conflict: a later incarnation of the worker has started.
+        GangError: the worker has not reported in time where to join it.
     """
     directory = home.ref(Directory, "directory")
     asked = FetchOrder(worker=bootstrap.name, life=bootstrap.life, rank=bootstrap.rank)
@@ -64,7 +65,7 @@ async def serve_task(bootstrap: Bootstrap, home: Line) -> None:
     policy = await to_thread.run_sync(_load_policy, config, checkpoints)
     address = await _find_first(bootstrap, home, seconds=config.scheduler.start_seconds)
     async with _joined(policy, address, secret=bootstrap.secret, node=bootstrap.node) as joined:
-        # The cluster tells all tasks alike. What to do about it is the worker's affair, who may need us for that.
+        # The cluster signals all tasks. Only the worker reacts: it may need this rank to save a checkpoint.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         await joined.stay()
@@ -90,13 +91,13 @@ def _load_policy(config: RunConfig, checkpoints: Path | None) -> PolicyTrainer:
 
 @frozen(kw_only=True)
 class _Joined:
-    """A rank that the first one can reach."""
+    """A rank that is connected to the first one."""
 
     peer: Peer
     failed: anyio.Event
 
     async def stay(self, *leaving: Leaving) -> None:
-        """Until the first one is gone, this one is of no more use, or one of ``leaving`` says so."""
+        """Wait until the first rank is gone, this rank has failed, or one of ``leaving`` cancels."""
         async with anyio.create_task_group() as tasks:
             for one in leaving:
                 tasks.start_soon(one, tasks.cancel_scope)
@@ -111,8 +112,8 @@ class _Joined:
 
 @asynccontextmanager
 async def _joined(policy: PolicyTrainer, address: str, *, secret: bytes, node: str) -> AsyncIterator[_Joined]:
-    """Offer the policy to whoever listens at ``address``."""
-    from areal_actors.actors.gang import RankActor  # torch takes seconds, and other workers do without
+    """Expose the policy to the first rank, which listens at ``address``."""
+    from areal_actors.actors.gang import RankActor  # torch takes seconds to import, and other workers do not need it
 
     async with ActorSystem.open() as system:
         actor = RankActor(policy)

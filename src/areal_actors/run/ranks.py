@@ -1,8 +1,9 @@
-"""The other ranks of a training gang: child processes of the first one, or tasks of one job of a cluster.
+"""The other ranks of a training gang: child processes of the first rank, or tasks of the same cluster job.
 
-Each is started as ``areal_actors.worker``, makes the same policy from the same files, and offers its actor: a child
-over a unix socket, and ends with us (``open_ranks``); a task, which the cluster has started with us on whichever node,
-where we have said at home that we listen (``expect_ranks``). What a rank does is ``rank_worker``.
+Each is started as ``areal_actors.worker``, creates the same policy from the same files, and exposes its actor. A child
+connects over a unix socket and ends with the first rank (``open_ranks``). A task, which the cluster has started
+together with the first rank on any node, connects to the address that the first rank has reported to the controller
+(``expect_ranks``). ``rank_worker`` is the other side.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from areal_actors.schedulers.bootstrap import Bootstrap
 __all__ = ["RankOpener", "expect_ranks", "open_ranks"]
 
 RankOpener = Callable[[Job], AbstractAsyncContextManager[GangMembers]]
-"""Has ``trainer.gang.num_processes - 1`` ranks for the length of a block."""
+"""A function that has ``trainer.gang.num_processes - 1`` ranks running while the block lasts."""
 
 _COMMAND = (sys.executable, "-m", "areal_actors.worker")
 _START_SECONDS = 300.0
@@ -42,7 +43,7 @@ _AGAIN_SECONDS = 0.1
 
 @frozen(kw_only=True)
 class _Order:
-    """What a rank is told on its standard input."""
+    """The order that a rank reads from its standard input."""
 
     address: str
     secret: bytes = field(repr=False)
@@ -63,10 +64,10 @@ class _Order:
 
 @asynccontextmanager
 async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIterator[GangMembers]:
-    """Start the ranks on this machine, side by side, and wait until each has its policy.
+    """Start the ranks on this machine, in parallel, and wait until each has its policy.
 
-    What they say is in ``logs`` of the run's directory. Raises ``GangError`` if one does not come up, or is gone again
-    before the last one has.
+    Their output is in ``logs`` of the run's directory. Raises ``GangError`` if one does not come up, or exits before
+    the last one is ready.
     """
     num_more = job.config.trainer.gang.num_processes - 1
     if num_more == 0:
@@ -74,12 +75,12 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
         return
     secret = secrets.token_bytes(32)
     async with AsyncExitStack() as stack:
-        # A path of its own: that of a run may be longer than the name of a socket can be.
+        # A temporary path, since the run's may exceed the length limit of socket names (about 100 bytes).
         directory = stack.enter_context(TemporaryDirectory(prefix="areal-"))
         address = f"unix:{directory}/ranks.sock"
         listener = await stack.enter_async_context(listen(address, secret=secret))
         tasks = await stack.enter_async_context(anyio.create_task_group())
-        stack.callback(tasks.cancel_scope.cancel)  # when all have ended, whoever may still hold their pipes
+        stack.callback(tasks.cancel_scope.cancel)  # stop reading, even if a grandchild keeps a pipe open
         order = _Order(address=address, secret=secret, job=job)
         names = [f"rank-{number}" for number in range(1, num_more + 1)]
         children = [await stack.enter_async_context(_child(job, name, command)) for name in names]
@@ -93,9 +94,10 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
 async def expect_ranks(
     job: Job, *, bootstrap: Bootstrap, listener: Listener, directory: Ref[Directory]
 ) -> AsyncIterator[GangMembers]:
-    """Have the tasks that a cluster has started with us join us at ``listener``, and wait until each has its policy.
+    """Accept the tasks that a cluster has started with this one, at ``listener``, and wait until each has its policy.
 
-    They leave when we do. What all of us say is in the log of the job. Raises ``GangError`` if one does not come.
+    They exit when this process does. The output of all is in the log of the job. Raises ``GangError`` if one does not
+    join.
     """
     names = [bootstrap.name_of(rank) for rank in range(1, job.config.trainer.gang.num_processes)]
     await directory.ask(ReportGang(worker=bootstrap.name, life=bootstrap.life, address=listener.address))
@@ -137,13 +139,13 @@ async def _child(job: Job, name: str, command: Sequence[str]) -> AsyncIterator[C
 
 
 async def _read_output(child: Child) -> None:
-    """Libraries print there; nobody shall have to wait for room in the pipe."""
+    """Read standard output, where libraries print, into the log; a full pipe would block the rank."""
     assert child.process.stdout is not None
     await read_all(child.process.stdout, lambda chunk: child.log.write(chunk, is_last_words=False))
 
 
 async def _members(listener: Listener, order: _Order, children: Mapping[str, Child]) -> GangMembers:
-    """Those that have come up, once all have. None may be gone again by then."""
+    """Return the ranks once all have joined. Raises ``GangError`` if one exits before that."""
     refs: dict[str, Ref[Ranks]] = {}
     failed: list[str] = []
     async with anyio.create_task_group() as starting:
@@ -168,7 +170,7 @@ async def _members(listener: Listener, order: _Order, children: Mapping[str, Chi
 
 async def _start(child: Child, order: _Order, name: str) -> None:
     assert child.process.stdin is not None
-    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has ended: seen in a moment
+    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has exited, which _miss reports
         await child.process.stdin.send(order.to_line(name))
 
 
@@ -179,7 +181,7 @@ async def _miss(child: Child, name: str, failed: list[str], scope: anyio.CancelS
 
 
 async def _join(listener: Listener, name: str) -> Ref[Ranks]:
-    """A connection that is lost belongs to a process that ends in a moment."""
+    """Return a ref to the rank, accepting another connection if one is lost before it exposes its actor."""
     while True:
         with suppress(Unreachable):
             return await _ref(await listener.wait_for(name))
@@ -187,6 +189,6 @@ async def _join(listener: Listener, name: str) -> Ref[Ranks]:
 
 
 async def _ref(peer: Peer) -> Ref[Ranks]:
-    """What a node exposes is told right after it has connected."""
+    """Wait until the peer exposes its actor, which it does right after connecting."""
     await peer.wait_exposed("rank")
     return peer.ref(Ranks, "rank")

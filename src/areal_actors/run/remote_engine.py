@@ -1,8 +1,8 @@
-"""Inference with a trained model by experiment and trial, from Python: ``RemoteSGLangEngine``.
+"""Generation with a trained model, named by experiment and trial, from Python: ``RemoteSGLangEngine``.
 
-The name is the one that programs of other systems import. Who answers is either a service of this library that runs
-somewhere and is asked over HTTP (``_OverHttp``), or the embedded engine with the weights from this machine's disk
-(``_AtHome``). Both read the same request, in the words of OpenAI's protocol.
+Programs written for other systems import this class name. Requests are answered either by a running service of this
+library over HTTP (``_OverHttp``), or by the embedded engine with weights from this machine's disk (``_AtHome``). Both
+read the same request, in the format of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _FORGET_SECONDS = 5.0
 
 @frozen(kw_only=True)
 class GeneratedText:
-    """One answer. ``stop_reason`` is ``stop`` or ``length``; ``model`` is the ``experiment/trial`` that answered.
+    """One generated answer.
 
-    ``output_tokens`` and ``output_logprobs`` are the sampled ids and their log-probabilities where the weights are on
-    this machine; a service answers in text alone, and they are ``None``.
+    ``stop_reason`` is ``stop`` or ``length``; ``model`` is the ``experiment/trial`` that answered. ``output_tokens``
+    and ``output_logprobs`` are the sampled ids and their log-probabilities if the weights are on this machine. A
+    service returns text only, and they are ``None``.
     """
 
     text: str
@@ -56,18 +57,18 @@ class GeneratedText:
 
 
 class _Answerer(Protocol):
-    """What generates: elsewhere, or at home."""
+    """A backend that generates: a service, or the embedded engine."""
 
     async def answer(self, body: Mapping[str, Any]) -> GeneratedText:
-        """Answer a request of OpenAI's protocol; a plain completion where it has a ``prompt``."""
+        """Answer a request in the format of OpenAI's API; one with a ``prompt`` is a plain completion."""
         ...
 
     async def aclose(self) -> None:
-        """Free what was opened; it opens again when it is asked again."""
+        """Release resources. The next request opens them again."""
         ...
 
     def close_soon(self) -> None:
-        """The same, without waiting for it."""
+        """Release resources without waiting."""
         ...
 
 
@@ -82,8 +83,8 @@ class RemoteSGLangEngine:
         print(response.text)
         await engine.aclose()
 
-    What it needs is opened by the first ``agenerate``, in the event loop that awaits it, asyncio or trio. ``async
-    with`` closes it at the end of a block. A loop that ends closes it, too.
+    The first ``agenerate`` opens the engine, in the event loop that awaits it, asyncio or trio. ``async with`` closes
+    it at the end of a block; it is also closed when its event loop ends.
     """
 
     def __init__(self, config: InferenceConfig | None = None) -> None:
@@ -102,22 +103,23 @@ class RemoteSGLangEngine:
         fileroot: Path | str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Self:
-        """Say which model it is; nothing is loaded yet.
+        """Select the model. Nothing is loaded yet.
 
         Args:
             experiment_name: the experiment.
-            trial_name: its trial; may be left out at home, where only one trial has weights.
-            user: who asks, told to a service.
-            base_url: a service that is running, such as ``http://host:8000/v1``; else ``AREAL_BASE_URL`` or
-                ``OPENAI_BASE_URL`` of the environment. Without any, the weights are taken from ``fileroot``.
-            api_key: the key of a session there, or the admin key; else ``AREAL_API_KEY`` or ``OPENAI_API_KEY``.
-            fileroot: where runs are written on this machine, ``runs`` by default. Naming it decides for the weights at
-                home, whatever the environment says.
-            environment: read in the place of the process's own.
+            trial_name: its trial; optional for weights on disk if only one trial has weights.
+            user: the user on whose behalf a service is asked.
+            base_url: a running service, such as ``http://host:8000/v1``; defaults to ``AREAL_BASE_URL`` or
+                ``OPENAI_BASE_URL`` of the environment. Without any, the weights are loaded from ``fileroot``.
+            api_key: the key of a session of that service, or its admin key; defaults to ``AREAL_API_KEY`` or
+                ``OPENAI_API_KEY``.
+            fileroot: the directory of this machine's runs, ``runs`` by default. If given, the weights are loaded from
+                it, even if the environment names a service.
+            environment: replaces the environment of the process.
 
         Raises:
-            ModelError: there are no such weights; says which there are. A service is not asked yet.
-            ConfigError: ``base_url`` and ``fileroot`` contradict each other, or a service is asked for no trial.
+            ModelError: the weights do not exist; the message lists those that do. A service is not asked yet.
+            ConfigError: both ``base_url`` and ``fileroot`` are given, or a service is named without a trial.
         """
         if base_url is not None and fileroot is not None:
             raise ConfigError("base_url asks a service and fileroot takes weights from disk; name one of them.")
@@ -143,15 +145,15 @@ class RemoteSGLangEngine:
         gconfig: GenerationConfig | None = None,
         **sampling: Any,
     ) -> GeneratedText:
-        """Answer ``prompt``: one question, or the messages of a conversation; or continue ``input_ids`` as they are.
+        """Answer ``prompt``, a question or the messages of a conversation, or continue the token ids ``input_ids``.
 
-        ``gconfig`` says how to sample, and ``sampling`` changes single settings of it (``temperature``, ``greedy``,
+        ``gconfig`` holds the sampling settings, and ``sampling`` overrides single ones (``temperature``, ``greedy``,
         ``max_new_tokens`` …). Cancelling aborts the generation.
 
         Raises:
-            InvalidRequest: there is no prompt, or more than one; or a setting that makes no sense.
+            InvalidRequest: there is no prompt, or more than one, or a setting is invalid.
             ModelError: the weights cannot be read, or the service does not know the model.
-            RequestError: the service refuses, or cannot be reached (``Unavailable``).
+            RequestError: the service refuses the request, or cannot be reached (``Unavailable``).
             ConfigError: ``initialize`` was not called.
         """
         if self._answerer is None:
@@ -162,21 +164,21 @@ class RemoteSGLangEngine:
         return await self._answerer.answer(body if self._user is None else body | {"user": self._user})
 
     async def aclose(self) -> None:
-        """Close what ``agenerate`` opened, and wait for it; twice is fine."""
+        """Close what ``agenerate`` opened, and wait for it. Idempotent."""
         if self._answerer is not None:
             await self._answerer.aclose()
 
     def destroy(self) -> None:
-        """Close from code that cannot wait. What runs still ends by being aborted, soon after."""
+        """Close without waiting, from synchronous code. Running generations are aborted soon after."""
         if self._answerer is not None:
             self._answerer.close_soon()
 
     async def __aenter__(self) -> Self:
-        """Nothing is opened before the first question."""
+        """Return the engine; nothing is opened before the first request."""
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Close."""
+        """Close the engine. Shielded from cancellation."""
         with anyio.CancelScope(shield=True):
             await self.aclose()
 
@@ -199,7 +201,7 @@ def _body(prompt: str | Sequence[Mapping[str, Any]] | None, input_ids: Sequence[
 
 
 def _parameters(gconfig: GenerationConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as OpenAI's protocol has them, with the names of other engines for what it lacks."""
+    """Convert sampling settings to parameters of OpenAI's API, with the extensions that other engines use."""
     try:
         gconfig = evolve(gconfig, **changes)
     except (TypeError, ValueError) as error:
@@ -220,7 +222,7 @@ def _parse(body: Mapping[str, Any]) -> CompletionRequest:
 
 
 class _AtHome:
-    """The embedded engine, opened by the first who asks and closed with its loop at the latest."""
+    """The embedded engine, opened by the first request and closed with its event loop at the latest."""
 
     def __init__(self, model: TrainedModel, opener: ModelOpener) -> None:
         self._model = model
@@ -237,12 +239,13 @@ class _AtHome:
             credential = Credential(session=opened.session)
             (answer,) = await stack.sessions.ask(Complete(credential=credential, request=request))
         finally:
+            # Shielded: a cancelled request must not leave its session behind.
             with anyio.move_on_after(_FORGET_SECONDS, shield=True):
                 await stack.sessions.tell(ForgetSession(session=opened.session))
         return _generated(answer, self._model.name)
 
     async def _open(self) -> ModelStack:
-        if self._loop is not loop_identity():  # what an earlier loop had opened has ended with it
+        if self._loop is not loop_identity():  # an engine of an earlier loop has ended with that loop
             self._host, self._loop, self._opening = None, loop_identity(), anyio.Lock()
         async with self._opening:
             if self._host is None or not self._host.is_open:
@@ -279,7 +282,10 @@ def _generated(answer: Answer, model: str) -> GeneratedText:
 
 
 class _OverHttp:
-    """A service that is running. It is asked once whether it knows the model: its policy answers to any other name."""
+    """A running service.
+
+    Its model list is checked once, before the first request: the service would answer an unknown name with its policy.
+    """
 
     def __init__(self, model: str, base_url: str, api_key: str) -> None:
         self._model = model

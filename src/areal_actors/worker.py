@@ -1,15 +1,15 @@
-"""What a process runs that was started for one part of a run: ``python -m areal_actors.worker``.
+"""The entry point of worker processes, each of which runs one part of a run: ``python -m areal_actors.worker``.
 
 ::
 
-    bootstrap ──▶ connect home ──▶ FetchOrder ──▶ open the role ──▶ ReportReady ──▶ KeepLease, again and again
+    bootstrap ──▶ connect to the controller ──▶ FetchOrder ──▶ open the role ──▶ ReportReady ──▶ KeepLease, repeatedly
 
-It is told who it is and where home is on its standard input or in a file (``schedulers.bootstrap``); at home it asks
-what to be. What a role is made of is ``run.roles``; who starts workers and misses them is ``run.upkeep``. A worker ends
-when it is told to, when its standard input does (then whoever started it is gone), when another life has taken its
-place, and when home was out of reach for longer than its lease. On a cluster it may then stay where it is, and begin
-afresh with the next home of its run (``schedulers.rejoining``). Where a cluster has started several processes as one
-worker, the first is the worker, and the others are ranks of its gang (``run.rank_worker``).
+A worker reads its name and the controller's address from its standard input or from a file (``schedulers.bootstrap``),
+and requests its role from the controller. ``run.roles`` opens the role; ``run.upkeep`` starts and watches workers. A
+worker exits when it is told to, when its standard input ends (its parent is gone), when a later incarnation has
+replaced it, or when the controller was unreachable for longer than the lease. On a cluster it may then keep its
+allocation and start again with the next controller of its run (``schedulers.rejoining``). If a cluster has started
+several processes as one worker, the first is the worker and the others are ranks of its gang (``run.rank_worker``).
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ _EXIT_FAILED = 1
 _SIGNS_PER_LEASE = 4
 _LAST_WORDS_SECONDS = 2.0
 _LOOK_SECONDS, _LOOK_AT_HOME_SECONDS = 1.0, 5.0
-"""How often it is asked whether there is a later home, while home is out of reach, and while it is not."""
+"""Seconds between two checks for a later controller, while this one is unreachable, and while it is connected."""
 
 
 class _Left(Exception):
-    """The worker has saved what it had, and goes."""
+    """The worker has saved its state and exits, to be started again."""
 
 
 class _HomeLost(Exception):
-    """Home is out of reach for too long, or another one has taken its place."""
+    """The controller was unreachable for too long, or another one has replaced it."""
 
 
 def main() -> NoReturn:
-    """Be what home says, until it is over."""
+    """Run the worker and exit with its status."""
     raise_open_files_limit()
     with logging_to_stream():
         line = "" if BOOTSTRAP_VARIABLE in os.environ else sys.stdin.readline()
@@ -98,7 +98,7 @@ def main() -> NoReturn:
 
 
 def _rank_order(line: str) -> Mapping[str, Any] | None:
-    """What a rank of a gang is told, which the first rank starts by itself (``run.ranks``)."""
+    """Return the order of a rank that the first rank has started (``run.ranks``), or ``None`` for other processes."""
     try:
         order = json.loads(line)
     except ValueError:
@@ -107,13 +107,14 @@ def _rank_order(line: str) -> Mapping[str, Any] | None:
 
 
 async def _live(bootstrap: Bootstrap) -> int:
-    """The whole life; returns the exit code."""
+    """Run the worker to its end and return the exit code."""
     async with anyio.create_task_group() as tasks:
+        # Only then is standard input a pipe from the parent.
         if BOOTSTRAP_VARIABLE not in os.environ:
             tasks.start_soon(until_orphaned, tasks.cancel_scope)
         if bootstrap.rank == 0:
             tasks.start_soon(until_signalled, tasks.cancel_scope)
-        else:  # a warning is for the first process; one that nobody heeds would end this one
+        else:  # the first process handles the warning; by default it would end this one
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         code = await _work(bootstrap)
         tasks.cancel_scope.cancel()
@@ -122,6 +123,7 @@ async def _live(bootstrap: Bootstrap) -> int:
 
 
 async def _work(bootstrap: Bootstrap) -> int:
+    # Each attempt to connect uses the next address.
     addresses = cycle(bootstrap.addresses)
 
     async def locate() -> str:
@@ -135,15 +137,18 @@ async def _work(bootstrap: Bootstrap) -> int:
                 tasks.start_soon(_until_superseded, bootstrap, home)
                 await (_serve_rank if bootstrap.rank else _serve)(bootstrap, home)
                 tasks.cancel_scope.cancel()
-        except Exception as error:  # noqa: BLE001 - home is told, and the log has it all
+        except Exception as error:  # noqa: BLE001 - logged, and reported to the controller
             return await _explain(bootstrap, home, error)
         if bootstrap.rank and (not home.is_connected or await _is_superseded(bootstrap)):
-            return HOME_LOST  # which may be why the first process of the gang has gone; it would be home's to say
+            return HOME_LOST  # the likely reason why the first process of the gang is gone
     return 0
 
 
 async def _explain(bootstrap: Bootstrap, home: Line, error: Exception) -> int:
-    """Tell why the worker ends; returns the exit code. Whoever misses home, and cannot tell it, misses it."""
+    """Report to the controller why the worker ends, and return the exit code.
+
+    An error that could not be reported, because the controller is unreachable, counts as a lost controller.
+    """
     if any(isinstance(leaf, _Left) for leaf in leaves(error)):
         return RUN_AGAIN
     lost = next((leaf for leaf in leaves(error) if isinstance(leaf, _HomeLost)), None)
@@ -156,10 +161,10 @@ async def _explain(bootstrap: Bootstrap, home: Line, error: Exception) -> int:
 
 
 async def _until_superseded(bootstrap: Bootstrap, home: Line) -> None:
-    """Raises ``_HomeLost`` when there is a later home."""
+    """Raise ``_HomeLost`` once a later controller of the run has started."""
     if not bootstrap.rejoin_seconds:
         return
-    while not await _is_superseded(bootstrap):  # noqa: ASYNC110 - it is said in a file
+    while not await _is_superseded(bootstrap):  # noqa: ASYNC110 - the next controller writes a file
         await anyio.sleep(_LOOK_AT_HOME_SECONDS if home.is_connected else _LOOK_SECONDS)
     raise _lost(bootstrap, f"another home of this run has taken the place of home {bootstrap.epoch}")
 
@@ -169,7 +174,10 @@ async def _is_superseded(bootstrap: Bootstrap) -> bool:
 
 
 def _lost(bootstrap: Bootstrap, why: str) -> _HomeLost:
-    """The worker has to let go now. A role that cannot be ended is ended with its process, and its job."""
+    """Create the error, and set a deadline for the role to end.
+
+    If the role has not ended after ``rejoin_seconds``, SIGALRM ends the process, and with it its job.
+    """
     signal.alarm(ceil(bootstrap.rejoin_seconds))
     return _HomeLost(why)
 
@@ -191,6 +199,7 @@ async def _serve(bootstrap: Bootstrap, home: Line) -> None:
     config = await to_thread.run_sync(load_config, order.config)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(anyio.create_task_group())
+        # Renewed from the start, since opening a role (loading a model) may take longer than the lease.
         tasks.start_soon(_keep_lease, bootstrap, directory, order.lease_seconds)
         lines = await stack.enter_async_context(_open_lines(bootstrap, order, home, needs_of(order.role, config)))
         listener = await stack.enter_async_context(_listen(bootstrap, order))
@@ -204,6 +213,7 @@ async def _serve(bootstrap: Bootstrap, home: Line) -> None:
             open_ranks=open_ranks if bootstrap.num_tasks == 1 else ranks,
         )
         opened = await stack.enter_async_context(open_role(post))
+        # Exposed before the report: others connect as soon as the controller knows that the worker is ready.
         for name, ref in opened.actors.items():
             listener.expose(name, ref)
         report = Report(address=listener.address, endpoint=opened.endpoint)
@@ -213,9 +223,10 @@ async def _serve(bootstrap: Bootstrap, home: Line) -> None:
 
 
 async def _until_warned(training: Ref[Training] | None) -> None:
-    """A cluster that wants its node back says so before (SIGUSR1): a trainer saves what it has, and goes on elsewhere.
+    """Wait for SIGUSR1, by which a cluster warns that it will reclaim the node.
 
-    Others have nothing to save, and stay until they are ended.
+    A trainer then saves its state and raises ``_Left``, to continue on another node. Other roles have nothing to save,
+    and continue until they are ended.
     """
     from areal_actors.run.roles import LEAVING
 
@@ -228,13 +239,13 @@ async def _until_warned(training: Ref[Training] | None) -> None:
 
 
 class _Finder:
-    """See ``run.roles.Finder``."""
+    """A finder of refs; see ``run.roles.Finder``."""
 
     def __init__(self, order: Order, home: Line, lines: dict[Role, Line]) -> None:
         self._order, self._home, self._lines = order, home, lines
 
     async def __call__(self, protocol: type[P], name: str, /) -> Ref[P]:
-        """At home, or in the worker of the role that the actor belongs to."""
+        """Return a ref to the actor in the controller process, or in the worker of the actor's role."""
         from areal_actors.run.roles import HOMES
 
         role = HOMES[name]
@@ -246,7 +257,7 @@ class _Finder:
 async def _open_lines(
     bootstrap: Bootstrap, order: Order, home: Line, needs: Sequence[Role]
 ) -> AsyncIterator[dict[Role, Line]]:
-    """A line to each worker whom this role asks."""
+    """Connect to the worker of each role in ``needs`` that is not in the controller process."""
     directory = home.ref(Directory, "directory")
     lines: dict[Role, Line] = {}
     async with AsyncExitStack() as stack:
@@ -266,7 +277,7 @@ async def _open_lines(
 
 
 class _Locator:
-    """Where a worker listens at present."""
+    """Asks the controller for the current address of a worker."""
 
     def __init__(self, directory: Ref[Directory], worker: str) -> None:
         self._directory, self._worker = directory, worker
@@ -285,15 +296,16 @@ async def _listen(bootstrap: Bootstrap, order: Order) -> AsyncIterator[Listener]
 
 
 def _interface_to(address: str) -> str:
-    """The address of this machine that others see when it connects to ``address``; nothing is sent."""
+    """Return the address of this machine that connections to ``address`` come from. Nothing is sent."""
     host = own_address(urlsplit(address).hostname or "")
     return f"[{host}]" if ":" in host else host
 
 
 async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: float) -> None:
-    """Give signs of life. Raises ``Conflict`` or ``NotFound`` if they are not wanted, ``_HomeLost`` for no answer.
+    """Renew the lease until cancelled.
 
-    Whoever cannot be told that another has taken their place must take it that one has.
+    Raises ``Conflict`` or ``NotFound`` if the controller refuses, and ``_HomeLost`` if it has not answered for a whole
+    lease: it may have replaced this worker by then.
     """
     sign = KeepLease(worker=bootstrap.name, life=bootstrap.life)
     while True:
@@ -306,6 +318,7 @@ async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: 
                 except (Conflict, NotFound):
                     raise
                 except ActorError:
+                    # Retry until the lease ends: the connection may be restored before that.
                     await anyio.sleep(seconds / 20)
         if not is_heard:
             raise _lost(bootstrap, f"home has not answered for longer than the lease of {seconds:g} s")
@@ -313,7 +326,7 @@ async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: 
 
 
 async def _confess(bootstrap: Bootstrap, home: Line, error: BaseException) -> bool:
-    """Tell home why, if it listens; returns whether it did."""
+    """Report the error to the controller, and return whether it was received."""
     words: dict[str, Any] = Codec().error_to_data(root_cause(error), bootstrap.name)
     message = ReportFailure(worker=bootstrap.name, life=bootstrap.life, error=words)
     with anyio.move_on_after(_LAST_WORDS_SECONDS):

@@ -1,4 +1,4 @@
-"""The engines that serve in workers, and who deals work out to them at present."""
+"""The engines that run in workers, and the router of the current attempt, which distributes requests to them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["ServingReplicas"]
 
 
 class ServingReplicas:
-    """The engines that serve in workers, and the router of the present attempt, which deals work out to them.
+    """The engines that are ready in workers, and the router of the current attempt.
 
-    Each attempt has a router of its own, since versions may go back between two of them, and never within one.
+    Each attempt has a separate router, because versions never decrease within an attempt but may between two of them.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class ServingReplicas:
 
     @asynccontextmanager
     async def having(self, name: str, ref: Ref[Generation]) -> AsyncIterator[None]:
-        """One serves while the block lasts."""
+        """Register the engine ``name`` while the block lasts."""
         self._refs[name] = ref
         await self._tell(AddReplica(name=name, ref=ref))
         try:
@@ -37,7 +37,10 @@ class ServingReplicas:
     async def routed(
         self, system: ActorSystem, config: RouterConfig, *, version: int
     ) -> AsyncIterator[Ref[Generation]]:
-        """What stands for all of them, in ``system``. No engine serves with weights older than ``version``."""
+        """Spawn a router for all engines in ``system``.
+
+        Engines with weights older than ``version`` receive no requests.
+        """
         router = await system.spawn(GenerationRouter(config, version=version), name="generation")
         self._router = router
         try:
@@ -49,5 +52,5 @@ class ServingReplicas:
 
     async def _tell(self, message: AddReplica) -> None:
         if self._router is not None:
-            with suppress(ActorStopped):  # the attempt is over; the next one asks for all that serve
+            with suppress(ActorStopped):  # the attempt is over; the next router adds all engines
                 await self._router.ask(message)

@@ -1,8 +1,8 @@
-"""Services as child processes: ``areal-actors serve`` in a fresh interpreter for each trial, in a group of its own.
+"""Services as child processes: ``areal-actors serve`` in a fresh interpreter per trial, each in its own process group.
 
-A service finds everything in one file of settings, and prints its address as a line of JSON when it listens. It makes
-its admin key itself, which is read from its directory; no secret is on a command line. The group of a process ends with
-this one, however that ends (``core.children``).
+A service reads all settings from one file and prints its address as one line of JSON once it listens. It generates its
+admin key, which is read from its directory, so that no secret is on a command line. The process group is ended when
+this process exits for any reason (``core.children``).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SELECT 1 FROM sessions s WHERE (s.session = ?1 OR s.key_digest = ?2)
     AND NOT EXISTS (SELECT 1 FROM forgotten f WHERE f.session = s.session) LIMIT 1
 """
 _COMPLETION_QUERY = _QUERY.replace("key_digest", "completion_digest")
-"""Asked last: a journal that was written before there were completion keys has no such column."""
+"""A second query, since journals written before completion keys existed have no such column."""
 
 
 @frozen(kw_only=True)
 class ServiceProcess:
-    """A service that listens."""
+    """A running service that listens."""
 
     url: str
     admin_key: str = field(repr=False)
@@ -53,11 +53,11 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The process id."""
         return self.child.process.pid
 
     async def wait(self) -> str | None:
-        """Until it has ended, and why; ``None`` if its training is finished."""
+        """Wait until the process has exited, and return the reason, or ``None`` if its training is finished."""
         await self.child.wait_for_leader()
         await _learn_status(self.child)
         return None if _is_finished(self.child, self.directory) else self.child.describe_end()
@@ -65,7 +65,7 @@ class ServiceProcess:
 
 @frozen(kw_only=True)
 class ServiceProcesses:
-    """Starts them. ``settings`` is the file that all have in common; ``fileroot`` is where they write."""
+    """Starts services. ``settings`` is the file that all services share; their directories are in ``fileroot``."""
 
     settings: Path
     fileroot: Path
@@ -75,11 +75,14 @@ class ServiceProcesses:
 
     @asynccontextmanager
     async def open(self, trial: TrialId) -> AsyncIterator[ServiceProcess]:
-        """As ``ServiceProvider.open``. What the process says is in ``logs/service.log`` of its directory."""
+        """Start the service of ``trial``; see ``ServiceProvider.open``.
+
+        Its output is in ``logs/service.log`` of its directory.
+        """
         directory = self._directory(trial)
         child = await self._start(trial, directory)
         async with anyio.create_task_group() as tasks:
-            # Shielded: a process that nobody listens to while it stops would wait for room in its pipe.
+            # Shielded: a process whose output is not read while it stops would block on a full pipe.
             errors, output = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
             tasks.start_soon(_listen, child, errors)
             try:
@@ -93,11 +96,11 @@ class ServiceProcesses:
                 output.cancel()
 
     async def list_trials(self) -> tuple[TrialId, ...]:
-        """The directories in which a service has left its key."""
+        """Return the trials whose directories contain the admin key of a service."""
         return await to_thread.run_sync(self._find_trials)
 
     async def has_session(self, trial: TrialId, name: str) -> bool:
-        """Look into the journal, which may be anybody's at that moment."""
+        """Return whether the trial's journal contains the session. The journal may be in use by a service."""
         return await to_thread.run_sync(_find_session, self._directory(trial).journal, name)
 
     def _directory(self, trial: TrialId) -> RunDirectory:
@@ -105,6 +108,7 @@ class ServiceProcesses:
 
     def _find_trials(self) -> tuple[TrialId, ...]:
         paths = (RunDirectory(path=path) for path in sorted(self.fileroot.glob("*/*")))
+        # The file root may also contain runs that are not services, and directories whose names are not valid trials.
         found = (path.path for path in paths if path.admin_key.is_file() and path.has_run)
         return tuple(TrialId(path.parent.name, path.name) for path in found if _is_name(path))
 
@@ -121,7 +125,7 @@ class ServiceProcesses:
             raise Unavailable(f"{trial.name} could not be started: {error}") from error
 
     async def _address(self, trial: TrialId, child: Child, directory: RunDirectory) -> str:
-        """Where it listens, once it says so. Raises as ``open`` does."""
+        """Return the URL at which the service listens, once it reports it. Raises the same errors as ``open``."""
         assert child.process.stdout is not None
         line = None
         with anyio.move_on_after(self.max_start_seconds):
@@ -139,10 +143,10 @@ class ServiceProcesses:
 
 
 def _check_is_service(trial: TrialId, directory: RunDirectory) -> None:
-    """A run over a dataset has no journal: whoever has a key of that name does not train on from what it has learnt.
+    """Refuse a run over a dataset, which has no journal: a user's key must not continue its training.
 
     Raises:
-        Unavailable: there is such a run.
+        Unavailable: the directory holds such a run.
     """
     if directory.metrics.exists() and not directory.journal.exists():
         raise Unavailable(
@@ -152,19 +156,22 @@ def _check_is_service(trial: TrialId, directory: RunDirectory) -> None:
 
 
 def _overrides(trial: TrialId) -> list[str]:
-    """What is different from trial to trial; quoted, because YAML takes ``2026`` and ``1e5`` for numbers."""
+    """Return the settings that differ between trials, quoted because YAML reads ``2026`` and ``1e5`` as numbers."""
     own = {"experiment_name": trial.experiment, "trial_name": trial.trial, "sessions.home": trial.home}
     return [f"{path}={json.dumps(value)}" for path, value in own.items()]
 
 
 async def _learn_status(child: Child) -> None:
-    """Of one that has ended. A daemon that it left may hold its pipes, and so this, for ever."""
+    """Wait for the exit status of an exited process, for a bounded time.
+
+    A daemon that the process left behind may keep its pipes open, and ``wait`` would not return.
+    """
     with anyio.move_on_after(LAST_WORDS_SECONDS):
         await child.process.wait()
 
 
 def _is_finished(child: Child, directory: RunDirectory) -> bool:
-    """A process that was told to stop ends without an error, too, but leaves no weights."""
+    """Return whether training is finished. A process that was told to stop also exits with 0, but leaves no weights."""
     return child.process.returncode == 0 and directory.model is not None
 
 
@@ -177,7 +184,7 @@ def _is_name(path: Path) -> bool:
 
 
 async def _read_line(stream: ByteReceiveStream) -> bytes:
-    """Up to the first line's end, or to the end of what is said."""
+    """Return the first line of the stream, or everything up to its end."""
     line = b""
     try:
         while b"\n" not in line and len(line) < _LINE_BYTES:
@@ -193,7 +200,7 @@ async def _listen(child: Child, scope: anyio.CancelScope) -> None:
 
 
 async def _read_rest(child: Child, scope: anyio.CancelScope) -> None:
-    """What a service prints at its end."""
+    """Read the rest of the output into the log, which includes the service's last message."""
     assert child.process.stdout is not None
     with scope:
         await read_all(child.process.stdout, lambda chunk: child.log.write(chunk, is_last_words=False))
@@ -204,6 +211,7 @@ def _find_session(journal: Path, name: str) -> bool:
         return False
     digest = sha256(name.encode("utf-8", "surrogatepass")).digest()
     try:
+        # Opened read-only, since a running service may be writing to the journal.
         with closing(sqlite3.connect(f"file:{quote(str(journal))}?mode=ro", uri=True, timeout=5.0)) as connection:
             queries = (_QUERY, _COMPLETION_QUERY)
             return any(connection.execute(query, (name, digest)).fetchone() is not None for query in queries)

@@ -1,7 +1,7 @@
-"""The online service: training on what external agents do over HTTP (``areal-actors serve``, ``Server``).
+"""The online service: training on the sessions of external agents over HTTP (``areal-actors serve``, ``Server``).
 
-It opens the same as ``training``, with an intake of sessions in the place of a runner of agents. An agent of ours is
-run on held-out problems only, where the configuration names both.
+It opens the same actors as ``training``, with an intake of sessions instead of a runner of agents. If the configuration
+names held-out problems and an agent, that agent is run for evaluation only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROUP_RELATIVE = (
     Normalisation.RLOO,
     Normalisation.GROUP_MEAN_BATCH_STD,
 )
-"""Those that compare a session with the others of its group: alone, it is worth nothing."""
+"""Methods that compare a session with the others of its group; in a group of one, every advantage is zero."""
 
 Announce = Callable[[Endpoint, RunDirectory], None]
 
@@ -51,12 +51,12 @@ Announce = Callable[[Endpoint, RunDirectory], None]
 def serve(
     config: RunConfig, *, resume: bool = False, run_dir: Path | None = None, announce: Announce | None = None
 ) -> RunSummary:
-    """Serve a configuration until it is trained, in an event loop of its own. Raises ``ArealError``."""
+    """Serve a configuration until training is finished, in a new event loop. Raises ``ArealError``."""
     return Server(config).serve(resume=resume, run_dir=run_dir, announce=announce)
 
 
 class Server:
-    """The Python door to the service. ``announce`` is called with the endpoint when agents may come."""
+    """The Python interface of the service. ``announce`` is called with the endpoint once agents are answered."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -69,7 +69,7 @@ class Server:
         announce: Announce | None = None,
         backend: str = "asyncio",
     ) -> RunSummary:
-        """Serve, blocking, on an event loop of its own (``backend``: ``asyncio`` or ``trio``)."""
+        """Serve in a new event loop (``backend``: ``asyncio`` or ``trio``), blocking until training is finished."""
 
         async def main() -> RunSummary:
             return await self.run(resume=resume, run_dir=run_dir, announce=announce, is_handling_signals=True)
@@ -84,7 +84,7 @@ class Server:
         announce: Announce | None = None,
         is_handling_signals: bool = False,
     ) -> RunSummary:
-        """Serve inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
+        """Serve inside the running event loop. Signals are handled only if ``is_handling_signals`` is set."""
         config, directory = self.config, directory_of(self.config, run_dir)
         functions = await to_thread.run_sync(try_functions, config)
         placed = config.scheduler.roles.placed
@@ -130,7 +130,7 @@ class Server:
 
 
 def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:
-    """What a person has to know of a service that listens. Keys are shown to nobody: the shell reads them."""
+    """Return instructions for using a service. They contain no key: the shell command reads it from the file."""
     key = directory.admin_key
     return (
         f"Listening at {endpoint.url}; the admin key is in {key}.\n"
@@ -140,19 +140,19 @@ def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:
 
 
 def format_service(endpoint: Endpoint, directory: RunDirectory) -> str:
-    """The same for a program: one line of JSON."""
+    """Return the address of the service, and the paths of its key file and run directory, as one line of JSON."""
     return json.dumps({"url": endpoint.url, "admin_key_file": str(directory.admin_key), "run_dir": str(directory.path)})
 
 
 def _with_key(proxy: ProxyConfig, path: Path) -> ProxyConfig:
-    """The key of the configuration, or the one that agents know from before a restart."""
+    """Return the settings with the configured admin key, or else the key from before a restart, which agents know."""
     if proxy.admin_key is None and path.exists():
         return evolve(proxy, admin_key=path.read_text(encoding="utf-8").strip())
     return proxy
 
 
 def _keep_key(path: Path, key: str) -> None:
-    """For its owner alone, whole or not at all."""
+    """Replace the key file atomically, with permissions for its owner only."""
     new = path.with_suffix(".new")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(key + "\n")

@@ -1,8 +1,8 @@
-"""Ctrl-C: the first one finishes the step, writes a checkpoint and stops; the second one leaves at once.
+"""SIGINT and SIGTERM: the first one finishes the step, saves a checkpoint and stops; the second one exits at once.
 
-Until there is a training to be asked, an interrupt is Python's own: nothing has been begun that is worth a wait. From
-then on signals are listened to until the last part of the run has ended, so that no KeyboardInterrupt comes up in
-whatever callback happens to run, and leaves the rest waiting for it.
+Until training has started, Python's default handling applies, since nothing is worth saving. From then on signals are
+received until the last part of the run has ended. Otherwise a ``KeyboardInterrupt`` would be raised in any callback
+that happens to run, and the other tasks would wait for it forever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 
 
 class Interrupts:
-    """SIGINT and SIGTERM as ``RequestStop``. Made by ``open_interrupts``."""
+    """Turns SIGINT and SIGTERM into ``RequestStop``. Created by ``open_interrupts``."""
 
     def __init__(self, tasks: TaskGroup) -> None:
         self._tasks = tasks
@@ -39,11 +39,11 @@ class Interrupts:
         self._is_listening = False
         self._is_ending = False
         self.is_cut_off = False
-        """Whether the run was ended because there was no training that could be asked to stop."""
+        """Whether a signal cancelled the run because no training could be asked to stop."""
 
     @asynccontextmanager
     async def telling(self, training: Ref[Training]) -> AsyncIterator[None]:
-        """While the block runs, the first signal asks ``training`` to stop; so does one that came before."""
+        """Ask ``training`` to stop on the first signal, while the block runs or received before it."""
         await self._begin()
         self._training = training
         if self._asked is not None:
@@ -55,7 +55,7 @@ class Interrupts:
             self._training = None
 
     async def _begin(self) -> None:
-        """Signals reach the main thread only: a run inside somebody's own thread leaves them to its owner."""
+        """Start to receive signals, unless in another thread: Python delivers signals to the main thread only."""
         if not self._is_listening and threading.current_thread() is threading.main_thread():
             await self._tasks.start(self._listen)
             self._is_listening = True
@@ -65,7 +65,7 @@ class Interrupts:
             task_status.started()
             async for number in signals:
                 if self._asked is not None:
-                    # Nothing is waited for: whoever asks twice means now, and the last checkpoint is complete on disk.
+                    # Exit without cleanup: a second signal asks for that, and the last checkpoint is complete on disk.
                     os._exit(EXIT_INTERRUPTED)
                 self._asked = signal.Signals(number).name
                 self._stop(self._asked)
@@ -81,20 +81,23 @@ class Interrupts:
             self._tasks.cancel_scope.cancel()
 
     def _tell(self, training: Ref[Training], name: str) -> None:
-        """Not waited for: the trainer may be out of reach for long, and the second signal is not to wait with it."""
+        """Send the request in a background task.
+
+        The trainer may be unreachable for long, and a second signal must still be received.
+        """
         self._tasks.start_soon(_request_stop, training, f"interrupted by {name}")
 
 
 async def _request_stop(training: Ref[Training], reason: str) -> None:
-    with suppress(ArealError):  # it has just ended
+    with suppress(ArealError):  # training has just ended
         await training.tell(RequestStop(reason=reason))
 
 
 @asynccontextmanager
 async def open_interrupts() -> AsyncIterator[Interrupts]:
-    """What listens to signals, to be opened before all that has to be ended when one comes.
+    """Open the signal receiver. Open it before everything that a signal has to end.
 
-    Raises ``KeyboardInterrupt`` at its end if the run was cut off.
+    Raises ``KeyboardInterrupt`` on exit if a signal cancelled the run.
     """
     body: list[BaseException] = []
     tasks = anyio.create_task_group()

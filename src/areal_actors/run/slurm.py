@@ -1,7 +1,7 @@
-"""``areal-actors slurm``: what runs have left on a cluster, from their records, and how to end it.
+"""The command ``areal-actors slurm``: list the jobs that runs have on a cluster, from their records, and cancel them.
 
-Records lie in the directories of runs (``schedulers.slurm.files``); how the jobs fare is asked of the cluster. A run
-whose home lives ends its jobs itself: ``reap`` leaves it alone, ``cancel`` does not.
+Records are in the directories of runs (``schedulers.slurm.files``); the state of the jobs is queried from the cluster.
+A run whose controller is alive ends its jobs itself: ``reap`` skips it, ``cancel`` does not.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _CANCEL_SECONDS = 120.0
 
 @frozen(kw_only=True)
 class KnownJob:
-    """A job on record, and how it fares now."""
+    """A recorded job and its current state."""
 
     run: str
-    """The directory of its run."""
+    """The directory of the run."""
     name: str
     worker: str
     life: int
     job: int | None
     state: str
-    """As Slurm says it; ``gone`` if it has ended, ``missing`` if the cluster does not know it."""
+    """The state that Slurm reports; ``gone`` if the job has ended, ``missing`` if the cluster does not know it."""
     nodes: str = ""
     time_left: str = ""
     reason: str = ""
@@ -48,10 +48,10 @@ class KnownJob:
 
 
 def list_known_jobs(root: Path) -> tuple[KnownJob, ...]:
-    """The jobs of a run directory, or of all runs below it.
+    """Return the jobs of a run directory, or of all runs below it.
 
     Raises:
-        SchedulerError: some jobs have not ended, and the cluster does not say how they fare.
+        SchedulerError: some jobs have not ended, and the cluster does not report their state.
     """
     found: list[KnownJob] = []
     for files in find_slurm_files(root):
@@ -96,12 +96,12 @@ def _know(files: SlurmFiles, record: JobRecord, rows: dict[str, JobRow], *, is_a
 
 
 def cancel_jobs(root: Path) -> tuple[JobRecord, ...]:
-    """End every job of a run directory, or of all runs below it. Raises ``SchedulerError`` if some may still run."""
+    """Cancel every job of a run directory, or of all runs below it. Raises ``SchedulerError`` if some may still run."""
     return _for_each(find_slurm_files(root), _cancel)
 
 
 def reap_jobs(root: Path) -> tuple[JobRecord, ...]:
-    """End the jobs of runs whose home is gone. Raises ``SchedulerError`` if some may still run."""
+    """Cancel the jobs of runs whose controller is gone. Raises ``SchedulerError`` if some may still run."""
     return _for_each(find_slurm_files(root), _reap)
 
 
@@ -109,12 +109,13 @@ def _reap(files: SlurmFiles) -> tuple[JobRecord, ...]:
     if files.is_held:
         logger.warning("%s is left alone: its run lives", files.path.parent)
         return ()
+    # The lock keeps a restarted controller from adopting the jobs while they are being cancelled.
     with files.hold():
         return _cancel(files)
 
 
 def _for_each(runs: Sequence[SlurmFiles], end: Callable[[SlurmFiles], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:
-    """What goes wrong with one run is raised when all have had their turn."""
+    """Call ``end`` for each run, and raise the errors of all runs together afterwards."""
     ended: list[JobRecord] = []
     wrong: list[str] = []
     for files in runs:
@@ -139,13 +140,13 @@ def _cancel(files: SlurmFiles) -> tuple[JobRecord, ...]:
 
 
 def format_json(jobs: Sequence[KnownJob]) -> str:
-    """For programs: a list of objects."""
+    """Format the jobs as a JSON list of objects."""
     rows: list[dict[str, Any]] = [asdict(job) for job in jobs]
     return json.dumps(rows, indent=2)
 
 
 def format_jobs(jobs: Sequence[KnownJob]) -> str:
-    """A table for people."""
+    """Format the jobs as a table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("RUN", "WORKER", "LIFE", "JOB", "STATE", "NODES", "LEFT", "SUBMITTED", "REASON"):
         table.add_column(column, overflow="fold")

@@ -1,6 +1,6 @@
-"""A training run over a dataset: what ``areal-actors train`` and ``Trainer(config).train(...)`` do.
+"""A training run over a dataset: ``areal-actors train`` and ``Trainer(config).train(...)``.
 
-What a run loads is ``job``, what it opens inside one event loop ``learning``.
+``job`` loads what the run needs; ``learning`` opens the actors in one event loop.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["RunSummary", "Trainer", "train"]
 
 
 def train(config: RunConfig, *, resume: bool = False, run_dir: Path | None = None) -> RunSummary:
-    """Run a configuration to its end, in an event loop of its own. Raises ``ArealError`` with what went wrong."""
+    """Run a configuration to its end in a new event loop. Raises the ``ArealError`` that ended the run."""
     return Trainer(config).train(resume=resume, run_dir=run_dir)
 
 
 class Trainer:
-    """The Python door to training."""
+    """The Python interface of training."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -49,10 +49,10 @@ class Trainer:
         run_dir: Path | None = None,
         backend: str = "asyncio",
     ) -> RunSummary:
-        """Train, blocking, on an event loop of its own (``backend``: ``asyncio`` or ``trio``).
+        """Train in a new event loop (``backend``: ``asyncio`` or ``trio``), blocking until the run ends.
 
-        ``workflow`` is an agent or a rollout workflow: an instance, a class with ``workflow_kwargs``, a reference as in
-        the configuration, which it replaces, or a ``CommandConfig``.
+        ``workflow`` replaces the agent of the configuration. It is an agent or a rollout workflow: an instance, a class
+        with ``workflow_kwargs``, a reference as in the configuration, or a ``CommandConfig``.
         """
 
         async def main() -> RunSummary:
@@ -69,7 +69,7 @@ class Trainer:
         run_dir: Path | None = None,
         is_handling_signals: bool = False,
     ) -> RunSummary:
-        """Train inside the running event loop. Signals are left to its owner, unless ``is_handling_signals``."""
+        """Train inside the running event loop. Signals are handled only if ``is_handling_signals`` is set."""
         config = self.config
         _check_complete(config, has_workflow=workflow is not None)
         functions = await to_thread.run_sync(try_functions, config)
@@ -104,7 +104,7 @@ class Trainer:
 
 
 def _check_complete(config: RunConfig, *, has_workflow: bool) -> None:
-    """Raise ``ConfigError`` for what only a service can do without."""
+    """Raise ``ConfigError`` if the dataset or the agent is missing, which only a service can do without."""
     missing = []
     if config.dataset is None:
         missing.append("dataset is missing: the problems to train on; to train on what external agents do, use serve")

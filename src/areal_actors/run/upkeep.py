@@ -1,8 +1,8 @@
-"""Workers from home: each is placed, watched through its life, and replaced when it has ended.
+"""The controller's supervision of workers: place each worker, watch it, and replace it when it has ended.
 
-A life is over when the process has ended, or when the worker has not been heard of for longer than its lease; its
-process is then ended before the next one starts. Which workers are replaced alone and which share their fate with
-others is decided by ``placement``.
+An incarnation ends when its process exits, or when the controller has not received a sign of life for longer than the
+lease; the process is then ended before the next incarnation starts. ``placement`` decides which workers are replaced
+individually and which are ended together.
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ __all__ = ["Ending", "Household", "Restarts", "WhileReady", "find_final", "first
 _log = get_logger(__name__)
 
 _LIFE_STRIDE = 1000
-"""Lives between two starts of ours; a cluster that starts a job again by itself uses them."""
+"""Distance between the incarnation numbers of two starts.
+
+A cluster that restarts a job by itself uses the numbers in between.
+"""
 _LOOK_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 30.0
 
 WhileReady = Callable[[Report], AbstractAsyncContextManager[Any]]
-"""What is open while a worker serves."""
+"""A context manager that is open while a worker is ready."""
 
 
 class Restarts:
@@ -66,7 +69,7 @@ class Restarts:
         self._times: deque[float] = deque()
 
     def allow(self, *, now: float) -> bool:
-        """Whether there may be another one, which is counted."""
+        """Return whether another restart is allowed, and count it if so. ``now`` is in seconds."""
         while self._times and self._times[0] <= now - self._config.window_seconds:
             self._times.popleft()
         if len(self._times) >= self._config.max:
@@ -75,13 +78,13 @@ class Restarts:
         return True
 
     def describe(self) -> str:
-        """The limit, for a message."""
+        """Return the limit as text for an error message."""
         return f"{self._config.max} restarts in {self._config.window_seconds:g} s (scheduler.restarts)"
 
 
 @frozen(kw_only=True)
 class Ending:
-    """How a life was over. ``error`` is what the worker itself said, if it could."""
+    """The end of an incarnation. ``error`` is the failure that the worker itself reported, if it could."""
 
     worker: str
     reason: str
@@ -94,7 +97,7 @@ class Ending:
 
 
 def find_final(error: BaseException) -> ArealError | None:
-    """What in ``error`` a restart would only meet again, and a person has to mend."""
+    """Return the error in ``error`` that the user has to fix and a restart would only raise again, or ``None``."""
     for leaf in leaves(error):
         is_mended = isinstance(leaf, ActorError | RequestError | EngineError | GangError)
         is_fault = isinstance(leaf, CaptureViolation) or not is_mended
@@ -104,7 +107,7 @@ def find_final(error: BaseException) -> ArealError | None:
 
 
 def first_life(name: str, role: RoleConfig, *, home: Home, num_tasks: int = 1) -> WorkerSpec:
-    """What is placed first for a worker of this name."""
+    """Return the spec of the first incarnation of the worker ``name``."""
     return _spec_of(name, _LIFE_STRIDE, role, home=home, num_tasks=num_tasks)
 
 
@@ -123,14 +126,14 @@ def _spec_of(name: str, life: int, role: RoleConfig, *, home: Home, num_tasks: i
 
 @define
 class _Life:
-    """What is learnt while a worker lives."""
+    """Facts learned while an incarnation runs."""
 
     reason: str = ""
     had_served: bool = False
 
 
 class Household:
-    """Starts and watches the workers of one run, which can do nothing without one of each of ``roles``."""
+    """Starts and watches the workers of one run, which needs at least one worker for each of ``roles``."""
 
     def __init__(
         self,
@@ -151,11 +154,11 @@ class Household:
     async def keep(
         self, name: str, order: Order, role: RoleConfig, *, while_ready: WhileReady = nullcontext
     ) -> NoReturn:
-        """Have one worker after another, with longer and longer pauses while they do not come up.
+        """Run one incarnation after another, with exponential backoff while they fail before they are ready.
 
         Raises:
-            SchedulerError: they have ended too often.
-            ArealError: what the last one said of its end, if another one could only say the same.
+            SchedulerError: the worker has ended too often.
+            ArealError: the last incarnation reported an error that a restart would only raise again.
         """
         restarts, pause = Restarts(self.config.restarts), _FIRST_PAUSE_SECONDS
         while True:
@@ -163,6 +166,7 @@ class Household:
             ending = await self.live(name, order, role, while_ready=while_ready)
             if ending.error is not None and find_final(ending.error) is not None:
                 raise ending.error
+            # A worker that was released to make room does not count as a restart.
             if gathered != self.gathering.round:
                 continue
             if not restarts.allow(now=anyio.current_time()):
@@ -180,7 +184,10 @@ class Household:
         num_tasks: int = 1,
         while_ready: WhileReady = nullcontext,
     ) -> Ending:
-        """One life of a worker of so many processes, to its end; cancelled, it ends it. Raises ``SchedulerError``."""
+        """Run one incarnation of a worker with ``num_tasks`` processes, and return how it ended.
+
+        Cancellation stops the worker. Raises ``SchedulerError``.
+        """
         await anyio.sleep_until(self.gathering.opens_at)
         self._lives[name] += 1
         life = self._lives[name] * _LIFE_STRIDE
@@ -191,18 +198,19 @@ class Household:
                 with self.gathering.having(order.role, placement):
                     await self._watch(placement, learnt, while_ready)
             finally:
-                with anyio.CancelScope(shield=True):  # bounded by the grace
+                with anyio.CancelScope(shield=True):  # bounded by ``stop_seconds``
                     await placement.stop(grace=self.config.stop_seconds)
-                    # Also when the attempt is cancelled: the next one must not be given the address of this life.
+                    # Also on cancellation: the next attempt must not get the address of this incarnation.
                     await self._directory.ask(DismissWorker(worker=name, life=life))
         words = await self._directory.ask(TakeFailure(worker=name, life=life))
         return Ending(worker=name, reason=learnt.reason, error=_error_of(words), had_served=learnt.had_served)
 
     async def _watch(self, placement: Placement, learnt: _Life, while_ready: WhileReady) -> None:
-        """Until it is over."""
+        """Wait until the incarnation ends; store the reason in ``learnt``."""
         async with anyio.create_task_group() as tasks:
 
             def end(reason: str) -> None:
+                # The first reason is the cause; later ones may be its consequences.
                 learnt.reason = learnt.reason or reason
                 tasks.cancel_scope.cancel()
 
@@ -217,7 +225,10 @@ class Household:
                 await anyio.sleep_forever()
 
     async def _until_ready(self, placement: Placement, end: Callable[[str], None]) -> None:
-        """Its time to start begins when its process does, and those of all roles that it may need."""
+        """Wait until the worker is ready, or end it after ``start_seconds``.
+
+        The timeout starts once the worker's process runs, and those of all roles that it may depend on.
+        """
         told = ""
         while placement.status.state is PlacementState.PENDING:
             if placement.status.reason != told:
@@ -232,8 +243,8 @@ class Household:
         await anyio.sleep_forever()
 
     async def wait_whole(self) -> None:
-        """Until each role has somewhere to be."""
-        while not self.gathering.is_whole:  # noqa: ASYNC110 - its scheduler knows, and tells nobody
+        """Wait until each role has a running worker."""
+        while not self.gathering.is_whole:  # noqa: ASYNC110 - schedulers send no notifications
             await anyio.sleep(_LOOK_SECONDS)
 
     async def _until_given_back(self, end: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Messages to tokens and back. The shop window: ``base.py`` has the contract, ``loading.py`` the entrance."""
+"""Conversion between messages and tokens: ``base`` has the protocol, ``loading`` creates a renderer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a chat template cannot say, said in other words: tools, calls and results, roles, and the ids of calls.
+"""Workarounds for chat templates that lack a feature: tools, calls and results, roles, and the ids of calls.
 
-What a template lacks is found out by ``probing.py``. A template that ignores ``tools`` gets the family's block in its
-system message (behind the default prompt that the template would have put there); calls that it drops are written out
-in the content of their message; results come in the role ``tool`` if the template knows that role, in the user's
-otherwise. A developer is a system where nobody else is known, and a system prompt precedes the first question where
-there is no role for it. What the template can do itself is left to it.
+``probing`` finds out what a template lacks. If a template ignores ``tools``, the block of the model family goes into
+the system message (after the default prompt that the template would have added). Calls that it drops are written in the
+content of their message. Results use the role ``tool`` if the template knows that role, otherwise the role ``user``. A
+developer message becomes a system message if the template does not know the role ``developer``, and without a system
+role the system prompt is put before the first question. Everything that the template can do itself is left to it.
 """
 
 from __future__ import annotations
@@ -30,30 +30,36 @@ _ALPHABET = string.digits + string.ascii_letters
 
 @frozen(kw_only=True)
 class Adaptation:
-    """What stands in for what a template lacks. The defaults suit a template that lacks nothing."""
+    """The features of a template, and the substitutes for those it lacks.
+
+    The defaults suit a template that lacks nothing.
+    """
 
     format: ToolFormat | None = None
-    """The family's words; ``None`` where nothing stands in."""
+    """The format of the model family; ``None`` if no substitute is needed."""
     has_tools: bool = True
     has_calls: bool = True
     has_tool_role: bool = True
     has_system_role: bool = True
     has_developer_role: bool = True
     has_system_runs: bool = True
-    """Whether there may be several system messages in front."""
+    """True if several system messages may come first."""
     has_late_system: bool = True
-    """Whether system messages that are not the first one are shown, or refused, rather than dropped."""
+    """True if system messages after the first message are rendered or refused; false if they are silently dropped."""
     has_long_ids: bool = True
-    """Whether ids of calls may be anything; nine letters and digits otherwise."""
+    """True if call ids may be any text; otherwise they must be nine letters and digits."""
     has_text_beside_thoughtful_calls: bool = True
-    """Whether a message with calls may have both content and thinking."""
+    """True if a message with calls may have both content and reasoning."""
     default_system: str = ""
     spelling: Spelling = field(factory=Spelling)
 
     def adapt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[ChatMessage]:
-        """The same conversation in words that the template has. Adds the block of ``tools`` where it has none.
+        """Return the conversation in a form that the template can render.
 
-        Raises ``RenderError`` where the template would silently drop a message.
+        If the template does not support ``tools``, their block is added.
+
+        Raises:
+            RenderError: the template would silently drop a message.
         """
         messages = self._adapt_calls(self._adapt_roles(messages))
         if tools and not self.has_tools and self.format is not None:
@@ -100,7 +106,7 @@ def _put_behind(block: str, message: ChatMessage) -> ChatMessage:
 
 
 def _join_results(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Results as the user's words; neighbours are joined, because such templates want roles to alternate."""
+    """Turn results into user messages, and join adjacent ones, because such templates require alternating roles."""
     joined: list[ChatMessage] = []
     is_open = False
     for message in messages:
@@ -116,7 +122,7 @@ def _join_results(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
 
 
 def _split_system(messages: Sequence[ChatMessage]) -> tuple[Sequence[ChatMessage], Sequence[ChatMessage]]:
-    """The system messages that come first, and all others."""
+    """Return the system messages at the beginning, and all other messages."""
     count = next((n for n, message in enumerate(messages) if message.role not in _SYSTEM_ROLES), len(messages))
     return messages[:count], messages[count:]
 
@@ -135,16 +141,17 @@ def _refuse_late_system(messages: Sequence[ChatMessage]) -> None:
 
 
 def _join_system(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """One system message, the first."""
+    """Join the system messages at the beginning into one."""
     leading, rest = _split_system(messages)
     return [evolve(leading[0], content=_join_contents(leading)), *rest] if len(leading) > 1 else messages
 
 
 def _put_before_question(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """What the system says first becomes the beginning of the first question."""
+    """Put the content of the system messages at the beginning of the first question."""
     leading, rest = _split_system(messages)
     if not leading:
         return messages
+    # Joined with the question instead of sent as a separate message, because such templates require alternating roles.
     if rest and rest[0].role == "user":
         return [evolve(rest[0], content=_join_contents([*leading, rest[0]])), *rest[1:]]
     return [ChatMessage(role="user", content=_join_contents(leading)), *rest]
@@ -161,9 +168,10 @@ def _with_short_ids(message: ChatMessage) -> ChatMessage:
 
 
 def _shorten_id(call_id: str) -> str:
-    """Nine letters and digits, always the same ones for the same id; an id that is such is left alone."""
+    """Return nine letters and digits that depend only on the id; an id of this form is returned unchanged."""
     if _SHORT_ID.fullmatch(call_id):
         return call_id
+    # A hash, so that a call and its result get the same short id without any state.
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
     return "".join(_ALPHABET[number // len(_ALPHABET) ** place % len(_ALPHABET)] for place in range(9))
 

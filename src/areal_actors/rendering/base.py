@@ -1,8 +1,8 @@
-"""What turns messages into token ids and back: the ``Renderer`` protocol, its stream, and the deltas of an answer.
+"""The ``Renderer`` protocol, which converts messages to token ids and back, its stream, and the deltas of an answer.
 
-``TemplateRenderer`` (``renderer.py``) speaks any Hugging Face chat template; a hand-written renderer of one model plugs
-in at the same protocol. Which turn extends which is decided elsewhere (``cache``); what a client reads is formatted
-elsewhere (``proxy``).
+``TemplateRenderer`` (``renderer.py``) supports any Hugging Face chat template; a hand-written renderer for one model
+can implement the same protocol. ``cache`` decides which turn extends which, and ``proxy`` formats responses for
+clients.
 """
 
 from __future__ import annotations
@@ -40,34 +40,43 @@ __all__ = [
 
 
 class StreamParser(Protocol):
-    """Ids of one answer in, deltas out. However the ids are cut into chunks, the deltas join to one message."""
+    """Incremental parser of one answer, from ids to deltas.
+
+    The deltas join to the same message however the ids are chunked.
+    """
 
     def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
-        """What is certain after these ids: text that may yet become a tag, and half characters, are held back."""
+        """Return the deltas that are certain after these ids.
+
+        Text that may become a tag, and partial characters, are held back.
+        """
         ...
 
     def finish(self) -> tuple[Delta, ...]:
-        """What was held back, now that nothing follows. Call it once."""
+        """Return what was held back, at the end of the answer. Call it once."""
         ...
 
     @property
     def stop_sequence(self) -> str | None:
-        """The stop string at which the text has ended, ``None`` while none has occurred."""
+        """The stop string at which the text ended; ``None`` if none has occurred."""
         ...
 
 
 @runtime_checkable
 class HasTokenizer(Protocol):
-    """A renderer that can show its tokenizer to an engine that constrains what it samples."""
+    """A renderer that provides its tokenizer to an engine for constrained sampling."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer behind the ids."""
+        """The tokenizer that defines the ids."""
         ...
 
 
 class Renderer(Protocol):
-    """Messages to ids, ids to messages, for one model. Knows no conversation; quick enough for an event loop."""
+    """Conversion of messages to ids and back, for one model.
+
+    Independent of any conversation, and fast enough to call in an event loop.
+    """
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -76,7 +85,7 @@ class Renderer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the greatest id of the tokenizer."""
+        """The largest id of the tokenizer plus one."""
         ...
 
     def render(
@@ -86,9 +95,10 @@ class Renderer(Protocol):
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Ints:
-        """Ids of the whole conversation and of the header that asks for an answer, int32 [T].
+        """Return the ids of the whole conversation and of the header that asks for an answer, int32 [T].
 
-        Raises ``RenderError`` if the template refuses the conversation.
+        Raises:
+            RenderError: the template refuses the conversation.
         """
         ...
 
@@ -101,12 +111,19 @@ class Renderer(Protocol):
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Ints | ForkReason:
-        """Ids that follow the parent's exact ids (its prompt and what was sampled) to ask for the answer to ``new``.
+        """Return the ids that follow the parent's exact ids (prompt and sampled answer) to ask for an answer.
 
-        ``history`` holds the parent's messages and its answer, which comes last. ``is_closed`` says that the sampled
-        ids end with one of ``stop_token_ids``; otherwise the returned ids start by closing the turn. Only ``new`` is
-        rendered and tokenised. Returns a ``ForkReason`` where these ids would not be what the template makes of the
-        conversation: render it anew then (and learn why, if the template refuses it).
+        Only ``new`` is rendered and tokenised. If the result would differ from the template's rendering of the whole
+        conversation, a ``ForkReason`` is returned instead: call ``render`` then (which also shows why, if the template
+        refuses the conversation).
+
+        Args:
+            history: the parent's messages, followed by its answer.
+            new: the messages after the answer.
+            is_closed: the sampled ids end with one of ``stop_token_ids``; otherwise the returned ids start by closing
+                the turn.
+            tools: the tools that are offered.
+            template_kwargs: further variables of the template.
         """
         ...
 
@@ -120,11 +137,15 @@ class Renderer(Protocol):
         call_ids: Callable[[], str] | None = None,
         is_plain: bool = False,
     ) -> ChatMessage:
-        """The assistant's message that these sampled ids say. Never raises: what makes no sense stays text.
+        """Return the assistant's message that these sampled ids represent. Never raises: malformed text stays content.
 
-        Tool calls are looked for only where ``tools`` were offered. The text ends before the first of the ``stop``
-        strings. ``template_kwargs`` are those of the prompt. ``call_ids`` makes the ids of tool calls (random ones by
-        default). With ``is_plain`` all is text, thinking and calls included, as it is after a raw prompt.
+        Args:
+            token_ids: the sampled ids.
+            tools: the tools that were offered; without any, the answer is not searched for tool calls.
+            stop: stop strings; the text ends before the first of them.
+            template_kwargs: those of the prompt.
+            call_ids: creates the ids of tool calls; random ones by default.
+            is_plain: everything is content, including reasoning and calls, as after a raw prompt.
         """
         ...
 
@@ -137,7 +158,7 @@ class Renderer(Protocol):
         call_ids: Callable[[], str] | None = None,
         is_plain: bool = False,
     ) -> StreamParser:
-        """A parser for one answer as it arrives; its deltas join to what ``parse`` returns."""
+        """Return a parser for one answer as it arrives; its deltas join to the message that ``parse`` returns."""
         ...
 
     def constrain(
@@ -149,20 +170,26 @@ class Renderer(Protocol):
         response_format: Grammar | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Grammar | None:
-        """What an answer must match, thinking included: calls as ``tool_choice`` demands, or ``response_format``.
+        """Return the grammar that an answer must match, including its reasoning.
 
-        With a ``response_format`` and ``tools`` that may be called, the answer is one or the other. ``None`` where
-        nothing is demanded. Raises ``UnsupportedParameter`` where the model's format has no grammar.
+        It enforces calls as ``tool_choice`` demands, or ``response_format``. With a ``response_format`` and ``tools``
+        that may be called, the answer is either. Returns ``None`` if nothing is required.
+
+        Raises:
+            UnsupportedParameter: the model's tool format has no grammar.
         """
         ...
 
     def encode(self, text: str, *, is_start: bool) -> Ints:
-        """Ids of a raw text, int32 [T]; special tokens that it spells out are read as such.
+        """Return the ids of a raw text, int32 [T]; special tokens that it spells out are recognised.
 
-        With ``is_start`` what the tokenizer puts at the beginning of every text comes first, once.
+        With ``is_start``, the tokens that the tokenizer puts at the beginning of every text come first, once.
         """
         ...
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
-        """The plain text of ids, special tokens included. Never raises; ids outside the vocabulary are left out."""
+        """Return the plain text of ids, special tokens included.
+
+        Never raises; ids outside the vocabulary are skipped.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Putting a renderer together from a model's tokenizer files: settings, template, special tokens, probes."""
+"""Creation of a renderer from a model's tokenizer files: settings, template, special tokens, probes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["RendererConfig", "create_renderer", "load_renderer"]
 
 @frozen(kw_only=True)
 class RendererConfig:
-    """How messages become tokens.
+    """Settings of the conversion between messages and tokens.
 
     ``tool_format`` and ``reasoning_format`` are names of formats, ``auto`` (recognised by the chat template) or
     ``none``. ``chat_template`` is Jinja text that replaces the model's own.
@@ -42,12 +42,13 @@ class RendererConfig:
 
 
 def load_renderer(model_path: Path | str, *, config: RendererConfig | None = None) -> TemplateRenderer:
-    """The renderer of the model in the directory ``model_path``.
+    """Create a renderer for the model in the directory ``model_path``.
 
-    Reads the tokenizer files, and ``generation_config.json`` for further end tokens if there is one.
+    Reads the tokenizer files, and further end tokens from ``generation_config.json`` if it exists.
 
-    Raises ``ModelError`` if there is no fast tokenizer or no usable chat template, ``ConfigError`` for an unknown
-    format.
+    Raises:
+        ModelError: there is no fast tokenizer or no usable chat template.
+        ConfigError: the configuration names an unknown format.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -68,10 +69,10 @@ def create_renderer(
     stop_token_ids: Sequence[int] = (),
     now: Callable[[], datetime] = datetime.now,
 ) -> TemplateRenderer:
-    """A renderer around ``tokenizer``, whose backend it takes over (truncation and padding are switched off).
+    """Create a renderer for ``tokenizer``, whose backend is modified: truncation and padding are switched off.
 
-    ``stop_token_ids`` are end tokens that neither tokenizer nor template tell of; ``now`` is the clock of templates
-    that print the date. Raises like ``load_renderer``.
+    ``stop_token_ids`` are end tokens that neither the tokenizer nor the template defines. ``now`` is the clock for
+    templates that print the date. Raises the errors of ``load_renderer``.
     """
     config = config or RendererConfig()
     vocabulary = _create_vocabulary(tokenizer)
@@ -82,6 +83,7 @@ def create_renderer(
     reasoning_format = choose_format(
         config.reasoning_format, REASONING_FORMATS, template=template.source, path="reasoning_format"
     )
+    # Some families end an answer with tokens that the template does not show, for example after a call.
     more_ends = _find_special(vocabulary, reasoning_format.stops if reasoning_format else ())
     stops = _unique((end_of_turn, tokenizer.eos_token_id, *more_ends, *stop_token_ids))
     can_extend = end_of_turn is not None or bool(more_ends)
@@ -96,7 +98,7 @@ def create_renderer(
 
 
 def _read_stop_ids(path: Path) -> tuple[int, ...]:
-    """``eos_token_id`` of a generation config: one id, or several, or none."""
+    """Return ``eos_token_id`` of a generation config, which holds one id, several, or none."""
     if not path.is_file():
         return ()
     try:
@@ -125,7 +127,10 @@ def _create_template(
 
 
 def _choose_tool_format(config: RendererConfig, template: ChatTemplate) -> tuple[ToolFormat | None, Adaptation]:
-    """The format that answers are read by; the first one for a model whose template knows no tools."""
+    """Return the format for parsing answers, and the adaptation of the template.
+
+    With ``auto``, an unrecognised template that does not support tools gets the first known format.
+    """
     chosen = choose_format(config.tool_format, TOOL_FORMATS, template=template.source, path="tool_format")
     stand_in = chosen or next(iter(TOOL_FORMATS.values()))
     adaptation = probe_adaptation(template, stand_in)
@@ -134,6 +139,7 @@ def _choose_tool_format(config: RendererConfig, template: ChatTemplate) -> tuple
 
 
 def _create_probe(typesetter: Typesetter, vocabulary: Vocabulary, stops: tuple[int, ...]) -> ParityProbe:
+    # Longest first, because the alternatives of a regular expression are tried in order.
     texts = sorted((vocabulary.special[i] for i in stops if i in vocabulary.special), key=len, reverse=True)
     suffix = SuffixRenderer(typesetter=typesetter, closing=re.compile("|".join(map(re.escape, texts))))
     return ParityProbe(typesetter=typesetter, suffix=suffix, vocabulary=vocabulary, stop_token_ids=stops)

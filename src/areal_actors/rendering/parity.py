@@ -1,9 +1,9 @@
-"""Is a rendered suffix what the template makes of the whole conversation? Found out once per shape, by rendering both.
+"""Checks that a rendered suffix equals the template's rendering of the whole conversation, once per shape.
 
-A template is free to look back: to drop earlier thinking when a new question comes, to move the system prompt or the
-tools to the last question, to merge results into one turn. For each shape of extension that occurs, short synthetic
-conversations are rendered whole and as prompt + answer + tail, and compared as text and as ids. Where they differ the
-template rewrites history, and such turns are branches.
+A template may depend on earlier messages: it may drop earlier reasoning when a new question comes, move the system
+prompt or the tools to the last question, or merge results into one turn. For each shape of extension that occurs, short
+synthetic conversations are rendered both as a whole and as prompt + answer + tail, and compared as text and as ids. If
+they differ, the template rewrites history, and such turns become branches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["ParityProbe", "Verdict"]
 
 @frozen(kw_only=True)
 class Verdict:
-    """Behind which histories a shape's suffix is faithful, and whether it has to be rendered with the tools."""
+    """The histories for which a shape's suffix is faithful, and whether it has to be rendered with the tools."""
 
     faithful: frozenset[ThoughtAt]
     needs_tools: bool = False
 
     @property
     def depends_on_history(self) -> bool:
-        """Whether it matters where the history thinks."""
+        """True if the result depends on where the history contains reasoning."""
         return 0 < len(self.faithful) < len(ThoughtAt)
 
 
@@ -62,19 +62,27 @@ class ParityProbe:
     stop_token_ids: tuple[int, ...]
 
     def judge(self, shape: Shape, options: Mapping[str, Any]) -> Verdict:
-        """The verdict on ``shape``; ``options`` are those that the shape was made with. Takes milliseconds: keep it."""
+        """Return the verdict on ``shape``, which was made with ``options``.
+
+        Takes milliseconds, so callers should cache it.
+        """
         case = _create_case(shape, options)
         try:
             tail = self.suffix.render(case.answer, case.new, tools=case.tools, options=options)
             tail_without_tools = self.suffix.render(case.answer, case.new, tools=(), options=options)
         except RenderError:
             return Verdict(faithful=frozenset())
+        # The sampled answer ends with this token, so a tail that begins with any other does not continue it.
         if self.vocabulary.encode(tail)[0] not in self.stop_token_ids:
             return Verdict(faithful=frozenset())
         return Verdict(faithful=self._faithful(shape, case, tail), needs_tools=tail != tail_without_tools)
 
     def _faithful(self, shape: Shape, case: _Case, tail: str) -> frozenset[ThoughtAt]:
-        """Thinking far back is judged on top of a history without any, thinking close by on top of both."""
+        """Return the places of earlier reasoning for which the tail is faithful.
+
+        Each place is judged only if the weaker one passed: first a history without reasoning, then with reasoning
+        before the last question, then since.
+        """
         contexts = create_contexts(shape.opening, is_after_result=shape.is_after_result)
         faithful: set[ThoughtAt] = set()
         for place in (ThoughtAt.NOWHERE, ThoughtAt.BEFORE, ThoughtAt.SINCE):
@@ -85,7 +93,7 @@ class ParityProbe:
         return frozenset(faithful)
 
     def _agrees(self, context: Sequence[ChatMessage], case: _Case, tail: str) -> bool | None:
-        """Whether both ways agree behind ``context``; ``None`` where the template refuses the context itself."""
+        """Return whether both renderings agree after ``context``; ``None`` if the template refuses ``context``."""
         if not context:
             return None
         try:
@@ -106,6 +114,7 @@ class ParityProbe:
         rest = whole[end:closing]
         is_clean = not any(mark in rest for mark in case.new_marks) if case.answer.tool_calls else not rest.strip()
         encode = self.vocabulary.encode
+        # Equal text is not enough: the tokenizer might merge characters across the cut.
         return is_clean and encode(whole) == encode(whole[:closing]) + encode(tail)
 
 
@@ -124,11 +133,10 @@ def _create_case(shape: Shape, options: Mapping[str, Any]) -> _Case:
 
 
 def _find_answer(whole: str, start: int, case: _Case) -> int | None:
-    """Where the answer's text, which begins at ``start``, has said all that it must; ``None`` if something is amiss.
+    """Return the position where the answer's text, which begins at ``start``, ends; ``None`` if it is not as expected.
 
-    What the model sampled is in front of the tail as it is, so only the template's additions and omissions count:
-    nothing but white space may precede content that was not thought about, and a block must, where the thinking was
-    empty.
+    The sampled text precedes the tail unchanged, so only additions and omissions of the template matter: only white
+    space may precede content without reasoning, whereas a block must precede it if the reasoning was empty.
     """
     end = start
     for mark in case.marks:

@@ -1,11 +1,11 @@
-"""How answers are read: the protocols of tool-call and reasoning formats, and the formats that are known by name.
+"""Protocols of tool-call and reasoning formats, and the tables of the formats that are known by name.
 
-A *format* belongs to a family of models: how its tools, calls and results look as text, and how to recognise it in a
-chat template. A *parser* reads one answer as it arrives. Parsers never raise and never lose text: what looks like a
-call and is none stays text. The package ``formats`` holds the families; ``stream.py`` joins parsers behind a
-detokenizer.
+A *format* belongs to a family of models: it defines how tools, calls and results look as text, and how to recognise the
+family by its chat template. A *parser* reads one answer as it arrives. Parsers never raise and never lose text: text
+that looks like a call but is not one stays content. The package ``formats`` contains the families; ``stream.py``
+connects parsers to a detokenizer.
 
-Another family is another object in the two tables below.
+To support another family, add an object to the two tables below.
 """
 
 from __future__ import annotations
@@ -39,96 +39,98 @@ __all__ = [
 
 
 class AnswerParser(Protocol):
-    """Text of one answer in, deltas out; the deltas do not depend on how the text is cut."""
+    """Incremental parser from the text of one answer to deltas, which do not depend on how the text is chunked."""
 
     def feed(self, text: str) -> tuple[Delta, ...]:
-        """What is certain after this text."""
+        """Return the deltas that are certain after this text."""
         ...
 
     def finish(self) -> tuple[Delta, ...]:
-        """What was held back."""
+        """Return what was held back."""
         ...
 
 
 class PlainText:
-    """The parser of those who have no format: all is content."""
+    """A parser for models without a format: all text is content."""
 
     def feed(self, text: str) -> tuple[Delta, ...]:
-        """The text itself."""
+        """Return the text as a delta."""
         return (TextDelta(text=text),) if text else ()
 
     def finish(self) -> tuple[Delta, ...]:
-        """Nothing: nothing is held back."""
+        """Return nothing, because nothing is held back."""
         return ()
 
 
 class ToolFormat(Protocol):
-    """How one family of models writes tools, calls and results."""
+    """The syntax in which one family of models writes tools, calls and results."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tags that the parser must see, even where they are special tokens."""
+        """Tags that the parser needs to see, even if they are special tokens."""
         ...
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether a chat template (its source) is of this family."""
+        """Return whether a chat template (its source) belongs to this family."""
         ...
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> AnswerParser:
-        """A parser for one answer; ``call_ids`` makes the ids of its calls, ``tools`` are those that were offered.
+        """Return a parser for one answer.
 
-        A format that writes arguments without their types takes these from the tools' schemas. A call of a tool that
-        was not offered is a call all the same.
+        ``call_ids`` creates the ids of its calls, ``tools`` are those that were offered. A format that writes arguments
+        without types takes the types from the schemas of the tools. A call of a tool that was not offered is still a
+        call.
         """
         ...
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar | None:
-        """The text of one call of one of ``tools``, or of several if ``is_parallel``; ``None`` if it has no grammar."""
+        """Return the grammar of a call of ``tools``, or of several if ``is_parallel``; ``None`` if there is none."""
         ...
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The block of a system message that offers ``tools`` and says how to call them."""
+        """Return the block of a system message that offers ``tools`` and explains how to call them."""
         ...
 
     def format_call(self, call: ToolCall) -> str:
-        """A call as the model writes it."""
+        """Return a call as the model writes it."""
         ...
 
     def format_result(self, content: str) -> str:
-        """The result of a call as the model reads it."""
+        """Return the result of a call as the model reads it."""
         ...
 
 
 class ReasoningFormat(Protocol):
-    """How one family of models sets its thinking apart."""
+    """The syntax in which one family of models separates reasoning from content."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tags that the parser must see, even where they are special tokens."""
+        """Tags that the parser needs to see, even if they are special tokens."""
         ...
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Special tokens that end an answer beside the template's own end of turn."""
+        """Special tokens that end an answer, in addition to the template's own end of turn."""
         ...
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether a chat template (its source) is of this family."""
+        """Return whether a chat template (its source) belongs to this family."""
         ...
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether this rendered prompt ends inside the thinking."""
+        """Return whether this rendered prompt ends inside the reasoning."""
         ...
 
     def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:
-        """The text of the thinking, up to where the answer proper begins; it may be empty unless ``is_open``.
+        """Return the grammar of the reasoning, up to the beginning of the actual answer.
 
-        ``has_calls`` tells that calls follow rather than content, which some families announce differently.
+        The reasoning may be empty unless ``is_open``. ``has_calls`` says that calls follow rather than content, which
+        some families announce differently.
         """
         ...
 
     def open_parser(self, *, is_open: bool) -> AnswerParser:
-        """A parser for one answer, which begins inside the thinking if ``is_open``."""
+        """Return a parser for one answer, which begins inside the reasoning if ``is_open``."""
         ...
 
 
@@ -144,7 +146,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek-v3.1": DeepSeek(has_fences=False),
     "harmony": HarmonyCalls(),
 }
-"""Tool formats by name; the first one is spoken with models whose template knows no tools."""
+"""Tool formats by name. The first one is used for models whose template does not support tools."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "harmony": HarmonyChannels(),
@@ -162,9 +164,12 @@ FormatT = TypeVar("FormatT", bound=_Recognised)
 
 
 def choose_format(name: str, formats: Mapping[str, FormatT], *, template: str, path: str) -> FormatT | None:
-    """The format called ``name``; ``auto`` recognises it by the template, ``none`` is no format.
+    """Return the format called ``name``; ``auto`` recognises it by the template, ``none`` returns ``None``.
 
-    ``path`` names the setting in the ``ConfigError`` that an unknown name raises.
+    ``path`` is the name of the setting, for the error message.
+
+    Raises:
+        ConfigError: there is no format of this name.
     """
     if name == "none":
         return None

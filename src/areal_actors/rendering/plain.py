@@ -1,4 +1,4 @@
-"""Messages and tools as the plain data that chat templates read, in the spelling that a template expects."""
+"""Conversion of messages and tools to the plain data that chat templates read, in the variant they expect."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ Guard: TypeAlias = Callable[[str], str]
 
 @frozen(kw_only=True)
 class Spelling:
-    """How a template wants to find what has no common form."""
+    """The variant of message data that a template expects where conventions differ."""
 
     empty_content: str | None = ""
     """The content of a message that has only calls."""
     has_text_arguments: bool = False
-    """Arguments as JSON text rather than as an object."""
+    """Pass arguments as JSON text instead of as an object."""
     thought_keys: tuple[str, ...] = ("reasoning_content",)
 
 
 def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) -> PlainMessage:
-    """What templates read, every string guarded. Raises ``RenderError`` for a role that is no plain word.
+    """Return the data of a message for templates, with every string guarded.
 
-    A role becomes part of the template's own markup in many templates, so it may not bring any.
+    Raises:
+        RenderError: the role is not a plain word. Many templates put the role in their own markup, so it must not
+            contain markup.
     """
     if message.role not in _COMMON_ROLES and not message.role.replace("_", "").replace("-", "").isalnum():
         raise RenderError(
@@ -42,6 +44,7 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
     plain: PlainMessage = {"role": message.role, "content": guard(content) if content is not None else None}
     if message.tool_calls:
         plain["tool_calls"] = [_to_plain_call(call, guard, spelling) for call in message.tool_calls]
+    # Templates differ in the name of this key, so all names that the template may read are set.
     if message.reasoning is not None:
         plain |= dict.fromkeys(spelling.thought_keys, guard(message.reasoning))
     if message.tool_call_id is not None:
@@ -52,7 +55,10 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
 
 
 def _to_plain_call(call: ToolCall, guard: Guard, spelling: Spelling) -> dict[str, Any]:
-    """Arguments as an object, which is what most templates print as JSON; as text if they are no object."""
+    """Return the data of a call.
+
+    Arguments are an object, which most templates print as JSON, or text if they are not an object.
+    """
     arguments: object = call.arguments
     if not spelling.has_text_arguments:
         try:
@@ -64,13 +70,13 @@ def _to_plain_call(call: ToolCall, guard: Guard, spelling: Spelling) -> dict[str
 
 
 def to_plain_tool(tool: Tool, *, guard: Guard) -> dict[str, Any]:
-    """A tool in the shape of OpenAI's API, which templates expect, every string guarded."""
+    """Return a tool in the structure of OpenAI's API, which templates expect, with every string guarded."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": guard_all(function, guard)}
 
 
 def guard_all(value: Any, guard: Guard) -> Any:
-    """JSON-like ``value`` with every string guarded, keys too; what is not JSON becomes its text."""
+    """Return JSON-like ``value`` with every string guarded, including keys; other objects are converted to text."""
     if isinstance(value, str):
         return guard(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Finding out what a chat template lacks, once per template, by rendering a few synthetic conversations."""
+"""Detection of the features that a chat template lacks, once per template, by rendering synthetic conversations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["probe_adaptation"]
 _ARGUMENT = "probe argument"
 _CALL = ToolCall(id="probe0000", name="probe_name", arguments=json.dumps({"probe": _ARGUMENT}))
 _PYTHON_OBJECT = "{'probe'"
-"""How a template prints an object that it takes for text."""
+"""The beginning of an object that a template printed as text, in Python syntax."""
 _TOOL = Tool(name="probe_tool", description="A probe.", parameters={"type": "object", "properties": {}})
 _USER = ChatMessage(role="user", content="probe question")
 _ANSWER = ChatMessage(role="assistant", content="probe answer")
@@ -31,7 +31,7 @@ _RESULT_TEXT = "probe result"
 
 
 def probe_adaptation(template: ChatTemplate, form: ToolFormat) -> Adaptation:
-    """Find out what ``template`` lacks; ``form`` is the family whose words stand in."""
+    """Return the adaptation for ``template``, with ``form`` as the substitute for features that it lacks."""
     probe = _Probe(template=template, spelling=_find_thought_keys(template))
     has_tools, spelling = probe.has_tools(), probe.find_spelling()
     probe = evolve(probe, spelling=spelling or probe.spelling)
@@ -64,7 +64,7 @@ class _Probe:
     spelling: Spelling
 
     def render(self, *messages: ChatMessage, tools: Sequence[Tool] = ()) -> str:
-        """The rendered probe; nothing where the template refuses it."""
+        """Return the rendered probe; empty if the template refuses it."""
         plain = [to_plain_message(message, guard=str, spelling=self.spelling) for message in messages]
         try:
             return self.template.render(plain, tools=[to_plain_tool(tool, guard=str) for tool in tools], options={})
@@ -75,7 +75,7 @@ class _Probe:
         return any(_TOOL.name in self.render(*messages, tools=[_TOOL]) for messages in ((_USER,), (_SYSTEM, _USER)))
 
     def find_spelling(self) -> Spelling | None:
-        """The first spelling in which calls are shown, as JSON rather than as Python; ``None`` if they are not."""
+        """Return the first variant in which calls are rendered, preferably as JSON; ``None`` if they never are."""
         shown = []
         for has_text_arguments, empty_content in product((False, True), ("", None)):
             spelling = evolve(self.spelling, empty_content=empty_content, has_text_arguments=has_text_arguments)
@@ -85,7 +85,7 @@ class _Probe:
         return min(shown, key=lambda pair: pair[0])[1] if shown else None
 
     def render_call(self, call: ToolCall = _CALL, content: str | None = None, reasoning: str | None = None) -> str:
-        """A call, alone or with its result: some templates want the one, some the other."""
+        """Render a call, alone and then with its result, because some templates require one and some the other."""
         answer = ChatMessage(role="assistant", content=content, reasoning=reasoning, tool_calls=(call,))
         result = ChatMessage(role="tool", content=_RESULT_TEXT, tool_call_id=call.id, name=call.name)
         texts = (self.render(_USER, answer), self.render(_USER, answer, result))
@@ -106,7 +106,10 @@ class _Probe:
         return _RESULT_TEXT in self.render(_USER, _ANSWER, ChatMessage(role="tool", content=_RESULT_TEXT))
 
     def has_developer_role(self) -> bool:
-        """A template that prints any role knows it only if it says so."""
+        """Return whether the template knows the role.
+
+        A template that prints any role must also mention it in its source.
+        """
         developer = ChatMessage(role="developer", content=_SYSTEM_TEXT)
         return "developer" in self.template.source and _SYSTEM_TEXT in self.render(developer, _USER)
 
@@ -119,7 +122,7 @@ class _Probe:
         return not text or _SYSTEM_TEXT in text
 
     def find_default_system(self) -> str | None:
-        """The system prompt that the template adds where there is none; ``None`` if it has no system role at all."""
+        """Return the system prompt that the template adds if there is none; ``None`` if it has no system role."""
         given = self.render(_SYSTEM, _USER)
         before, found, after = given.partition(_SYSTEM_TEXT)
         if not found:

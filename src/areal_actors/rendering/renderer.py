@@ -1,8 +1,8 @@
-"""``TemplateRenderer``: any Hugging Face chat template behind the ``Renderer`` protocol.
+"""``TemplateRenderer``: the ``Renderer`` protocol for any Hugging Face chat template.
 
-The parts: ``template`` (Jinja), ``tokens`` (tokenizer), ``adaptation`` (what the template lacks), ``typesetter``
-(messages to text), ``suffix`` and ``parity`` (extension), ``parsers`` and ``stream`` (answers). ``loading`` puts them
-together.
+Its parts are ``template`` (Jinja), ``tokens`` (tokenizer), ``adaptation`` (substitutes for missing features),
+``typesetter`` (messages to text), ``suffix`` and ``parity`` (extension), and ``parsers`` and ``stream`` (answers).
+``loading`` assembles them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = ["TemplateRenderer"]
 
 _NO_OPTIONS: Mapping[str, Any] = {}
 _MAX_KEPT = 4096
-"""Verdicts that are kept; a stranger may send any number of shapes."""
+"""Number of cached verdicts, bounded because a client may send any number of shapes."""
 _QUESTION = ChatMessage(role="user", content="question")
 
 
 @frozen(kw_only=True, eq=False)
 class TemplateRenderer:
-    """A chat template and a tokenizer at work. Made by ``load_renderer`` or ``create_renderer``.
+    """A renderer for a chat template and a tokenizer. Made by ``load_renderer`` or ``create_renderer``.
 
-    ``probe`` is ``None`` for a template without an end of turn: nothing can be extended then, every turn is rendered
-    anew.
+    ``probe`` is ``None`` for a template without an end of turn: then nothing can be extended, and every turn is
+    rendered as a whole.
     """
 
     vocabulary: Vocabulary
@@ -53,7 +53,7 @@ class TemplateRenderer:
     _hidden_with_tools: AbstractSet[int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Find the ids that no client sees: end tokens, and special tokens that no parser looks for."""
+        """Find the ids that clients do not see: end tokens, and special tokens that no parser needs."""
         reasoning = self.reasoning_format.markers if self.reasoning_format else ()
         tools = self.tool_format.markers if self.tool_format else ()
         object.__setattr__(self, "_hidden", self._without(reasoning))
@@ -65,7 +65,7 @@ class TemplateRenderer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the greatest id of the tokenizer."""
+        """The largest id of the tokenizer plus one."""
         return self.vocabulary.size
 
     def render(
@@ -75,7 +75,7 @@ class TemplateRenderer:
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Ints:
-        """See ``Renderer.render``."""
+        """Render the whole conversation; see ``Renderer.render``."""
         text = self.typesetter.set(messages, tools=tools, options=template_kwargs or _NO_OPTIONS)
         return as_ints(self.vocabulary.encode(text))
 
@@ -88,13 +88,18 @@ class TemplateRenderer:
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Ints | ForkReason:
-        """See ``Renderer.extend``."""
+        """Render only the new messages; see ``Renderer.extend``.
+
+        Raises:
+            ValueError: ``history`` does not end with an answer of the assistant.
+        """
         if not history or history[-1].role != "assistant":
             raise ValueError("history must end with the assistant's answer that the new messages follow")
         options = template_kwargs or _NO_OPTIONS
         tail = self._tail(history, new, tools=tools, options=options)
         if tail is None:
             return ForkReason.TEMPLATE_REWROTE_HISTORY
+        # The tail begins with the end-of-turn token, which a closed answer contains already.
         return as_ints(self.vocabulary.encode(tail)[1 if is_closed else 0 :])
 
     def _tail(
@@ -105,7 +110,7 @@ class TemplateRenderer:
         tools: Sequence[Tool],
         options: Mapping[str, Any],
     ) -> str | None:
-        """The text from the answer's end-of-turn token on; ``None`` where the template rewrites what precedes it."""
+        """Return the text from the answer's end-of-turn token on; ``None`` if the template rewrites history."""
         if self.probe is None:
             return None
         verdict = self._judge(self.probe, shape_of(history, new, tools=tools, options=options), options)
@@ -121,6 +126,7 @@ class TemplateRenderer:
     def _judge(self, probe: ParityProbe, shape: Shape, options: Mapping[str, Any]) -> Verdict:
         verdict = self._verdicts.get(shape)
         if verdict is None:
+            # A verdict costs only milliseconds, so the whole cache is cleared.
             if len(self._verdicts) >= _MAX_KEPT:
                 self._verdicts.clear()
             verdict = self._verdicts[shape] = probe.judge(shape, options)
@@ -136,7 +142,7 @@ class TemplateRenderer:
         call_ids: Callable[[], str] | None = None,
         is_plain: bool = False,
     ) -> ChatMessage:
-        """See ``Renderer.parse``."""
+        """Parse a complete answer; see ``Renderer.parse``."""
         stream = self.open_stream(
             tools=tools, stop=stop, template_kwargs=template_kwargs, call_ids=call_ids, is_plain=is_plain
         )
@@ -151,7 +157,7 @@ class TemplateRenderer:
         call_ids: Callable[[], str] | None = None,
         is_plain: bool = False,
     ) -> StreamParser:
-        """See ``Renderer.open_stream``."""
+        """Return a parser for one answer; see ``Renderer.open_stream``."""
         if is_plain:
             return self._open_plain(stop)
         tool_format = self.tool_format if tools else None
@@ -181,7 +187,7 @@ class TemplateRenderer:
         response_format: Grammar | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Grammar | None:
-        """See ``Renderer.constrain``."""
+        """Return the grammar of an answer; see ``Renderer.constrain``."""
         has_calls = tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE)
         may_call = tool_choice == ToolChoice.AUTO and bool(tools) and response_format is not None
         forms: list[Grammar] = []
@@ -214,15 +220,15 @@ class TemplateRenderer:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """See ``HasTokenizer.tokenizer``."""
+        """The tokenizer; see ``HasTokenizer.tokenizer``."""
         return self.vocabulary.backend
 
     def encode(self, text: str, *, is_start: bool) -> Ints:
-        """See ``Renderer.encode``."""
+        """Encode a raw text; see ``Renderer.encode``."""
         return as_ints(self.vocabulary.encode_raw(text, is_start=is_start))
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
-        """See ``Renderer.decode``."""
+        """Decode ids; see ``Renderer.decode``."""
         return self.vocabulary.decode(token_ids)
 
     def _open_reasoning(self, options: Mapping[str, Any]) -> AnswerParser:
@@ -231,7 +237,7 @@ class TemplateRenderer:
         return self.reasoning_format.open_parser(is_open=self._is_open(self.reasoning_format, options))
 
     def _is_open(self, form: ReasoningFormat, options: Mapping[str, Any]) -> bool:
-        """``_is_opened``, remembered."""
+        """Return the cached result of ``_is_opened``."""
         key = canonical_json(options)
         if key not in self._openings:
             if len(self._openings) >= _MAX_KEPT:
@@ -240,7 +246,7 @@ class TemplateRenderer:
         return self._openings[key]
 
     def _is_opened(self, form: ReasoningFormat, options: Mapping[str, Any]) -> bool:
-        """Whether prompts with these options end inside the thinking."""
+        """Return whether prompts with these options end inside the reasoning."""
         try:
             return form.is_opened_by(self.typesetter.set([_QUESTION], options=options))
         except RenderError:

@@ -1,6 +1,6 @@
-"""What a chat template may look at in a conversation, without its words: the key under which parity verdicts are kept.
+"""The features of a conversation that a chat template may depend on, without its text: the key of parity verdicts.
 
-Also the synthetic conversations of each shape, which the parity probe renders.
+Also contains the synthetic conversations for each shape, which the parity probe renders.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PROBE_TOOLS = (
     ),
 )
 _CALL_IDS = ("probe0000", "probe0001")
-"""Nine letters and digits: Mistral's templates insist."""
+"""Nine letters and digits, as Mistral's templates require."""
 
 
 class Reasoning(StrEnum):
-    """Whether an assistant's message comes with thinking; ``TAGGED``: in its content, where no parser took it out."""
+    """The reasoning of an assistant's message; ``TAGGED``: it is in the content, because no parser has separated it."""
 
     ABSENT = "absent"
     EMPTY = "empty"
@@ -49,7 +49,7 @@ class Reasoning(StrEnum):
 
 
 class ThoughtAt(StrEnum):
-    """Where thinking occurs in a history, seen from its last question."""
+    """The position of reasoning in a history, relative to its last question."""
 
     NOWHERE = "nowhere"
     BEFORE = "before"
@@ -58,7 +58,7 @@ class ThoughtAt(StrEnum):
 
 @frozen
 class Trait:
-    """One message without its words. More than two calls count as two."""
+    """One message without its text. More than two calls count as two."""
 
     role: str
     has_content: bool
@@ -67,11 +67,11 @@ class Trait:
 
     @staticmethod
     def of(message: ChatMessage) -> Trait:
-        """The trait of ``message``."""
+        """Return the trait of ``message``."""
         return Trait(message.role, bool(message.content), min(len(message.tool_calls), _MAX_RUN), _reasoning(message))
 
     def create(self, index: int) -> tuple[ChatMessage, tuple[str, ...]]:
-        """A message of this trait, and the marks that must be found in its text, in this order."""
+        """Return a message of this trait, and the marks that must be found in its text, in this order."""
         content = f"probe content {index}" if self.has_content else ""
         thought = f"probe thought {index}" if self.reasoning in {Reasoning.PRESENT, Reasoning.TAGGED} else ""
         is_tagged = self.reasoning is Reasoning.TAGGED
@@ -101,15 +101,15 @@ def _reasoning(message: ChatMessage) -> Reasoning:
 
 @frozen
 class Shape:
-    """Everything about an extension that a verdict depends on, but for thinking further back in the history.
+    """Everything about an extension that a verdict depends on, except for reasoning further back in the history.
 
-    ``opening`` holds the roles up to the first message that is no system prompt (three at most); runs of equal traits
-    in ``new`` count as two; ``options`` is canonical JSON.
+    ``opening`` holds the roles up to the first message that is not a system prompt (three at most). Runs of equal
+    traits in ``new`` count as two. ``options`` is canonical JSON.
     """
 
     opening: tuple[str, ...]
     is_after_result: bool
-    """Whether the answer follows the result of a tool."""
+    """True if the answer follows the result of a tool."""
     answer: Trait
     new: tuple[Trait, ...]
     has_tools: bool
@@ -119,7 +119,7 @@ class Shape:
 def shape_of(
     history: Sequence[ChatMessage], new: Sequence[ChatMessage], *, tools: Sequence[Tool], options: Mapping[str, Any]
 ) -> Shape:
-    """The shape of an extension; the time it takes does not depend on the length of the history."""
+    """Return the shape of an extension, in time that does not depend on the length of the history."""
     return Shape(
         _opening(history),
         len(history) > 1 and history[-2].role == "tool",
@@ -131,7 +131,7 @@ def shape_of(
 
 
 def canonical_json(options: Mapping[str, Any]) -> str:
-    """Template options as a key: equal options have equal texts."""
+    """Return template options as a cache key: equal options have equal texts."""
     return json.dumps(dict(options), sort_keys=True, default=repr) if options else ""
 
 
@@ -147,14 +147,19 @@ def _opening(history: Sequence[ChatMessage]) -> tuple[str, ...]:
 def _shorten(messages: Sequence[ChatMessage]) -> tuple[Trait, ...]:
     traits: list[Trait] = []
     for trait in map(Trait.of, messages):
+        # Longer runs count as two, so that the number of shapes stays small.
         if len(traits) < _MAX_RUN or any(earlier != trait for earlier in traits[-_MAX_RUN:]):
             traits.append(trait)
     return tuple(traits)
 
 
 def find_thought(history: Sequence[ChatMessage]) -> ThoughtAt:
-    """Where the messages before the answer think. Looks at every message: ask only if the answer matters."""
+    """Return where the messages before the answer contain reasoning.
+
+    This iterates over all messages, so call it only if the result matters.
+    """
     is_since = True
+    # From the end, because the last reasoning decides.
     for message in reversed(history[:-1]):
         if message.role == "user":
             is_since = False
@@ -166,9 +171,10 @@ def find_thought(history: Sequence[ChatMessage]) -> ThoughtAt:
 def create_contexts(
     opening: Sequence[str], *, is_after_result: bool
 ) -> dict[ThoughtAt, tuple[tuple[ChatMessage, ...], ...]]:
-    """Histories, without the answer, that begin with these roles, by where they think.
+    """Return histories without the answer that begin with the roles ``opening``, by the position of their reasoning.
 
-    They end with the result of a tool if ``is_after_result``, else (unless they have just thought) with a question.
+    They end with the result of a tool if ``is_after_result``, otherwise with a question. Those with reasoning since the
+    last question always end with a result.
     """
     start = tuple(ChatMessage(role=role, content=f"probe opening {n}") for n, role in enumerate(opening))
     question = ChatMessage(role="user", content="probe question")

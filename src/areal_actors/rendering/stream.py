@@ -1,4 +1,7 @@
-"""One answer from ids to deltas (detokenizer, stop strings, reasoning, tool calls), and deltas to a message."""
+"""Conversion of the ids of one answer to deltas, and of deltas to a message.
+
+The stages are detokenizer, stop strings, reasoning and tool calls.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ __all__ = ["AnswerStream", "join_deltas"]
 
 
 class AnswerStream:
-    """A ``StreamParser`` made of stages. ``hidden`` are ids that no client sees: end tokens and other special ones."""
+    """A ``StreamParser`` made of stages.
+
+    ``hidden`` are ids that clients do not see: end tokens and other special tokens.
+    """
 
     def __init__(
         self,
@@ -33,7 +39,7 @@ class AnswerStream:
         self._tools = tools
 
     def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
-        """What is certain after these ids."""
+        """Return the deltas that are certain after these ids."""
         shown = as_list(token_ids)
         if not self._hidden.isdisjoint(shown):
             shown = [token_id for token_id in shown if token_id not in self._hidden]
@@ -41,14 +47,14 @@ class AnswerStream:
         return self._call_tools(self._reasoning.feed(text)) if text else ()
 
     def finish(self) -> tuple[Delta, ...]:
-        """What was held back."""
+        """Return what was held back."""
         text = self._stop.feed(self._detokenizer.finish()) + self._stop.finish()
         rest = (*self._reasoning.feed(text), *self._reasoning.finish())
         return (*self._call_tools(rest), *self._tools.finish())
 
     @property
     def stop_sequence(self) -> str | None:
-        """The stop string at which the text has ended."""
+        """The stop string at which the text ended, or ``None``."""
         return self._stop.found
 
     def _call_tools(self, deltas: Iterable[Delta]) -> tuple[Delta, ...]:
@@ -59,7 +65,7 @@ class AnswerStream:
 
 
 class _StopStrings:
-    """Text up to the first stop string to be complete, without it (of several that end at one place, the longest)."""
+    """Passes on the text before the first complete stop string; if several end at one place, before the longest."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(text for text in stop if text)
@@ -70,6 +76,7 @@ class _StopStrings:
         if not self._stop or self.found is not None:
             return text if self.found is None else ""
         self._buffer += text
+        # Ordered by their end, then by their start: the first to be complete wins, of several the longest.
         ends = [(at + len(stop), at, stop) for stop in self._stop if (at := self._buffer.find(stop)) >= 0]
         if ends:
             _, end, self.found = min(ends)
@@ -83,7 +90,10 @@ class _StopStrings:
 
 
 def join_deltas(deltas: Iterable[Delta]) -> ChatMessage:
-    """The message that deltas add up to. Content is ``None`` beside calls, ``""`` where there is nothing at all."""
+    """Return the message that the deltas add up to.
+
+    Its content is ``None`` if there are only calls, ``""`` if it is empty.
+    """
     content: list[str] = []
     reasoning: list[str] = []
     starts: list[ToolCallStarted] = []

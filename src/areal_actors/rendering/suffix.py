@@ -1,4 +1,4 @@
-"""The text between an answer and the next one, without the conversation in front of it.
+"""The text between an answer and the next one, rendered without the preceding conversation.
 
 ::
 
@@ -10,9 +10,9 @@
                                   12<|im_end|>            │
                                   <|im_start|>assistant  ─┘
 
-A stand-in conversation is rendered (a question, an answer that carries a mark, the new messages), and cut at the token
-that ends the marked answer. Whether the tail is what the template would have made behind the real conversation is for
-``parity.py`` to find out.
+A stand-in conversation is rendered (a question, an answer that contains a mark, the new messages), and cut at the token
+that ends the marked answer. ``parity.py`` checks that this tail equals the template's output after the real
+conversation.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class SuffixRenderer:
     def render(
         self, answer: ChatMessage, new: Sequence[ChatMessage], *, tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> str:
-        """The text from the end-of-turn token of ``answer`` on.
+        """Return the text that begins with the end-of-turn token of ``answer``.
 
-        Raises ``RenderError`` if the template refuses the stand-in, or does not close it with an end-of-turn token.
+        Raises:
+            RenderError: the template refuses the stand-in, or does not close it with an end-of-turn token.
         """
         text = self.typesetter.set([_QUESTION, _stand_in(answer), *new], tools=tools, options=options)
         closing = self.find_closing(text, text.find(_MARK))
@@ -58,13 +59,19 @@ class SuffixRenderer:
         return text[closing:]
 
     def find_closing(self, text: str, start: int) -> int | None:
-        """Where the first end-of-turn token from ``start`` on begins; ``None`` if nowhere, or if ``start`` is -1."""
+        """Return the position of the first end-of-turn token at or after ``start``.
+
+        ``None`` if there is none, or if ``start`` is -1.
+        """
         found = self.closing.search(text, start) if start >= 0 else None
         return found.start() if found else None
 
 
 def _stand_in(answer: ChatMessage) -> ChatMessage:
-    """An answer of the same kind. Calls keep ids and names, which templates look up; the last has the mark."""
+    """Return an answer of the same kind.
+
+    Calls keep ids and names, which templates look up; the last contains the mark.
+    """
     if not answer.tool_calls:
         return _ANSWER
     *others, last = answer.tool_calls
@@ -74,9 +81,9 @@ def _stand_in(answer: ChatMessage) -> ChatMessage:
 
 
 def find_end_of_turn(typesetter: Typesetter, vocabulary: Vocabulary) -> int | None:
-    """The special token that the template puts behind an answer, whatever follows; ``None`` if it puts none.
+    """Return the special token that the template puts after an answer, whatever follows; ``None`` if there is none.
 
-    A token that opens the next turn does not count: it is not there when nothing follows.
+    A token that opens the next turn does not count: it is absent if nothing follows.
     """
     alone = _first_special(typesetter, vocabulary, [_QUESTION, _ANSWER], has_generation_prompt=False)
     followed = _first_special(typesetter, vocabulary, [_QUESTION, _ANSWER, _QUESTION], has_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""Finding tags in text that arrives in pieces."""
+"""Search for tags in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["num_held_back"]
 
 
 def num_held_back(text: str, tags: Iterable[str]) -> int:
-    """How many characters at the end of ``text`` may be the beginning of one of ``tags`` (0: none)."""
+    """Return how many characters at the end of ``text`` may be the beginning of one of ``tags`` (0: none)."""
     return max((_num_begun(text, tag) for tag in tags), default=0)
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face chat template as a function from plain messages to text.
 
-Templates are Jinja programs that come with a model; they run in Jinja's sandbox, compiled once. The dialect (extra
-tags, filters and functions) is the one that such templates are written for. Nothing here knows tokens or domain values.
+Templates are Jinja programs that come with a model. They are compiled once and run in Jinja's sandbox, with the extra
+tags, filters and functions that such templates expect. This module does not depend on tokens or domain values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks the assistant's words for loss masks. Ours come from sampling: the body counts."""
+    """Support for ``{% generation %}``, which marks the assistant's text for loss masks. Only its body is rendered.
+
+    Loss masks here come from sampling, so that the mark is not needed.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -50,7 +53,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """``tojson`` without Jinja's HTML escapes."""
+    """The filter ``tojson`` without Jinja's HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -66,16 +69,16 @@ def _create_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnviro
 
 def _compile(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2.Template:
     template = environment.from_string(source)
-    template.globals = dict(template.globals)  # is copied at every rendering, which is slow for Jinja's chain of dicts
+    template.globals = dict(template.globals)  # copied at every rendering, which is slow for Jinja's chain of dicts
     return template
 
 
 @frozen(kw_only=True)
 class ChatTemplate:
-    """One compiled template, or two where a model has another for conversations with tools."""
+    """A compiled template, or two if a model has a separate one for conversations with tools."""
 
     source: str
-    """The text of the template (of both, joined): what families are recognised by."""
+    """The text of the template (of both, joined), by which families are recognised."""
     plain: jinja2.Template
     with_tools: jinja2.Template
     variables: Mapping[str, str]
@@ -90,7 +93,10 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """Compile ``source``: a template, or several by name, of which ``default`` and ``tool_use`` are used.
 
-        ``now`` is the clock of templates that print the date. Raises ``ModelError`` if a template is not valid Jinja.
+        ``now`` is the clock for templates that print the date.
+
+        Raises:
+            ModelError: a template is not valid Jinja, or there is no default template.
         """
         named = {"default": source} if isinstance(source, str) else dict(source)
         if "default" not in named:
@@ -114,9 +120,10 @@ class ChatTemplate:
         options: Mapping[str, Any],
         has_generation_prompt: bool = True,
     ) -> str:
-        """The text of the conversation. ``options`` are further variables of the template.
+        """Return the text of the conversation. ``options`` are further variables of the template.
 
-        Raises ``RenderError`` with the template's own words if it refuses.
+        Raises:
+            RenderError: the template refuses the conversation; the message contains the template's own.
         """
         if clash := _RESERVED & options.keys():
             raise RenderError(
@@ -134,7 +141,7 @@ class ChatTemplate:
                     "add_generation_prompt": has_generation_prompt,
                 }
             )
-        except Exception as error:  # a template is somebody else's program: whatever it raises is its refusal
+        except Exception as error:  # a template is a third party's program: any error means that it refuses
             raise RenderError(_refusal(messages, error)) from error
 
 

@@ -1,11 +1,11 @@
-"""Text to ids and back, safely: the tokenizer of one model behind a few plain functions.
+"""Safe conversion of text to ids and back: the tokenizer of one model behind a few plain functions.
 
 *Injection.* A conversation is rendered to one text, in which a user's ``<|im_end|>`` would look like the template's
-own. ``guard`` therefore puts a break after the first character of every special token that is spelled out in foreign
-text, and ``encode`` tokenises what lies between breaks on its own, so that such text becomes ordinary characters. The
-break is a lone surrogate, which no valid text contains (those of foreign text are replaced first).
+own. Therefore ``guard`` puts a break after the first character of every special token that is spelled out in foreign
+text, and ``encode`` tokenises the text between breaks separately, so that it becomes ordinary characters. The break is
+a lone surrogate, which valid text cannot contain (lone surrogates in foreign text are replaced first).
 
-*Streams.* Characters may be spread over several tokens. A detokenizer takes ids as they come and says only whole
+*Streams.* A character may be spread over several tokens. A detokenizer takes ids as they come and returns only whole
 characters.
 """
 
@@ -30,25 +30,25 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SEPARATE = frozenset({"Metaspace", "Replace", "ByteFallback", "Fuse"})
-"""Steps of decoders that treat each token alone until they are joined, bytes excepted."""
+"""Decoder steps that treat each token separately until they are joined, except for bytes."""
 _MAX_HELD_TOKENS = 8
-"""A character has at most four bytes; whoever waits for longer waits for nothing."""
+"""Limit of held-back tokens: a character has at most four bytes, so that more tokens cannot complete it."""
 
 
 class Detokenizer(Protocol):
-    """Ids in, text out, one answer long."""
+    """Incremental conversion of the ids of one answer to text."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The whole characters that these ids complete."""
+        """Return the whole characters that these ids complete."""
         ...
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return what was held back."""
         ...
 
 
 class _ByteDetokenizer:
-    """For byte-level tokenizers: every token is a run of bytes, and UTF-8 is decoded as it comes."""
+    """Detokenizer for byte-level tokenizers: every token is a run of bytes, and UTF-8 is decoded incrementally."""
 
     def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
         self._bytes_of = bytes_of
@@ -62,11 +62,13 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """For all others: decode the last group of tokens again with the next one, and say what was added.
+    """Detokenizer for all other tokenizers: decodes each token together with the group before it.
+
+    The text of a token is the difference to the text of the preceding group alone.
 
     Decoders of the SentencePiece kind drop the space in front of their first token and join bytes to characters, so a
-    token cannot be decoded without its neighbours. Most tokens, though, say the same behind every other: ``pieces``
-    has what they say, and ``""`` for those that depend on what is before them.
+    token cannot be decoded without its neighbours. Most tokens, however, have the same text after any other token:
+    ``pieces`` contains that text, and ``""`` for tokens that depend on the preceding ones.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], pieces: Mapping[int, str]) -> None:
@@ -75,7 +77,7 @@ class _WindowDetokenizer:
         self._said: list[int] = []
         self._held: list[int] = []
         self._is_amid = False
-        """Whether the last token was one that has a piece; the next one needs no window then if it has one, too."""
+        """True if the last token had a piece; if the next one has a piece too, it needs no window."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
         said: list[str] = []
@@ -108,7 +110,7 @@ ValueT = TypeVar("ValueT")
 
 
 class _Table(dict[int, ValueT]):
-    """Something of each token, looked up when it is first wanted; as many entries at most as there are tokens."""
+    """A cache of a value per token, computed on first use; it has at most as many entries as there are tokens."""
 
     def __init__(self, look_up: Callable[[int], ValueT], *, size: int, nothing: ValueT) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class _Table(dict[int, ValueT]):
 
 @frozen(kw_only=True, eq=False)
 class Vocabulary:
-    """A fast tokenizer, its special tokens, and the two directions."""
+    """A fast tokenizer, its special tokens, and conversion in both directions."""
 
     backend: Tokenizer
     special: Mapping[int, str]
@@ -142,12 +144,12 @@ class Vocabulary:
         return _Table(self._look_up_bytes, size=self.size, nothing=b"")
 
     def _create_pieces(self) -> Mapping[int, str]:
-        # A decoder that we do not know has no pieces: a table without room.
+        # A table of size 0 for an unknown decoder, so that every token goes through the window.
         return _Table(self._look_up_piece, size=self.size if _has_pieces(self.backend.decoder) else 0, nothing="")
 
     @staticmethod
     def create(backend: Tokenizer, *, special: Mapping[int, str]) -> Vocabulary:
-        """Take over ``backend``: truncation and padding, which some tokenizer files switch on, are switched off."""
+        """Wrap ``backend``, and switch off truncation and padding, which some tokenizer files switch on."""
         backend.no_truncation()
         backend.no_padding()
         spelled = sorted((text for text in special.values() if len(text) > 1), key=len, reverse=True)
@@ -161,25 +163,25 @@ class Vocabulary:
         )
 
     def guard(self, text: str) -> str:
-        """Foreign text made harmless: ``encode`` will read no special token in it."""
+        """Return foreign text in a form in which ``encode`` recognises no special token."""
         if not text.isascii():
             text = _SURROGATE.sub(_REPLACEMENT, text)
-        # The plain pattern is quick to find nothing; the other also finds tokens that overlap.
+        # The plain pattern is fast if there is no match; the other pattern also finds overlapping tokens.
         if self._foreign is None or self._foreign_start is None or self._foreign.search(text) is None:
             return text
         return self._foreign_start.sub(rf"\1{_BREAK}", text)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of rendered text. Special tokens are recognised, except in guarded text; none is added."""
+        """Return the ids of rendered text. Special tokens are recognised, except in guarded text; none is added."""
         if _BREAK not in text:
             return self._encode(text)
         return [token_id for piece in text.split(_BREAK) for token_id in self._encode(piece)]
 
     def encode_raw(self, text: str, *, is_start: bool) -> list[int]:
-        """Ids of a text that nobody rendered, special tokens recognised.
+        """Return the ids of a text that was not rendered, with special tokens recognised.
 
-        With ``is_start`` what the tokenizer puts before every text comes first, unless the text spells it out itself.
-        What it would put behind a text is left out: the text goes on.
+        With ``is_start``, the tokens that the tokenizer puts before every text come first, unless the text spells them
+        out itself. Tokens that it would append are left out, because the text continues.
         """
         text = _SURROGATE.sub(_REPLACEMENT, text)
         ids = self._encode(text)
@@ -194,12 +196,12 @@ class Vocabulary:
         return ids
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
-        """Text of ids, special tokens included; ids outside the vocabulary are left out."""
+        """Return the text of ids, special tokens included; ids outside the vocabulary are skipped."""
         detokenizer = self.open_detokenizer()
         return detokenizer.feed(as_list(token_ids)) + detokenizer.finish()
 
     def open_detokenizer(self) -> Detokenizer:
-        """A detokenizer for one answer."""
+        """Return a detokenizer for one answer."""
         if isinstance(self.backend.decoder, decoders.ByteLevel):
             return _ByteDetokenizer(self._bytes_of)
         return _WindowDetokenizer(self._decode, self._pieces)
@@ -217,21 +219,22 @@ class Vocabulary:
         return bytes(_BYTE_OF[char] for char in token)
 
     def _look_up_piece(self, token_id: int) -> str:
-        """What a token says behind any other that has a piece."""
+        """Return the text of a token after any other token that has a piece."""
         token = self.backend.id_to_token(token_id)
         if token is None or _BYTE_TOKEN.fullmatch(token):
             return ""
+        # The token is decoded twice in a row because the decoder drops the space of the first token.
         piece = self._decode([token_id, token_id])[len(self._decode([token_id])) :]
         return "" if piece.endswith(_REPLACEMENT) else piece
 
 
 def as_list(token_ids: Ints | Sequence[int]) -> list[int]:
-    """Ids as plain numbers, which are quicker to look up than NumPy's."""
+    """Return ids as plain ints, which are faster to look up than NumPy's."""
     return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(map(int, token_ids))
 
 
 def _has_pieces(decoder: decoders.Decoder | None) -> bool:
-    """Whether all but bytes is decoded token by token, but for the space in front of the first one."""
+    """Return whether the decoder treats all tokens but bytes separately, except for the space of the first one."""
     if decoder is None:
         return False
     state = json.loads(decoder.__getstate__())
@@ -246,7 +249,10 @@ def _has_pieces(decoder: decoders.Decoder | None) -> bool:
 
 
 def _create_byte_table() -> dict[str, int]:
-    """Byte of each character of the byte-level alphabet: printable Latin-1 is itself, the rest follows from 256."""
+    """Return the byte of each character of the byte-level alphabet.
+
+    Printable Latin-1 characters represent themselves; the others are numbered from 256.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}

@@ -1,4 +1,4 @@
-"""A conversation of domain values as text: adaptation, guarding, template. What becomes of the text is up to others."""
+"""Rendering of conversations to text: adaptation, guarding, template. Tokenisation is separate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Typesetter"]
 
 @frozen(kw_only=True)
 class Typesetter:
-    """Sets conversations in the words of one template."""
+    """Renders conversations to text with one template."""
 
     template: ChatTemplate
     adaptation: Adaptation
@@ -33,7 +33,11 @@ class Typesetter:
         options: Mapping[str, Any],
         has_generation_prompt: bool = True,
     ) -> str:
-        """The text, in which foreign special tokens are broken. Raises ``RenderError`` if the template refuses."""
+        """Return the text of the conversation, in which foreign special tokens are broken.
+
+        Raises:
+            RenderError: the template refuses the conversation, it is empty, or it is nested too deeply.
+        """
         if not messages:
             raise RenderError("There are no messages to render; send at least one.")
         try:

@@ -1,4 +1,4 @@
-"""Families of models, a module each: how they write tools and calls, and how they set their thinking apart.
+"""Families of models, one per module: the syntax of their tools and calls, and of their reasoning.
 
-What a format has to do is said in ``rendering/parsers.py``, whose tables know the formats by name.
+``rendering/parsers.py`` defines the protocol of a format, and lists the formats by name.
 """

@@ -1,4 +1,4 @@
-"""The tool formats of DeepSeek: calls between special tokens, with a fence around the arguments (V3, R1) or without.
+"""The tool formats of DeepSeek: calls between special tokens, with fenced arguments (V3, R1) or without.
 
 ::
 
@@ -9,8 +9,8 @@
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Models write what their template shows, but either form is read with both. The outer tags, and the last closing ones,
-may be missing.
+Models write the form that their template shows, but both forms are always read. The outer tags, and the last closing
+ones, may be missing.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _NAME = re.compile(r"[\w.:/-]*")
 
 @frozen(kw_only=True)
 class DeepSeek:
-    """Both forms; ``has_fences`` tells which one is written."""
+    """Both formats of DeepSeek; ``has_fences`` selects the one that is written."""
 
     has_fences: bool
     markers = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template writes calls in this form."""
+        """Return whether the template writes calls in this form."""
         return _CALLS_BEGIN in template and self.has_fences == ("```json" in template)
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """A parser for one answer. JSON needs no schema to be read."""
+        """Return a parser for one answer. ``tools`` is ignored, because JSON needs no schema to be read."""
         return CallParser(_SYNTAX, call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
-        """Calls as the templates of the family write them, their arguments held to the tool's schema."""
+        """Return the grammar of calls as the family's templates write them; arguments match the tool's schema."""
         call = OneOf(parts=tuple(map(self._grammar_of_call, tools)))
         separator = "\n" if self.has_fences else ""
         calls = Repeated(part=call, at_most=None if is_parallel else 1, separator=separator)
@@ -68,19 +68,19 @@ class DeepSeek:
         return f"{_CALL_BEGIN}{name}{_SEPARATOR}", _CALL_END
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The tools, a paragraph each, and how to call one."""
+        """Return the tools, one paragraph each, and instructions for calling one."""
         described = "\n\n".join(map(_describe, tools))
         before, after = self._frame("<tool name>")
         example = f"{_CALLS_BEGIN}{before}<JSON object>{after}{_CALLS_END}"
         return f"## Tools\n\n{described}\n\nTo call tools, write:\n{example}"
 
     def format_call(self, call: ToolCall) -> str:
-        """One call, with the outer tags around it."""
+        """Return one call, with the outer tags around it."""
         before, after = self._frame(call.name)
         return f"{_CALLS_BEGIN}{before}{call.arguments}{after}{_CALLS_END}"
 
     def format_result(self, content: str) -> str:
-        """The result between the family's tags."""
+        """Return the result between the family's tags."""
         return f"<｜tool▁output▁begin｜>{content}<｜tool▁output▁end｜>"
 
 

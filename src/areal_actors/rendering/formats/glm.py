@@ -1,7 +1,7 @@
-"""The tool format of GLM-4.5 and its successors: a name, then keys and values as tags of their own.
+"""The tool format of GLM-4.5 and its successors: a name, followed by keys and values in separate tags.
 
-Text stands between the tags as it is, everything else as JSON; the schema says which is which. A value ends at a
-closing tag that another key, or the end of the call, follows. The last closing tag may be missing at the end of an
+Text stands between the tags unchanged, every other value as JSON; the schema decides which. A value ends at a closing
+tag that is followed by another key or by the end of the call. The last closing tag may be missing at the end of an
 answer.
 """
 
@@ -45,38 +45,41 @@ _EXAMPLE = f"{_OPEN}tool_name\n{_KEY}name{_END_KEY}\n{_VALUE}value{_END_VALUE}\n
 
 
 class Glm:
-    """Also spoken by GLM-4.6 and 4.7, which leave the line breaks out."""
+    """The format of GLM-4.5, also used by GLM-4.6 and 4.7, which omit the line breaks."""
 
     markers = (_OPEN, _CLOSE, _KEY, _END_KEY, _VALUE, _END_VALUE)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template writes keys and values as tags."""
+        """Return whether the template writes keys and values as tags."""
         return _OPEN in template and _KEY in template and _VALUE in template
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:
-        """A parser for one answer; the types of values are those of ``tools``."""
+        """Return a parser for one answer; the types of values come from ``tools``."""
         return CallParser(CallSyntax(anywhere={_OPEN: partial(_read_call, tools=tools)}), call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
-        """Calls with the parameters in the order of the schema; text is free, everything else held to its schema."""
+        """Return the grammar of calls, with parameters in the order of the schema.
+
+        Text is free, other values match the schema.
+        """
         call = OneOf(parts=tuple(map(_grammar_of_call, tools)))
         return Repeated(part=call, at_most=None if is_parallel else 1, separator="\n")
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The tools as one JSON object a line, and how to call one."""
+        """Return the tools as one JSON object per line, and instructions for calling one."""
         return (
             f"You may call these tools:\n<tools>\n{format_signatures(tools)}\n</tools>\n"
             f"To call one, write:\n{_EXAMPLE}\nText stands without quotes, everything else as JSON."
         )
 
     def format_call(self, call: ToolCall) -> str:
-        """Name, keys and values."""
+        """Return name, keys and values."""
         values = values_of(call.arguments).items()
         written = (f"{_KEY}{key}{_END_KEY}\n{_VALUE}{format_value(value)}{_END_VALUE}\n" for key, value in values)
         return f"{_OPEN}{call.name}\n{''.join(written)}{_CLOSE}"
 
     def format_result(self, content: str) -> str:
-        """The result between the family's tags."""
+        """Return the result between the family's tags."""
         return f"<tool_response>\n{content}\n</tool_response>"
 
 

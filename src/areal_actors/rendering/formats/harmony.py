@@ -1,4 +1,4 @@
-"""Harmony, the format of GPT-OSS: an answer of several messages, each on a channel of its own.
+"""Harmony, the format of GPT-OSS: an answer consists of several messages, each on a channel.
 
 ::
 
@@ -7,12 +7,13 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-(without the line breaks). ``analysis`` is reasoning, ``commentary`` and ``final`` are content; two of a kind are set
-apart by an empty line. A message to a function is a call; ``HarmonyChannels`` passes it on in one spelling, and
-``HarmonyCalls`` reads it. Everything else (other recipients, other channels, broken headers) stays text.
+(without the line breaks). ``analysis`` is reasoning, ``commentary`` and ``final`` are content; consecutive messages of
+one kind are separated by an empty line. A message to a function is a call; ``HarmonyChannels`` normalises it to one
+spelling, and ``HarmonyCalls`` reads it. Everything else (other recipients, other channels, broken headers) stays
+content.
 
-The parsers read text, as all parsers here do, so that they serve any tokenizer. The vendor's library reads the ids of
-one vocabulary, which it downloads.
+The parsers read text, as all parsers here do, so that they work with any tokenizer. The vendor's library reads the ids
+of one vocabulary, which it downloads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CALL = "<|call|>"
 _RETURN = "<|return|>"
 _ASSISTANT = f"{_START}assistant"
 _MAX_HEADER = 200
-"""Characters; what is longer is no header."""
+"""Limit in characters; longer text is not a header."""
 
 
 def _is_spoken_by(template: str) -> bool:
@@ -45,35 +46,38 @@ def _is_spoken_by(template: str) -> bool:
 
 
 class HarmonyCalls:
-    """Calls of functions."""
+    """The calls of functions in Harmony's format."""
 
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template has channels."""
+        """Return whether the template has channels."""
         return _is_spoken_by(template)
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """A parser for what ``HarmonyChannels`` lets through. JSON needs no schema to be read."""
+        """Return a parser for the output of ``HarmonyChannels``.
+
+        ``tools`` is ignored, because JSON needs no schema to be read.
+        """
         return CallParser(_SYNTAX, call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:  # noqa: ARG002 - one call ends the turn
-        """One call, its arguments held to the tool's schema."""
+        """Return the grammar of one call, with arguments that match the tool's schema."""
         return OneOf(parts=tuple(map(_grammar_of_call, tools)))
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The tools as a namespace of functions, with their schemas."""
+        """Return the tools as a namespace of functions, with their schemas."""
         lines = "\n".join(
             f"// {tool.description}\ntype {tool.name} = (_: {dict(tool.parameters)}) => any;" for tool in tools
         )
         return f"# Tools\n\n## functions\n\nnamespace functions {{\n{lines}\n}}"
 
     def format_call(self, call: ToolCall) -> str:
-        """A message to the function."""
+        """Return a message to the function."""
         return f"{_CHANNEL}commentary to=functions.{call.name} {_CONSTRAIN}json{_MESSAGE}{call.arguments}{_CALL}"
 
     def format_result(self, content: str) -> str:
-        """The content of the function's message."""
+        """Return the content of the function's message, unchanged."""
         return content
 
 
@@ -89,7 +93,7 @@ _NAME = re.compile(r"[^\s<]*")
 
 
 def _read_call(source: Source) -> Reading[tuple[Call, ...]]:
-    """``<|channel|>… to=functions.name …<|message|>{…}<|call|>``; the last tag may be missing at the end."""
+    """Read ``<|channel|>… to=functions.name …<|message|>{…}<|call|>``; the last tag may be missing at the end."""
     yield from source.require(_CHANNEL)
     yield from source.match(_WORD)
     yield from source.require("to=functions.")
@@ -111,28 +115,28 @@ _SYNTAX = CallSyntax(anywhere={_CHANNEL: _read_call})
 
 
 class HarmonyChannels:
-    """Thinking, words and calls, told apart by their channels."""
+    """Reasoning, content and calls, distinguished by their channels."""
 
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END)
     stops = (_RETURN, _CALL)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template has channels."""
+        """Return whether the template has channels."""
         return _is_spoken_by(template)
 
     def is_opened_by(self, prompt: str) -> bool:  # noqa: ARG002 - the answer names its channel itself
-        """Never: the thinking has a header, which is the model's."""
+        """Return ``False``: the model itself writes the header of its reasoning."""
         return False
 
     def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:  # noqa: ARG002 - it is never open
-        """Perhaps an analysis, and the header of the final message unless calls follow."""
+        """Return the grammar of an optional analysis, and of the final message's header unless calls follow."""
         opening, closing = f"{_CHANNEL}analysis{_MESSAGE}", f"{_END}{_ASSISTANT}"
         parts = (Exactly(text=opening), FreeText(excluding=(_END,)), Exactly(text=closing))
         thought = OneOf(parts=(Exactly(text=""), InOrder(parts=parts)))
         return thought if has_calls else InOrder(parts=(thought, Exactly(text=f"{_CHANNEL}final{_MESSAGE}")))
 
     def open_parser(self, *, is_open: bool) -> _ChannelParser:  # noqa: ARG002 - it is never open
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         return _ChannelParser()
 
 
@@ -148,13 +152,16 @@ _FUNCTIONS = "functions."
 
 
 def _is_begun(text: str) -> bool:
-    """Whether a header may follow, or the rest of a tag."""
+    """Return whether ``text`` may be the beginning of a header or of a closing tag."""
     is_tag = any(tag.startswith(text) and tag != text for tag in _CLOSINGS)
     return is_tag or any(start.startswith(text) for start in _HEADER_STARTS)
 
 
 class _ChannelParser:
-    """Header, body, header, body; a state is the method that reads on, and says whether there may be more to read."""
+    """A state machine that alternates between headers and bodies.
+
+    A state is a method that reads on, and returns whether there may be more to read.
+    """
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -181,7 +188,7 @@ class _ChannelParser:
         return deltas
 
     def _read_header(self) -> bool:
-        """Find out what the next message is; what has no header is content."""
+        """Determine the kind of the next message; text without a header is content."""
         if _is_begun(self._buffer):
             return False
         header, found, _ = self._buffer[: _MAX_HEADER + len(_MESSAGE)].partition(_MESSAGE)
@@ -195,7 +202,7 @@ class _ChannelParser:
         return True
 
     def _skip_start(self) -> bool:
-        """A tag that leads nowhere is text; what follows it may be a header."""
+        """Treat a tag that begins no header as content; a header may follow it."""
         found = _BODY_END.match(self._buffer)
         if found:
             self._say_content(found.group())
@@ -219,6 +226,7 @@ class _ChannelParser:
 
     def _begin_body(self, say: Callable[[str], None]) -> None:
         self._say, self._state = say, self._read_body
+        # Two messages of one kind are separated by an empty line, which is emitted only if the second one has text.
         for kind in self._spoken:
             self._spoken[kind] = "\n\n"
 

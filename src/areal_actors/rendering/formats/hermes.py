@@ -17,29 +17,29 @@ __all__ = ["Hermes"]
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _OTHER_FAMILIES = ("<function=", "<arg_key>")
-"""Signs of formats that use the same tags around something else than JSON."""
+"""Markers of formats that use the same tags around something other than JSON."""
 
 
 class Hermes:
-    """The family's words, kept short: small models read them too."""
+    """The format of Hermes and Qwen. Its instructions are short, because small models read them too."""
 
     markers = (_OPEN, _CLOSE)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template writes calls between the tags, as JSON."""
+        """Return whether the template writes calls as JSON between the tags."""
         return _OPEN in template and not any(sign in template for sign in _OTHER_FAMILIES)
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """A parser for one answer. JSON needs no schema to be read."""
+        """Return a parser for one answer. ``tools`` is ignored, because JSON needs no schema to be read."""
         return CallParser(CallSyntax(anywhere={_OPEN: _read_call}), call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
-        """Calls as the templates of the family write them, their arguments held to the tool's schema."""
+        """Return the grammar of calls as the family's templates write them; arguments match the tool's schema."""
         call = OneOf(parts=tuple(map(_grammar_of_call, tools)))
         return Repeated(part=call, at_most=None if is_parallel else 1, separator="\n")
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The tools as one JSON object a line, and how to call one."""
+        """Return the tools as one JSON object per line, and instructions for calling one."""
         lines = format_signatures(tools)
         example = '{"name": <tool name>, "arguments": <JSON object>}'
         return (
@@ -47,13 +47,13 @@ class Hermes:
         )
 
     def format_call(self, call: ToolCall) -> str:
-        """Name and arguments between the tags; the arguments are the call's own text where that is JSON."""
+        """Return name and arguments between the tags; arguments that are valid JSON keep their text."""
         arguments = call.arguments if is_json(call.arguments) else json.dumps(call.arguments, ensure_ascii=False)
         name = json.dumps(call.name, ensure_ascii=False)
         return f'{_OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{_CLOSE}'
 
     def format_result(self, content: str) -> str:
-        """The result between the family's tags."""
+        """Return the result between the family's tags."""
         return f"<tool_response>\n{content}\n</tool_response>"
 
 

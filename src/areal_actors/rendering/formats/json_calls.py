@@ -1,7 +1,7 @@
-"""Calls that are written as JSON, and the JSON of those that are not: reading, decoding, writing.
+"""Reading, decoding and writing of calls in JSON, and of JSON in other formats.
 
-The arguments of a call that is written as JSON keep the model's spelling. What is nested more deeply than any template
-could print is no call.
+The arguments of a call that is written as JSON keep the model's spelling. Text that is nested more deeply than any
+template could print is not a call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = [
 
 MAX_DEPTH = 100
 _BETWEEN = re.compile(r"[\s\d.,:+\-eEtrufalsn]*")
-"""What JSON has outside of strings and brackets: numbers, ``true``, ``false``, ``null`` and punctuation."""
+"""Everything in JSON outside of strings and brackets: numbers, ``true``, ``false``, ``null`` and punctuation."""
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
 
 
 def read_object(source: Source) -> Reading[str]:
-    """The text of the JSON object that stands here. Raises ``NoCall`` as soon as it can be none."""
+    """Read a JSON object and return its text. Raises ``NoCall`` as soon as the text cannot be one."""
     yield from source.require("{")
     start, depth = source.at - 1, 1
     while depth:
@@ -60,10 +60,13 @@ def _read_string(source: Source) -> Reading[None]:
 
 
 def parse_call(text: str, *, keys: Sequence[str] = ("arguments",), is_bare_allowed: bool = True) -> Call:
-    """The call that a JSON object says, its arguments under one of ``keys``, as the model wrote them.
+    """Return the call that a JSON object represents, with the arguments under one of ``keys`` as the model wrote them.
 
-    No arguments at all are an empty object if ``is_bare_allowed``; an object inside a string is taken out of it. Raises
-    ``NoCall`` for an object that is no call.
+    Missing arguments are an empty object if ``is_bare_allowed``. If the arguments are a string, it must contain a JSON
+    object, whose text is used.
+
+    Raises:
+        NoCall: the object does not represent a call.
     """
     values = decode_object(text)
     key = next((key for key in keys if key in values), None)
@@ -83,7 +86,7 @@ def _parse_arguments(value: object, written: str) -> str:
 
 
 def _slices(text: str) -> Mapping[str, str]:
-    """The text of each value of a JSON object that is known to be valid."""
+    """Return the text of each value of a JSON object that is known to be valid."""
     slices: dict[str, str] = {}
     at = _skip_space(text, _skip_space(text, 0) + 1)
     while text[at] != "}":
@@ -120,7 +123,7 @@ _JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_flo
 
 
 def decode_json(text: str) -> Any:
-    """The value of strict JSON. Raises ``NoCall`` for other text and for what is nested too deeply."""
+    """Return the value of strict JSON. Raises ``NoCall`` for any other text and for deep nesting."""
     try:
         value = _JSON.decode(text)
     except (ValueError, RecursionError):
@@ -141,7 +144,7 @@ def _is_shallow(value: object) -> bool:
 
 
 def decode_object(text: str) -> dict[str, Any]:
-    """The JSON object that ``text`` is. Raises ``NoCall`` for anything else."""
+    """Return the value of ``text`` if it is a JSON object. Raises ``NoCall`` otherwise."""
     value = decode_json(text)
     if not isinstance(value, dict):
         raise NoCall
@@ -149,7 +152,7 @@ def decode_object(text: str) -> dict[str, Any]:
 
 
 def is_json(text: str) -> bool:
-    """Whether ``text`` is strict JSON."""
+    """Return whether ``text`` is strict JSON."""
     try:
         decode_json(text)
     except NoCall:
@@ -158,7 +161,10 @@ def is_json(text: str) -> bool:
 
 
 def encode_arguments(values: Mapping[str, Any]) -> str:
-    """The JSON text of arguments that were not written as JSON. Half a surrogate pair, which is no text, is escaped."""
+    """Return the JSON text of arguments that were not written as JSON.
+
+    Lone surrogates, which UTF-8 cannot encode, are escaped.
+    """
     text = json.dumps(values, ensure_ascii=False)
     return text if _is_text(text) else json.dumps(values)
 
@@ -172,6 +178,6 @@ def _is_text(text: str) -> bool:
 
 
 def format_signatures(tools: Sequence[Tool]) -> str:
-    """The tools as one JSON object a line."""
+    """Return the tools as one JSON object per line."""
     signatures = ({"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools)
     return "\n".join(json.dumps(signature, ensure_ascii=False) for signature in signatures)

@@ -1,7 +1,7 @@
-"""The tool format of Llama 3.x: JSON objects with ``name`` and ``parameters`` that are the answer.
+"""The tool format of Llama 3.x: the answer consists of JSON objects with ``name`` and ``parameters``.
 
-Such an object is a call at the beginning of an answer, behind ``<|python_tag|>`` (and the tags of Llama 4) anywhere,
-and behind another call, with or without a semicolon in between. In the middle of a text it is text.
+Such an object is a call at the beginning of an answer, anywhere in it after ``<|python_tag|>`` (or a tag of Llama 4),
+and after another call, with or without a semicolon between them. Elsewhere in a text it is content.
 """
 
 from __future__ import annotations
@@ -21,41 +21,44 @@ _TAG = "<|python_tag|>"
 _START = "<|python_start|>"
 _END = "<|python_end|>"
 _WRITTEN = re.compile(r'\{\s*\\?"name\\?":(?:(?!description).){0,120}?\\?"parameters\\?":', re.DOTALL)
-"""A call in a template's source, whatever stands for its name; a tool has a description, too."""
+"""Matches a call in a template's source, with any expression for its name; a tool also has a description."""
 _OTHER_FAMILIES = ("<tool_call>", "(params_name1=")
 
 
 class LlamaJson:
-    """One call is an answer for the templates of Llama 3; several are read all the same."""
+    """The format of Llama 3. Its templates accept one call per answer, but several are read."""
 
     markers = (_TAG, _START, _END)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template writes calls as JSON with parameters, and no tag around them."""
+        """Return whether the template writes calls as JSON with parameters, without a tag around them."""
         return _WRITTEN.search(template) is not None and not any(sign in template for sign in _OTHER_FAMILIES)
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """A parser for one answer. JSON needs no schema to be read."""
+        """Return a parser for one answer. ``tools`` is ignored, because JSON needs no schema to be read."""
         return CallParser(_SYNTAX, call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:  # noqa: ARG002
-        """One call, its arguments held to the tool's schema: the family's templates refuse an answer with two."""
+        """Return the grammar of one call, with arguments that match the tool's schema.
+
+        ``is_parallel`` is ignored, because the family's templates refuse an answer with two calls.
+        """
         return Repeated(part=OneOf(parts=tuple(map(_grammar_of_call, tools))), at_most=1)
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The tools as one JSON object a line, and how to call one."""
+        """Return the tools as one JSON object per line, and instructions for calling one."""
         return (
             f"You may call these tools:\n{format_signatures(tools)}\n"
             'To call one, answer with nothing but {"name": <tool name>, "parameters": <JSON object>}'
         )
 
     def format_call(self, call: ToolCall) -> str:
-        """Name and parameters; these are the call's own text where that is JSON."""
+        """Return name and parameters; parameters that are valid JSON keep their text."""
         arguments = call.arguments if is_json(call.arguments) else json.dumps(call.arguments, ensure_ascii=False)
         return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "parameters": {arguments}}}'
 
     def format_result(self, content: str) -> str:
-        """The result as the family's templates show it."""
+        """Return the result as the family's templates show it."""
         return json.dumps({"output": content}, ensure_ascii=False)
 
 
@@ -83,7 +86,7 @@ def _read_separator(source: Source) -> Reading[tuple[Call, ...]]:
 
 
 def _read_end(source: Source) -> Reading[tuple[Call, ...]]:
-    """The tag that closes the calls of Llama 4; calls may follow it all the same."""
+    """Read the tag that closes the calls of Llama 4; further calls may follow it."""
     yield from source.require(_END)
     return ()
 

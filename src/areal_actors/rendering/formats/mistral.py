@@ -1,12 +1,12 @@
-"""The tool formats of Mistral: ``[TOOL_CALLS]`` in front of a JSON list, or in front of each call.
+"""The tool formats of Mistral: ``[TOOL_CALLS]`` before a JSON list, or before each call.
 
 ::
 
     [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
     [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]8f3Kd01aZ[ARGS]{}
 
-Models write what their template shows, but either form is read with both. An id of nine letters and digits that the
-model wrote is kept: the result has to quote it.
+Models write the form that their template shows, but both forms are always read. An id of nine letters and digits that
+the model wrote is kept, because the result has to quote it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ _NAME = re.compile(r"[\w.:/-]*")
 
 @frozen(kw_only=True)
 class Mistral:
-    """Both forms; ``has_names`` tells which one is written: names in front of their arguments, or a list."""
+    """Both formats of Mistral; ``has_names`` selects the one that is written.
+
+    It is the form with names before their arguments, otherwise the list.
+    """
 
     has_names: bool = False
     markers = (_CALLS, _CALL_ID, _ARGS)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template writes calls in this form."""
+        """Return whether the template writes calls in this form."""
         return _CALLS in template and self.has_names == (_ARGS in template)
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """A parser for one answer. JSON needs no schema to be read."""
+        """Return a parser for one answer. ``tools`` is ignored, because JSON needs no schema to be read."""
         return CallParser(_SYNTAX, call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
-        """Calls as the templates of the family write them, their arguments held to the tool's schema."""
+        """Return the grammar of calls as the family's templates write them; arguments match the tool's schema."""
         call = OneOf(parts=tuple(self._grammar_of_call(tool) for tool in tools))
         calls = Repeated(part=call, at_most=None if is_parallel else 1, separator="" if self.has_names else ", ")
         return calls if self.has_names else InOrder(parts=(Exactly(text=f"{_CALLS}["), calls, Exactly(text="]")))
@@ -59,20 +62,20 @@ class Mistral:
         return InOrder(parts=(Exactly(text=before), arguments, Exactly(text="}")))
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The tools as the family has them in front of a question."""
+        """Return the tools as the family's templates put them before a question, and instructions for calling one."""
         example = f'{_CALLS}<tool name>{_ARGS}{{"<argument>": <value>}}'
         if not self.has_names:
             example = f'{_CALLS}[{{"name": <tool name>, "arguments": <JSON object>}}]'
         return f"[AVAILABLE_TOOLS]\n{format_signatures(tools)}\n[/AVAILABLE_TOOLS]\nTo call one, write:\n{example}"
 
     def format_call(self, call: ToolCall) -> str:
-        """One call, in a list of its own where there are lists."""
+        """Return one call; in the form with lists, as a list with one element."""
         if self.has_names:
             return f"{_CALLS}{call.name}{_ARGS}{call.arguments}"
         return f'{_CALLS}[{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments}}}]'
 
     def format_result(self, content: str) -> str:
-        """The result between the family's tags."""
+        """Return the result between the family's tags."""
         return f"[TOOL_RESULTS]{content}[/TOOL_RESULTS]"
 
 

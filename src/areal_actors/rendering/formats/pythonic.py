@@ -1,9 +1,9 @@
-"""The pythonic tool format: a list of calls in the syntax of Python, ``[get_weather(city="Paris"), f(x=1)]``.
+"""The pythonic tool format: a list of calls in Python syntax, ``[get_weather(city="Paris"), f(x=1)]``.
 
-Llama 3.2, Llama 4, ToolACE and LFM2 write it. The list counts at the beginning of an answer, behind another one, and
-anywhere between the tags that some of them have. Arguments are named and are literals: text, numbers, constants, lists
-and dictionaries; nothing is evaluated. Names that Python does not allow (``get-weather``, ``from``) are names here, and
-the constants of JSON are constants, because tools come from JSON.
+It is written by Llama 3.2, Llama 4, ToolACE and LFM2. The list is recognised at the beginning of an answer, after
+another list, and anywhere between the tags that some of these models have. Arguments are named and are literals: text,
+numbers, constants, lists and dictionaries; nothing is evaluated. Names that Python does not allow (``get-weather``,
+``from``) and the constants of JSON are accepted, because tools are described in JSON.
 """
 
 from __future__ import annotations
@@ -41,26 +41,32 @@ _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false":
 
 
 class Pythonic:
-    """Calls are said when the list is complete: a list with an element that is no call has none."""
+    """The pythonic format.
+
+    Calls are emitted when the list is complete: one invalid element makes the whole list content.
+    """
 
     markers = (*_TAGS, *_TAGS.values())
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template shows such a list, or has the tags of LFM2; those of Llama 4 stand around JSON, too."""
+        """Return whether the template shows such a list, or has the tags of LFM2.
+
+        The tags of Llama 4 are no criterion, because its templates also use them around JSON.
+        """
         return any(sign in template for sign in _SIGNS)
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """A parser for one answer. Literals tell their types themselves."""
+        """Return a parser for one answer. ``tools`` is ignored, because literals have types."""
         return CallParser(_SYNTAX, call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
-        """A list of calls with arguments in the order of the schema, those that are required first."""
+        """Return the grammar of a list of calls, with arguments in the order of the schema, required ones first."""
         call = OneOf(parts=tuple(map(_grammar_of_call, tools)))
         calls = Repeated(part=call, at_most=None if is_parallel else 1, separator=", ")
         return InOrder(parts=(Exactly(text="["), calls, Exactly(text="]")))
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The tools as one JSON object a line, and how to call one."""
+        """Return the tools as one JSON object per line, and instructions for calling one."""
         return (
             f"You may call these tools:\n{format_signatures(tools)}\n"
             "To call some, answer with nothing but a list of calls in Python: "
@@ -68,7 +74,7 @@ class Pythonic:
         )
 
     def format_call(self, call: ToolCall) -> str:
-        """A list with one call. Arguments with names that are no word are unpacked from a dictionary."""
+        """Return a list with one call. Arguments whose names are not identifiers are unpacked from a dictionary."""
         values = values_of(call.arguments)
         named = [f"{key}={value!r}" for key, value in values.items() if _is_word(key)]
         others = {key: value for key, value in values.items() if not _is_word(key)}
@@ -76,7 +82,7 @@ class Pythonic:
         return f"[{call.name}({', '.join(written)})]"
 
     def format_result(self, content: str) -> str:
-        """The result as the family's templates show it."""
+        """Return the result as the family's templates show it."""
         return json.dumps({"output": content}, ensure_ascii=False)
 
 
@@ -97,7 +103,10 @@ def _grammar_of_call(tool: Tool) -> Grammar:
 
 
 def _grammar_of_argument(name: str, parameter: Parameter) -> Grammar:
-    """Text and numbers look alike in JSON and Python; constants at the top are Python's, further in they are JSON's."""
+    """Return the grammar of an argument as JSON, except that a boolean is ``True`` or ``False``.
+
+    Text and numbers have the same syntax in JSON and Python; nested constants are accepted in JSON syntax.
+    """
     value: Grammar = parameter.json_text
     if parameter.types == {"boolean"} and not parameter.choices:
         value = OneOf(parts=(Exactly(text="True"), Exactly(text="False")))
@@ -113,7 +122,7 @@ def _in_a_row(needed: Sequence[Grammar], optional: Sequence[Grammar]) -> Grammar
 
 
 def _any_of(optional: Sequence[Grammar]) -> Grammar:
-    """Any of the arguments, in their order: the first one that is there has no comma in front of it."""
+    """Return the grammar of any subset of the arguments, in order; the first one present has no comma before it."""
     rows = (_in_a_row([first], optional[index + 1 :]) for index, first in enumerate(optional))
     return OneOf(parts=(Exactly(text=""), *rows))
 
@@ -147,7 +156,7 @@ _SYNTAX = CallSyntax(
 
 
 def _read_items(source: Source, end: str, read_item: Callable[[Source], Reading[T]]) -> Reading[list[T]]:
-    """What stands between commas, up to and with ``end``, before which a comma may stand."""
+    """Read items separated by commas, up to and including ``end``; a trailing comma is allowed."""
     items: list[T] = []
     while not (yield from source.expect(end)):
         items.append((yield from read_item(source)))
@@ -175,7 +184,7 @@ def _read_argument(source: Source) -> Reading[dict[str, Any]]:
 
 
 def _unite(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All in one. Raises ``NoCall`` if something is said twice."""
+    """Merge dictionaries. Raises ``NoCall`` if a key occurs twice."""
     united = {key: value for part in parts for key, value in part.items()}
     if len(united) < sum(map(len, parts)):
         raise NoCall
@@ -256,10 +265,10 @@ def _read_string(source: Source, quote: str) -> Reading[str]:
 
 
 def _unescape(raw: str) -> str:
-    """What Python makes of a literal. The halves of a surrogate pair, in which JSON is written, are one character."""
+    """Return the value of a Python string literal. A surrogate pair, as JSON writes it, becomes one character."""
     try:
         return _ESCAPE.sub(_decode_escape, raw).encode("utf-16", "surrogatepass").decode("utf-16")
-    except (ValueError, KeyError):  # half a pair, a number beyond Unicode; a name that no character has
+    except (ValueError, KeyError):  # a lone surrogate, a number beyond Unicode, or an unknown character name
         raise NoCall from None
 
 
@@ -270,6 +279,6 @@ def _decode_escape(found: re.Match[str]) -> str:
         return unicodedata.lookup(written)
     if kind in _BASES:
         return chr(int(written, _BASES[kind]))
-    if written in "xuUN":  # without the digits or the name that belong to it
+    if written in "xuUN":  # without its digits or name
         raise NoCall
     return _LETTERS.get(written, found[0])

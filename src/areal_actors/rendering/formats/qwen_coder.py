@@ -1,8 +1,8 @@
 """The tool format of Qwen3-Coder: nested tags, one for the function and one for each parameter.
 
 Values stand between line breaks, without quotes or escapes; the schema says which of them are text. A value ends at a
-closing tag that another parameter, or the end of the function, follows: code about tags can be passed on. The last
-closing tag may be missing at the end of an answer.
+closing tag that is followed by another parameter or by the end of the function, so that code which contains such tags
+can be passed. The last closing tag may be missing at the end of an answer.
 """
 
 from __future__ import annotations
@@ -44,38 +44,41 @@ _EXAMPLE = f"{_OPEN}\n{_FUNCTION}tool_name>\n{_PARAMETER}name>\nvalue\n{_END_PAR
 
 
 class QwenCoder:
-    """Also spoken by Qwen3.5 and the Nemotron family."""
+    """The format of Qwen3-Coder, also used by Qwen3.5 and the Nemotron family."""
 
     markers = (_OPEN, _CLOSE)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template writes functions and parameters as tags with a name in them."""
+        """Return whether the template writes functions and parameters as tags that contain a name."""
         return _OPEN in template and _FUNCTION in template and _PARAMETER in template
 
     def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:
-        """A parser for one answer; the types of values are those of ``tools``."""
+        """Return a parser for one answer; the types of values come from ``tools``."""
         return CallParser(CallSyntax(anywhere={_OPEN: partial(_read_call, tools=tools)}), call_ids)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
-        """Calls with the parameters in the order of the schema; text is free, everything else held to its schema."""
+        """Return the grammar of calls, with parameters in the order of the schema.
+
+        Text is free, other values match the schema.
+        """
         call = OneOf(parts=tuple(map(_grammar_of_call, tools)))
         return Repeated(part=call, at_most=None if is_parallel else 1, separator="\n")
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
-        """The tools as one JSON object a line, and how to call one."""
+        """Return the tools as one JSON object per line, and instructions for calling one."""
         return (
             f"You may call these tools:\n<tools>\n{format_signatures(tools)}\n</tools>\n"
             f"To call one, write:\n{_EXAMPLE}\nText stands without quotes, everything else as JSON."
         )
 
     def format_call(self, call: ToolCall) -> str:
-        """Name and arguments as tags."""
+        """Return name and arguments as tags."""
         values = values_of(call.arguments).items()
         written = "".join(f"{_PARAMETER}{key}>\n{format_value(value)}\n{_END_PARAMETER}\n" for key, value in values)
         return f"{_OPEN}\n{_FUNCTION}{call.name}>\n{written}{_END_FUNCTION}\n{_CLOSE}"
 
     def format_result(self, content: str) -> str:
-        """The result between the family's tags."""
+        """Return the result between the family's tags."""
         return f"<tool_response>\n{content}\n</tool_response>"
 
 

@@ -1,9 +1,9 @@
-"""Reading calls out of text that arrives in pieces: what all formats have in common.
+"""Parsing of calls from text that arrives in pieces: the common part of all formats.
 
-A format says where its calls may begin, and reads one with a generator, a *reading*, which pauses where it needs more
-text and raises ``NoCall`` as soon as this is none. ``CallParser`` does the rest: a call is said when it is complete, in
-one piece; what is none stays text, and another call may begin behind its first tag. White space around calls belongs
-to the format, elsewhere to the content.
+A format declares where its calls may begin, and reads a call with a generator, a *reading*, which pauses when it needs
+more text and raises ``NoCall`` as soon as the text cannot be a call. ``CallParser`` does the rest: a call is emitted in
+one piece when it is complete. Text that is not a call stays content, and another call may begin after its first tag.
+White space around calls belongs to the format, elsewhere to the content.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ __all__ = ["Call", "CallParser", "CallSyntax", "NoCall", "Reader", "Reading", "S
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""A generator that pauses for more text and returns what it has read."""
+"""A generator that pauses for more text and returns its result."""
 
 _MAX_WORD = 1000
-"""Characters of a name or a number; what is longer is none."""
+"""Limit in characters of a name or a number; longer text is neither."""
 _MAX_WASTE = 1_000_000
-"""Characters read for calls that were none. What follows is text: time must not grow with the square of an answer."""
+"""Limit in characters of text read for calls that turned out not to be calls.
+
+All text after that is content, so that the running time does not grow quadratically with the length of an answer.
+"""
 _SPACE = re.compile(r"\s*")
 _END = re.compile(r"\s*\Z")
 
 
 class NoCall(Exception):
-    """What looked like a call is none. Does not leave the parser."""
+    """Raised if text that looked like a call is not one. Does not leave the parser."""
 
 
 @frozen(kw_only=True)
 class Call:
-    """What the model wrote; ``arguments`` is a JSON object. Most families write no ``id``."""
+    """A call as the model wrote it; ``arguments`` is a JSON object. Most families write no ``id``."""
 
     name: str
     arguments: str
@@ -45,14 +48,14 @@ class Call:
 
 
 def check_name(name: object) -> str:
-    """The name of a function. Raises ``NoCall`` for what cannot be one."""
+    """Return the name of a function. Raises ``NoCall`` for a value that cannot be one."""
     if not isinstance(name, str) or not name or not name.isprintable():
         raise NoCall
     return name
 
 
 class Source:
-    """The text of an answer as far as it has come, and the place that reading has reached."""
+    """The text of an answer as far as it has arrived, and the current reading position."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -60,30 +63,31 @@ class Source:
         self.is_over = False
 
     def grow(self, piece: str) -> None:
-        """Put ``piece`` behind the text."""
-        # CPython lengthens a string in place if nobody else refers to it: a long call is not copied for every token.
+        """Append ``piece`` to the text."""
+        # CPython extends a string in place if there is no other reference to it, so that a long call is not copied for
+        # every token.
         text, self.text = self.text, ""
         text += piece
         self.text = text
 
     def forget(self) -> None:
-        """Let go of what has been read."""
+        """Discard the text that has been read."""
         self.text, self.at = self.text[self.at :], 0
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the answer ends here, white space aside."""
+        """True if the answer ends here, apart from white space."""
         return self.is_over and _END.match(self.text, self.at) is not None
 
     def skip(self, pattern: re.Pattern[str]) -> None:
-        """Go on behind what ``pattern`` matches of the text that has come; it matches the empty text, too."""
+        """Advance past the match of ``pattern`` in the text that has arrived; it also matches empty text."""
         found = pattern.match(self.text, self.at)
         self.at = found.end() if found else self.at
 
     def expect(self, *literals: str, is_tight: bool = False) -> Reading[str]:
-        """The first of ``literals`` that stands here, behind white space unless ``is_tight``, or ``""``.
+        """Read the first of ``literals`` that is next, after white space unless ``is_tight``; return it, or ``""``.
 
-        Only what stands here is read. Of literals that begin alike, the longer comes first.
+        Nothing else is read. If one literal begins with another, the longer one must come first.
         """
         start = self.at
         while True:
@@ -97,7 +101,7 @@ class Source:
         return found
 
     def _find(self, literals: tuple[str, ...]) -> str | None:
-        """``None`` as long as it is uncertain."""
+        """Return the literal that is next, ``""`` if there is none, or ``None`` as long as that is uncertain."""
         for literal in literals:
             if self.text.startswith(literal, self.at):
                 return literal
@@ -106,21 +110,21 @@ class Source:
         return ""
 
     def require(self, *literals: str) -> Reading[str]:
-        """Like ``expect``, but raises ``NoCall`` if none of ``literals`` stands here."""
+        """Read one of ``literals`` as ``expect`` does, but raise ``NoCall`` if none is next."""
         found = yield from self.expect(*literals)
         if not found:
             raise NoCall
         return found
 
     def sees(self, *literals: str) -> Reading[bool]:
-        """Whether one of ``literals`` stands here, behind white space. Reads nothing."""
+        """Return whether one of ``literals`` is next, after white space. Reads nothing."""
         start = self.at
         found = yield from self.expect(*literals)
         self.at = start
         return bool(found)
 
     def match(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """The word that ``pattern`` matches here, behind white space; ``""`` if there is none.
+        """Read the word that ``pattern`` matches next, after white space; ``""`` if there is none.
 
         ``pattern`` describes a run of characters: more text of the same kind makes the word longer.
         """
@@ -137,7 +141,7 @@ class Source:
         return word
 
     def next_char(self, *, behind: re.Pattern[str] | None = None) -> Reading[str]:
-        """The character that stands here, or behind all that ``behind`` matches; ``""`` at the end of the answer.
+        """Read the next character, or the one after the match of ``behind``; ``""`` at the end of the answer.
 
         ``behind`` describes a run of characters, which may be empty.
         """
@@ -153,7 +157,10 @@ class Source:
         return self.text[self.at - 1]
 
     def until(self, tag: str, *, before: tuple[str, ...]) -> Reading[str]:
-        """The text up to ``tag``, where one of ``before`` or the end of the answer follows; elsewhere it is text."""
+        """Read the text up to a ``tag`` that is followed by one of ``before`` or by the end of the answer.
+
+        Any other ``tag`` is part of the text.
+        """
         start = searched = self.at
         while True:
             end = self.text.find(tag, searched)
@@ -169,15 +176,18 @@ class Source:
 
 
 Reader: TypeAlias = Callable[[Source], Reading[tuple[Call, ...]]]
-"""Reads from an opening on, the opening included. No calls: the text belongs to the format, and says nothing."""
+"""Reads from an opening on, including the opening.
+
+If it returns no calls, the text belongs to the format and is dropped.
+"""
 
 
 @frozen(kw_only=True)
 class CallSyntax:
-    """Where calls may begin: openings, and who reads on from them.
+    """The openings at which calls may begin, with the readers that continue from them.
 
-    ``anywhere`` are tags; ``at_start`` counts at the beginning of an answer, ``after_call`` directly behind a call,
-    white space aside.
+    ``anywhere`` are tags that count everywhere. ``at_start`` counts at the beginning of an answer, and ``after_call``
+    directly after a call, apart from white space.
     """
 
     anywhere: Mapping[str, Reader] = field(factory=dict)
@@ -186,7 +196,7 @@ class CallSyntax:
 
 
 class CallParser:
-    """An ``AnswerParser``: text until a call opens, the call until it ends, and again."""
+    """An ``AnswerParser`` that alternates between text, until a call opens, and a call, until it ends."""
 
     def __init__(self, syntax: CallSyntax, call_ids: Callable[[], str]) -> None:
         self._syntax = syntax
@@ -204,12 +214,12 @@ class CallParser:
         self._deltas: list[Delta] = []
 
     def feed(self, text: str) -> tuple[Delta, ...]:
-        """What is certain after this text."""
+        """Return the deltas that are certain after this text."""
         self._source.grow(text)
         return self._run()
 
     def finish(self) -> tuple[Delta, ...]:
-        """What was held back: a call that lacks its end is text."""
+        """Return what was held back: an incomplete call is content."""
         self._source.is_over = True
         deltas = self._run()
         is_content = self._space and not self._is_after_call
@@ -223,7 +233,7 @@ class CallParser:
         deltas, self._deltas = tuple(self._deltas), []
         return deltas
 
-    # Each step says whether there may be more to read.
+    # Each step returns whether there may be more to read.
 
     def _read_text(self) -> bool:
         if self._is_fresh:
@@ -243,7 +253,7 @@ class CallParser:
         return num_held_back(self._source.text[self._source.at :], self._syntax.anywhere)
 
     def _read_beginning(self) -> bool:
-        """The beginning of an answer, or what directly follows a call: openings count that are text elsewhere."""
+        """Read the beginning of an answer, or the text directly after a call, where additional openings count."""
         source = self._source
         start = source.at
         source.skip(_SPACE)
@@ -274,13 +284,13 @@ class CallParser:
         return self._reading is None
 
     def _give_up(self) -> None:
-        """Take the opening for text, and read on behind it: another call may begin there."""
+        """Treat the opening as content, and continue after it: another call may begin there."""
         self._wasted += self._source.at - self._start
         self._say(self._opening)
         self._source.at = self._start + len(self._opening)
 
     def _say(self, text: str) -> None:
-        """Content, but for the white space at its end: a call may follow, which would make that part of the format."""
+        """Emit content, except for the white space at its end: if a call follows, it belongs to the format."""
         certain = text.rstrip()
         if certain:
             self._deltas.append(TextDelta(text="".join((*self._space, certain))))

@@ -1,7 +1,8 @@
-"""Values between tags: what a tool's JSON schema says about text that does not say its type itself.
+"""Values between tags: uses a tool's JSON schema to interpret text that does not show its own type.
 
-A value that the schema takes for text is text as it stands; others are JSON, and Python's names of constants, which
-templates let slip in. What is neither stays text: whether it suits the tool is for the tool to say.
+If the schema says that a value is text, the text is used unchanged. Other values are JSON, or Python's names of
+constants, which some templates produce. A value that is neither stays text; the tool has to decide whether it is
+acceptable.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _TYPES: Mapping[type, frozenset[str]] = {
 }
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _MAX_REFERENCES = 20
-"""References behind references; a schema that has more of them may be going in circles."""
+"""Limit of chained references; a schema that exceeds it may be cyclic."""
 
 
 class Parameter:
-    """One parameter of a tool: its schema, and the schema of the tool, to which references point."""
+    """One parameter of a tool: its schema, and the tool's schema, to which references point."""
 
     def __init__(self, schema: object, root: Mapping[str, Any], *, is_strict: bool = False) -> None:
         self._root = root
@@ -43,20 +44,20 @@ class Parameter:
 
     @property
     def json_text(self) -> JsonText:
-        """Its values as JSON, held to the schema and to the definitions that it may refer to."""
+        """The grammar of its values as JSON that matches the schema and the definitions that it may refer to."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return JsonText(schema={**definitions, **self._given}, is_strict=self._is_strict)
 
     @property
     def choices(self) -> Sequence[Any] | None:
-        """The only values there are, if the schema lists them."""
+        """The permitted values, if the schema lists them; otherwise ``None``."""
         if "const" in self.schema:
             return (self.schema["const"],)
         return _sequence(self.schema.get("enum")) or None
 
 
 def parameters_of(tools: Sequence[Tool], name: str) -> Mapping[str, Parameter]:
-    """The parameters of the tool ``name`` by name; none if it was not offered."""
+    """Return the parameters of the tool ``name`` by name; empty if the tool was not offered."""
     tool = next((tool for tool in tools if tool.name == name), None)
     properties = {} if tool is None else tool.parameters.get("properties")
     if tool is None or not isinstance(properties, Mapping):
@@ -79,11 +80,12 @@ def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
 
 
 def _types_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
-    """The types that values may have, as far as the schema tells. No part of it is looked at twice."""
+    """Return the types that values may have, as far as the schema says. No part of the schema is visited twice."""
     types: frozenset[str] = frozenset()
     waiting, seen = [schema], set[int]()
     while waiting:
         part = _resolve(waiting.pop(), root)
+        # References can form cycles.
         if id(part) in seen:
             continue
         seen.add(id(part))
@@ -97,7 +99,7 @@ def _types_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[s
 
 
 def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """The types that a schema names itself, or those of the values that it lists."""
+    """Return the types that a schema names itself, or those of the values that it lists; ``None`` if neither."""
     named = schema.get("type")
     if named:
         return frozenset([named] if isinstance(named, str) else map(str, _sequence(named)))
@@ -119,7 +121,7 @@ def _sequence(value: object) -> Sequence[Any]:
 
 
 def read_value(text: str, parameter: Parameter | None) -> Any:
-    """The value that ``text`` says. A parameter without types, or that nobody knows, is JSON where it can be."""
+    """Return the value that ``text`` represents. Without known types, it is parsed as JSON if possible."""
     types = parameter.types if parameter else _ALL_TYPES
     if types == {"string"}:
         return text
@@ -128,18 +130,22 @@ def read_value(text: str, parameter: Parameter | None) -> Any:
         value = _PYTHON_NAMES[bare] if bare in _PYTHON_NAMES else decode_json(text)
     except NoCall:
         return text
+    # Without a schema, a value that parses as JSON is taken as such.
     if "string" not in types or types == _ALL_TYPES:
         return value
     return value if types & (_types_of_value(value) - {"string"}) else text
 
 
 def format_value(value: object) -> str:
-    """Text as it stands, everything else as JSON."""
+    """Return text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def values_of(arguments: str) -> Mapping[str, Any]:
-    """The values of a call's arguments. Text that is no JSON object is the value of one argument of that name."""
+    """Return the arguments of a call as a mapping.
+
+    Text that is not a JSON object becomes one argument named ``arguments``.
+    """
     try:
         return decode_object(arguments)
     except NoCall:
@@ -150,10 +156,10 @@ def values_of(arguments: str) -> Mapping[str, Any]:
 
 
 def describe_parameters(tool: Tool, *, before: str, between: str, after: str) -> Grammar:
-    """All parameters of a tool in their order, each ``before`` name ``between`` value ``after``.
+    """Return the grammar of all parameters in order, each as ``before`` name ``between`` value ``after``.
 
-    Those that are not required may be missing. Text is free of ``after``, and held to its choices where there are any;
-    everything else is JSON held to its schema.
+    Parameters that are not required may be missing. Text may not contain ``after`` and must be one of its choices, if
+    there are any; every other value is JSON that matches its schema.
     """
     known = parameters_of([tool], tool.name)
     required = tool.parameters.get("required")

@@ -1,8 +1,8 @@
-"""Thinking between two tags (``<think>`` and ``</think>`` in most families), at the beginning of an answer.
+"""Reasoning between two tags (``<think>`` and ``</think>`` in most families), at the beginning of an answer.
 
-Some templates write the opening tag themselves, as the end of the prompt: the answer then begins inside the thinking.
-The line breaks that set the tags apart belong to the format, neither to the thinking nor to the content. Tags further
-on in an answer are the model's words.
+Some templates write the opening tag themselves, at the end of the prompt: the answer then begins inside the reasoning.
+The line breaks around the tags belong to the format, neither to the reasoning nor to the content. Later tags in an
+answer are content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ThinkTags"]
 
 @frozen(kw_only=True)
 class ThinkTags:
-    """The format of Qwen3, DeepSeek-R1 and many others; with other tags that of Mistral."""
+    """The format of Qwen3, DeepSeek-R1 and many others; with other tags, that of Mistral."""
 
     opening: str = "<think>"
     closing: str = "</think>"
@@ -32,26 +32,26 @@ class ThinkTags:
         return (self.opening, self.closing)
 
     def is_spoken_by(self, template: str) -> bool:
-        """Whether the template mentions the closing tag."""
+        """Return whether the template mentions the closing tag."""
         return self.closing in template
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether the prompt ends with the opening tag."""
+        """Return whether the prompt ends with the opening tag."""
         return prompt.rstrip().endswith(self.opening)
 
     def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:  # noqa: ARG002 - all answers are alike
-        """Thinking, closed and set apart as the templates of the family have it."""
+        """Return the grammar of reasoning, closed and separated as in the family's templates."""
         rest = (FreeText(excluding=(self.closing,)), Exactly(text=f"{self.closing}\n\n"))
         thought = InOrder(parts=rest if is_open else (Exactly(text=self.opening), *rest))
         return thought if is_open else OneOf(parts=(Exactly(text=""), thought))
 
     def open_parser(self, *, is_open: bool) -> _ThinkParser:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         return _ThinkParser(self, is_open=is_open)
 
 
 class _ThinkParser:
-    """A small state machine: a state is the method that reads on, and says whether there may be more to read."""
+    """A state machine. A state is a method that reads on, and returns whether there may be more to read."""
 
     def __init__(self, tags: ThinkTags, *, is_open: bool) -> None:
         self._open, self._close = tags.markers

@@ -1,8 +1,7 @@
-"""The host of trained models: it opens them when they are asked for, keeps a few, and closes whom nobody uses.
+"""The host of trained models: opens models on request, keeps a few of them open, and closes idle ones.
 
-A model is a stack of its own (engine, generation, sessions) in a scope of its own, in a task of this actor. What
-happens to one model, a file that cannot be read or an engine that fails, happens to those who asked for it and to
-nobody else.
+A model is a separate stack (engine, generation, sessions) in a scope and a background task of this actor. A failure of
+one model, such as an unreadable file or a crashed engine, reaches only the requests for that model.
 
 ::
 
@@ -46,14 +45,14 @@ _log = get_logger(__name__)
 
 @frozen(kw_only=True)
 class ModelsConfig:
-    """Trained models that answer beside the policy, to requests whose model is an experiment/trial."""
+    """Trained models that answer next to the policy, for requests whose model is an experiment/trial."""
 
     fileroot: Path | None = None
-    """Where models are looked for, as <fileroot>/<experiment>/<trial>/weights; the fileroot of the run without it."""
+    """Directory of the models, as <fileroot>/<experiment>/<trial>/weights; the run's fileroot if unset."""
     max_loaded: int = field(default=1, validator=ge(0))
-    """Models that are open at once, besides the policy, each with weights and cache of its own. 0 switches them off."""
+    """Models open at once in addition to the policy, each with its own weights and cache. 0 disables them."""
     open_timeout_seconds: float = field(default=300.0, validator=gt(0))
-    """How long a request may wait for a place and for the loading of its model."""
+    """How long a request may wait for a place and for its model to load."""
 
 
 @frozen(kw_only=True)
@@ -65,7 +64,7 @@ class ModelStack:
 
 
 OpenModel = Callable[[TrainedModel], AbstractAsyncContextManager[ModelStack]]
-"""What opens a stack. It may fail in any way, and it may end early if an actor inside crashes."""
+"""Opens a stack. It may raise any error, and it may end early if an actor inside crashes."""
 
 
 @define(kw_only=True, eq=False)
@@ -75,15 +74,15 @@ class _Slot:
     model: TrainedModel
     num_users: int = 0
     last_used: int = 0
-    """A count, because two uses may end at the same time."""
+    """A counter instead of a time, because two uses may end at the same time."""
     stack: ModelStack | None = None
     failure: ArealError | None = None
     settled: anyio.Event = field(factory=anyio.Event)
-    """Set when ``stack`` or ``failure`` is."""
+    """Set when ``stack`` or ``failure`` is set."""
     closing: anyio.Event = field(factory=anyio.Event)
 
     async def result(self) -> ModelStack:
-        """What was opened, once it is; raises why it was not."""
+        """Return the stack once it is open, or raise the error that prevented it."""
         await self.settled.wait()
         if self.stack is None:
             raise self.failure or Unavailable(f"{self.model.name} is being closed; try again.")
@@ -110,18 +109,18 @@ class ModelHost(Actor[Models]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Models are open in tasks that end with the actor."""
+        """Store the background tasks in which models are open; they end with the actor."""
         self._tasks = context.tasks
         yield
 
     @ListModels.handler
     async def list(self, message: ListModels) -> tuple[TrainedModel, ...]:  # noqa: ARG002 - the message says it all
-        """Look at the disk, which runs that finish meanwhile change."""
+        """List the models on disk. The disk is read each time, because runs may have finished since."""
         return await to_thread.run_sync(self._catalogue.list) if self._config.max_loaded else ()
 
     @UseModel.handler(concurrency=100_000)
     async def use(self, message: UseModel) -> AsyncIterator[ModelInUse]:
-        """Lend a model out until the borrower leaves."""
+        """Lend a model until the borrower leaves the stream."""
         model = await to_thread.run_sync(self._catalogue.get, message.name) if self._config.max_loaded else None
         if model is None:
             return
@@ -142,7 +141,7 @@ class ModelHost(Actor[Models]):
     # ------------------------------------------------------------------------------------------------- places
 
     async def _borrow(self, model: TrainedModel) -> tuple[_Slot, ModelStack]:
-        """A slot of ``model`` that counts this user, once it is open. Raises as ``UseModel`` says."""
+        """Return an open slot of ``model`` that counts this user. Raises as ``UseModel`` documents."""
         with anyio.move_on_after(self._config.open_timeout_seconds):
             while True:
                 slot = self._slots.get(model) or self._start(model)
@@ -169,7 +168,10 @@ class ModelHost(Actor[Models]):
         self._notify()
 
     def _start(self, model: TrainedModel) -> _Slot | None:
-        """A place for ``model``, which begins to load; or, where all are taken, an idle one begins to close."""
+        """Return a new slot in which ``model`` starts loading, or ``None`` if all places are taken.
+
+        In the latter case the idle model that was used longest ago starts closing.
+        """
         if len(self._slots) < self._config.max_loaded:
             slot = self._slots[model] = _Slot(model=model)
             self._tasks.start_soon(self._host, slot)
@@ -181,14 +183,14 @@ class ModelHost(Actor[Models]):
         return None
 
     def _notify(self) -> None:
-        """Wake up whoever waits for a place."""
+        """Wake the requests that wait for a place."""
         self._changed.set()
         self._changed = anyio.Event()
 
     # ------------------------------------------------------------------------------------------------- models
 
     async def _host(self, slot: _Slot) -> None:
-        """Keep one model open until its place is wanted. Nothing that fails in here leaves it."""
+        """Keep one model open until its place is wanted. Failures inside do not propagate."""
         try:
             async with self._open_model(slot.model) as slot.stack:
                 _log.info("model_opened", model=slot.model.name)
@@ -196,7 +198,7 @@ class ModelHost(Actor[Models]):
                 self._notify()
                 await slot.closing.wait()
             _log.info("model_closed", model=slot.model.name)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this model's
+        except Exception as error:  # noqa: BLE001 - any error belongs to this model alone
             slot.failure = _explain(slot.model, error)
             _log.warning("model_failed", model=slot.model.name, error=str(error))
         finally:
@@ -214,7 +216,10 @@ async def _open_session(model: TrainedModel, stack: ModelStack) -> SessionOpened
 
 
 def _explain(model: TrainedModel, error: Exception) -> ArealError:
-    """What those who asked for it are told: weights that cannot be read will not be read by asking again."""
+    """Return the error for the requests that asked for the model.
+
+    Unreadable weights are ``Unprocessable``, because a retry would fail as well.
+    """
     if isinstance(error, ModelError):
         return Unprocessable(f"The model {model.name} cannot be loaded: {error}", param="model")
     return Unavailable(f"The model {model.name} is not available: {error}")

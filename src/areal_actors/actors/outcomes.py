@@ -1,4 +1,4 @@
-"""What becomes of a group when one of its members fails."""
+"""Handling of a group when one of its members fails."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ __all__ = ["MemberOutcome", "fail_together"]
 
 
 class MemberOutcome(StrEnum):
-    """What becomes of a group in training when one of its members fails. The others run to their end in any case."""
+    """Handling of a training group when one of its members fails. The other members run to their end in any case."""
 
     DROP_MEMBER = "drop_member"
-    """The member trains nothing; its siblings are trained."""
+    """The failed member is not trained; its siblings are."""
     FAIL_GROUP = "fail_group"
-    """The whole group trains nothing, and another problem takes its place."""
+    """The whole group is not trained, and another problem takes its place."""
     KEEP_PARTIAL = "keep_partial"
-    """What the member had completed is trained, with the rewards that it had until then. A rollout workflow that raises
-    has completed nothing."""
+    """The part that the member had completed is trained, with the rewards that it had until then.
+
+    A rollout workflow that raises has completed nothing.
+    """
 
 
 def fail_together(episodes: tuple[Episode, ...]) -> tuple[Episode, ...]:
-    """The episodes of a group; if one of them failed, none of them trains anything."""
+    """Return the episodes of a group. If one of them failed, all of them fail."""
     first = next((e for e in episodes if e.failure is not None and not e.is_rejected), None)
     if first is None:
         return episodes

@@ -1,6 +1,6 @@
-"""What a trainer is asked to do: how many steps of how much, when to evaluate, to save and to stop.
+"""The training plan: number and size of steps, and when to evaluate, to save and to stop.
 
-Read by the configuration, which must be quick to say what is wrong with it: nothing here imports torch.
+The configuration imports this module and must report mistakes quickly, so nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["CheckpointConfig", "EvaluationConfig", "StopConfig", "TrainingPlan"]
 
 @frozen(kw_only=True)
 class CheckpointConfig:
-    """How often a checkpoint is written, and how many are kept. One is written at the end in any case."""
+    """Interval of checkpoints and how many are kept. One is always written at the end."""
 
     every_steps: int = field(default=10, validator=ge(1))
     keep: int = field(default=1, validator=ge(1))
@@ -21,14 +21,17 @@ class CheckpointConfig:
 
 @frozen(kw_only=True)
 class EvaluationConfig:
-    """How often the held-out problems are run, besides before the first and after the last step. 0: only then."""
+    """Interval at which the held-out problems are run, in addition to before the first and after the last step.
+
+    0 evaluates only then.
+    """
 
     every_steps: int = field(default=0, validator=ge(0))
 
 
 @frozen(kw_only=True)
 class StopConfig:
-    """When training is good enough to stop early: the reward's moving average reaches ``reward``.
+    """Condition for stopping early: the moving average of the reward reaches ``reward``.
 
     The average is exponential with weight ``smoothing`` on the past, corrected for its start (as in Adam, arXiv
     1412.6980).
@@ -41,7 +44,7 @@ class StopConfig:
 
 @frozen(kw_only=True)
 class TrainingPlan:
-    """What the trainer actor was asked to do."""
+    """The plan that the trainer actor carries out."""
 
     total_steps: int = field(validator=ge(1))
     batch_size: int = field(validator=ge(1))
@@ -50,4 +53,4 @@ class TrainingPlan:
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     stop: StopConfig = field(factory=StopConfig)
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
-    """A step that waits longer than this for its groups stops the run with an error. ``None``: no bound."""
+    """A step that waits longer than this for its groups stops the run with an error. ``None``: no limit."""

@@ -1,13 +1,13 @@
-"""The reporter: hears the news of a run and passes it on to those who write and show it.
+"""The reporter: receives the news of a run and passes them to listeners that write and display them.
 
 ::
 
     everybody ──tells──▶ Progress ──on one worker thread──▶ metrics.jsonl · TensorBoard · dumps · samples · display
 
-Listeners do blocking work, so they are called on a worker thread, one news at a time and in order; while they are
-busy, the mailbox fills and those who report wait. A listener that is not essential (a display, dumps) and fails is
-switched off with one clear message, and the run goes on. ``metrics.jsonl`` is essential: a run that leaves no record of
-its steps is worth nothing, and a disk that is full will not take a checkpoint either, so the run ends with the reason.
+Listeners do blocking work, so they are called on a worker thread, one message at a time and in order. While they are
+busy the mailbox fills and the senders wait. A listener that fails and is not essential (a display, dumps) is switched
+off with one clear message, and the run continues. ``metrics.jsonl`` is essential: a run without a record of its steps
+is worthless, and a full disk will not take a checkpoint either, so the run ends with the reason.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _log = get_logger(__name__)
 
 
 class Listener(Protocol):
-    """Somebody who writes or shows the news. Its methods may block; they are called on a thread, one at a time."""
+    """A writer or display of news. Its methods may block; they are called on a thread, one at a time."""
 
     @property
     def name(self) -> str:
-        """What a message calls it."""
+        """Its name in log messages."""
         ...
 
     @property
     def is_essential(self) -> bool:
-        """Whether the run ends when it fails."""
+        """Whether the run ends if it fails."""
         ...
 
     def open(self) -> None:
-        """Prepare, before the first news."""
+        """Prepare, before the first message."""
         ...
 
     def hear(self, news: Message[Progress, None]) -> None:
-        """Take one news; what it has no use for, it ignores."""
+        """Process one message, or ignore it."""
         ...
 
     def close(self) -> None:
-        """Finish, after the last news. Called also if ``open`` failed."""
+        """Finish, after the last message. Also called if ``open`` failed."""
         ...
 
 
 class ProgressReporter(Actor[Progress]):
-    """Passes news on. Raises ``RunDirectoryError`` when an essential listener fails."""
+    """Passes news to the listeners. Raises ``RunDirectoryError`` when an essential listener fails."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = list(listeners)
@@ -71,38 +71,39 @@ class ProgressReporter(Actor[Progress]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:  # noqa: ARG002
-        """Open the listeners, and close them whatever happened."""
-        self._limiter = CapacityLimiter(1)  # a thread of our own: others may not keep the display waiting
+        """Open the listeners, and close them in any case."""
+        self._limiter = CapacityLimiter(1)  # a dedicated thread, so that other work cannot delay the display
         try:
             await self._on_thread(lambda listener: listener.open())
             yield
         finally:
+            # A listener that was switched off is still closed.
             self._deaf.clear()
             await self._on_thread(lambda listener: listener.close())
 
     @PhaseChanged.handler
     async def change_phase(self, message: PhaseChanged) -> None:
-        """Pass it on."""
+        """Pass the message to the listeners."""
         await self._tell_all(message)
 
     @EpisodeFinished.handler
     async def finish_episode(self, message: EpisodeFinished) -> None:
-        """Pass it on."""
+        """Pass the message to the listeners."""
         await self._tell_all(message)
 
     @SessionArchived.handler
     async def archive_session(self, message: SessionArchived) -> None:
-        """Pass it on."""
+        """Pass the message to the listeners."""
         await self._tell_all(message)
 
     @StepFinished.handler
     async def finish_step(self, message: StepFinished) -> None:
-        """Pass it on."""
+        """Pass the message to the listeners."""
         await self._tell_all(message)
 
     @EvaluationFinished.handler
     async def finish_evaluation(self, message: EvaluationFinished) -> None:
-        """Pass it on."""
+        """Pass the message to the listeners."""
         await self._tell_all(message)
 
     async def _tell_all(self, news: Message[Progress, None]) -> None:
@@ -112,7 +113,10 @@ class ProgressReporter(Actor[Progress]):
         await to_thread.run_sync(self._each, action, limiter=self._limiter)
 
     def _each(self, action: Callable[[Listener], None]) -> None:
-        """Call all of them, and raise afterwards: one that fails keeps no other from hearing, or from closing."""
+        """Call all active listeners, and raise the first error of an essential one afterwards.
+
+        A listener that fails does not keep the others from being called or closed.
+        """
         failures = [self._attempt(listener, action) for listener in self._listeners if listener.name not in self._deaf]
         for failure in failures:
             if failure is not None:
@@ -124,7 +128,7 @@ class ProgressReporter(Actor[Progress]):
         except Exception as error:  # noqa: BLE001 - reported, and for an essential listener raised
             self._deaf.add(listener.name)
             if not listener.is_essential:
-                # Whatever it is, it must not cost a run of hours: a display has no say in training.
+                # No error of a display may end a run of several hours.
                 is_disk = isinstance(error, OSError)
                 _log.warning("switched_off", listener=listener.name, reason=repr(error), exc_info=not is_disk)
                 return None

@@ -1,4 +1,4 @@
-"""Whether the proxy answers: what tells a failure of the infrastructure from a failure of the agent."""
+"""A probe of the proxy, which tells a failure of the infrastructure from a failure of the agent."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ __all__ = ["ProxyProbe"]
 _log = get_logger(__name__)
 
 _ANSWER_SECONDS = 10.0
-"""A proxy under full load answers its health route within this time; on a lost node, connecting takes forever."""
+"""Time limit of one probe.
+
+A proxy under full load answers its health route within it; connecting to a lost node would take forever.
+"""
 _FIRST_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 5.0
 
 
 @define
 class ProxyProbe:
-    """Asks the proxy at ``endpoint`` for its health, with the client that agents use."""
+    """Checks the health route of the proxy at ``endpoint``, with the HTTP client that agents use."""
 
     endpoint: Endpoint
     http_client: Any  # httpx or httpx2: which one depends on the installed SDKs
 
     async def is_reachable(self) -> bool:
-        """Return whether the proxy answers at all; any status will do."""
+        """Return whether the proxy answers; any status counts."""
         return await self._find_problem() is None
 
     async def wait_reachable(self, *, max_seconds: float) -> None:

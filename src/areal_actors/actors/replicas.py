@@ -1,11 +1,11 @@
-"""The router: several generation actors behind one address, and the one authority over their weights and pauses.
+"""The router: several generation actors behind one address, and the sole authority over their weights and pauses.
 
-A session stays at its replica, which has its prefix cached; a new one goes to the least loaded. What runs at a replica
-that stops serving goes on at another one, with the ids that were sampled. Replicas may live in any process: the router
-knows their refs and nothing else.
+A session stays at the replica that has its prefix cached; a new session goes to the least loaded replica. When a
+replica stops serving, its generations continue on another one, with the ids sampled so far. Replicas may run in any
+process: the router knows only their refs.
 
-Which replica is chosen, and what exactly is asked of the next one, is decided in ``routing``; who serves, and how all
-come to have the same weights, in ``fleet``.
+``routing`` decides which replica is chosen and what the next one is asked; ``fleet`` decides who serves, and brings all
+replicas to the same weights.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ _log = get_logger(__name__)
 _MAX_PINS = 1 << 17
 _MAX_CONCURRENT = 1 << 17
 _BUFFER_SIZE = 16
-"""Chunks that a replica may be ahead of whoever reads."""
+"""Number of chunks that a replica may be ahead of the reader."""
 _DESCRIBE_SECONDS = 5.0
-"""A replica that does not tell its counters in this time is counted as it was: it may be loading weights."""
+"""Time limit for a replica's counters, after which its last known ones are used: it may be loading weights."""
 
 
 class GenerationRouter(Actor[Generation | Replicas]):
-    """Deals generations out to replicas. ``version`` is that of the oldest weights that may serve.
+    """Distributes generations over replicas. ``version`` is the oldest version that may serve.
 
-    A replica gets a request only if it has the weights of the last publication that was answered, and a generation
-    never goes on under older weights than sampled it so far.
+    A replica gets a request only if it has the weights of the last publication that was answered. A generation never
+    continues under weights older than those that have sampled it so far.
     """
 
     def __init__(self, config: RouterConfig | None = None, *, version: int = 0) -> None:
@@ -77,7 +77,7 @@ class GenerationRouter(Actor[Generation | Replicas]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Tend replicas while the actor lives; they outlive it."""
+        """Tend the replicas while the actor runs; they outlive it."""
         self._tasks, self._new_scope = context.tasks, running_loop().new_scope
         try:
             yield
@@ -88,11 +88,11 @@ class GenerationRouter(Actor[Generation | Replicas]):
 
     @Generate.handler(concurrency=_MAX_CONCURRENT)
     async def generate(self, message: Generate) -> AsyncIterator[Chunk]:
-        """Stream from a replica, and from the next one when that fails; leaving early aborts in its engine.
+        """Stream from a replica, and from the next one if it fails. Leaving the stream early aborts in its engine.
 
         Raises:
-            Unavailable: nobody may serve it, and nobody has come in time; or what is left cannot be moved.
-            EngineError: it failed at several replicas.
+            Unavailable: no replica that may serve the request came in time, or the rest of it cannot be moved.
+            EngineError: the generation failed at several replicas.
         """
         course = Course(message.request)
         while not course.is_over:
@@ -104,14 +104,14 @@ class GenerationRouter(Actor[Generation | Replicas]):
                         while (chunk := await run.next(chunks)) is not None:
                             yield course.note(chunk)
                 except (ActorStopped, Unreachable, DeadlineExceeded, RemoteError, EngineError) as error:
-                    await anyio.lowlevel.checkpoint_if_cancelled()  # the deadline may be the asker's own
+                    await anyio.lowlevel.checkpoint_if_cancelled()  # the deadline may be the caller's
                     failure = error
             end = self._note_end(replica, course, run, failure)
             if end is not None:
                 yield course.note(end)
 
     async def _find(self, course: Course) -> Replica:
-        """A replica for what is left of a generation; waits for one."""
+        """Return a replica for the rest of a generation, waiting for one if necessary."""
         replica = self._choose(course)
         if replica is None:
             with anyio.move_on_after(self._config.wait_seconds):
@@ -134,7 +134,11 @@ class GenerationRouter(Actor[Generation | Replicas]):
         return replica
 
     def _note_end(self, replica: Replica, course: Course, run: Run, failure: ArealError | None) -> Chunk | None:
-        """The end of a generation at a replica. Raises if that is all; returns the last chunk where only that lacks."""
+        """Handle the end of a generation at one replica.
+
+        Returns the last chunk if only that is missing, and ``None`` if the generation is over or moves on. Raises the
+        failure if it cannot move.
+        """
         if course.is_over:
             replica.num_failures = 0
             return None
@@ -180,49 +184,52 @@ class GenerationRouter(Actor[Generation | Replicas]):
 
     @PublishWeights.handler(concurrency=64)
     async def publish(self, message: PublishWeights) -> int:
-        """Have all replicas load at once; who cannot is out until it can. Those that join later are given the same.
+        """Have all replicas load at once; those that fail are taken out until they succeed.
 
-        Weights in memory are lent for as long as this is asked: who joins later waits for the next publication.
+        Later replicas get the same weights.
+
+        Weights in memory are available only while this request runs: a replica that joins later waits for the next
+        publication.
 
         Raises:
-            EngineError: the version is older than one that was published, or no replica could load. The weights that
-                were served are served on then.
+            EngineError: the version is older than a published one, or no replica could load. The former weights
+                continue to be served.
         """
         await self._fleet.publish(message.snapshot)
         return message.snapshot.version
 
     @PauseGeneration.handler(concurrency=64)
     async def pause(self, message: PauseGeneration) -> None:
-        """Have all replicas stop sampling, those included that join before ``ResumeGeneration``."""
+        """Have all replicas stop sampling, including those that join before ``ResumeGeneration``."""
         await self._fleet.set_pause(message.mode)
 
     @ResumeGeneration.handler(concurrency=64)
     async def resume(self, message: ResumeGeneration) -> None:  # noqa: ARG002
-        """Have all replicas go on."""
+        """Have all replicas resume."""
         await self._fleet.set_pause(None)
 
     # --------------------------------------------------------------------------------------------- replicas
 
     @AddReplica.handler
     async def add(self, message: AddReplica) -> None:
-        """Begin to tend it."""
+        """Start tending a replica."""
         self._fleet.add(message.name, message.ref, self._tasks)
 
     @RemoveReplica.handler(concurrency=1024)
     async def remove(self, message: RemoveReplica) -> None:
-        """Part from it, and wait until nothing runs there."""
+        """Remove a replica, and wait until nothing runs there."""
         replica = self._fleet.part(message.name)
         if replica is not None:
             await replica.wait_empty()
 
     @DescribeReplicas.handler
     async def describe_replicas(self, message: DescribeReplicas) -> tuple[ReplicaView, ...]:  # noqa: ARG002
-        """All of them."""
+        """Return all replicas."""
         return tuple(replica.view for replica in self._fleet.replicas.values())
 
     @DescribeEngine.handler(concurrency=64)
     async def describe(self, message: DescribeEngine) -> EngineView:  # noqa: ARG002
-        """Facts of the first replica, places and counters of all; waits for the first one to serve.
+        """Return the first replica's info with the capacity and counters of all; wait until one serves.
 
         Raises:
             Unavailable: none has come in time.

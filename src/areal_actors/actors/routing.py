@@ -1,12 +1,12 @@
-"""What the router decides without waiting: which replica a generation goes to, and what is left of one that was cut.
+"""Routing decisions that need no waiting: which replica gets a generation, and what remains of an interrupted one.
 
-A generation is followed by its ``Course`` from replica to replica. What was sampled before a move is the end of the
-prompt after it, so that the ids are those of one answer; versions are those of whoever sampled. Three things are not
-what they would have been at one engine: penalties do not count the ids from before the move as sampled, a stop string
-that spans the move is not seen by the engine, and the random numbers are others. A generation under a grammar cannot
-be moved once something of it was sampled, because an engine begins a grammar at its beginning.
+A ``Course`` follows a generation from replica to replica. Tokens sampled before a move become the end of the prompt
+after it, so that all ids form one answer; each token keeps the version that sampled it. Three things differ from an
+answer by one engine: penalties do not count the ids from before the move as sampled, a stop string that spans the move
+is not seen by the engine, and the random numbers differ. A generation under a grammar cannot be moved once a token was
+sampled, because an engine starts a grammar at its beginning.
 
-Who is asked is in ``replicas``; what becomes of replicas that fail, in ``fleet``.
+``replicas`` sends the requests; ``fleet`` handles replicas that fail.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ __all__ = ["Course", "Pins", "Replica", "Run", "Tally", "choose", "find_misfit",
 
 
 class Course:
-    """One generation on its way: what was sampled so far, and what has become of those who sampled it."""
+    """The state of one generation: the tokens sampled so far, and the failures of the replicas that sampled them."""
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self.version = 0
-        """The newest weights that sampled; nobody goes on with older ones."""
+        """The newest version that sampled; the generation does not continue with an older one."""
         self.num_sampled = 0
         self.num_failures = 0
         self.shunned: set[str] = set()
-        """Replicas that failed it; they are asked again where there is no other."""
+        """Replicas that failed it; they are used again only if there is no other."""
         self.is_over = False
         self._num_attempts = 0
         self._sampled: list[Ints] = []
 
     @property
     def can_move(self) -> bool:
-        """Whether another engine could go on."""
+        """Whether another engine could continue it."""
         return self.request.grammar is None or self.num_sampled == 0
 
     def next_request(self) -> EngineRequest:
-        """What is left to be asked. Each attempt has an id of its own: the one before may not have ended everywhere."""
+        """Return the request for the remaining tokens.
+
+        Each attempt has a new id, because the former one may still be running somewhere.
+        """
         request, self._num_attempts = self.request, self._num_attempts + 1
         if self._num_attempts == 1:
             return request
@@ -61,27 +64,28 @@ class Course:
             id=name,
             prompt=np.concatenate([request.prompt, *self._sampled]),
             sampling=evolve(request.sampling, max_new_tokens=left),
-            # Under the same key the random numbers of the beginning would be drawn once more.
+            # With the same key, the random numbers of the beginning would be drawn again.
             key=evolve(request.key, path=(*request.key.path, "after", self.num_sampled)),
         )
 
     def note(self, chunk: Chunk) -> Chunk:
-        """Keep a chunk; returns it as it is passed on."""
+        """Store a chunk; return it in the form that the client receives."""
         is_first = not self._sampled
         self._sampled.append(chunk.token_ids)
         self.num_sampled += len(chunk.token_ids)
         self.version = chunk.version
         self.is_over = chunk.finish is not None
-        # What was sampled before a move comes from the cache, or does not: neither was asked for.
+        # After a move the prompt contains sampled tokens; whether those are cached is no fact about the client's
+        # prompt.
         return chunk if is_first or not chunk.num_cached_tokens else evolve(chunk, num_cached_tokens=0)
 
     def fail(self, replica: str) -> None:
-        """A replica failed it."""
+        """Count the failure of a replica."""
         self.num_failures += 1
         self.shunned.add(replica)
 
     def find_end(self) -> Chunk | None:
-        """The end that the last replica did not live to tell, if all was sampled."""
+        """Return the final chunk that a lost replica did not send, if all tokens were sampled; otherwise ``None``."""
         if not self.num_sampled:
             return None
         last = next(int(ids[-1]) for ids in reversed(self._sampled) if len(ids))
@@ -97,18 +101,18 @@ class Course:
 
 @define(eq=False)
 class Run:
-    """A generation at one replica, until it ends there or is to go on elsewhere."""
+    """A generation at one replica, until it ends there or moves elsewhere."""
 
     _new_scope: Callable[[], Scope]
     is_moved: bool = False
     _scope: Scope | None = None
 
     async def next(self, chunks: AsyncIterator[Chunk]) -> Chunk | None:
-        """The next chunk, or ``None`` at the end, and when it is to go on elsewhere."""
+        """Return the next chunk, or ``None`` at the end and when the generation has to move."""
         if self.is_moved:
             return None
         try:
-            # Around the waiting alone: what surrounds a ``yield`` would surround the waiting of the consumer.
+            # The scope surrounds only the wait: around a ``yield`` it would also cancel the consumer's waiting.
             with self._new_scope() as self._scope:
                 return await anext(chunks)
         except StopAsyncIteration:
@@ -118,7 +122,7 @@ class Run:
         return None
 
     def move(self) -> None:
-        """Have it go on elsewhere."""
+        """Have the generation continue on another replica."""
         self.is_moved = True
         if self._scope is not None:
             self._scope.cancel()
@@ -126,7 +130,10 @@ class Run:
 
 @define(eq=False, kw_only=True)
 class Replica:
-    """What is known of a replica. ``publication`` and ``pausing`` number the news that it has heard; -1 is none."""
+    """The state of a replica.
+
+    ``publication`` and ``pausing`` are the numbers of the last ones that it has applied; -1 means none.
+    """
 
     name: str
     ref: Ref[Generation]
@@ -137,45 +144,45 @@ class Replica:
     pausing: int = -1
     error: str | None = None
     num_failures: int = 0
-    """Generations that failed here one after another."""
+    """Consecutive failed generations."""
     turn: int = 0
-    """When it was last chosen."""
+    """Number of the choice at which it was last selected."""
     lock: anyio.Lock = field(factory=anyio.Lock)
-    """Held while it is told of weights or pauses."""
+    """Held while it is given weights or a pause."""
     alarm: anyio.Event = field(factory=anyio.Event)
-    """Set when there is something to be told."""
+    """Set when there is something to apply."""
     _runs: set[Run] = field(factory=set)
     _emptied: anyio.Event = field(factory=anyio.Event)
 
     @property
     def num_running(self) -> int:
-        """Generations that run here."""
+        """Number of generations that run here."""
         return len(self._runs)
 
     @property
     def is_gone(self) -> bool:
-        """Whether it will not come back by itself."""
+        """Whether it will not return by itself."""
         return self.state is ReplicaState.GONE
 
     @property
     def load(self) -> float:
-        """The share of its places that are taken."""
+        """The share of its capacity that is in use."""
         return len(self._runs) / (self.info.max_concurrent if self.info is not None else 1)
 
     @property
     def view(self) -> ReplicaView:
-        """As others may see it."""
+        """The public view of it."""
         return ReplicaView(
             name=self.name, state=self.state, version=self.version, num_running=self.num_running, error=self.error
         )
 
     def can_serve(self, version: int) -> bool:
-        """Whether it gets requests that were promised weights of ``version`` at least."""
+        """Return whether it may get requests that were promised weights of at least ``version``."""
         return self.state is ReplicaState.SERVING and self.version is not None and self.version >= version
 
     @contextmanager
     def running(self, new_scope: Callable[[], Scope]) -> Iterator[Run]:
-        """A generation here."""
+        """Register a generation for the duration of the block."""
         run = Run(new_scope)
         if not self._runs:
             self._emptied = anyio.Event()
@@ -188,7 +195,7 @@ class Replica:
                 self._emptied.set()
 
     def vacate(self) -> None:
-        """Have all that runs here go on elsewhere."""
+        """Have all generations here continue on other replicas."""
         for run in tuple(self._runs):
             run.move()
 
@@ -198,7 +205,7 @@ class Replica:
             await self._emptied.wait()
 
     def forget(self, state: ReplicaState, reason: str) -> None:
-        """What it was told does not count any more."""
+        """Set the state and the error, and discard which weights and pause it has."""
         self.state, self.error = state, reason
         self.version, self.publication, self.pausing = None, -1, -1
 
@@ -206,9 +213,9 @@ class Replica:
 def choose(
     replicas: Iterable[Replica], *, pinned: Replica | None, version: int, shunned: Collection[str]
 ) -> Replica | None:
-    """The replica for a generation: the one that its session is pinned to, or else the least loaded.
+    """Return the replica for a generation: the one that its session is pinned to, or else the least loaded.
 
-    Among equals it is the one whose last turn is longest ago. ``None`` if nobody serves ``version`` or newer.
+    Ties go to the replica that was chosen longest ago. Returns ``None`` if no replica serves ``version`` or newer.
     """
     if pinned is not None and pinned.can_serve(version) and pinned.name not in shunned:
         return pinned
@@ -217,18 +224,18 @@ def choose(
 
 
 class Pins:
-    """Which replica a session is at, by routing key. Who was silent for longest is forgotten beyond ``max_pins``."""
+    """The replica of each session, by routing key. Beyond ``max_pins``, the key used longest ago is dropped."""
 
     def __init__(self, max_pins: int) -> None:
         self._max_pins = max_pins
         self._names: OrderedDict[str, str] = OrderedDict()
 
     def find(self, key: str) -> str | None:
-        """The replica's name."""
+        """Return the replica's name."""
         return self._names.get(key)
 
     def put(self, key: str, name: str) -> None:
-        """It is at ``name`` now. The empty key is nobody's."""
+        """Pin a key to ``name``. An empty key is ignored."""
         if not key:
             return
         self._names[key] = name
@@ -244,13 +251,13 @@ class _Account:
 
 
 class Tally:
-    """Sums of counters that never fall, although replicas die and begin again at zero."""
+    """Sums of counters that never decrease, although replicas die and restart from zero."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
 
     def note(self, name: str, statistics: EngineStatistics) -> None:
-        """What a replica says of itself. Counters below what it said before are those of another life."""
+        """Store a replica's statistics. Counters that fell belong to a new incarnation."""
         account = self._accounts.get(name, _Account())
         earlier = account.earlier
         if statistics.sampled_tokens < account.last.sampled_tokens or statistics.prompt_tokens < (
@@ -260,7 +267,7 @@ class Tally:
         self._accounts[name] = _Account(earlier, statistics)
 
     def total(self, serving: Collection[str]) -> EngineStatistics:
-        """The sum. ``running`` and ``waiting`` are of those that serve, as far as they have said it."""
+        """Return the sum. ``running`` and ``waiting`` count only serving replicas, as last reported."""
         return _sum(
             part
             for name, account in self._accounts.items()
@@ -280,7 +287,7 @@ def _sum(parts: Iterable[EngineStatistics]) -> EngineStatistics:
 
 
 def find_misfit(first: EngineInfo, info: EngineInfo) -> str | None:
-    """Why an engine cannot take requests that were made for ``first``; ``None`` if it can."""
+    """Return why an engine cannot take requests that were made for ``first``; ``None`` if it can."""
     if info.vocab_size != first.vocab_size:
         return f"its vocabulary has {info.vocab_size} ids and that of the others {first.vocab_size}"
     if info.context_length < first.context_length:
@@ -291,5 +298,5 @@ def find_misfit(first: EngineInfo, info: EngineInfo) -> str | None:
 
 
 def joined_info(first: EngineInfo, serving: Iterable[EngineInfo]) -> EngineInfo:
-    """What all of them together are: as the first one, with the places of all that serve."""
+    """Return the info of all replicas together: that of the first one, with the capacity of all that serve."""
     return evolve(first, max_concurrent=sum(info.max_concurrent for info in serving) or first.max_concurrent)

@@ -1,10 +1,11 @@
-"""The session manager: the one owner of sessions, their conversation trees and their rewards.
+"""The session manager: sole owner of sessions, their conversation trees and their rewards.
 
 It composes the pure parts: ``cache`` finds the parent of a request and plans its exact prompt, ``rendering`` turns
-messages into ids and back, and the generation actor samples. Handlers interleave only where they wait, so a tree is
-never seen half-changed.
+messages into token ids and back, and the generation actor samples. Handlers interleave only at awaits, so no handler
+sees a tree in the middle of a change.
 
-Durable sessions are written down before anybody is told (``durable``), and restored when the manager starts.
+Events of durable sessions are written to the journal before they are acknowledged (``durable``), and the sessions are
+restored when the manager starts.
 """
 
 from __future__ import annotations
@@ -72,23 +73,23 @@ __all__ = ["SessionManager", "SessionsConfig"]
 _log = get_logger(__name__)
 
 _MANY = 100_000
-"""Handlers that may wait for the journal wait together: it writes what has come in at once."""
+"""Concurrency of handlers that wait for the journal: they wait together, so that it can batch their events."""
 
 
 @frozen(kw_only=True)
 class SessionsConfig:
-    """How long sessions are kept."""
+    """Lifetimes of sessions."""
 
     lifetimes: SessionSettings = field(factory=SessionSettings)
     sweep_seconds: float = 30.0
-    """How often idle sessions are looked for."""
+    """Interval at which idle sessions are looked for."""
     home: str | None = field(default=None, validator=optional(matches_re(HOME_NAME)))
-    """This service's name behind an entry point that several share; part of every session's id and key."""
+    """Name of this service behind a shared entry point; part of every session's id and key."""
 
 
 @define(kw_only=True)
 class _Extras:
-    """What the actor keeps beside a session of the store; ``ledger`` if it is durable."""
+    """State that the actor keeps in addition to the store's session. ``ledger`` is set if it is durable."""
 
     keys: SampleKeys
     permit: int | None = None
@@ -97,15 +98,15 @@ class _Extras:
 
     @property
     def changing(self) -> AbstractAsyncContextManager[None]:
-        """Keeps the changes of a durable session in one order, within and without the journal."""
+        """A lock that keeps the changes of a durable session in one order, in memory and in the journal."""
         return nullcontext() if self.ledger is None else self.ledger.lock
 
 
 class SessionManager(Actor[Sessions]):
-    """Answers for sessions. ``seed`` keys the samples of sessions that bring no key of their own.
+    """The actor that owns the sessions. ``seed`` keys the samples of sessions that are opened without a key.
 
-    Sessions that were opened as durable ones are written to ``journal``; ``recovered`` are those that it had when this
-    process started. ``wall_clock`` gives seconds since 1970.
+    Sessions opened as durable are written to ``journal``; ``recovered`` are those that it contained when this process
+    started. ``wall_clock`` returns seconds since 1970.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class SessionManager(Actor[Sessions]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Restore sessions, learn the engine's bounds, and end idle sessions while the actor lives."""
+        """Restore sessions, learn the engine's limits, and end idle sessions while the actor runs."""
         recovered, self._recovered = self._recovered, None
         for session in () if recovered is None else recovered.sessions.values():
             self._restore(session)
@@ -148,7 +149,10 @@ class SessionManager(Actor[Sessions]):
         yield
 
     async def learn_engine(self) -> None:
-        """Ask the engine for its bounds; needed before the first completion by whoever runs no lifespan."""
+        """Ask the engine for its limits.
+
+        Required before the first completion; owners that do not run the lifespan call it themselves.
+        """
         view = await self._generation.ask(DescribeEngine())
         self._beginnings.learn(view.info)
 
@@ -170,7 +174,7 @@ class SessionManager(Actor[Sessions]):
 
     @OpenSession.handler(concurrency=_MANY)
     async def open(self, message: OpenSession) -> SessionOpened:
-        """Issue an id and two keys."""
+        """Open a session with an id and two keys. If it is durable, reply once its start is in the journal."""
         opened = self.open_session(message)
         ledger = self._ledger(opened.session) if message.is_durable else None
         if ledger is not None:
@@ -182,12 +186,13 @@ class SessionManager(Actor[Sessions]):
         try:
             await ledger.write_start(self._store.get(ledger.session), self._extras[ledger.session].keys.base)
         except Unavailable:
+            # The client gets an error and no key, so the session must not remain open.
             del self._extras[ledger.session]
             self._store.discard(ledger.session)
             raise
 
     def open_session(self, message: OpenSession) -> SessionOpened:
-        """Open a session at once, for an owner that is no actor; it is not written down."""
+        """Open a session at once, for an owner that is not an actor. It is not written to the journal."""
         if message.max_live is not None and self._store.num_live_of(message.user) >= message.max_live:
             raise QuotaExceeded(f"There may be {message.max_live} live sessions of yours; end one before the next.")
         issued = self._store.create(
@@ -205,7 +210,7 @@ class SessionManager(Actor[Sessions]):
 
     @EndSession.handler(concurrency=_MANY)
     async def end(self, message: EndSession) -> SessionClosed:
-        """Set the final reward, if there is one, and refuse completions from now on. Ending twice is harmless."""
+        """Set the final reward if there is one, and refuse completions from now on. Ending twice is harmless."""
         credential = message.credential
         session = self._store.resolve_control(credential, is_capability=credential.is_capability)
         extras = self._extras[session.id]
@@ -230,6 +235,7 @@ class SessionManager(Actor[Sessions]):
         session = self._for_reward(message.credential)
         extras = self._extras[session.id]
         if message.interaction is not None:
+            # A client that names an interaction has received its answer.
             extras.attempts.note_read(message.interaction)
         async with extras.changing:
             rewarded = session.tree.rewarded(message.interaction, message.reward, is_outcome=message.is_outcome)
@@ -239,19 +245,19 @@ class SessionManager(Actor[Sessions]):
 
     @LogNumbers.handler
     async def log(self, message: LogNumbers) -> None:
-        """Keep named numbers with the session."""
+        """Store named numbers with the session."""
         credential = message.credential
         session = self._store.for_log(credential, anyio.current_time(), is_capability=credential.is_capability)
         session.tree.logged = merge_numbers(session.tree.logged, message.numbers)
 
     @CheckCredential.handler
     async def check(self, message: CheckCredential) -> SessionId:
-        """Say whose it is."""
+        """Return the session that a credential opens for completions."""
         return self._open_for(message.credential).id
 
     @DescribeSessions.handler
     async def describe(self, message: DescribeSessions) -> SessionsView:  # noqa: ARG002 - the message says it all
-        """Count what there is."""
+        """Return the counters."""
         num_live = self._store.num_live
         return SessionsView(
             num_live=num_live,
@@ -262,18 +268,18 @@ class SessionManager(Actor[Sessions]):
 
     @DescribeOwner.handler
     async def describe_owner(self, message: DescribeOwner) -> SessionOwner:
-        """Say who started a session."""
+        """Return who started the session that a credential opens."""
         session = self._resolve(message.credential)
         return SessionOwner(session=session.id, user=session.user, user_key=session.user_key)
 
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:
-        """Copy a session as it stands."""
+        """Return a copy of a session's current state."""
         return self._store.get(message.session).snapshot()
 
     @ForgetSession.handler
     async def forget(self, message: ForgetSession) -> None:
-        """Free a session whose rows have arrived; one that is still live ends by that."""
+        """Free a session whose rows were delivered. A live session ends."""
         await self._settle(message.session)
         extras = self._extras.pop(message.session, None)
         if extras is not None and extras.ledger is not None:
@@ -283,7 +289,7 @@ class SessionManager(Actor[Sessions]):
         self._store.acknowledge(message.session)
 
     def tree(self, session: SessionId) -> ConversationTree:
-        """The conversations of a session, for an owner that is no actor."""
+        """Return the conversation tree of a session, for an owner that is not an actor."""
         return self._store.get(session).tree
 
     def _for_reward(self, credential: Credential) -> Session:
@@ -293,10 +299,10 @@ class SessionManager(Actor[Sessions]):
         return self._store.resolve(credential, is_capability=credential.is_capability)
 
     async def _settle(self, session: SessionId) -> None:
-        """Give back the permit that was claimed for this session alone, if there is one.
+        """Return the permit that was claimed for this session alone, if there is one.
 
-        It is never counted as accepted: what an external agent exports goes to whoever asked for it and not into the
-        queue of the trainer, which would wait for ever for the group that it had made room for.
+        It never counts as accepted: the rows that an external agent exports go to the client that asked for them. They
+        do not enter the trainer's queue, which would otherwise wait forever for a group to fill the accepted place.
         """
         extras = self._extras.get(session)
         if self._capacity is None or extras is None or extras.permit is None:
@@ -312,13 +318,17 @@ class SessionManager(Actor[Sessions]):
             expired = [session for session in expired if not await self._end_expired(session)]
 
     async def _end_expired(self, session: SessionId) -> bool:
-        """Whether its end is written down, before which nobody hears of it: a killed process would tell of it again."""
+        """Write and announce the end of an expired session; return whether that succeeded.
+
+        The end is announced only after it is in the journal: otherwise a process that is killed and restarted would
+        announce it again.
+        """
         extras = self._extras.get(session)
         if extras is not None and extras.ledger is not None:
             try:
                 async with extras.changing:
                     await extras.ledger.write_end(None)
-            except Unavailable:  # which was logged; the next sweep tries again
+            except Unavailable:  # already logged; the next sweep tries again
                 return False
         _log.warning("session_expired", session=session)
         await self._settle(session)
@@ -327,7 +337,7 @@ class SessionManager(Actor[Sessions]):
 
     @WatchSessions.handler
     async def watch(self, message: WatchSessions) -> None:
-        """Remember whom to tell."""
+        """Remember the watcher that is notified of sessions that end."""
         self._intake = message.watcher
 
     async def _announce(self, news: SessionFinished) -> None:
@@ -338,13 +348,16 @@ class SessionManager(Actor[Sessions]):
 
     @Complete.handler(concurrency=100_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
-        """Answer in one piece: all choices are recorded, or none is."""
+        """Answer without streaming: record all choices, or none."""
         answers = await self._repeat(message)
         return await self._answering.answer(self._begin(message)) if answers is None else answers
 
     @StreamComplete.handler(concurrency=100_000)
     async def stream_complete(self, message: StreamComplete) -> AsyncIterator[AnswerStarted | Delta | Answer]:
-        """Answer as tokens are sampled; the choices of one request are sampled together and told one after another."""
+        """Stream the answer while tokens are sampled.
+
+        The choices of one request are sampled together and delivered one after another.
+        """
         answers = await self._repeat(message)
         for item in replay(answers or ()):
             yield item
@@ -367,12 +380,12 @@ class SessionManager(Actor[Sessions]):
 
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:
-        """Plan the prompt, and leave no trace."""
+        """Return the length of the prompt, without recording anything."""
         session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
         return self._beginnings.num_prompt_tokens(session, message.request)
 
     async def _repeat(self, message: Complete | StreamComplete) -> tuple[Answer, ...] | None:
-        """What an earlier sending of this request is answered; ``None`` if it has to be sampled."""
+        """Return the answers of an earlier sending of this request; ``None`` if it must be sampled."""
         if message.attempt is None:
             return None
         session = self._open_for(message.credential)
@@ -383,6 +396,7 @@ class SessionManager(Actor[Sessions]):
                 await sending.work.wait()
             if sending.answers is not None:
                 return sending.answers
+            # The earlier sending ended without an answer, so this retry takes its place.
             attempts.forget(sending)
             if sending.key is None:
                 break

@@ -1,6 +1,6 @@
-"""One request on its way to its answers: from a planned prompt to engine requests, from chunks to a completion.
+"""The steps of one request: from a planned prompt to engine requests, and from chunks to a completion.
 
-Plain objects that the session manager drives; they wait for nothing and know no actor.
+These are plain objects that the session manager drives. They never wait and know no actors.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 class SampleKeys:
     """Keys for the random numbers of one session's requests.
 
-    A request that names its own seed is repeatable. Any other is keyed by the session, by what it asks, and by how
-    often the session has asked that before: the order in which parallel requests arrive changes nothing.
+    A request with a seed is repeatable. Any other request is keyed by the session, its prompt, and how often the
+    session has asked for that prompt before, so that the order in which parallel requests arrive makes no difference.
     """
 
     def __init__(self, base: SampleKey) -> None:
@@ -54,11 +54,11 @@ class SampleKeys:
         self._asked: dict[str, int] = {}
 
     def note_asked(self, digest: str, occurrence: int) -> None:
-        """The prompt of this digest was asked for the ``occurrence``-th time (from 0) by an earlier process."""
+        """Record that an earlier process asked for this prompt digest for the ``occurrence``-th time (from 0)."""
         self._asked[digest] = max(self._asked.get(digest, 0), occurrence + 1)
 
     def keys(self, request: CompletionRequest, prompt: Ints) -> list[SampleKey]:
-        """One key per choice."""
+        """Return one key per choice."""
         digest = blake2b(prompt.tobytes(), digest_size=8).hexdigest()
         choices = range(request.num_choices)
         if request.seed is not None:
@@ -70,7 +70,7 @@ class SampleKeys:
 
 
 def asked_of(request: CompletionRequest, key: SampleKey) -> tuple[str, int] | None:
-    """What ``SampleKeys`` counted for a request with ``key``; ``None`` for one with a seed of its own."""
+    """Return what ``SampleKeys`` counted for a request with ``key``; ``None`` for a request with a seed."""
     if request.seed is not None:
         return None
     digest, occurrence, _ = key.path[-3:]
@@ -78,9 +78,10 @@ def asked_of(request: CompletionRequest, key: SampleKey) -> tuple[str, int] | No
 
 
 def find_grammar(renderer: Renderer, request: CompletionRequest, *, has_grammars: bool) -> Grammar | None:
-    """What the answer must match, by the model's own way of writing calls and thoughts; ``None`` if it is free.
+    """Return the grammar of the answer, in the model's format of calls and reasoning; ``None`` if it is unconstrained.
 
-    Raises ``UnsupportedParameter`` if something is demanded that the engine, or the model's format, has no means for.
+    Raises:
+        UnsupportedParameter: the request demands something that the engine or the model's format cannot enforce.
     """
     is_call_demanded = request.tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE)
     if not has_grammars and (is_call_demanded or request.response_format is not None):
@@ -109,9 +110,10 @@ def engine_request(
     grammar: Grammar | None = None,
     routing_key: str = "",
 ) -> EngineRequest:
-    """What the engine is asked for one choice, bounded by the room that the prompt leaves.
+    """Return the engine's request for one choice, limited to the room that the prompt leaves.
 
-    Raises ``ContextLengthExceeded`` if there is no room for a token.
+    Raises:
+        ContextLengthExceeded: there is no room for a single token.
     """
     room = context_length - len(plan.token_ids)
     sampling = plan.request.sampling
@@ -133,14 +135,14 @@ def engine_request(
 
 @frozen(kw_only=True)
 class _Sampled:
-    """What the chunks so far say, joined."""
+    """The chunks so far, joined."""
 
     completion: Completion
     num_cached_tokens: int
 
 
 class Choice:
-    """One answer in the making: collects chunks, parses them as they come, and ends its interaction exactly once."""
+    """One answer in progress: collects chunks, parses them as they come, and ends its interaction exactly once."""
 
     def __init__(
         self,
@@ -160,14 +162,14 @@ class Choice:
         self._renderer = renderer
         self._call_ids = call_ids
         self._streamed_ids: list[str] = []
-        """The ids that were made for the calls of the stream; those that the model wrote itself are not among them."""
+        """Ids made for the calls in the stream, without those that the model wrote itself."""
         self._parser: StreamParser | None = self._open_parser(self._make_call_id) if is_streaming else None
         self._chunks: list[Chunk] = []
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
         self.is_ended = False
         self.answer: Answer | None = None
-        """What it came to, once complete."""
+        """The answer, once complete."""
 
     def _make_call_id(self) -> str:
         self._streamed_ids.append(self._call_ids())
@@ -184,14 +186,14 @@ class Choice:
         )
 
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
-        """Keep a chunk; returns what the client may read of it."""
+        """Store a chunk; return the deltas that the client may see."""
         self._chunks.append(chunk)
         if self._parser is None or len(chunk.token_ids) == 0:
             return ()
         return self._note(self._parser.feed(chunk.token_ids))
 
     def flush(self) -> Sequence[Delta]:
-        """What the parser had held back, once nothing follows; said once."""
+        """Return the deltas that the parser held back, once no chunk follows. A second call returns nothing."""
         if self._parser is None or self._is_flushed:
             return ()
         self._is_flushed = True
@@ -206,11 +208,11 @@ class Choice:
 
     @property
     def was_aborted(self) -> bool:
-        """Whether the engine ended it on somebody's request."""
+        """Whether the engine aborted it on request."""
         return not self._chunks or self._chunks[-1].finish in (None, FinishReason.ABORT)
 
     def complete(self) -> Answer:
-        """Record the answer in the tree."""
+        """Record the answer in the tree, and return it."""
         interaction, answer = self._prepared or self.prepare()
         self.is_ended = True
         self._tree.record(interaction)
@@ -218,7 +220,7 @@ class Choice:
         return answer
 
     def prepare(self) -> tuple[Interaction, Answer]:
-        """What ``complete`` will record and return; until then the interaction is pending."""
+        """Return what ``complete`` will record and return. The interaction stays pending until then."""
         sampled = self._sampled()
         message = self._message(sampled.completion)
         interaction = self._tree.prepare(self.interaction, sampled.completion, message)
@@ -229,7 +231,7 @@ class Choice:
             completion_tokens=len(sampled.completion.token_ids),
             cached_tokens=sampled.num_cached_tokens,
         )
-        # With the tree's own arrays, so that an answer that is kept for its retry costs next to nothing.
+        # Shares the tree's arrays, so that keeping an answer for its retry costs almost no memory.
         answer = Answer(
             interaction=self.interaction,
             message=message,
@@ -241,19 +243,19 @@ class Choice:
         return self._prepared
 
     def cancel(self) -> None:
-        """Record that nobody waits any more; what was sampled is kept. Does nothing once ended."""
+        """Record that the answer is no longer wanted, and keep the sampled tokens. Does nothing once ended."""
         if not self.is_ended:
             self.is_ended = True
             self._tree.cancel(self.interaction, self._sampled().completion if self._chunks else None)
 
     def fail(self, reason: str) -> None:
-        """Record why no answer came; what was sampled is kept. Does nothing once ended."""
+        """Record why there is no answer, and keep the sampled tokens. Does nothing once ended."""
         if not self.is_ended:
             self.is_ended = True
             self._tree.fail(self.interaction, reason, self._sampled().completion if self._chunks else None)
 
     def _message(self, completion: Completion) -> ChatMessage:
-        """The message, with the ids of tool calls that were streamed already."""
+        """Return the parsed message, with the ids of tool calls that were streamed already."""
         streamed = iter(self._streamed_ids)
         request = self._plan.request
         message = self._renderer.parse(
@@ -267,7 +269,7 @@ class Choice:
         return message if request.parallel_tool_calls else evolve(message, tool_calls=message.tool_calls[:1])
 
     def _stop_sequence(self, completion: Completion) -> str | None:
-        """The stop string that ended the text; without a stream, the text is read again to find it."""
+        """Return the stop string that ended the text. Without a stream, the text is parsed again to find it."""
         if not self._plan.request.sampling.stop:
             return None
         parser = self._parser
@@ -292,12 +294,15 @@ class Choice:
 
 
 def _join(parts: Sequence[npt.NDArray[ScalarT]]) -> npt.NDArray[ScalarT]:
-    """The parts one after another; a single one as it is, because the tree copies what it keeps."""
+    """Concatenate the parts. A single part is returned as it is, because the tree copies the arrays that it keeps."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _callable_tools(request: CompletionRequest) -> tuple[Tool, ...]:
-    """The tools whose calls are looked for. The prompt shows all of them, so that the turn extends the last one."""
+    """Return the tools whose calls are parsed.
+
+    The prompt shows all tools in any case, so that it extends the prompt of the previous turn.
+    """
     return () if request.tool_choice is ToolChoice.NONE else request.tools
 
 

@@ -1,7 +1,7 @@
-"""Who keeps the published weights and gives them to servers: broadcast to the group of each, or as a directory.
+"""The owner of the published weights: sends them to servers by broadcast, or writes them as a directory.
 
-It lives in the trainer's process. Each server has a group of its own: one that is lost takes nobody along. What waits
-for a server waits on a thread, which ends when its group is closed; the file is written on one other.
+It runs in the trainer's process. Each server has a separate group, so that losing one does not affect the others.
+Waiting for a server happens on a thread that ends when its group is closed; files are written on one further thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PARTING_SECONDS = 2.0
 
 @define(eq=False)
 class _Open:
-    """A group, whom it is for, and whether they have come."""
+    """A group, its server, and whether the server's ranks have joined."""
 
     server: str
     group: BroadcastGroup
@@ -50,27 +50,27 @@ class _Open:
     failure: EngineError | None = None
 
     async def wait_joined(self) -> None:
-        """Until all are there. Raises ``EngineError`` if they will not come."""
+        """Wait until all ranks have joined. Raises ``EngineError`` if they will not."""
         await self.joined.wait()
         if self.failure is not None:
             raise self.failure
 
 
 class WeightKeeper(Actor[Weights]):
-    """Gives what lies on ``shelf``, where a publisher puts it on the trainer's thread."""
+    """Sends the weights on ``shelf``, where a publisher puts them on the trainer's thread."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
         self._open: dict[str, _Open] = {}
-        self._left: list[BroadcastGroup] = []  # closed for us, and to be left, which may take its time
+        self._left: list[BroadcastGroup] = []  # closed here; leaving them may take long
         self._has_left = anyio.Event()
-        self._threads = CapacityLimiter(_MANY)  # these wait for others, and must not keep the pool from those
+        self._threads = CapacityLimiter(_MANY)  # these threads wait for peers and must not exhaust the default pool
         self._tasks: BackgroundTasks
         self._disk: OwnThread
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Close all groups at the end, without waiting for those that are lost."""
+        """Close all groups at the end, without waiting for lost ones."""
         self._tasks = context.tasks
         context.tasks.start_soon(self._leave)
         async with OwnThread.open() as self._disk:
@@ -84,17 +84,17 @@ class WeightKeeper(Actor[Weights]):
 
     @DescribeWeights.handler(concurrency=_MANY)
     async def describe(self, message: DescribeWeights) -> tuple[TensorBucket, ...]:
-        """Names, dtypes and shapes."""
+        """Return names, dtypes and shapes."""
         return self._shelf.take(message.version).buckets
 
     @WriteWeights.handler(concurrency=_MANY)
     async def write(self, message: WriteWeights) -> Path:
-        """One after another, so that many that ask get one directory."""
+        """Write a version to disk, one request after another, so that many requests share one directory."""
         return await self._disk.run(lambda: self._shelf.write(message.version))
 
     @OpenGroup.handler(concurrency=_MANY)
     async def open_group(self, message: OpenGroup) -> GroupPlace:
-        """Listen; whoever comes is met on a thread."""
+        """Listen for the ranks of a server; they join on a thread."""
         for entry in [each for each in self._open.values() if each.server == message.server]:
             self._close(entry)
         opening = partial(
@@ -113,7 +113,7 @@ class WeightKeeper(Actor[Weights]):
 
     @SendBucket.handler(concurrency=_MANY)
     async def send(self, message: SendBucket) -> None:
-        """Broadcast on a thread of its own."""
+        """Broadcast a bucket on a thread."""
         entry = self._open.get(message.group)
         if entry is None:
             raise EngineError(f"There is no group {message.group}; it was closed. Open another one.")
@@ -127,7 +127,7 @@ class WeightKeeper(Actor[Weights]):
 
     @CloseGroup.handler(concurrency=_MANY)
     async def close_group(self, message: CloseGroup) -> None:
-        """Have its threads end."""
+        """Close a group, which ends its threads."""
         entry = self._open.get(message.group)
         if entry is not None:
             self._close(entry)
@@ -143,14 +143,14 @@ class WeightKeeper(Actor[Weights]):
             entry.joined.set()
 
     def _close(self, entry: _Open) -> None:
-        """What waits there ends in a moment."""
+        """Cancel the group's work, which ends shortly afterwards, and queue the group for leaving."""
         entry.group.cancel()
         if self._open.pop(entry.group.name, None) is not None:
             self._left.append(entry.group)
             self._has_left.set()
 
     async def _leave(self) -> None:
-        """Leave groups, each on a thread, because the others in it may not be done."""
+        """Leave closed groups, each on a thread, because their other ranks may not be done."""
         async with anyio.create_task_group() as tasks:
             while True:
                 self._has_left = anyio.Event()

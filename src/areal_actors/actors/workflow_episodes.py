@@ -1,6 +1,7 @@
-"""One episode of a rollout workflow: run in a scope of its own, and what it returned as episodes of its group.
+"""One episode of a rollout workflow: runs it in a scope and turns its result into episodes of its group.
 
-It has no session: what it samples is known by what it returns. Nothing that a workflow does reaches beyond its episode.
+Such an episode has no session: its samples are known only from the workflow's result. Errors of a workflow do not
+propagate beyond its episode.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ _log = get_logger(__name__)
 
 @frozen(kw_only=True)
 class WorkflowEpisode:
-    """What is run: a workflow on a problem. ``group_size`` is that of its group, ``version`` the newest weights."""
+    """A workflow to run on a problem.
+
+    ``group_size`` is the size of its group, ``version`` that of the newest weights.
+    """
 
     workflow: RolloutWorkflow
     engine: EpisodeEngine
     data: dict[str, Any] = field(repr=False)
     context: EpisodeContext
     session: SessionId
-    """A name for what has no session: rows and the report are told apart by it."""
+    """An id in place of a session's, by which rows and the report tell episodes apart."""
     group_size: int = 1
     is_training: bool = False
     timeout_seconds: float
 
     async def run(self) -> tuple[Episode, ...]:
-        """One episode for each sample that came of it, or one that says why there is none.
+        """Return one episode for each sample that the workflow returned, or one that says why there is none.
 
         The samples of member m are the members m, m + ``group_size``, m + 2 ``group_size`` and so on.
         """
@@ -47,16 +51,16 @@ class WorkflowEpisode:
             except EpisodeError as error:
                 _log.warning("episode_failed", session=self.session, reason=str(error))
                 episodes = (self._nothing(failure=str(error)),)
-            # Of several samples the first has what was logged, so that it counts once.
+            # Only the first of several samples carries the logged numbers, so that they count once.
             return (evolve(episodes[0], logged=workflow_context.logged()), *episodes[1:])
 
     async def _result(self) -> Any:
-        """What the workflow returned. Raises ``EpisodeError`` if it raised, took too long or cancelled itself."""
+        """Return the workflow's result. Raises ``EpisodeError`` if it raised, took too long or cancelled itself."""
         outcome: list[Any] = []
         with anyio.move_on_after(self.timeout_seconds):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._attempt, outcome)
-            if not outcome:  # on asyncio, a task can be cancelled by what it awaits, and ends without a word
+            if not outcome:  # on asyncio, a task that awaits something cancelled ends without an error
                 raise EpisodeError(f"{self._name} was cancelled, by itself or by something that it awaited.")
             if isinstance(outcome[0], EpisodeError):
                 raise outcome[0]
@@ -69,7 +73,7 @@ class WorkflowEpisode:
     async def _attempt(self, outcome: list[Any]) -> None:
         try:
             outcome.append(await self.workflow.arun_episode(self.engine, self.data))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a workflow does costs its episode and no more
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a workflow costs only its episode
             failure = EpisodeError(f"{self._name} raised {describe_error(error)}")
             failure.__cause__ = error
             outcome.append(failure)

@@ -1,7 +1,7 @@
-"""What every run opens inside its event loop, whoever brings the problems: inference, reporter, runner, trainer.
+"""Open everything that a run in one process needs: inference, reporter, runner, trainer.
 
-A run ends when training does, or when a person asks (``signals``), and writes what a person wants to find: weights,
-the report, the learning curve.
+It is the same for all sources of problems. A run ends when training does, or on a signal (``signals``), and then writes
+its results: weights, report and learning curve.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _log = get_logger(__name__)
 
 @frozen(kw_only=True)
 class Learning:
-    """What differs between runs.
+    """The arguments that differ between runs.
 
-    Without an ``agent`` nobody is run here, and nothing evaluated. ``intake`` takes external sessions in. ``announce``
-    is called once agents are answered.
+    Without an ``agent``, no agent is run by this process, and nothing is evaluated. ``intake`` accepts external
+    sessions. ``announce`` is called once agents are answered.
     """
 
     agent: Agent | RolloutWorkflow | None
@@ -69,11 +69,11 @@ class Learning:
     announce: Callable[[Endpoint], Awaitable[None]] | None = None
     is_handling_signals: bool = False
     open_ranks: RankOpener = open_ranks
-    """Starts the other processes of a gang that trains together."""
+    """Starts the other processes of a training gang."""
 
 
 async def learn(job: Job, learning: Learning) -> None:
-    """Open everything, train until the end, and save the results."""
+    """Open everything, train to the end, and save the results."""
     async with AsyncExitStack() as stack:
         interrupts = await stack.enter_async_context(open_interrupts())
         members = await stack.enter_async_context(learning.open_ranks(job))
@@ -82,7 +82,7 @@ async def learn(job: Job, learning: Learning) -> None:
         assert inference.progress is not None
         rollouts = await _spawn_runner(job, learning, inference, stack)
         training = await _spawn_trainer(job, inference, rollouts, members, keeping)
-        if learning.is_handling_signals:  # the process is ours
+        if learning.is_handling_signals:  # only if the process runs nothing else: the settings apply to all of it
             stack.enter_context(settled_heap())
         proxies = open_proxies(
             inference,
@@ -100,7 +100,7 @@ async def learn(job: Job, learning: Learning) -> None:
 
 @asynccontextmanager
 async def _open_inference(job: Job, learning: Learning, keeping: Keeping | None) -> AsyncIterator[Inference]:
-    """The engine, with a copy of the policy's weights, and the actors around it."""
+    """Open the engine, with a copy of the policy's weights, and the actors around it."""
     config = job.config
     settings = settings_of(config, proxy=learning.proxy, intake=learning.intake)
     version = job.policy.version
@@ -130,7 +130,7 @@ async def _open_inference(job: Job, learning: Learning, keeping: Keeping | None)
 async def _spawn_runner(
     job: Job, learning: Learning, inference: Inference, stack: AsyncExitStack
 ) -> Ref[Rollouts] | None:
-    """Who runs the agent on the problems, if there are any, and on those that are held out."""
+    """Spawn the runner of the agent; return ``None`` if there is no agent."""
     if learning.agent is None:
         return None
     http_client = await stack.enter_async_context(create_agent_http_client())
@@ -183,7 +183,7 @@ async def _spawn_trainer(
 async def save_results(
     directory: RunDirectory, training: Ref[Training], progress: Ref[Progress], summary: TrainingSummary
 ) -> None:
-    """Weights, curve and report. A run that was interrupted has its checkpoint, and no use for the weights yet."""
+    """Save weights, learning curve and report. An interrupted run has its checkpoint, and exports no weights yet."""
     if summary.is_finished:
         await progress.ask(PhaseChanged(phase="saving the weights", detail=str(directory.weights)))
         await training.ask(SaveWeights())

@@ -1,7 +1,6 @@
-"""How the actors of a run are made of its configuration, wherever they live: at home or in workers.
+"""Construct the actors of a run from its configuration, both in the controller process and in workers.
 
-Who opens them around one another in one process is ``inference`` and ``learning``; which of them live where,
-``placement`` and ``roles``.
+``inference`` and ``learning`` wire them together in one process; ``placement`` and ``roles`` distribute them.
 """
 
 from __future__ import annotations
@@ -82,19 +81,19 @@ __all__ = [
 _log = get_logger(__name__)
 
 UNLIMITED = 1_000_000
-"""Sessions that may be open where nobody trains on them."""
+"""The number of open sessions allowed if they are not trained on."""
 
 
 @frozen(kw_only=True)
 class InferenceConfig:
-    """The settings of what answers agents. ``seed`` keys all samples.
+    """The settings of the actors that answer agents. ``seed`` is the key of all samples.
 
-    Trained models answer beside the policy where ``models`` names a ``fileroot``.
+    If ``models`` names a ``fileroot``, trained models can be asked in addition to the policy.
     """
 
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     servers: ServedEngine | None = None
-    """What answers in the place of the embedded engine, which trained models have all the same."""
+    """Inference servers that replace the embedded engine for the policy; trained models still use the latter."""
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)
     sessions: SessionsConfig = field(factory=SessionsConfig)
@@ -102,25 +101,25 @@ class InferenceConfig:
     export: ExportConfig = field(factory=ExportConfig)
     queue: QueueConfig = field(factory=QueueConfig)
     advantages: AdvantageConfig = field(factory=AdvantageConfig)
-    """Which groups have a signal."""
+    """Settings that decide which groups have a training signal."""
     models: ModelsConfig = field(factory=ModelsConfig)
     intake: IntakeConfig | None = None
-    """How external sessions are taken in; without it, they are only remembered and exported."""
+    """How external sessions are accepted for training; ``None`` if sessions are only stored and exported."""
     limits: CapacityLimits = field(
         factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
     )
     users: UsersConfig = field(factory=UsersConfig)
-    """Without a path, there are no users."""
+    """Users and their keys. Without a path, there are no users."""
     seed: int = 0
 
     @property
     def opener(self) -> ModelOpener:
-        """What opens a trained model, with the settings of the policy."""
+        """The opener of trained models, with the policy's settings."""
         return ModelOpener(engine=self.engine, renderer=self.renderer, sessions=self.sessions, seed=self.seed)
 
 
 def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig | None) -> InferenceConfig:
-    """What answers agents during a run."""
+    """Return the inference settings of a run."""
     return InferenceConfig(
         engine=config.engine,
         renderer=config.renderer,
@@ -141,7 +140,11 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
 
 @frozen(kw_only=True)
 class SessionActors:
-    """What shares the journal. ``leftovers`` is what its earlier processes left to be done beside the sessions."""
+    """The actors that share the journal.
+
+    ``leftovers`` is unfinished work found in the journal of earlier processes, apart from the sessions, which are
+    restored.
+    """
 
     sessions: Ref[Sessions]
     exports: Ref[Exports]
@@ -162,11 +165,13 @@ async def spawn_session_actors(
     progress: Ref[Progress] | None = None,
     journal: Journal | None = None,
 ) -> SessionActors:
-    """Restore what ``journal`` holds, and spawn them. Raises ``JournalError`` if it cannot be read."""
+    """Restore the content of ``journal`` and spawn the actors. Raises ``JournalError`` if it cannot be read."""
     journal = journal or NoJournal()
     told = [fact async for fact in journal.read()]
     facts = [as_of(fact, version) for fact in told]
     recovered, restored = recover(facts), restore_groups(facts, version=version)
+    # Weights newer than the checkpoint are lost, so their samples count as samples of ``version``. This is written to
+    # the journal now, since the lost version numbers will be assigned again.
     again = restate(told, recovered, version=version)
     if again:
         await journal.write(*again)
@@ -211,7 +216,10 @@ async def spawn_session_actors(
 
 
 async def spawn_models(system: ActorSystem, config: InferenceConfig) -> Ref[Models] | None:
-    """The host of trained models, where there may be some. It hands refs over: it lives where the proxy does."""
+    """Spawn the host of trained models, or return ``None`` if they are disabled.
+
+    The host returns refs of the actors that it opens, so it has to be in the process of the proxy.
+    """
     if config.models.fileroot is None or not config.models.max_loaded:
         return None
     host = ModelHost(Catalogue(root=config.models.fileroot), config.opener, config=config.models)
@@ -221,7 +229,7 @@ async def spawn_models(system: ActorSystem, config: InferenceConfig) -> Ref[Mode
 def create_reporter(
     config: RunConfig, directory: RunDirectory, *, decode: Decode, resumed_step: int | None
 ) -> ProgressReporter:
-    """Who writes and shows what happens."""
+    """Create the reporter, which records and displays the progress of the run."""
     listeners: list[Listener] = [
         MetricsWriter(directory.metrics, resumed_step=resumed_step),
         FailureWriter(directory.failures, resumed_step=resumed_step),
@@ -256,7 +264,7 @@ def create_runner(
     engine: EpisodeEngine,
     problems: ProblemSets,
 ) -> RolloutRunner:
-    """Who runs the agent on the problems, if there are any, and on those that are held out."""
+    """Create the runner of the agent, on the training problems, if there are any, and on the held-out ones."""
     return RolloutRunner(
         agent=agent,
         peers=peers,
@@ -279,9 +287,9 @@ async def open_publisher(
     by: PublishBy,
     keeping: Keeping | None = None,
 ) -> Publisher:
-    """What publishes weights in the engine's dtype, so that it loads what it would have made of them itself.
+    """Create the publisher, which converts weights to the engine's dtype as the engine itself would.
 
-    With ``keeping``, they are kept there.
+    With ``keeping``, they are put into its weight store.
     """
     from areal_actors.training.publication import create_publisher
     from areal_actors.training.shelf import ShelfPublisher
@@ -293,7 +301,7 @@ async def open_publisher(
 
 
 def export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTrainer) -> None:
-    """Write the trained weights under the run's name. Blocks; raises ``CheckpointError``."""
+    """Write the trained weights under the run's name. Blocks. Raises ``CheckpointError``."""
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
     model = policy.model if policy.gang.is_alone else _load_trained(config, directory)
     save_weights(model, directory, tokenizer=tokenizer, step=policy.version)
@@ -301,7 +309,7 @@ def export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTrai
 
 
 def _load_trained(config: RunConfig, directory: RunDirectory) -> Any:
-    """The model as the last checkpoint has it: this process holds but a part of it."""
+    """Return the model of the last checkpoint, because a process of a gang holds only a shard."""
     from areal_actors.training.checkpoints import find_latest
     from areal_actors.training.weights import load_weights
 

@@ -1,7 +1,7 @@
-"""The roles of a run, each opened where it is to live: in a worker, or at home.
+"""The roles of a run, each opened in its process: a worker, or the controller.
 
-A role does not know where its neighbours are. It asks for a ref by name, and gets one that finds them wherever they
-live, and again after they have moved.
+A role does not know where the other roles are. It requests a ref by name, and the ref finds the actor in whichever
+process it is, also after it has moved.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ HOMES: Mapping[str, Role | None] = {
     "rollouts": Role.ROLLOUT,
     "proxy": Role.PROXY,
 }
-"""Which role an actor belongs to; ``None`` is home. Engines elsewhere are reached through the router at home."""
+"""The role that opens each actor; ``None`` is the controller. Engines in workers are reached through its router."""
 
 NEEDS: Mapping[Role, tuple[Role, ...]] = {
     Role.PROXY: (Role.SESSIONS,),
@@ -96,69 +96,69 @@ NEEDS: Mapping[Role, tuple[Role, ...]] = {
     Role.TRAINER: (Role.SESSIONS, Role.ROLLOUT),
     Role.ROLLOUT: (Role.SESSIONS,),
 }
-"""Whom a role asks, besides those at home."""
+"""The roles whose actors a role uses, in addition to the controller's."""
 
 REPLICA = "replica"
-"""What a worker calls the actor of its engine."""
+"""The name under which a worker exposes the actor of its engine."""
 
 
 LEAVING = "the trainer's worker was told to leave"
-"""Why training stops that goes on elsewhere."""
+"""The stop reason of a trainer that will continue in another worker."""
 
 
 class Finder(Protocol):
-    """Where refs come from."""
+    """A source of refs."""
 
     async def __call__(self, protocol: type[P], name: str, /) -> Ref[P]:
-        """The actor of this name, wherever it lives; one that is to live here is waited for."""
+        """Return a ref to the actor of this name in any process. If it is opened in this process, wait for it."""
         ...
 
 
 @frozen(kw_only=True)
 class Post:
-    """Where a role is opened, and what for."""
+    """The settings and surroundings of a role that is opened."""
 
     config: RunConfig
     order: Order
     system: ActorSystem
     find: Finder
     agent: Agent | RolloutWorkflow | None = None
-    """Whom to run, where somebody has given one; otherwise the configuration names it."""
+    """The agent to run, if one was passed in; otherwise the configuration names it."""
     open_ranks: RankOpener = open_ranks
-    """Has the other processes of a gang that trains together."""
+    """Starts or awaits the other processes of a training gang."""
 
     @property
     def directory(self) -> RunDirectory:
-        """The run's."""
+        """The run's directory."""
         return RunDirectory(path=self.order.directory)
 
 
 @frozen(kw_only=True)
 class Opened:
-    """What others may reach, by name."""
+    """The actors of an open role, by the names under which other processes reach them."""
 
     actors: Mapping[str, Ref[Any]] = field(factory=dict)
     endpoint: Endpoint | None = None
 
 
 def needs_weights(config: RunConfig) -> bool:
-    """Whether engines ask the trainer for what is published."""
+    """Return whether engines receive published weights from the trainer's process."""
     return config.trainer.publish is PublishBy.DISTRIBUTED
 
 
 def needs_of(role: Role, config: RunConfig) -> tuple[Role, ...]:
-    """Whom a role asks, besides those at home."""
+    """Return the roles whose actors ``role`` uses, in addition to the controller's."""
     asks_trainer = role is Role.GENERATION and needs_weights(config)
     return (*NEEDS[role], Role.TRAINER) if asks_trainer else NEEDS[role]
 
 
 def has_rollouts(config: RunConfig, *, is_service: bool) -> bool:
-    """Whether agents of ours are run: in a service on held-out problems only."""
+    """Return whether this run has a runner of agents. A service has one only to evaluate on held-out problems."""
     return not is_service or (config.eval_dataset is not None and config.rollout.workflow is not None)
 
 
 def open_role(post: Post) -> AbstractAsyncContextManager[Opened]:
-    """Open the role that ``post`` orders, for the length of a block. Raises what its parts raise."""
+    """Open the role that ``post`` orders while the block lasts. Raises the errors of its parts."""
     return _OPENERS[post.order.role](post)
 
 
@@ -172,7 +172,7 @@ async def _open_proxy(post: Post) -> AsyncIterator[Opened]:
     proxy_config = post.config.proxy
     if order.admin_key is not None:
         proxy_config = evolve(proxy_config, admin_key=order.admin_key)
-    if order.endpoint is not None:  # others stand there already
+    if order.endpoint is not None:  # join the proxies that listen there
         port = urlsplit(order.endpoint.url).port or 0
         proxy_config = evolve(proxy_config, port=port, admin_key=order.endpoint.admin_key)
     settings = settings_of(post.config, proxy=proxy_config, intake=None)
@@ -199,6 +199,7 @@ async def _open_sessions(post: Post) -> AsyncIterator[Opened]:
     settings = settings_of(config, proxy=config.proxy, intake=config.intake if order.has_intake else None)
     journal_of = open_journal(config.journal, post.directory) if order.has_intake else nullcontext()
     async with journal_of as journal:
+        # Until then, engines may have the weights of an earlier attempt.
         await (await find(Directory, "directory")).ask(AwaitWeights(attempt=order.attempt))
         opened = await spawn_session_actors(
             post.system,
@@ -221,12 +222,12 @@ async def _open_sessions(post: Post) -> AsyncIterator[Opened]:
             yield Opened(actors={name: ref for name, ref in found.items() if ref is not None})
         finally:
             if journal is not None:
-                await post.system.stop()  # what they have begun is written down
+                await post.system.stop()  # before the journal closes, so that pending writes are saved
 
 
 @asynccontextmanager
 async def _open_generation(post: Post) -> AsyncIterator[Opened]:
-    """An engine with the weights that training begins with, whatever is published later."""
+    """Open an engine with the initial weights of the model; the trainer publishes newer ones."""
     config = post.config
     files = await to_thread.run_sync(resolve_model, config.model)
     renderer = await to_thread.run_sync(load_rendering, config)
@@ -239,7 +240,7 @@ async def _open_generation(post: Post) -> AsyncIterator[Opened]:
 
 @asynccontextmanager
 async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
-    """The policy; engines have its weights, and have been tested against it, before anybody samples."""
+    """Open the trainer. Engines have its weights, and have passed the capture test, before any agent samples."""
     from areal_actors.actors.trainer import TrainerActor, TrainingPeers
 
     config, order, find = post.config, post.order, post.find
@@ -273,7 +274,7 @@ async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
 
 
 def _load_job(post: Post, renderer: Renderer) -> Job:
-    """What a trainer needs, and the other ranks of its gang."""
+    """Load what the trainer and the other ranks of its gang need."""
     config, directory = post.config, post.directory
     model = resolve_model(config.model)
     policy, counters = create_policy(config, model), None
@@ -300,9 +301,10 @@ def _check_version(post: Post, version: int) -> None:
 
 
 async def _publish_first(post: Post, policy: PolicyTrainer, renderer: Renderer, keeping: Keeping | None) -> Publisher:
-    """Give engines the weights, and test them.
+    """Publish the first weights to the engines, test the engines, and return the publisher for later weights.
 
-    They come in the trainer's dtype: which one is theirs, engines tell once they serve. Nobody broadcasts before that.
+    The first weights have the trainer's dtype, since engines report theirs only once they are ready. They are not
+    broadcast.
     """
     from areal_actors.training.publication import create_publisher
 
@@ -317,7 +319,7 @@ async def _publish_first(post: Post, policy: PolicyTrainer, renderer: Renderer, 
 
 
 def _publish_by(post: Post) -> PublishBy:
-    """How engines get their first weights. Memory can be lent within one process only."""
+    """Return how engines receive their first weights. Memory can be shared only within one process."""
     are_together = {Role.GENERATION, Role.TRAINER} <= set(post.order.at_home)
     return PublishBy.MEMORY if are_together and post.config.trainer.publish is PublishBy.MEMORY else PublishBy.DISK
 

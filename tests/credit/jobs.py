@@ -96,6 +96,7 @@ def run_job(job: Job, root: Path, *, seed: int, **settings: Any) -> Outcome:
         _put(document, name.split("."), value)
     started = time.process_time()
     summary = Trainer(create_config(document)).train(workflow=AGENTS[job.agent]())
+    assert summary.steps == job.steps, "the run was interrupted"
     assert summary.eval_first is not None
     assert summary.eval_last is not None
     return Outcome(

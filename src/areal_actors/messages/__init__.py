@@ -18,12 +18,13 @@
       └──asks──────────────────────┤   Training asks (evaluation)
               Sessions tell ───────┘                       everybody ──tells──▶ Progress
 
-What is asked is an imperative (``EndSession``); what is told is news (``VersionAdvanced``). Each message names the
-type of its reply; an actor class declares the addresses whose messages it handles.
+What is asked of an actor is named in the imperative (``EndSession``); what it is told is named as news, in the past
+tense (``VersionAdvanced``). Each message declares the type of its reply, and an actor class declares the addresses
+whose messages it handles.
 
-There is a module for each address. Who is known through somebody else stands there: ``Intake`` in ``sessions``,
-``Replicas`` in ``generation``, ``Ranks`` in ``training``. Everything is imported from here; on a wire a message is
-known by its address and its own name, whichever module it lives in.
+There is one module per address. Addresses that are reached through another address share its module: ``Intake`` is in
+``sessions``, ``Replicas`` in ``generation``, ``Ranks`` in ``training``. Import everything from this package. On the
+wire, a message is identified by its address and its own name, independent of its module.
 """
 
 from __future__ import annotations

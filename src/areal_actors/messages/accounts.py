@@ -1,4 +1,4 @@
-"""Messages to the keeper of accounts: the keys of users, and what their owners use."""
+"""Messages to the account keeper: users' keys and usage."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = [
 
 
 class Accounts:
-    """Address of the keeper of accounts: users, their keys, what they may use and have used."""
+    """Address of the account keeper: users, their keys, their quotas and their usage."""
 
 
 @frozen(kw_only=True)
 class CreateKey(Message[Accounts, IssuedKey]):
-    """Issue a key; it is on disk when the reply comes, which alone carries its secret.
+    """Issue a key. The reply is sent once the key is on disk, and is the only place where its secret appears.
 
-    A new ``user`` is made; of a known one, what is given here replaces what was.
+    An unknown ``user`` is created; for a known one, the given values replace the stored ones.
     """
 
     user: str
@@ -39,29 +39,32 @@ class CreateKey(Message[Accounts, IssuedKey]):
 
 @frozen(kw_only=True)
 class ListKeys(Message[Accounts, tuple[IssuedKey, ...]]):
-    """Every key that was issued, revoked ones too."""
+    """List every key that was issued, including revoked ones."""
 
 
 @frozen(kw_only=True)
 class RevokeKey(Message[Accounts, IssuedKey]):
-    """Let a key open nothing any more; on disk when the reply comes. Twice is harmless; raises ``NotFound``."""
+    """Revoke a key. The reply is sent once the revocation is on disk.
+
+    Revoking twice is harmless. Raises ``NotFound``.
+    """
 
     key: KeyId
 
 
 @frozen(kw_only=True)
 class IdentifyUser(Message[Accounts, IssuedKey]):
-    """Whose key this is. Raises ``Unauthorized`` unless it is valid."""
+    """Return the key that a secret belongs to. Raises ``Unauthorized`` unless it is valid."""
 
     secret: str = field(repr=False)
 
 
 @frozen(kw_only=True)
 class AdmitUser(Message[Accounts, IssuedKey]):
-    """Let the owner of a key ask for a completion, and count it.
+    """Admit a completion request by the owner of a key, and count it.
 
-    Raises ``Unauthorized`` unless the key is valid, ``QuotaExceeded`` if the user has used up what was granted. Without
-    ``is_counted``, validity alone is looked at.
+    Raises ``Unauthorized`` unless the key is valid, ``QuotaExceeded`` if the user's quota is exhausted. Without
+    ``is_counted``, only the key's validity is checked.
     """
 
     key: KeyId
@@ -70,7 +73,7 @@ class AdmitUser(Message[Accounts, IssuedKey]):
 
 @frozen(kw_only=True)
 class TokensSampled(Message[Accounts, None]):
-    """News: so many tokens were sampled for a user."""
+    """News: tokens were sampled for a user."""
 
     user: str
     num_tokens: int
@@ -78,4 +81,4 @@ class TokensSampled(Message[Accounts, None]):
 
 @frozen(kw_only=True)
 class HasKeys(Message[Accounts, bool]):
-    """Whether any key was ever issued."""
+    """Return whether any key was ever issued."""

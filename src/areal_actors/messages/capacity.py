@@ -1,4 +1,4 @@
-"""Messages to the capacity granter: permits, and the news that settles them."""
+"""Messages to the capacity granter: requests for permits, and the news that settles them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Capacity:
 
 @frozen(kw_only=True)
 class Permit:
-    """The right to run one group; a lease. ``version`` is that of the newest weights when it was granted."""
+    """A lease on the right to run one group. ``version`` is that of the newest weights when it was granted."""
 
     id: int
     version: int
@@ -35,7 +35,7 @@ class Permit:
 
 @frozen(kw_only=True)
 class CapacityView:
-    """The granter's counters. ``available`` may be negative after a change of limits."""
+    """The granter's counters. ``available`` may be negative after the limits were changed."""
 
     version: int
     running: int
@@ -46,36 +46,39 @@ class CapacityView:
 
 @frozen(kw_only=True)
 class AcquirePermit(Message[Capacity, Permit]):
-    """Wait until one more group may run, first come first served."""
+    """Wait until one more group may run, first come, first served."""
 
     holder: str
 
 
 @frozen(kw_only=True)
 class ReservePermit(Message[Capacity, CapacityView]):
-    """Put one permit aside for a session that an external agent will start (``POST /grant_capacity``).
+    """Reserve one permit for a session that an external agent will start (``POST /grant_capacity``).
 
-    Raises ``CapacityExhausted`` at once when there is none.
+    Raises ``CapacityExhausted`` at once if there is none.
     """
 
 
 @frozen(kw_only=True)
 class ClaimPermit(Message[Capacity, Permit]):
-    """Take a reserved permit, or else a free one; raises ``CapacityExhausted`` at once when there is neither."""
+    """Take a reserved permit, or else a free one. Raises ``CapacityExhausted`` at once if there is neither."""
 
     holder: str
 
 
 @frozen(kw_only=True)
 class RestorePermit(Message[Capacity, Permit]):
-    """A permit for a group that an earlier process had admitted: there is no question of room."""
+    """Take a permit for a group that an earlier process had admitted, whether or not there is room."""
 
     holder: str
 
 
 @frozen(kw_only=True)
 class SettlePermit(Message[Capacity, None]):
-    """The group of a permit is over: accepted as training data, or rejected and refunded. Twice is harmless."""
+    """End the permit of a group that is over: accepted as training data, or rejected and refunded.
+
+    Settling twice is harmless.
+    """
 
     permit: int
     is_accepted: bool
@@ -83,7 +86,7 @@ class SettlePermit(Message[Capacity, None]):
 
 @frozen(kw_only=True)
 class RefundGroup(Message[Capacity, None]):
-    """An accepted group was dropped before it was trained (too stale): another may take its place."""
+    """Refund an accepted group that was dropped as too stale before it was trained; another may take its place."""
 
 
 @frozen(kw_only=True)
@@ -95,4 +98,4 @@ class VersionAdvanced(Message[Capacity, None]):
 
 @frozen(kw_only=True)
 class DescribeCapacity(Message[Capacity, CapacityView]):
-    """The counters, for progress and checkpoints."""
+    """Return the counters, for progress and checkpoints."""

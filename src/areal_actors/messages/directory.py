@@ -1,4 +1,4 @@
-"""Messages to the directory at home: what workers are to be, and how they fare."""
+"""Messages to the directory in the controller process: the workers' orders and their state."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ __all__ = [
 
 
 class Directory:
-    """Address of the directory at home: what each worker of a run is to be, and where its actors live at present.
+    """Address of the directory in the controller process: each worker's order, and the present address of its actors.
 
-    A worker is known by its name and by its life, which counts its successors. What an earlier life says is refused.
+    A worker is identified by its name and by its ``life``, the number of its incarnation. Messages from an earlier
+    incarnation are refused.
     """
 
 
 @frozen(kw_only=True)
 class Order:
-    """What a worker is to be: a role of a run, which goes on from ``checkpoint`` with the problems after ``start``.
+    """Instructions for a worker: its role in a run that resumes from ``checkpoint`` with the problems after ``start``.
 
-    ``attempt`` counts how often the run has begun anew. ``at_home`` are the roles that live at home. ``listen`` is an
-    address for the worker's own actors; without one, it is any port of the interface by which it reaches home.
-    ``endpoint`` is what a proxy is to be, as far as that is known, and ``doorway`` the path of a unix socket where it
-    is handed the socket that it listens at; ``admin_key`` opens one that listens by itself. ``has_intake`` and the like
-    tell which actors there are in the run: an intake is what makes it a service. ``is_replaced_alone`` tells whether
-    the worker may start again while the others go on; if not, its end is the end of the attempt.
+    ``attempt`` counts how often the run has started over. ``at_home`` lists the roles that run in the controller
+    process. ``listen`` is an address for the worker's own actors; by default it is any port of the interface through
+    which it reaches the controller. ``endpoint`` is the proxy's endpoint, as far as it is known. ``doorway`` is the
+    path of a unix socket over which the proxy receives its listening socket; ``admin_key`` is the administrator's key
+    of a proxy that listens by itself. ``has_intake`` and the like say which actors the run has: one with an intake is a
+    service. ``is_replaced_alone`` says whether the worker may be restarted while the others continue; otherwise its end
+    ends the attempt.
     """
 
     role: Role
@@ -72,13 +74,13 @@ class Order:
 
     @property
     def version(self) -> int:
-        """That of the weights to begin with."""
+        """The version of the weights to start with."""
         return self.checkpoint or 0
 
 
 @frozen(kw_only=True)
 class Report:
-    """What a worker says when it serves: where, and, if it is a proxy, to whom agents talk."""
+    """A worker's report that it serves: its address and, for a proxy, the endpoint for agents."""
 
     address: str
     endpoint: Endpoint | None = field(default=None, repr=False)
@@ -86,7 +88,7 @@ class Report:
 
 @frozen(kw_only=True)
 class ExpectWorker(Message[Directory, None]):
-    """A worker is about to be started; from now on, its earlier lives are over."""
+    """Announce a worker that is about to be started. Its earlier incarnations are refused from now on."""
 
     worker: str
     life: int
@@ -95,10 +97,10 @@ class ExpectWorker(Message[Directory, None]):
 
 @frozen(kw_only=True)
 class FetchOrder(Message[Directory, Order]):
-    """What to be. Raises ``Conflict`` for a life that is over, ``NotFound`` for a worker that nobody expects.
+    """Return the order of a worker.
 
-    Another process of the worker's gang, of some ``rank``, is told the same; that it asks is no sign of life of the
-    worker.
+    Raises ``Conflict`` for an incarnation that is over, ``NotFound`` for a worker that is not expected. Another process
+    of the worker's gang, with a ``rank``, receives the same order; its request does not renew the worker's lease.
     """
 
     worker: str
@@ -108,7 +110,7 @@ class FetchOrder(Message[Directory, Order]):
 
 @frozen(kw_only=True)
 class ReportReady(Message[Directory, None]):
-    """The actors of a worker can be reached. Twice is fine; raises as ``FetchOrder`` does."""
+    """Report that the actors of a worker can be reached. Reporting twice is harmless; raises as ``FetchOrder`` does."""
 
     worker: str
     life: int
@@ -117,7 +119,10 @@ class ReportReady(Message[Directory, None]):
 
 @frozen(kw_only=True)
 class ReportGang(Message[Directory, None]):
-    """The other processes of a worker's gang can join it at ``address``. Raises as ``FetchOrder`` does."""
+    """Report the ``address`` at which the other processes of a worker's gang can join.
+
+    Raises as ``FetchOrder`` does.
+    """
 
     worker: str
     life: int
@@ -126,7 +131,7 @@ class ReportGang(Message[Directory, None]):
 
 @frozen(kw_only=True)
 class AwaitGang(Message[Directory, str]):
-    """Wait until that can be done, and say where. Raises as ``FetchOrder`` does, also while it waits."""
+    """Wait for ``ReportGang`` and return its address. Raises as ``FetchOrder`` does, also while waiting."""
 
     worker: str
     life: int
@@ -134,7 +139,10 @@ class AwaitGang(Message[Directory, str]):
 
 @frozen(kw_only=True)
 class ReportFailure(Message[Directory, None]):
-    """A worker ends, and why: ``error`` is that error as it travels. The first one counts. Raises as ``FetchOrder``."""
+    """Report why a worker ends: ``error`` is the error in its wire format.
+
+    The first report counts. Raises as ``FetchOrder`` does.
+    """
 
     worker: str
     life: int
@@ -143,7 +151,10 @@ class ReportFailure(Message[Directory, None]):
 
 @frozen(kw_only=True)
 class KeepLease(Message[Directory, None]):
-    """A sign of life. A worker that is refused, or that reaches nobody for the length of its lease, ends itself."""
+    """Renew a worker's lease.
+
+    A worker that is refused, or cannot reach the directory for the length of its lease, exits.
+    """
 
     worker: str
     life: int
@@ -151,7 +162,7 @@ class KeepLease(Message[Directory, None]):
 
 @frozen(kw_only=True)
 class AwaitReady(Message[Directory, Report]):
-    """Wait until this life of a worker, or a later one, serves."""
+    """Wait until this incarnation of a worker, or a later one, serves."""
 
     worker: str
     life: int = 0
@@ -159,7 +170,7 @@ class AwaitReady(Message[Directory, Report]):
 
 @frozen(kw_only=True)
 class AwaitLapse(Message[Directory, str]):
-    """Wait until a worker has given no sign of life for the length of its lease, and say so."""
+    """Wait until a worker has been silent for the length of its lease, and return the reason as text."""
 
     worker: str
     life: int
@@ -167,7 +178,7 @@ class AwaitLapse(Message[Directory, str]):
 
 @frozen(kw_only=True)
 class TakeFailure(Message[Directory, Mapping[str, Any] | None]):
-    """What this life of a worker has said of its end, if it could."""
+    """Return the error that this incarnation of a worker reported, if any."""
 
     worker: str
     life: int
@@ -175,7 +186,7 @@ class TakeFailure(Message[Directory, Mapping[str, Any] | None]):
 
 @frozen(kw_only=True)
 class DismissWorker(Message[Directory, None]):
-    """This life of a worker is over, and nobody finds it any more."""
+    """End this incarnation of a worker, so that it is no longer found."""
 
     worker: str
     life: int
@@ -183,25 +194,25 @@ class DismissWorker(Message[Directory, None]):
 
 @frozen(kw_only=True)
 class AwaitEndpoint(Message[Directory, Endpoint]):
-    """Wait until a proxy serves, and say where."""
+    """Wait until a proxy serves, and return its endpoint."""
 
 
 @frozen(kw_only=True)
 class EndpointChanged(Message[Directory, None]):
-    """News: agents are answered at another address from now on."""
+    """News: the proxy listens at another address from now on."""
 
     endpoint: Endpoint
 
 
 @frozen(kw_only=True)
 class WeightsPublished(Message[Directory, None]):
-    """News of the trainer: the engines have the weights that ``attempt`` begins with."""
+    """News from the trainer: the engines have the weights that ``attempt`` starts with."""
 
     attempt: int
 
 
 @frozen(kw_only=True)
 class AwaitWeights(Message[Directory, None]):
-    """Wait for that: before it, engines may have those of an earlier attempt."""
+    """Wait until the engines have the weights of an attempt; before that, they may have those of an earlier one."""
 
     attempt: int

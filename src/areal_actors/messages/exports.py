@@ -1,4 +1,4 @@
-"""Messages to the exporter: what goes in of sessions and groups, and what is lent to the trainer."""
+"""Messages to the exporter: sessions and groups that go in, and the groups that are leased to the trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exports:
 
 @frozen(kw_only=True)
 class ExportSession(Message[Exports, Episode]):
-    """The training rows of an ended session. Asking again, also with another discount, builds them again."""
+    """Build the training rows of an ended session. They are built anew each time, possibly with another discount."""
 
     session: SessionId
     discount: float | None = None
@@ -37,7 +37,7 @@ class ExportSession(Message[Exports, Episode]):
 
 @frozen(kw_only=True)
 class Draw:
-    """The problem of a group: its ``position`` in the run, and its ``row`` if the order of the dataset is not kept."""
+    """The problem of a group: its ``position`` in the run, and its ``row`` if the dataset is not run in order."""
 
     position: int
     row: int | None = None
@@ -45,9 +45,9 @@ class Draw:
 
 @frozen(kw_only=True)
 class BeginGroup(Message[Exports, Draw]):
-    """A permit of ``version`` was granted to a training group. Replies with its problem, one of ``num_problems``.
+    """Assign a problem to a training group that was granted a permit of ``version``.
 
-    The group is waited for from now on.
+    Replies with the group's problem, one of ``num_problems``. The exporter waits for the group from now on.
     """
 
     version: int
@@ -56,19 +56,19 @@ class BeginGroup(Message[Exports, Draw]):
 
 @frozen(kw_only=True)
 class DeliverGroup(Message[Exports, bool]):
-    """A finished group. Replies whether it is accepted as training data; delivering it twice queues it once."""
+    """Deliver a finished group. Replies whether it is accepted as training data; delivering twice queues it once."""
 
     group: Group
 
 
 @frozen(kw_only=True)
 class Drawn:
-    """What became of the groups that were delivered since the last lease.
+    """Counts of the groups that were delivered since the last lease.
 
-    ``tokens`` and ``turns`` are those of each successful episode, trained or not. ``dropped`` and ``requeued`` count
-    groups that had become too stale, ``replaced`` those without signal whose places others took;
-    ``replaced_rewards`` are those of the episodes of the latter. ``held_seconds`` is how long the lease had groups
-    enough, and waited for older ones. ``easy`` and ``hard`` are the sizes of the pools, where there are some.
+    ``tokens`` and ``turns`` have one entry for each successful episode, trained or not. ``dropped`` and ``requeued``
+    count groups that had become too stale, ``replaced`` those without signal whose places other groups took;
+    ``replaced_rewards`` are the rewards of the latter's episodes. ``held_seconds`` is how long the lease had enough
+    groups but waited for older ones. ``easy`` and ``hard`` are the sizes of the pools, if there are pools.
     """
 
     tokens: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Drawn:
 
 @frozen(kw_only=True)
 class Lease:
-    """Groups on loan to the trainer, at most ``max_staleness`` versions old; ``None``: as old as they happen to be."""
+    """Groups that are leased to the trainer, at most ``max_staleness`` versions old; ``None`` means no limit."""
 
     id: int
     groups: tuple[Group, ...]
@@ -96,7 +96,7 @@ class Lease:
 class LeaseGroups(Message[Exports, Lease]):
     """Wait for ``num_groups`` groups to train ``version`` with; ``max_staleness`` is η.
 
-    The oldest come first, in order of their problems. An unacknowledged lease is offered again, as it was.
+    The oldest come first, in order of their problems. An unacknowledged lease is offered again unchanged.
     """
 
     num_groups: int
@@ -106,13 +106,13 @@ class LeaseGroups(Message[Exports, Lease]):
 
 @frozen(kw_only=True)
 class AcknowledgeLease(Message[Exports, DataPosition]):
-    """The groups of a lease were trained: forget them. Replies with how far the problems have been consumed."""
+    """Forget the groups of a lease, which were trained. Replies with how far the problems have been consumed."""
 
     lease: int
 
 
 @frozen(kw_only=True)
 class SaveVersion(Message[Exports, None]):
-    """The weights of ``version`` are safe on disk: what they were trained with need not be kept any longer."""
+    """Report that the weights of ``version`` are on disk, so that the sessions they were trained with can be freed."""
 
     version: int

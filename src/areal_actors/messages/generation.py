@@ -1,4 +1,4 @@
-"""Messages to what generates, and to the router that deals its requests out to replicas."""
+"""Messages to generation actors, and to the router that distributes requests over replicas."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ __all__ = [
 
 
 class Generation:
-    """Address of what generates: an actor that owns one engine, or a router that has several such actors behind it."""
+    """Address of an actor that generates: the owner of one engine, or a router in front of several such actors."""
 
 
 @frozen(kw_only=True)
 class Generate(StreamMessage[Generation, Chunk]):
-    """Sample; the stream ends after the chunk with ``finish``. Leaving the stream early aborts in the engine."""
+    """Sample. The stream ends after the chunk with ``finish``; leaving it early aborts the generation in the engine."""
 
     request: EngineRequest
 
 
 @frozen(kw_only=True)
 class PublishWeights(Message[Generation, int]):
-    """Load new weights between two tokens; replies with the version that is served from now on."""
+    """Load new weights between two tokens. Replies with the version that is served from now on."""
 
     snapshot: Snapshot
 
 
 @frozen(kw_only=True)
 class PauseGeneration(Message[Generation, None]):
-    """Stop sampling until ``ResumeGeneration``; requests wait, they are not refused."""
+    """Stop sampling until ``ResumeGeneration``. Requests wait and are not refused."""
 
     mode: PauseMode = PauseMode.KEEP
 
 
 @frozen(kw_only=True)
 class ResumeGeneration(Message[Generation, None]):
-    """Go on sampling."""
+    """Continue sampling."""
 
 
 @frozen(kw_only=True)
 class EngineView:
-    """The engine's facts, its counters and its version at this moment."""
+    """The engine's info, counters and version at this moment."""
 
     info: EngineInfo
     statistics: EngineStatistics
@@ -67,32 +67,34 @@ class EngineView:
 
 @frozen(kw_only=True)
 class DescribeEngine(Message[Generation, EngineView]):
-    """What the engine is and how it does."""
+    """Return the engine's info and state."""
 
 
 class Replicas:
-    """Address of the router that deals generations out to replicas, for whoever starts and ends them."""
+    """Address of the router in front of the replicas, for the code that starts and stops them."""
 
 
 class ReplicaState(StrEnum):
-    """How a replica stands with the router."""
+    """State of a replica as the router sees it."""
 
     JOINING = "joining"
-    """It gets no requests: it is being given the weights and the pause that hold for all, or has failed to take them.
+    """It gets no requests: it is being given the weights and the pause of all replicas, or failed to take them.
 
-    It is tried again and again.
+    The router retries until it succeeds.
     """
     SERVING = "serving"
     """It gets requests."""
     GONE = "gone"
-    """It has died. Whoever brings it back adds it again."""
+    """It has died. The component that restarts it adds it again."""
 
 
 @frozen(kw_only=True)
 class AddReplica(Message[Replicas, None]):
-    """Have ``ref`` take its share as ``name``, once it has the published weights; it takes the place of a namesake.
+    """Add ``ref`` as the replica ``name``, which serves once it has the published weights.
 
-    Replies at once; ``DescribeReplicas`` tells when it serves.
+    It replaces one of the same name.
+
+    Replies at once; ``DescribeReplicas`` shows when it serves.
     """
 
     name: str
@@ -101,14 +103,17 @@ class AddReplica(Message[Replicas, None]):
 
 @frozen(kw_only=True)
 class RemoveReplica(Message[Replicas, None]):
-    """Take a replica out; what runs there goes on at others. Replies when nothing runs there. Unknown ones are fine."""
+    """Remove a replica. Its generations continue on other replicas.
+
+    Replies when nothing runs there any more. Unknown names are ignored.
+    """
 
     name: str
 
 
 @frozen(kw_only=True)
 class ReplicaView:
-    """One replica as the router sees it. ``error`` says why it does not serve, or why it last did not."""
+    """One replica as the router sees it. ``error`` is the reason why it does not serve, or last did not."""
 
     name: str
     state: ReplicaState
@@ -119,4 +124,4 @@ class ReplicaView:
 
 @frozen(kw_only=True)
 class DescribeReplicas(Message[Replicas, tuple[ReplicaView, ...]]):
-    """All replicas, in the order in which they were added."""
+    """Return all replicas, in the order in which they were added."""

@@ -1,4 +1,4 @@
-"""Messages to the launcher of a host: services on loan."""
+"""Messages to the launcher of a host, which lends services."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = [
 
 
 class Hosting:
-    """Address of the launcher: services of many trials, each in a process of its own."""
+    """Address of the launcher: the services of many trials, each in a separate process."""
 
 
 @frozen(kw_only=True)
 class ServiceInUse:
-    """A service that listens, and the key that opens it."""
+    """A service that listens, and its administrator's key."""
 
     trial: TrialId
     url: str
@@ -32,10 +32,11 @@ class ServiceInUse:
 
 @frozen(kw_only=True)
 class UseService(StreamMessage[Hosting, ServiceInUse]):
-    """Borrow the service of a trial for one request: one item once it listens, which may take its start.
+    """Borrow the service of a trial for one request.
 
-    It is not stopped before the stream is left. Raises ``Unavailable`` where it does not listen in time or there is no
-    room for it, ``SessionEnded`` if its training is finished.
+    The stream yields one item once the service listens, which may include its start. The service is not stopped before
+    the stream is left. Raises ``Unavailable`` if it does not listen in time or there is no room for it,
+    ``SessionEnded`` if its training is finished.
     """
 
     trial: TrialId
@@ -43,9 +44,10 @@ class UseService(StreamMessage[Hosting, ServiceInUse]):
 
 @frozen(kw_only=True)
 class VisitSession(StreamMessage[Hosting, ServiceInUse]):
-    """Borrow the service called ``home``, where a session lives that is named by its id or its key.
+    """Borrow the service called ``home``, which has the session with this id or key.
 
-    No item if there is no such service, or if it has no process and no such session. Raises as ``UseService`` does.
+    The stream has no item if there is no such service, or if it has no process and no such session. Raises as
+    ``UseService`` does.
     """
 
     home: str
@@ -54,9 +56,9 @@ class VisitSession(StreamMessage[Hosting, ServiceInUse]):
 
 @frozen(kw_only=True)
 class ListServices(Message[Hosting, tuple[ServiceView, ...]]):
-    """All services that have ever been started here, by name."""
+    """Return all services that were ever started here, by name."""
 
 
 @frozen(kw_only=True)
 class StopServices(Message[Hosting, None]):
-    """Stop all services, each with a checkpoint, and start none any more; the reply comes when they have ended."""
+    """Stop all services, each with a checkpoint, and start no more. Replies when they have ended."""

@@ -1,4 +1,4 @@
-"""Messages to the host of trained models, which lends what answers in the place of the policy."""
+"""Messages to the host of trained models, which lends models that answer instead of the policy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = [
 
 
 class Models:
-    """Address of the host of trained models: what answers a request for other weights than the policy's."""
+    """Address of the host of trained models, which answers requests for weights other than the policy's."""
 
 
 @frozen(kw_only=True)
 class ModelInUse:
-    """What answers in the place of the policy: sessions, the one that is open there, and the text of token ids."""
+    """A borrowed model: its session manager, a session that is open there, and a decoder of token ids."""
 
     sessions: Ref[Sessions]
     credential: Credential
@@ -33,10 +33,11 @@ class ModelInUse:
 
 @frozen(kw_only=True)
 class UseModel(StreamMessage[Models, ModelInUse]):
-    """Borrow the model called ``experiment/trial``: one item once it is loaded, none if there is no such model.
+    """Borrow the model called ``experiment/trial``.
 
-    It stays open until the stream is left, which may be at any time. Raises ``Unprocessable`` for weights that cannot
-    be loaded, and ``Unavailable`` where no place became free in time.
+    The stream yields one item once the model is loaded, and none if there is no such model. The model stays open until
+    the stream is left, which may be at any time. Raises ``Unprocessable`` for weights that cannot be loaded,
+    ``Unavailable`` if no place became free in time.
     """
 
     name: str
@@ -44,4 +45,4 @@ class UseModel(StreamMessage[Models, ModelInUse]):
 
 @frozen(kw_only=True)
 class ListModels(Message[Models, tuple[TrainedModel, ...]]):
-    """All models that can be borrowed, loaded or not, by name."""
+    """Return all models that can be borrowed, loaded or not, by name."""

@@ -25,7 +25,7 @@ class Progress:
 
 @frozen(kw_only=True)
 class PhaseChanged(Message[Progress, None]):
-    """News: the run entered a phase that a person may wait for (loading, evaluating, saving …)."""
+    """News: the run entered a phase that may take long (loading, evaluating, saving …)."""
 
     phase: str
     detail: str = ""
@@ -33,7 +33,7 @@ class PhaseChanged(Message[Progress, None]):
 
 @frozen(kw_only=True)
 class EpisodeFinished(Message[Progress, None]):
-    """News: an episode is over. ``is_repeated``: an earlier process, since killed, may have told of it."""
+    """News: an episode is over. With ``is_repeated``, an earlier process that was killed may have reported it."""
 
     episode: Episode
     problem: Problem
@@ -70,4 +70,4 @@ class EvaluationFinished(Message[Progress, None]):
     num_failed: int
     seconds: float
     logged: Mapping[str, float] = field(factory=dict)
-    """The means of what the agents logged, as ``eval-rollout/<name>``, and how many did."""
+    """The means of the numbers that agents logged, as ``eval-rollout/<name>``, and how many episodes logged each."""

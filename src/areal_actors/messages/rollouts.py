@@ -1,4 +1,4 @@
-"""Messages to the rollout runner: what is run beside the training data."""
+"""Messages to the rollout runner: episodes outside the training data."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = [
 
 
 class Rollouts:
-    """Address of the rollout runner: it runs agents, in groups, each episode in a scope of its own."""
+    """Address of the rollout runner, which runs agents in groups, each episode in a separate scope."""
 
 
 @frozen(kw_only=True)
 class Evaluate(Message[Rollouts, tuple[Group, ...]]):
-    """Run the agent once on every held-out problem with the weights now served, and report the episodes."""
+    """Run the agent once on every held-out problem with the weights now served, and return the groups."""
 
     version: int
 
 
 @frozen(kw_only=True)
 class RunProblem(Message[Rollouts, Group]):
-    """Run one group by hand, outside the training data and its capacity."""
+    """Run one group manually, outside the training data and its capacity."""
 
     problem: Problem
     num_episodes: int = 1

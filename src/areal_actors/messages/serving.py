@@ -1,4 +1,4 @@
-"""Messages to the HTTP proxy, and where it listens."""
+"""Messages to the HTTP proxy, and its endpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Serving:
 
 @frozen(kw_only=True)
 class Endpoint:
-    """Where the proxy listens. ``base_url`` ends in ``/v1``."""
+    """The proxy's address. ``base_url`` ends in ``/v1``."""
 
     url: str
     admin_key: str = field(repr=False)
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI SDK takes."""
+        """The base URL for an OpenAI SDK."""
         return f"{self.url}/v1"
 
     def session_base_url(self, session: SessionId) -> str:
@@ -37,4 +37,4 @@ class Endpoint:
 
 @frozen(kw_only=True)
 class DescribeEndpoint(Message[Serving, Endpoint]):
-    """The address and the admin key, once the socket is bound."""
+    """Return the address and the administrator's key, once the socket is bound."""

@@ -1,4 +1,4 @@
-"""Messages to the session manager, and to the intake that hears of the sessions that end."""
+"""Messages to the session manager, and to the intake that is notified of sessions that end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ class Sessions:
 
 @frozen(kw_only=True)
 class SessionOpened:
-    """A new session, the key that opens it for everything, and the key that opens it for completions alone."""
+    """A new session with its full-access key and its completion key.
+
+    The completion key opens the session for completions only.
+    """
 
     session: SessionId
     api_key: str = field(repr=False)
@@ -77,12 +80,12 @@ class SessionClosed:
 class OpenSession(Message[Sessions, SessionOpened]):
     """Start a session. ``task`` becomes the readable prefix of its id; ``key`` seeds its samples.
 
-    ``permit`` is given back when the session ends or expires, where it was claimed for this session alone. ``user_key``
-    is the key of the ``user`` that opens it. ``is_durable`` has the session outlive the process, where there is a
-    journal: for agents that nobody here can run again.
+    ``permit`` is returned when the session ends or expires, if it was claimed for this session alone. ``user_key`` is
+    the key of the ``user`` who opens the session. An ``is_durable`` session survives the process if there is a journal;
+    it is meant for agents that this run cannot run again.
 
     Raises ``Conflict`` when ``api_key`` is in use by a live session, ``QuotaExceeded`` when ``user`` has ``max_live``
-    live sessions already, ``Unavailable`` when a durable session cannot be written down.
+    live sessions already, ``Unavailable`` when a durable session cannot be written to the journal.
     """
 
     task: str
@@ -99,10 +102,10 @@ class OpenSession(Message[Sessions, SessionOpened]):
 
 @frozen(kw_only=True)
 class Complete(Message[Sessions, tuple[Answer, ...]]):
-    """Answer a request: one ``Answer`` per choice, remembered as siblings in the session's tree.
+    """Answer a request with one ``Answer`` per choice, remembered as siblings in the session's tree.
 
-    Raises the ``RequestError`` that the client should read. Cancelling the ask aborts the generation and keeps what was
-    sampled as a cancelled interaction. A retry, recognised by ``attempt``, joins or repeats the first answer.
+    Raises the ``RequestError`` that the client should see. Cancelling the ask aborts the generation and keeps the
+    sampled tokens as a cancelled interaction. A retry, recognised by ``attempt``, joins or repeats the first answer.
     """
 
     credential: Credential
@@ -112,7 +115,7 @@ class Complete(Message[Sessions, tuple[Answer, ...]]):
 
 @frozen(kw_only=True)
 class StreamComplete(StreamMessage[Sessions, AnswerStarted | Delta | Answer]):
-    """As ``Complete``, with deltas while tokens are sampled.
+    """Answer a request as ``Complete`` does, with deltas while tokens are sampled.
 
     Each choice begins with ``AnswerStarted``, before its first delta, and ends with its ``Answer``.
     """
@@ -124,7 +127,7 @@ class StreamComplete(StreamMessage[Sessions, AnswerStarted | Delta | Answer]):
 
 @frozen(kw_only=True)
 class CountTokens(Message[Sessions, int]):
-    """How many tokens the prompt of ``request`` would have, within its session; nothing is remembered or sampled."""
+    """Return the length of the prompt of ``request`` within its session, without recording or sampling anything."""
 
     credential: Credential
     request: CompletionRequest
@@ -132,7 +135,7 @@ class CountTokens(Message[Sessions, int]):
 
 @frozen(kw_only=True)
 class CheckCredential(Message[Sessions, SessionId]):
-    """Which session a credential opens for completions; raises what ``Complete`` would for one that opens none."""
+    """Return the session that a credential opens for completions. Raises as ``Complete`` does if it opens none."""
 
     credential: Credential
 
@@ -141,7 +144,8 @@ class CheckCredential(Message[Sessions, SessionId]):
 class SetReward(Message[Sessions, InteractionId]):
     """Assign a reward to one interaction, or to the last completed one; replies with its id. Setting twice replaces.
 
-    ``is_outcome`` says that a reward of the last one is the outcome of the whole episode, whatever else has a reward.
+    With ``is_outcome``, a reward of the last interaction is the outcome of the whole episode, even if others have
+    rewards.
     """
 
     credential: Credential
@@ -152,9 +156,10 @@ class SetReward(Message[Sessions, InteractionId]):
 
 @frozen(kw_only=True)
 class LogNumbers(Message[Sessions, None]):
-    """Log named numbers of a session, which stand in the metrics of the step that trains it. A known name is replaced.
+    """Log named numbers of a session, for the metrics of the step that trains it. A known name is replaced.
 
-    They are taken as long as rewards are, and are not in the journal. Raises ``InvalidRequest`` for what is no number.
+    Numbers are accepted as long as rewards are, and are not written to the journal. Raises ``InvalidRequest`` for a
+    value that is not a number.
     """
 
     credential: Credential
@@ -163,7 +168,7 @@ class LogNumbers(Message[Sessions, None]):
 
 @frozen(kw_only=True)
 class EndSession(Message[Sessions, SessionClosed]):
-    """End a session: completions come too late from now on, rewards are taken during the grace window."""
+    """End a session. Completions are refused from now on; rewards are accepted during the grace period."""
 
     credential: Credential
     final_reward: float | None = None
@@ -171,7 +176,7 @@ class EndSession(Message[Sessions, SessionClosed]):
 
 @frozen(kw_only=True)
 class SessionsView:
-    """The session manager's counters: live and ended sessions, answers in the making, retries that were recognised."""
+    """The session manager's counters: live and ended sessions, pending answers, recognised retries."""
 
     num_live: int
     num_ended: int
@@ -181,12 +186,12 @@ class SessionsView:
 
 @frozen(kw_only=True)
 class DescribeSessions(Message[Sessions, SessionsView]):
-    """The counters, for whoever watches the service."""
+    """Return the counters, for monitoring."""
 
 
 @frozen(kw_only=True)
 class SessionOwner:
-    """Who started a session: a user with a key, or nobody by name."""
+    """The user who started a session; ``None`` if no user key was used."""
 
     session: SessionId
     user: str | None = None
@@ -195,32 +200,35 @@ class SessionOwner:
 
 @frozen(kw_only=True)
 class DescribeOwner(Message[Sessions, SessionOwner]):
-    """Whose session a credential opens. Raises ``NotFound`` or ``Unauthorized`` if it opens none."""
+    """Return the owner of the session that a credential opens.
+
+    Raises ``NotFound`` or ``Unauthorized`` if it opens none.
+    """
 
     credential: Credential
 
 
 @frozen(kw_only=True)
 class CollectSession(Message[Sessions, SessionRecord]):
-    """A copy of a session as it stands. It is not forgotten by being read."""
+    """Return a copy of a session's current state. The session is kept."""
 
     session: SessionId
 
 
 @frozen(kw_only=True)
 class ForgetSession(Message[Sessions, None]):
-    """Its rows were delivered: free its memory. Unknown sessions are ignored."""
+    """Free the memory of a session whose rows were delivered. Unknown sessions are ignored."""
 
     session: SessionId
 
 
 class Intake:
-    """Address of the intake: it makes training data of the sessions that external agents finish."""
+    """Address of the intake, which makes training data from the sessions that external agents finish."""
 
 
 @frozen(kw_only=True)
 class WatchSessions(Message[Sessions, None]):
-    """Tell ``watcher`` of every session that ends or expires from now on."""
+    """Notify ``watcher`` of every session that ends or expires from now on."""
 
     watcher: Ref[Intake]
 
@@ -233,9 +241,9 @@ class StartSession(Message[Intake, SessionOpened]):
     """Start a session whose trajectory is to be trained.
 
     Sessions of the same ``group`` share a permit and are compared with one another. ``position``, ``member`` and
-    ``seed`` key its samples as the members of a dataset's group are keyed; without them they are counted. Raises
-    ``CapacityExhausted`` at once without room for another group, and ``Conflict`` for what does not fit its group.
-    The last four are as in ``OpenSession``; groups are those of one ``user``.
+    ``seed`` key the session's samples like those of a dataset's group; by default they are counted. Raises
+    ``CapacityExhausted`` at once if there is no room for another group, and ``Conflict`` for values that do not fit the
+    group. The last four fields are as in ``OpenSession``; a group belongs to one ``user``.
     """
 
     task: str
@@ -253,7 +261,7 @@ class StartSession(Message[Intake, SessionOpened]):
 
 @frozen(kw_only=True)
 class SessionFinished(Message[Intake, None]):
-    """News: a session ended, or was idle for too long. ``is_final``: no more rewards are awaited."""
+    """News: a session ended or expired. With ``is_final``, no more rewards are expected."""
 
     session: SessionId
     is_final: bool = False
@@ -262,7 +270,7 @@ class SessionFinished(Message[Intake, None]):
 
 @frozen(kw_only=True)
 class TakenSession:
-    """A finished session on loan, and its rows."""
+    """A finished session that is lent, and its rows."""
 
     record: SessionRecord
     episode: Episode
@@ -270,14 +278,17 @@ class TakenSession:
 
 @frozen(kw_only=True)
 class TakeSession(Message[Intake, TakenSession]):
-    """Wait for the next finished session, where nobody trains on them; it is lent to ``taker``, a name of its own."""
+    """Wait for the next finished session, in a service without a trainer. It is lent to ``taker``, a unique name."""
 
     taker: str
 
 
 @frozen(kw_only=True)
 class SettleTaken(Message[Intake, None]):
-    """What was lent to ``taker`` is kept and may be forgotten, or goes to the next who asks. Twice is harmless."""
+    """Settle the loan to ``taker``: the session is kept and may be forgotten, or goes to the next taker.
+
+    Settling twice is harmless.
+    """
 
     taker: str
     is_kept: bool

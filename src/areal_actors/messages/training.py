@@ -1,4 +1,4 @@
-"""Messages to the trainer, and to the ranks that train along with it."""
+"""Messages to the trainer, and to the other ranks of its gang."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestStop(Message[Training, None]):
 
 @frozen(kw_only=True)
 class TrainingSummary:
-    """How a run ended."""
+    """The result of a run."""
 
     steps: int
     version: int
@@ -49,21 +49,21 @@ class AwaitTraining(Message[Training, TrainingSummary]):
 
 @frozen(kw_only=True)
 class SaveWeights(Message[Training, None]):
-    """Write the trained weights where people find them, once training is finished."""
+    """Write the trained weights to their published place, once training is finished."""
 
 
 class Ranks:
-    """Address of a process that trains along: one rank of a gang, beside the first, which is the trainer's.
+    """Address of a rank of a training gang other than rank 0, which is the trainer's.
 
-    All ranks are asked for the same, in the same order; the answer says that it is done.
+    All ranks receive the same requests in the same order; a reply means that the request is done.
     """
 
 
 @frozen(kw_only=True)
 class JoinGang(Message[Ranks, None]):
-    """Meet the other ranks at the store that the first one has opened, and hold a part of the weights from then on.
+    """Join the other ranks at the store that rank 0 has opened, and hold a part of the weights from then on.
 
-    ``engine_dtype`` is what the engine computes in. Raises ``GangError`` if the ranks do not hold the same policy.
+    ``engine_dtype`` is the engine's compute dtype. Raises ``GangError`` if the ranks do not hold the same policy.
     """
 
     host: str
@@ -74,7 +74,10 @@ class JoinGang(Message[Ranks, None]):
 
 @frozen(kw_only=True)
 class TrainAlong(Message[Ranks, None]):
-    """Take a step on ``groups``. What the first rank refuses is refused here as well, and is no error of this rank."""
+    """Take a step on ``groups``.
+
+    Input that rank 0 rejects is rejected here as well, which does not count as an error of this rank.
+    """
 
     groups: tuple[Group, ...]
     max_staleness: int | None = None
@@ -82,6 +85,6 @@ class TrainAlong(Message[Ranks, None]):
 
 @frozen(kw_only=True)
 class GatherWeights(Message[Ranks, None]):
-    """Give the first rank this one's part of the weights, and ``with_moments`` that of the optimiser's state."""
+    """Give rank 0 this rank's part of the weights, and ``with_moments`` also of the optimizer state."""
 
     with_moments: bool = False

@@ -1,4 +1,4 @@
-"""Messages to who keeps the weights that were published last, from engines whose servers receive them.
+"""Messages to the owner of the published weights, from engines whose servers receive them.
 
 ::
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Weights:
-    """Address of who keeps the weights that were published last, beside the trainer, and gives them to servers."""
+    """Address of the owner of the published weights, in the trainer's process, which sends them to servers."""
 
 
 @frozen(kw_only=True)
@@ -47,16 +47,16 @@ class TensorBucket:
 
 @frozen(kw_only=True)
 class DescribeWeights(Message[Weights, tuple[TensorBucket, ...]]):
-    """What a version consists of. Raises ``EngineError`` if it is not the one that is kept."""
+    """Return the contents of a version. Raises ``EngineError`` if another version is kept."""
 
     version: int
 
 
 @frozen(kw_only=True)
 class WriteWeights(Message[Weights, Path]):
-    """Write a version as a directory of safetensors, for a server that cannot be sent it, unless it is there already.
+    """Write a version as a directory of safetensors, unless it exists, for a server that cannot receive broadcasts.
 
-    Raises ``EngineError`` if it is not the one that is kept, and ``CheckpointError`` if it cannot be written.
+    Raises ``EngineError`` if another version is kept, ``CheckpointError`` if it cannot be written.
     """
 
     version: int
@@ -64,7 +64,7 @@ class WriteWeights(Message[Weights, Path]):
 
 @frozen(kw_only=True)
 class GroupPlace:
-    """Where the other ranks of a group meet the first one, which is whoever keeps the weights."""
+    """The address at which the other ranks of a group join rank 0, which is the owner of the weights."""
 
     name: str
     host: str
@@ -75,29 +75,29 @@ class GroupPlace:
 
 @frozen(kw_only=True)
 class OpenGroup(Message[Weights, GroupPlace]):
-    """Listen for the ranks of a server; they are waited for in the background.
+    """Listen for the ranks of a server, which join in the background.
 
-    One that was open for the same ``server`` is closed. Raises ``EngineError`` if this machine cannot listen.
+    A group that is open for the same ``server`` is closed. Raises ``EngineError`` if this machine cannot listen.
     """
 
     server: str
-    """A name that no other server has."""
+    """A unique name of the server."""
     machine: str
-    """The host on which it runs, by a name or an address that others know."""
+    """The host on which it runs, as a name or an address that other machines can resolve."""
     device: str
-    """``cuda`` or ``cpu``: where its tensors are."""
+    """``cuda`` or ``cpu``: the device of its tensors."""
     num_ranks: int
-    """Its processes."""
+    """The number of its processes."""
     timeout_seconds: float
-    """How long they are waited for, and each bucket may take."""
+    """Time limit for the ranks to join, and for each bucket."""
 
 
 @frozen(kw_only=True)
 class SendBucket(Message[Weights, None]):
-    """Broadcast a bucket of a version to a group; replies when all ranks have taken it.
+    """Broadcast a bucket of a version to a group. Replies when all ranks have received it.
 
-    Being cancelled closes the group. Raises ``EngineError`` if the version is not the one that is kept, or a rank did
-    not come, was lost, or did not take it in time. The group is closed then.
+    Cancellation closes the group. Raises ``EngineError``, and closes the group, if another version is kept, or if a
+    rank did not join, was lost, or did not receive the bucket in time.
     """
 
     group: str
@@ -108,6 +108,6 @@ class SendBucket(Message[Weights, None]):
 
 @frozen(kw_only=True)
 class CloseGroup(Message[Weights, None]):
-    """End a group, whatever it is doing. Unknown ones are fine."""
+    """End a group in any state. Unknown groups are ignored."""
 
     group: str

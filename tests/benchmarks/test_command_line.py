@@ -35,10 +35,12 @@ def invoke(*arguments):
 
 
 def test_every_benchmark_is_known():
-    """A module beside the runner is either a benchmark that it runs, or one of its own parts."""
+    """A module next to the runner is a benchmark that it runs, one of its parts, or a study with a nox session."""
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    parts = {"__main__", "harness", "machine", "report", "floors", "load", "moving", "null_engine"}
+    studies = {"shape", "capture_gate"}
 
-    assert {*NAMES, "__main__", "harness", "machine", "report", "floors", "load", "moving", "null_engine"} == modules
+    assert {*NAMES, *parts, *studies} == modules
 
 
 @pytest.mark.usefixtures("without_measuring")

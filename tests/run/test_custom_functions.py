@@ -183,7 +183,11 @@ def test_custom_functions_train_as_the_built_in_ones_that_they_copy(tmp_path):
         f"trainer.objective.surrogate={path}:surrogate",
         f"trainer.metrics=[{path}:metric]",
     )
-    built_in = ("trainer.advantages.normalisation=dr_grpo", "trainer.objective.surrogate=reinforce")
+    built_in = (
+        "trainer.advantages.normalisation=dr_grpo",
+        "trainer.advantages.unit=episode",
+        "trainer.objective.surrogate=reinforce",
+    )
     results = [
         train(tmp_path / "custom", *options, *custom),
         train(tmp_path / "built_in", *options, *built_in),

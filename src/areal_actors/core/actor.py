@@ -48,6 +48,7 @@ class Actor(Generic[P]):
             does not name; at spawn, for a message of the protocol without a handler.
     """
 
+    # ``contract`` recognises this class by the attribute, because it cannot import this module.
     __areal_actor_root__: ClassVar[bool] = True
     handlers: ClassVar[dict[type[AnyMessage[Any]], Handler]] = {}
 

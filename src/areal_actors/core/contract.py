@@ -39,6 +39,7 @@ def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
     owners: dict[type[AnyMessage[Any]], str] = {}
     table: dict[type[AnyMessage[Any]], Handler] = {}
     allowed = (*protocols_of(actor), System)
+    # Base classes first; the method is looked up on ``actor``, so that an override need not repeat the decorator.
     for ancestor in reversed(actor.__mro__):
         for name, member in vars(ancestor).items():
             for mark in marks_of(member):

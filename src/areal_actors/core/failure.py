@@ -71,6 +71,7 @@ def _rank(error: BaseException) -> int:
 
 
 def _copied(error: ArealError) -> ArealError:
+    # Without the constructor, whose signature differs between classes.
     copy = type(error).__new__(type(error))
     copy.args = error.args
     copy.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})

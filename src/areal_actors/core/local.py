@@ -47,6 +47,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
     def address(self) -> Address:
         """The address of the actor, with its present incarnation."""
         if self._address.incarnation != self.cell.incarnation:
+            # The cell's incarnation is 0 until its task has started.
             self._address = Address(
                 node=self._address.node, name=self._address.name, incarnation=max(self.cell.incarnation, 1)
             )
@@ -212,6 +213,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
 
     async def _tell_slowly(self, message: Any) -> None:
         cell = self.cell
+        # ``wait`` represents the message in the wait graph, because a told message has no envelope.
         waiter, wait = asking_frame(), Frame(cell, phase=Phase.QUEUED)
         if waiter is not None and not cell.mailbox.closed:
             refuse_deadlock(waiter, cell, f"telling {type(message).__name__} to a full mailbox")

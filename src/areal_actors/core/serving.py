@@ -146,6 +146,7 @@ class Serving:
         if ask.phase is _DONE:
             return
         counters = self._counters
+        # Do not start work whose asker has timed out.
         if ask.deadline < math.inf and self._cell.loop.now() >= ask.deadline:
             counters.cancelled += 1
             ask.fail(ask.overdue())
@@ -189,6 +190,7 @@ class Serving:
                 with self._cell.loop.new_scope(deadline=entry.deadline) as scope:
                     await self.answer(entry, scope)
             else:
+                # A separate frame, because a concurrent handler does not occupy the loop.
                 current_frame.set(Frame(self._cell))
                 await self._handle_told(handler, entry)
         finally:
@@ -262,6 +264,7 @@ class Serving:
         self._counters.handled += 1
 
     async def _run_background(self, function: Callable[[], Awaitable[Any]]) -> None:
+        # The task inherits the context of its starter, whose frame it must not keep.
         current_frame.set(None)
         try:
             await function()

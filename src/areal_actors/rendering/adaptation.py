@@ -86,6 +86,7 @@ class Adaptation:
         first, *rest = messages
         if first.role in _SYSTEM_ROLES:
             return [_put_behind(block, first), *rest]
+        # A system message replaces the template's default prompt, so that prompt is repeated in it.
         text = f"{self.default_system}\n\n{block}" if self.default_system else block
         return [ChatMessage(role="system", content=text), *messages]
 
@@ -96,6 +97,7 @@ def _spell_out(form: ToolFormat, message: ChatMessage) -> ChatMessage:
         return ChatMessage(role="tool", content=content, tool_call_id=message.tool_call_id, name=message.name)
     if not message.tool_calls:
         return message
+    # The calls move to the content, because the template would drop ``tool_calls``.
     parts = [message.content] if message.content else []
     parts += [form.format_call(call) for call in message.tool_calls]
     return ChatMessage(role=message.role, content="\n".join(parts), name=message.name, reasoning=message.reasoning)
@@ -179,4 +181,5 @@ def _shorten_id(call_id: str) -> str:
 def _with_text_as_thought(message: ChatMessage) -> ChatMessage:
     if not (message.tool_calls and message.content and message.reasoning):
         return message
+    # As reasoning, the text keeps its place before the calls.
     return evolve(message, content=None, reasoning=f"{message.reasoning}\n\n{message.content}")

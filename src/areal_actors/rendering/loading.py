@@ -85,6 +85,7 @@ def create_renderer(
     )
     # Some families end an answer with tokens that the template does not show, for example after a call.
     more_ends = _find_special(vocabulary, reasoning_format.stops if reasoning_format else ())
+    # The end of turn comes first, as ``Renderer.stop_token_ids`` promises.
     stops = _unique((end_of_turn, tokenizer.eos_token_id, *more_ends, *stop_token_ids))
     can_extend = end_of_turn is not None or bool(more_ends)
     return TemplateRenderer(

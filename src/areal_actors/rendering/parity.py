@@ -69,6 +69,7 @@ class ParityProbe:
         case = _create_case(shape, options)
         try:
             tail = self.suffix.render(case.answer, case.new, tools=case.tools, options=options)
+            # Only a template that repeats the tools in the tail needs them there.
             tail_without_tools = self.suffix.render(case.answer, case.new, tools=(), options=options)
         except RenderError:
             return Verdict(faithful=frozenset())
@@ -87,6 +88,7 @@ class ParityProbe:
         faithful: set[ThoughtAt] = set()
         for place in (ThoughtAt.NOWHERE, ThoughtAt.BEFORE, ThoughtAt.SINCE):
             verdicts = [self._agrees(context, case, tail) for context in contexts[place]]
+            # A context that the template refuses (``None``) does not count, but at least one must have been rendered.
             if not any(verdicts) or False in verdicts:
                 break
             faithful.add(place)
@@ -111,6 +113,7 @@ class ParityProbe:
         closing = None if end is None else self.suffix.find_closing(whole, end)
         if end is None or closing is None or whole[closing:] != tail:
             return False
+        # After a call's last argument its closing syntax is allowed, but no part of the new messages.
         rest = whole[end:closing]
         is_clean = not any(mark in rest for mark in case.new_marks) if case.answer.tool_calls else not rest.strip()
         encode = self.vocabulary.encode

@@ -63,6 +63,7 @@ def _to_plain_call(call: ToolCall, guard: Guard, spelling: Spelling) -> dict[str
     if not spelling.has_text_arguments:
         try:
             arguments = json.loads(call.arguments)
+        # A client can send JSON that is nested deeply enough to exceed the recursion limit.
         except (ValueError, RecursionError):
             arguments = call.arguments
     function = {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}

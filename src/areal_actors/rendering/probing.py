@@ -18,6 +18,7 @@ from areal_actors.rendering.template import ChatTemplate
 __all__ = ["probe_adaptation"]
 
 _ARGUMENT = "probe argument"
+# Nine letters and digits, because Mistral's templates refuse other ids.
 _CALL = ToolCall(id="probe0000", name="probe_name", arguments=json.dumps({"probe": _ARGUMENT}))
 _PYTHON_OBJECT = "{'probe'"
 """The beginning of an object that a template printed as text, in Python syntax."""
@@ -82,6 +83,7 @@ class _Probe:
             text = evolve(self, spelling=spelling).render_call()
             if _ARGUMENT in text:
                 shown.append((_PYTHON_OBJECT in text, spelling))
+        # ``min`` is stable: the first variant that is rendered as JSON, otherwise the first one.
         return min(shown, key=lambda pair: pair[0])[1] if shown else None
 
     def render_call(self, call: ToolCall = _CALL, content: str | None = None, reasoning: str | None = None) -> str:
@@ -119,6 +121,7 @@ class _Probe:
 
     def has_late_system(self) -> bool:
         text = self.render(_USER, _ANSWER, _SYSTEM, _USER)
+        # A refusal is acceptable: the client gets an error instead of a silent omission.
         return not text or _SYSTEM_TEXT in text
 
     def find_default_system(self) -> str | None:
@@ -128,5 +131,6 @@ class _Probe:
         if not found:
             return None
         absent = self.render(_USER)
+        # The default prompt is the difference between both renderings, provided that they agree around it.
         is_added = absent.startswith(before) and absent.endswith(after) and len(absent) >= len(before) + len(after)
         return absent[len(before) : len(absent) - len(after)] if is_added else ""

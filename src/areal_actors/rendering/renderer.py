@@ -56,6 +56,7 @@ class TemplateRenderer:
         """Find the ids that clients do not see: end tokens, and special tokens that no parser needs."""
         reasoning = self.reasoning_format.markers if self.reasoning_format else ()
         tools = self.tool_format.markers if self.tool_format else ()
+        # The class is frozen, so computed fields are set this way.
         object.__setattr__(self, "_hidden", self._without(reasoning))
         object.__setattr__(self, "_hidden_with_tools", self._without((*reasoning, *tools)))
 
@@ -189,6 +190,7 @@ class TemplateRenderer:
     ) -> Grammar | None:
         """Return the grammar of an answer; see ``Renderer.constrain``."""
         has_calls = tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE)
+        # A response format alone would forbid the calls that ``auto`` permits.
         may_call = tool_choice == ToolChoice.AUTO and bool(tools) and response_format is not None
         forms: list[Grammar] = []
         if has_calls or may_call:

@@ -41,6 +41,7 @@ class AnswerStream:
     def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
         """Return the deltas that are certain after these ids."""
         shown = as_list(token_ids)
+        # Most chunks contain no hidden id, and then the list is used as it is.
         if not self._hidden.isdisjoint(shown):
             shown = [token_id for token_id in shown if token_id not in self._hidden]
         text = self._stop.feed(self._detokenizer.feed(shown))

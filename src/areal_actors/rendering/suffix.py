@@ -75,6 +75,7 @@ def _stand_in(answer: ChatMessage) -> ChatMessage:
     if not answer.tool_calls:
         return _ANSWER
     *others, last = answer.tool_calls
+    # Only ids and names of the other calls matter, so their arguments are not rendered.
     calls = [ToolCall(id=call.id, name=call.name, arguments="{}") for call in others]
     calls.append(ToolCall(id=last.id, name=last.name, arguments=_MARKED_ARGUMENTS))
     return ChatMessage(role=answer.role, content="text" if answer.content else None, tool_calls=tuple(calls))

@@ -58,6 +58,7 @@ def _to_json(
 
 
 def _create_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    # The options with which transformers renders chat templates; a template depends on them for its white space.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
@@ -136,6 +137,7 @@ class ChatTemplate:
                     **self.variables,
                     **options,
                     "messages": messages,
+                    # Templates commonly test for ``none``, so that an empty list would count as tools.
                     "tools": list(tools) or None,
                     "documents": None,
                     "add_generation_prompt": has_generation_prompt,

@@ -97,6 +97,7 @@ class _WindowDetokenizer:
     def _step(self, token_id: int) -> str:
         self._held.append(token_id)
         text = self._decode([*self._said, *self._held])
+        # The decoder replaces an incomplete character; wait for the rest of it, up to the limit.
         is_cut = text.endswith(_REPLACEMENT)
         return "" if is_cut and len(self._held) < _MAX_HELD_TOKENS else self._say(text)
 
@@ -152,6 +153,8 @@ class Vocabulary:
         """Wrap ``backend``, and switch off truncation and padding, which some tokenizer files switch on."""
         backend.no_truncation()
         backend.no_padding()
+        # ``guard`` puts its break after the first character, so it cannot split a token of one character. Longest
+        # first, because the alternatives of a regular expression are tried in order.
         spelled = sorted((text for text in special.values() if len(text) > 1), key=len, reverse=True)
         anyone = "|".join(map(re.escape, spelled))
         return Vocabulary(
@@ -192,6 +195,7 @@ class Vocabulary:
         return ids if ids[:num_added] == whole[:num_added] else whole[:num_added] + ids
 
     def _encode(self, text: str) -> list[int]:
+        # The template has written the special tokens already.
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -214,6 +218,7 @@ class Vocabulary:
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
+        # Added tokens are stored as plain text, not in the byte-level alphabet.
         if token_id in self.special or not all(char in _BYTE_OF for char in token):
             return token.encode()
         return bytes(_BYTE_OF[char] for char in token)

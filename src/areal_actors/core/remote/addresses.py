@@ -89,6 +89,7 @@ def check_directory(directory: Path) -> None:
         ConfigError: other users can enter it.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # ``mkdir`` does not change the mode of a directory that exists.
     status = directory.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(

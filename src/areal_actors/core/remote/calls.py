@@ -144,6 +144,7 @@ class Channel(Watched):
         # ``cut`` and ``finish`` store the error; raise it here, once, instead of waiting.
         if call.error is not None:
             raise call.claim_error()
+        # Queue behind calls that wait already, to keep the order.
         if self._waiting or not self.has_credit:
             self._waiting.append(call)
             return False

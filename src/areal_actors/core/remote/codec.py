@@ -36,7 +36,7 @@ _INLINE_BYTES = 8 * 1024
 
 _PLAIN = (bool, int, float, str)
 _DTYPE = re.compile(r"[<>|=]?[biufc][1-9]\d?")
-_TENSOR_DTYPES = frozenset(  # what ``str(tensor.dtype)`` may say after "torch."
+_TENSOR_DTYPES = frozenset(  # the values of ``str(tensor.dtype)`` without "torch."
     {
         "bool",
         "uint8",
@@ -213,6 +213,7 @@ class Codec:
             words.append(bytes(raw))
         else:
             self._buffers.append(raw)
+            # Part 0 is the msgpack data, so the first buffer is part 1.
             words.append(len(self._buffers))
         return msgspec.msgpack.Ext(int(code), msgspec.msgpack.encode(words))
 
@@ -221,6 +222,7 @@ class Codec:
             return tuple(self._decoder.decode(data))
         words = msgspec.msgpack.decode(data)
         where = words.pop()
+        # ``bytearray``, so that the array is writable.
         raw = bytearray(where) if isinstance(where, bytes) else self._parts[_position(where)]
         if code == _Code.BYTES:
             return bytes(raw)

@@ -162,6 +162,7 @@ class Connection:
             except BlockingIOError:
                 return
             self._take_in(assembler.advance(num_bytes))
+            # The socket is drained; another receive would only raise ``BlockingIOError``.
             if num_bytes < num_wanted:
                 return
 

@@ -146,6 +146,7 @@ class Peer:
         """Send ``call`` under the next free id."""
         seconds = math.inf if math.isinf(call.deadline) else max(call.deadline - self.connection.loop.now(), 0.0)
         outgoing = call.outgoing = Outgoing(call.kind, self._next_id, call.parts, seconds)
+        # The outgoing message holds the buffers from now on.
         call.parts = []
         self._next_id += 1
         if call.kind is Kind.TELL:

@@ -164,6 +164,7 @@ class Line:
 
     async def _stay(self, peer: Peer) -> None:
         self._over = anyio.Event()
+        # Follow the peer before it is used, so that a cut in between is not missed.
         follower = partial(self._on_news, peer)
         peer.follow(follower)
         try:

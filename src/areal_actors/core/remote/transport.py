@@ -145,6 +145,7 @@ class Listener:
 
     async def _aclose(self) -> None:
         async with anyio.create_task_group() as tasks:
+            # Concurrently, because each may take up to ``cleanup_seconds``.
             for peer in self.peers:
                 tasks.start_soon(peer.connection.aclose)
 

@@ -98,11 +98,13 @@ def _read_call(source: Source) -> Reading[tuple[Call, ...]]:
     yield from source.require(_CALL_BEGIN)
     name = yield from source.match(_NAME)
     yield from source.require(_SEPARATOR)
+    # With fences, ``function`` stands before the separator and the name after it.
     is_bare = yield from source.sees("{")
     if not is_bare:
         name = yield from source.match(_NAME)
         yield from source.require("```json")
     arguments = yield from read_object(source)
+    # Checks the arguments; their text is kept as the model wrote it.
     decode_object(arguments)
     if not is_bare:
         yield from source.require("```")

@@ -241,6 +241,7 @@ class _ChannelParser:
 
     def _end_body(self, tag: str) -> None:
         if self._say == self._say_raw:
+            # The body may have ended with another tag, or with none.
             self._say_raw(_CALL)
         if tag in _CLOSINGS:
             self._buffer = self._buffer[len(tag) :]

@@ -73,6 +73,7 @@ def parse_call(text: str, *, keys: Sequence[str] = ("arguments",), is_bare_allow
     if key is None and not is_bare_allowed:
         raise NoCall
     name = check_name(values.get("name"))
+    # The model's own text: encoding the value again would change its spelling.
     return Call(name=name, arguments="{}" if key is None else _parse_arguments(values[key], _slices(text)[key]))
 
 
@@ -119,6 +120,7 @@ def _parse_float(text: str) -> float:
     return number
 
 
+# Python accepts ``NaN``, ``Infinity`` and numbers that overflow to infinity, which JSON does not have.
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float)
 
 
@@ -134,6 +136,7 @@ def decode_json(text: str) -> Any:
 
 
 def _is_shallow(value: object) -> bool:
+    # Level by level instead of recursively, so that deep input cannot exceed the recursion limit.
     level = [value]
     for _ in range(MAX_DEPTH):
         nested = [item for item in level if isinstance(item, dict | list) and item]

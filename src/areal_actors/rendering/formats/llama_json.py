@@ -21,7 +21,7 @@ _TAG = "<|python_tag|>"
 _START = "<|python_start|>"
 _END = "<|python_end|>"
 _WRITTEN = re.compile(r'\{\s*\\?"name\\?":(?:(?!description).){0,120}?\\?"parameters\\?":', re.DOTALL)
-"""Matches a call in a template's source, with any expression for its name; a tool also has a description."""
+"""Matches a call in a template's source, with any expression for its name. A tool is excluded by its description."""
 _OTHER_FAMILIES = ("<tool_call>", "(params_name1=")
 
 

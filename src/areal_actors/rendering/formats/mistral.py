@@ -32,9 +32,9 @@ _NAME = re.compile(r"[\w.:/-]*")
 
 @frozen(kw_only=True)
 class Mistral:
-    """Both formats of Mistral; ``has_names`` selects the one that is written.
+    """Both formats of Mistral.
 
-    It is the form with names before their arguments, otherwise the list.
+    With ``has_names``, calls are written with names before their arguments, otherwise as a list.
     """
 
     has_names: bool = False

@@ -192,6 +192,7 @@ def _unite(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read_value(source: Source, depth: int) -> Reading[Any]:
+    # Every level is a nested generator, so the depth of hostile input is bounded.
     if depth > MAX_DEPTH:
         raise NoCall
     opening = yield from source.expect('"""', "'''", '"', "'", "[", "{")
@@ -222,6 +223,7 @@ def _parse_word(word: str) -> Any:
     if found["whole"] and not found["exponent"]:
         return int(word)
     number = float(word)
+    # Arguments become JSON, which has no infinity.
     if not math.isfinite(number):
         raise NoCall
     return number
@@ -260,6 +262,7 @@ def _read_string(source: Source, quote: str) -> Reading[str]:
         char = yield from source.next_char()
         if char == "\\":
             yield from source.next_char()
+        # Only triple-quoted strings may contain line breaks.
         elif not char or (char == "\n" and len(quote) == 1):
             raise NoCall
 

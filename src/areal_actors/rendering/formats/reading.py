@@ -105,6 +105,7 @@ class Source:
         for literal in literals:
             if self.text.startswith(literal, self.at):
                 return literal
+            # The text ends inside this literal: more text decides.
             if not self.is_over and literal.startswith(self.text[self.at : self.at + len(literal)]):
                 return None
         return ""
@@ -167,6 +168,7 @@ class Source:
             if end < 0:
                 if self.is_over:
                     raise NoCall
+                # The tag may be cut at the end of the text; everything before it is not searched again.
                 searched = max(searched, len(self.text) - len(tag) + 1)
                 yield
                 continue
@@ -200,6 +202,7 @@ class CallParser:
 
     def __init__(self, syntax: CallSyntax, call_ids: Callable[[], str]) -> None:
         self._syntax = syntax
+        # ``(?!)`` matches nothing, for a format without tags.
         self._tags = re.compile("|".join(map(re.escape, syntax.anywhere)) or r"(?!)")
         self._call_ids = call_ids
         self._source = Source()

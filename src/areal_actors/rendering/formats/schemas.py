@@ -108,6 +108,7 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _types_of_value(value: object) -> frozenset[str]:
+    # JSON Schema counts ``1.0`` as an integer.
     if isinstance(value, float):
         return frozenset({"integer", "number"} if value.is_integer() else {"number"})
     return _TYPES.get(type(value), frozenset())

@@ -95,6 +95,7 @@ class _ThinkParser:
             self._say_thought(thought.rstrip("\n"), is_last=True)
             self._buffer, self._state = rest, self._pause
             return True
+        # Trailing line breaks are held back, too: they belong to the format if the closing tag follows.
         held = num_held_back(self._buffer, (self._close,))
         certain = self._buffer[: len(self._buffer) - held].rstrip("\n")
         self._say_thought(certain)
@@ -113,6 +114,7 @@ class _ThinkParser:
         return False
 
     def _say_thought(self, text: str, *, is_last: bool = False) -> None:
+        # Empty reasoning is reported, because templates render it differently from no reasoning.
         if text or (is_last and not self._has_thought):
             self._deltas.append(ReasoningDelta(text=text))
             self._has_thought = True

@@ -119,6 +119,7 @@ async def _live(bootstrap: Bootstrap) -> int:
         code = await _work(bootstrap)
         tasks.cancel_scope.cancel()
         return code
+    # The scope was cancelled: the parent is gone, or a signal arrived.
     return 0
 
 
@@ -195,6 +196,8 @@ async def _serve(bootstrap: Bootstrap, home: Line) -> None:
 
     directory = home.ref(Directory, "directory")
     wanted = FetchOrder(worker=bootstrap.name, life=bootstrap.life)
+    # Bounded, since the worker has no lease yet: without the controller it would hold its node until the cluster's
+    # limit.
     order = await directory.ask(wanted, timeout=FIRST_WORD_SECONDS)
     config = await to_thread.run_sync(load_config, order.config)
     async with AsyncExitStack() as stack:

@@ -90,6 +90,7 @@ def _recompute(policy: PolicyTrainer, prompt: Ints, output: Ints) -> Floats:
         input_ids=np.concatenate([prompt, output]),
         loss_mask=is_output,
         logprobs=np.zeros(len(is_output)),
+        # -1 marks prompt tokens, which no version of the policy has sampled.
         versions=np.where(is_output, policy.version, -1),
         returns=np.zeros(len(is_output)),
         turns=np.where(is_output, 0, -1),

@@ -43,6 +43,7 @@ def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
 def _try_all(config: RunConfig) -> Iterator[TriedFunction]:
     setting, reference = "rollout.openai.reward_rule", config.rollout.openai.reward_rule
     rule = _explained(setting, lambda: load_rule(reference))
+    # Built-in rules are tested with the library; only custom ones are tried here.
     if not isinstance(rule, str):
         report = _explained(setting, lambda: find_broken(rule))
         yield TriedFunction(setting=setting, reference=reference, detail=_describe(report))

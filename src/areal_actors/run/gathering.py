@@ -75,6 +75,7 @@ class Gathering:
         if not self.waiting:
             self._split_until = None
         elif self._split_until is None:
+            # Randomized by 25 percent either way, so that two runs do not release at the same moment.
             patience = self._seconds * 2.0 ** min(self._num_in_vain, _MAX_DOUBLINGS)
             self._split_until = now + patience * (0.75 + self._jitter() / 2)
         elif now >= self._split_until:

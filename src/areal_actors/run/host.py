@@ -103,6 +103,7 @@ def check_host(config: RunConfig) -> None:
     problems = []
     if not config.journal.enabled:
         problems.append("journal.enabled: a host stops services and starts them again; leave the journal on")
+    # One path for all services would make them write to the same journal.
     if config.journal.path is not None:
         problems.append("journal.path: the services of a host have a journal each; leave the path out")
     if not is_loopback(config.host.host) and not config.host.admin_key:
@@ -132,6 +133,7 @@ def _prepare(config: RunConfig, key_file: Path, settings: Path) -> str:
 
 def _of_services(config: RunConfig) -> RunConfig:
     """Return the settings that all services share: loopback, any free port, generated keys, and the host's users."""
+    # Clients reach services through the host only.
     proxy = evolve(config.proxy, host="127.0.0.1", port=0, public_host=None, admin_key=None, open_sessions=False)
     return evolve(config, proxy=proxy, users=config.user_accounts, host=evolve(config.host, admin_key=None))
 

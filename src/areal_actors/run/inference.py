@@ -209,6 +209,7 @@ async def open_inference(model: str | Path, config: InferenceConfig | None = Non
     Raises ``ModelError`` for a model that cannot be found or read.
     """
     config = config or InferenceConfig()
+    # Loading blocks for seconds; other tasks of the caller's event loop continue.
     files = await to_thread.run_sync(resolve_model, str(model))
     renderer = await to_thread.run_sync(lambda: load_renderer(files.path, config=config.renderer))
     async with (

@@ -96,6 +96,7 @@ def _prepare_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
     if resume and not directory.has_run:
         raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
     if not resume:
+        # Only after the lock is held: the earlier run may still be writing to this directory.
         former = directory.set_aside()
         if former is not None:
             _log.info("earlier_run_kept", path=str(former))
@@ -109,6 +110,7 @@ def _hold(path: Path, stack: ExitStack) -> None:
     try:
         stack.enter_context(hold(lock, partial(_in_use, path)))
     except OSError as error:
+        # A file system that cannot lock is not a directory in use.
         if error.errno not in NO_LOCKS:
             raise
         _log.warning("run_directory_not_locked", path=str(path), reason=error.strerror)
@@ -144,6 +146,7 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
     renderer = load_rendering(config)
     policy = create_policy(config, model)
     counters = policy.restore(directory.checkpoints) if resume else None
+    # An external run restores its sessions from the journal, even if no step was trained.
     if resume and counters is None and not is_external:
         raise no_checkpoint(directory)
     return Job(
@@ -196,6 +199,7 @@ def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
         _place(load_policy(model.path), config.trainer),
         config.trainer,
         reference=reference,
+        # ``layout: tree`` refuses a model whose sliding window is shorter than the rows may be.
         max_length=config.engine.max_length if config.rollout.backend is Backend.TORCH else None,
     )
 

@@ -82,6 +82,7 @@ async def learn(job: Job, learning: Learning) -> None:
         assert inference.progress is not None
         rollouts = await _spawn_runner(job, learning, inference, stack)
         training = await _spawn_trainer(job, inference, rollouts, members, keeping)
+        # After everything is loaded, so that models and libraries are frozen, too.
         if learning.is_handling_signals:  # only if the process runs nothing else: the settings apply to all of it
             stack.enter_context(settled_heap())
         proxies = open_proxies(

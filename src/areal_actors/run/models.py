@@ -103,6 +103,7 @@ async def _open_served(
 
 
 def _added_tokens(tokenizer: Any) -> dict[str, int]:
+    # Servers need them for grammars that contain special tokens.
     added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     return {token.content: token_id for token_id, token in added.items()}
 

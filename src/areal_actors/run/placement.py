@@ -153,6 +153,7 @@ class _House:
             has_rollouts=has_rollouts(run.config, is_service=run.is_service),
             listen=self.premises.worker_address(name),
             endpoint=self._endpoint,
+            # Only a proxy needs the key, so no other worker gets it.
             admin_key=self._admin_key if role is Role.PROXY and role in run.placed else None,
             doorway=self.premises.doorway,
             is_replaced_alone=role in self.alone,
@@ -190,6 +191,7 @@ class _House:
         """Run attempts until one finishes."""
         restarts = Restarts(self.run.config.scheduler.restarts)
         while True:
+            # Compared below, to tell a release of all workers from a failure.
             gathered = self.premises.household.gathering.round
             try:
                 return await self._attempt()
@@ -277,6 +279,7 @@ class _Attempt:
     async def run(self) -> None:
         """Train to the end and save the results."""
         async with AsyncExitStack() as stack:
+            # Until every role has a worker, all of them may be released again.
             await self._house.premises.household.wait_whole()
             await self._open_lines(stack)  # first, so that they close after the actors that use them
             system = await stack.enter_async_context(ActorSystem.open(name="home"))
@@ -288,6 +291,7 @@ class _Attempt:
             training = await self.find(Training, "trainer")
             stops = self._run.is_handling_signals
             async with self._house.interrupts.telling(training) if stops else nullcontext():
+                # In the background, since the proxy may be ready later than the trainer.
                 tasks.start_soon(self._house.announce)
                 summary = await _await_training(training)
                 await save_results(self._run.directory, training, await self.find(Progress, "progress"), summary)

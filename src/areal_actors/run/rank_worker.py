@@ -63,6 +63,7 @@ async def serve_task(bootstrap: Bootstrap, home: Line) -> None:
     config = await to_thread.run_sync(load_config, order.config)
     checkpoints = None if order.checkpoint is None else RunDirectory(path=order.directory).checkpoints
     policy = await to_thread.run_sync(_load_policy, config, checkpoints)
+    # Asked last: the worker reports its address only after it has published the first weights.
     address = await _find_first(bootstrap, home, seconds=config.scheduler.start_seconds)
     async with _joined(policy, address, secret=bootstrap.secret, node=bootstrap.node) as joined:
         # The cluster signals all tasks. Only the worker reacts: it may need this rank to save a checkpoint.

@@ -85,6 +85,7 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
         names = [f"rank-{number}" for number in range(1, num_more + 1)]
         children = [await stack.enter_async_context(_child(job, name, command)) for name in names]
         for child in children:
+            # Read both outputs from the start: a rank whose pipe is full stops in the middle of training.
             tasks.start_soon(child.listen)
             tasks.start_soon(_read_output, child)
         yield await _members(listener, order, dict(zip(names, children, strict=True)))
@@ -151,6 +152,7 @@ async def _members(listener: Listener, order: _Order, children: Mapping[str, Chi
     async with anyio.create_task_group() as starting:
         for name, child in children.items():
             starting.start_soon(_start, child, order, name)
+            # A rank may join and exit while the others still start; without this it would be awaited forever.
             starting.start_soon(_miss, child, name, failed, starting.cancel_scope)
         with anyio.move_on_after(_START_SECONDS):
             for name in children:
@@ -158,6 +160,7 @@ async def _members(listener: Listener, order: _Order, children: Mapping[str, Chi
         starting.cancel_scope.cancel()
     failed += [name for name in children if name not in refs]
     if failed:
+        # A rank that failed to join may still be running; its end can be described only once it has exited.
         child = children[failed[0]]
         await child.kill()
         raise GangError(f"{failed[0]} of the training gang did not come up. {child.describe_end()}")

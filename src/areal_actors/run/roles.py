@@ -315,6 +315,7 @@ async def _publish_first(post: Post, policy: PolicyTrainer, renderer: Renderer, 
     await generation.ask(PublishWeights(snapshot=snapshot))
     await check_generation(generation, policy=policy, renderer=renderer)
     await (await post.find(Directory, "directory")).ask(WeightsPublished(attempt=post.order.attempt))
+    # The engines are ready by now and report their dtype, which later weights have.
     return await open_publisher(config, post.directory, generation, by=by, keeping=keeping)
 
 

@@ -128,6 +128,7 @@ class ServiceProcesses:
         """Return the URL at which the service listens, once it reports it. Raises the same errors as ``open``."""
         assert child.process.stdout is not None
         line = None
+        # Loading the model comes before the address, so this may take minutes.
         with anyio.move_on_after(self.max_start_seconds):
             line = await _read_line(child.process.stdout)
         if line is None:
@@ -135,6 +136,7 @@ class ServiceProcesses:
         try:
             return str(json.loads(line)["url"])
         except (ValueError, KeyError, TypeError):
+            # Not an address: the process has printed something else, or has exited without any output.
             pass
         await _learn_status(child)
         if _is_finished(child, directory):

@@ -88,11 +88,13 @@ class Server:
         config, directory = self.config, directory_of(self.config, run_dir)
         functions = await to_thread.run_sync(try_functions, config)
         placed = config.scheduler.roles.placed
+        # An agent whose role is placed in a worker is prepared there.
         is_run_here = has_rollouts(config, is_service=True) and Role.ROLLOUT not in placed
         opening = prepare_agent(config.rollout, logs=directory.agent_logs) if is_run_here else nullcontext()
         started = time.monotonic()
 
         async def tell(endpoint: Endpoint) -> None:
+            # Before the announcement, which tells agents to read the key from this file.
             await to_thread.run_sync(_keep_key, directory.admin_key, endpoint.admin_key)
             if announce is not None:
                 announce(endpoint, directory)

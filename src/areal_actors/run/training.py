@@ -72,6 +72,7 @@ class Trainer:
         """Train inside the running event loop. Signals are handled only if ``is_handling_signals`` is set."""
         config = self.config
         _check_complete(config, has_workflow=workflow is not None)
+        # Before the run directory is prepared, so that a broken function does not move an earlier run aside.
         functions = await to_thread.run_sync(try_functions, config)
         directory = directory_of(config, run_dir)
         is_rollout_apart = Role.ROLLOUT in config.scheduler.roles.placed

@@ -99,6 +99,8 @@ class Ending:
 def find_final(error: BaseException) -> ArealError | None:
     """Return the error in ``error`` that the user has to fix and a restart would only raise again, or ``None``."""
     for leaf in leaves(error):
+        # Restarting recovers from failures of actors, requests, engines and gangs, but an engine that fails the capture
+        # test fails it again.
         is_mended = isinstance(leaf, ActorError | RequestError | EngineError | GangError)
         is_fault = isinstance(leaf, CaptureViolation) or not is_mended
         if isinstance(leaf, ArealError) and is_fault:
@@ -188,6 +190,7 @@ class Household:
 
         Cancellation stops the worker. Raises ``SchedulerError``.
         """
+        # After a release, other runs get time to take the resources.
         await anyio.sleep_until(self.gathering.opens_at)
         self._lives[name] += 1
         life = self._lives[name] * _LIFE_STRIDE
@@ -236,10 +239,12 @@ class Household:
                 _log.info("worker_waits", worker=placement.spec.name, reason=told)
             await anyio.sleep(_LOOK_SECONDS)
         await self.wait_whole()
+        # A trainer whose engine still waits in the cluster's queue is not too slow to start.
         with anyio.move_on_after(self.config.start_seconds):
             await self._directory.ask(AwaitReady(worker=placement.spec.name, life=placement.spec.life))
             return
         end(f"It did not serve within {self.config.start_seconds:g} s (scheduler.start_seconds). See {placement.log}.")
+        # ``end`` has cancelled this task; returning would let the caller treat the worker as ready.
         await anyio.sleep_forever()
 
     async def wait_whole(self) -> None:

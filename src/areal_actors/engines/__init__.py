@@ -1,4 +1,4 @@
-"""Engines: what turns prompt ids into sampled ids. ``import areal_actors.engines`` loads no torch."""
+"""Inference engines: prompt ids in, sampled ids out. ``import areal_actors.engines`` does not load torch."""
 
 from __future__ import annotations
 

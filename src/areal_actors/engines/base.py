@@ -1,8 +1,8 @@
-"""What an inference engine must do to be trained through: the ``Engine`` protocol.
+"""The ``Engine`` protocol: the interface of every inference engine that can be trained through.
 
-An engine takes prompt ids and streams what it samples: ids, log-probabilities and the version of the weights behind
-each token. Nothing here knows messages, chat templates or HTTP. ``engines/torch`` runs in this process; servers plug in
-at the same protocol, and one contract suite (``areal_actors.testing.engine_contract``) holds for all of them.
+An engine takes prompt ids and streams sampled ids, with their log-probabilities and the version of the weights behind
+each token. It knows nothing about messages, chat templates or HTTP. ``engines/torch`` runs in this process; servers
+implement the same protocol, and one contract suite (``areal_actors.testing.engine_contract``) covers all of them.
 """
 
 from __future__ import annotations
@@ -21,44 +21,49 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Facts that do not change while the engine is open."""
+        """Return facts that do not change while the engine is open."""
         ...
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token will be sampled with."""
+        """Return the version of the weights with which the next token will be sampled."""
         ...
 
     def generate(self, request: EngineRequest) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
         """Open a generation: ``async with engine.generate(request) as chunks: async for chunk in chunks: ...``.
 
         The stream ends after the chunk that carries ``finish``. Leaving the block early, or being cancelled in it,
-        aborts the generation in the engine before the next token. Raises ``ContextLengthExceeded`` for a prompt that
-        leaves no room for one token, ``InvalidRequest`` for ids outside the vocabulary or a grammar that is none,
-        ``UnsupportedParameter`` for one that it cannot hold, ``EngineError`` if the engine failed.
+        aborts the generation in the engine before the next token.
+
+        Raises:
+            ContextLengthExceeded: the prompt leaves no room for one token.
+            InvalidRequest: ids are outside the vocabulary, or the grammar is malformed.
+            UnsupportedParameter: the engine cannot enforce the grammar.
+            EngineError: the engine failed.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a generation with ``FinishReason.ABORT``; what was sampled is delivered. Unknown ids are ignored."""
+        """End a generation with ``FinishReason.ABORT`` after delivering what was sampled. Unknown ids are ignored."""
         ...
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Return when no token will be sampled until ``resume``."""
+        """Stop sampling until ``resume``; return once no more tokens are sampled."""
         ...
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         ...
 
     async def load(self, snapshot: Snapshot) -> None:
-        """Change the weights between two tokens. Running generations go on and stamp the new version from there.
+        """Replace the weights between two tokens.
 
-        Keys and values of the old weights are not reused. Raises ``ModelError`` if the snapshot does not fit, and keeps
-        the old weights then.
+        Running generations continue, and their next tokens carry the new version. Keys and values computed with the old
+        weights are not reused. Raises ``ModelError`` if the snapshot does not fit; the engine then keeps the old
+        weights.
         """
         ...
 
     def statistics(self) -> EngineStatistics:
-        """Counters, at once."""
+        """Return the current counters without waiting."""
         ...

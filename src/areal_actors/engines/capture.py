@@ -1,7 +1,7 @@
-"""The engine's self-test: a few tokens, and whether what it says of them can be true.
+"""The self-test of an engine: sample a few tokens, and check that what it reports about them is consistent.
 
-Asked before the first agent is, on whatever engine there is. A wrong engine is named here, at the start; one that turns
-wrong later is named by the trainer's gate.
+It runs for every engine before the first agent starts, so that a faulty engine is detected at startup. Faults that
+appear later are detected by the trainer's capture gate.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from areal_actors.errors import CaptureViolation
 __all__ = ["SELF_TEST_TOKENS", "CanSample", "Compare", "check_capture"]
 
 SELF_TEST_TOKENS = 8
-"""Enough to see that each token is predicted from the ones before it."""
+"""Number of tokens to sample: enough to check that each token is predicted from the ones before it."""
 
 Compare = Callable[[Ints, Ints, Floats], Awaitable[str | None]]
-"""From a prompt [T], an output [n] and its plain log-probabilities [n] to what is wrong with them, if anything is."""
+"""A function of a prompt [T], an output [n] and its raw log-probabilities [n] that returns a description of the fault,
+or ``None``."""
 
 _ids = count()
 
 
 class CanSample(Protocol):
-    """What is looked at: an engine, or whatever stands for one that lives elsewhere."""
+    """The part of an engine that the self-test needs: an engine itself, or a proxy for one in another process."""
 
     @property
     def info(self) -> EngineInfo:
@@ -55,17 +56,17 @@ class CanSample(Protocol):
 
 
 async def check_capture(engine: CanSample, *, prompt: Ints, version: int, compare: Compare | None = None) -> None:
-    """Sample after ``prompt`` and check ids, log-probabilities and versions.
+    """Sample after ``prompt``, and check ids, log-probabilities and versions.
 
     Args:
         engine: open, and not paused.
         prompt: at least one id.
-        version: that of the weights that were published last.
-        compare: holds the log-probabilities against the same weights elsewhere. Without it, only what can be seen by
-            itself is checked.
+        version: the version of the weights that were published last.
+        compare: compares the log-probabilities with those of the same weights elsewhere. Without it, only internal
+            consistency is checked.
 
     Raises:
-        CaptureViolation: with its ``kind``, and what is wrong.
+        CaptureViolation: a check failed; ``kind`` and the message say which.
         EngineError: the engine failed.
     """
     sampled = _Sampled.of(await _sample(engine, prompt))
@@ -78,7 +79,7 @@ async def check_capture(engine: CanSample, *, prompt: Ints, version: int, compar
 
 @frozen(kw_only=True)
 class _Sampled:
-    """The chunks, joined; ``versions`` has one for each token of a chunk."""
+    """The chunks of a generation, concatenated; ``versions`` has one entry for each chunk with tokens."""
 
     token_ids: Ints = field(eq=False)
     logprobs: Floats = field(eq=False)

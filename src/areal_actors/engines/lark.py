@@ -1,9 +1,8 @@
-"""Grammars in the Lark dialect of llguidance, as text. Pure; who compiles it is ``engines/torch/constraint``.
+"""Translate grammars into the Lark dialect of llguidance, as text. Pure; ``engines/torch/constraint`` compiles it.
 
-The library's lexer takes each *terminal* to be as long as possible, and never thinks better of it. Free text would
-swallow the beginning of the tag that ends it, so a text and what follows it literally are one terminal. What is
-optional is never part of one: where it is left out, something that begins alike may follow. That becomes rules, as JSON
-does.
+llguidance's lexer makes each *terminal* as long as possible and never backtracks. Free text would consume the beginning
+of the tag that ends it, so a text and the literal that follows it form one terminal. Optional parts are never part of a
+terminal, because something with the same beginning may follow when they are left out; they become rules, as JSON does.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ from areal_actors.errors import InvalidRequest
 __all__ = ["format_lark"]
 
 WHITE_SPACE = r"[ ]|\n[ ]{0,32}"
-"""What may stand between the tokens of JSON: nothing, a space, or a new line and its indentation.
+"""White space allowed between the tokens of JSON: nothing, a space, or a new line and its indentation.
 
-JSON allows more, without bound, and a weak model under a grammar finds no end of it.
+JSON allows more, without bound, and a weak model under a grammar may generate white space without end.
 """
 
 _ANYTHING = "/(?s:.*)/"
 
 
 def format_lark(grammar: Grammar, *, tokens: Mapping[str, int]) -> str:
-    """``grammar`` as a Lark text whose rule is ``start``.
+    """Return ``grammar`` as Lark text with the rule ``start``.
 
-    ``tokens`` are the texts and ids of added tokens (``<tool_call>``); where such a text must be written, the token is.
+    ``tokens`` maps the texts of added tokens (``<tool_call>``) to their ids; where the grammar requires such a text,
+    the token itself is required.
 
-    Raises ``InvalidRequest`` for a schema that is no JSON, or is nested too deeply.
+    Raises ``InvalidRequest`` for a schema that is not valid JSON, or is nested too deeply.
     """
     try:
         text = _Translation(tokens=tokens).translate(grammar)
-        text.encode()  # half a character that a client escaped would be found too late
+        text.encode()  # fail here, not later, on a lone surrogate that a client escaped
     except (RecursionError, ValueError, TypeError) as error:
         raise InvalidRequest(f"The form that the answer must have cannot be written down: {error}.") from error
     return text
@@ -46,7 +46,7 @@ def format_lark(grammar: Grammar, *, tokens: Mapping[str, int]) -> str:
 
 @define(kw_only=True)
 class _Translation:
-    """One grammar on its way; ``_terminals`` are names by definition."""
+    """A grammar during its translation; ``_terminals`` maps definitions to names."""
 
     tokens: Mapping[str, int]
     _terminals: dict[str, str] = field(factory=dict, init=False)
@@ -79,7 +79,7 @@ class _Translation:
                 return _repeat(grammar, self._rule(grammar.part), self._rule(Exactly(text=grammar.separator)))
 
     def _sequence(self, parts: Iterable[Grammar]) -> Iterator[str]:
-        """Neighbouring texts are one terminal where they are not all literal."""
+        """Translate a sequence. Adjacent texts become one terminal, unless all of them are literals."""
         for is_text, run in groupby(parts, key=self._is_text):
             group = tuple(run)
             if is_text and not all(isinstance(part, Exactly) for part in group):
@@ -88,13 +88,16 @@ class _Translation:
                 yield from map(self._rule, group)
 
     def _is_text(self, part: Grammar) -> bool:
-        """Whether it is made of bytes alone, neither of rules nor of added tokens."""
+        """Return whether ``part`` consists of bytes only, without rules or added tokens."""
         return isinstance(part, FreeText | MatchingRegex) or (
             isinstance(part, Exactly) and part.text not in self.tokens
         )
 
     def _flatten(self, parts: Sequence[Grammar]) -> Iterator[Grammar]:
-        """The parts of parts, texts cut at the added tokens: what is left of them goes with its neighbours."""
+        """Yield the parts of nested sequences, with literals split at added tokens.
+
+        The remaining pieces of a literal can then be joined with their neighbours.
+        """
         for part in parts:
             match part:
                 case InOrder(parts=inner):
@@ -114,7 +117,7 @@ class _Translation:
             yield f"<[{self.tokens[piece]}]>" if piece in self.tokens else _quote(piece)
 
     def _name(self, texts: Iterable[Grammar]) -> str:
-        """The name of the terminal for these texts, one after another."""
+        """Return the name of the terminal for these texts in sequence."""
         definition = " ".join(map(_format_text, texts))
         return self._terminals.setdefault(definition, f"T{len(self._terminals)}")
 
@@ -147,7 +150,7 @@ def _format_free_text(excluding: Sequence[str]) -> str:
 
 
 def _format_schema(json_text: JsonText) -> str:
-    """The schema, its own options for the library replaced by ours."""
+    """Return the schema, with its options for llguidance replaced by ours."""
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": not json_text.is_strict}
     return json.dumps({**json_text.schema, "x-guidance": options}, allow_nan=False, ensure_ascii=False)
 
@@ -157,12 +160,12 @@ def _quote(text: str) -> str:
 
 
 def _literally(text: str) -> str:
-    """A regular expression for ``text``, in words that Rust's expressions share with Python's."""
+    """Return a regular expression for ``text`` in the syntax that Rust's expressions share with Python's."""
     return re.sub(r"[^0-9A-Za-z\u0080-\U0010ffff]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
 def _escape(pattern: str) -> str:
-    """``pattern`` between slashes: what would end it is escaped, unless it is already."""
+    """Return ``pattern`` for use between slashes: characters that would end it are escaped, unless they already are."""
     return re.sub(r"\\.|[/\n\r]", lambda match: _ESCAPES.get(match[0], match[0]), pattern, flags=re.DOTALL)
 
 

@@ -1,6 +1,6 @@
-"""What every engine asks of a request before it computes: ids that exist, room, and settings that mean something.
+"""Validate requests for every engine: ids exist, the prompt fits, and sampling parameters are meaningful.
 
-A server that is sent an id beyond its vocabulary may die of it; so nothing is sent that was not seen here.
+Requests are validated before they are sent, because an id beyond its vocabulary may crash a server.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["find_stop_ids", "validate_request"]
 
 
 def find_stop_ids(request: EngineRequest) -> frozenset[int]:
-    """The ids that end this generation: the renderer's and the client's own."""
+    """Return the ids that end this generation: the renderer's and the client's."""
     return frozenset((*request.stop_token_ids, *request.sampling.stop_token_ids))
 
 
 def validate_request(request: EngineRequest, info: EngineInfo, *, can_decode: bool) -> None:
-    """Refuse by name what this engine cannot do.
+    """Raise an error that names the first parameter this engine does not support.
 
     Raises:
         ContextLengthExceeded: the prompt leaves no room for one token.
-        InvalidRequest: no prompt, ids outside the vocabulary, or sampling parameters that mean nothing.
+        InvalidRequest: the prompt is empty, ids are outside the vocabulary, or a sampling parameter is meaningless.
     """
     if len(request.prompt) == 0:
         raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")

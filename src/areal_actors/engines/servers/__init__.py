@@ -1,5 +1,5 @@
-"""Inference servers as engines: what they have in common, and one dialect for each kind of server.
+"""Inference servers as engines: the shared implementation, and a dialect for each kind of server.
 
-``dialect`` is what a kind of server has to tell and to do; ``engine`` makes an ``Engine`` of one or several servers
-that speak it. The dialects are ``sglang`` and ``vllm``.
+``dialect`` defines the HTTP operations of a kind of server; ``engine`` implements ``Engine`` with one or several
+servers that support them. The dialects are ``sglang`` and ``vllm``.
 """

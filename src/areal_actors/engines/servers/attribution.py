@@ -1,8 +1,9 @@
-"""Which weights sampled which token: from the deltas of one attempt at one server to chunks that are stamped exactly.
+"""Attribute sampled tokens to weight versions: from the deltas of one attempt to chunks with exact versions.
 
-A server that names versions at the end alone leaves open, after weights were loaded, from which token on they count.
-So tokens are passed on while no load has begun since the attempt did: they can only be of the version that was served
-then. From the first load on they are held back until the server has named its spans.
+Some servers report versions only at the end of a generation. If weights were loaded in the meantime, it is unknown
+until then which tokens they sampled. Tokens are therefore passed on as long as no load has begun since the attempt did,
+because they can only be of the version served then. From the first load on, they are held back until the server reports
+its spans.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Attribution:
     _held: list[Delta] = field(factory=list)
 
     def take(self, delta: Delta, *, is_settled: bool) -> tuple[Chunk, ...]:
-        """What may be passed on now; after the last delta, that is everything.
+        """Add ``delta``, and return the chunks that can be passed on; after the last delta, all that remain.
 
-        ``is_settled`` tells that no load has begun since the attempt did. Raises ``EngineError`` where the server says
-        that other weights sampled, or does not say which did; what was passed on before is right all the same.
+        ``is_settled`` means that no load has begun since the attempt did. Raises ``EngineError`` if the server reports
+        that other weights sampled, or does not report which did; chunks returned before remain correct.
         """
         if delta.finish is None:
             if is_settled:
@@ -63,7 +64,7 @@ class Attribution:
             )
 
     def _pass_on(self, delta: Delta, versions: Ints) -> tuple[Chunk, ...]:
-        """A chunk for each run of equal versions; the last has the finish."""
+        """Return a chunk for each run of equal versions; the last one has the finish."""
         is_first = self.num_delivered == 0
         self.num_delivered += len(versions)
         bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
@@ -81,7 +82,7 @@ class Attribution:
 
 
 def _read_spans(spans: Sequence[VersionSpan], num_tokens: int) -> Ints:
-    """The version of each token, ``_UNKNOWN`` where no span has it or its label is no version of ours."""
+    """Return the version of each token, or ``_UNKNOWN`` if no span covers it or its label is not a version."""
     versions = np.full(num_tokens, _UNKNOWN, dtype=np.int32)
     for span in spans:
         versions[max(span.start, 0) : max(span.end, 0)] = int(span.version) if span.version.isdecimal() else _UNKNOWN

@@ -1,8 +1,8 @@
-"""Weights that somebody keeps, on their way to servers: each meets whoever keeps them in a group of its own.
+"""Send weights from the weight store to servers: each server and the store meet in a process group of their own.
 
-Two things happen at the same time: a server is told by HTTP what it receives, and the keeper by a message what to send.
-If one of them fails, the other has nobody to wait for, and is ended; then the group is over, and the next publication
-opens another one. A server that has got a part of a version has to be given one from disk before it may sample.
+Two requests run concurrently: HTTP tells the server what it receives, and a message tells the store what to send. If
+one of them fails, the other is ended, because it would wait in vain. The group is then closed, and the next publication
+opens another one. A server that has received part of a version must load a version from disk before it may sample.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from areal_actors.messages import (
 __all__ = ["Broadcasts", "FindWeights", "open_broadcasts"]
 
 FindWeights = Callable[[], Awaitable[Ref[Weights]]]
-"""Who keeps the weights; asked when there are some for the first time."""
+"""Finds the weight store; called when there is something to send for the first time."""
 
 R = TypeVar("R")
 
 _LAST_WORDS_SECONDS = 5.0
-"""How long a server may take to say why, where it was not sent what it waits for."""
+"""How long a server may take to report an error after the store has failed to send."""
 _PARTING_SECONDS = 5.0
 
 
 @define(eq=False)
 class Broadcasts:
-    """The groups of one engine's servers, by their URLs. No wait is longer than ``timeout_seconds``."""
+    """The process groups of one engine's servers, by URL. No operation waits longer than ``timeout_seconds``."""
 
     dialect: BroadcastDialect
     find: FindWeights
@@ -55,19 +55,23 @@ class Broadcasts:
     _groups: dict[str, str] = field(factory=dict)
 
     async def describe(self, version: int) -> tuple[TensorBucket, ...]:
-        """What a version consists of. Raises ``EngineError`` if it is kept no longer, or nobody answers."""
+        """Return the buckets of a version. Raises ``EngineError`` if the store no longer has it, or does not answer."""
         return await self._ask(DescribeWeights(version=version))
 
     async def write(self, version: int) -> Path:
-        """Its directory, which servers see by the same path. Raises ``EngineError`` if it cannot be had."""
+        """Write a version to disk and return its directory, which servers see under the same path.
+
+        Raises ``EngineError`` if the store cannot write it, or does not answer.
+        """
         return await self._ask(WriteWeights(version=version))
 
     async def send(
         self, url: str, client: httpx.AsyncClient, facts: ServerFacts, *, version: int, buckets: Sequence[TensorBucket]
     ) -> None:
-        """Have a server, which is paused, receive a version.
+        """Send a version to a paused server.
 
-        Raises ``EngineError`` if it has not got all of it; it is in no group then, and may have any weights.
+        Raises ``EngineError`` if the server did not receive all of it. It is then in no group, and its weights are
+        undefined.
         """
         group = self._groups.pop(url, None) or await self._form(url, client, facts)
         try:
@@ -86,7 +90,7 @@ class Broadcasts:
         self._groups[url] = group
 
     async def part(self, url: str, client: httpx.AsyncClient) -> None:
-        """Have a server be in no group, as one that was started anew."""
+        """Let a server leave its group, if it is in one, as if it had been restarted."""
         group = self._groups.pop(url, None)
         if group is not None:
             await self._part(client, group)
@@ -110,7 +114,7 @@ class Broadcasts:
     async def _pass_on(
         self, client: httpx.AsyncClient, bucket: TensorBucket, wanted: SendBucket, label: str | None
     ) -> None:
-        """Send and receive one bucket, at the same time."""
+        """Send and receive one bucket concurrently."""
         failures: list[EngineError] = []
 
         async def attempt(action: Awaitable[None], patience: float) -> None:
@@ -123,13 +127,15 @@ class Broadcasts:
 
         async with anyio.create_task_group() as tasks:
             receiving = self.dialect.receive(client, wanted.group, bucket, version=label)
+            # If receiving fails, sending ends at once. If sending fails, the server has a moment to report its own
+            # error.
             tasks.start_soon(attempt, receiving, 0.0)
             tasks.start_soon(attempt, self._ask(wanted), _LAST_WORDS_SECONDS)
         if failures:
             raise EngineError("; ".join(str(failure) for failure in failures))
 
     async def _part(self, client: httpx.AsyncClient, group: str) -> None:
-        """Both sides forget a group; a server that sits in it learns so that there is nothing to come."""
+        """Close a group on both sides. A server that waits in it is told that nothing will arrive."""
 
         async def attempt(action: Awaitable[None]) -> None:
             with suppress(EngineError):
@@ -151,13 +157,13 @@ class Broadcasts:
 
 
 def open_broadcasts(dialect: ServerDialect, find: FindWeights, config: ServerConfig) -> Broadcasts:
-    """Broadcasts to servers of this kind. Raises ``ConfigError`` if they cannot be sent weights."""
+    """Create the broadcasts to servers of this kind. Raises ``ConfigError`` if they cannot receive weights."""
     if not isinstance(dialect, BroadcastDialect):
         raise ConfigError(f"trainer.publish: servers of the kind {dialect.name} cannot be sent weights; use disk")
     return Broadcasts(dialect, find, config.update_timeout_seconds)
 
 
 def _machine_of(url: str) -> str:
-    """Where a server runs, as other machines know it: one that only this machine reaches is here."""
+    """Return the host name of a server as other machines know it. A loopback address is on this machine."""
     host = urlsplit(url).hostname or ""
     return socket.gethostname() if is_loopback(host) else host

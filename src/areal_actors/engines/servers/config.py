@@ -1,4 +1,4 @@
-"""Settings of inference servers: which there are, or how they are started. Loads neither HTTP nor torch."""
+"""Settings for inference servers: where they run, or how they are started. Imports neither HTTP libraries nor torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Backend", "ServedEngine", "ServerConfig"]
 
 
 class Backend(StrEnum):
-    """What generates."""
+    """The engine that generates."""
 
     TORCH = "torch"
     """The embedded engine, in this process."""
@@ -23,45 +23,45 @@ class Backend(StrEnum):
 
 @frozen(kw_only=True)
 class ServerConfig:
-    """Servers that generate: those at ``urls``, or ``num_servers`` that are started here and end with the run."""
+    """Inference servers: those at ``urls``, or ``num_servers`` that are started here and end with the run."""
 
     urls: tuple[str, ...] = ()
-    """Servers that run already, such as http://node1:30000; without any, they are started."""
+    """Servers that are already running, such as http://node1:30000; without any, servers are started."""
     gateway_url: str | None = None
-    """Where requests to generate go, if not to the servers themselves: a gateway in front of all of them."""
+    """A gateway in front of all servers that receives generation requests; null: they go to the servers directly."""
     api_key_file: Path | None = None
-    """A file that holds the key of the servers at urls, and nothing else."""
+    """A file that contains only the API key of the servers at urls."""
     num_servers: int = field(default=1, validator=ge(1))
     """Servers to start, each with a copy of the model."""
     python: str = "python"
-    """The Python that the server is installed for; never ours, its packages clash."""
+    """The Python in which the server is installed; never that of this process, because their packages conflict."""
     command: tuple[str, ...] = ()
-    """Program and first arguments, in the place of python -m and the server's own module."""
+    """Program and first arguments, replacing python -m and the server's module."""
     arguments: tuple[str, ...] = ()
-    """More arguments of the server, after its model, host and port."""
+    """Additional arguments of the server, after model, host and port."""
     environment: Mapping[str, str] = field(factory=dict)
-    """Variables beside those of this process; CUDA_VISIBLE_DEVICES, for one."""
+    """Variables in addition to those of this process, such as CUDA_VISIBLE_DEVICES."""
     port: int = field(default=0, validator=[ge(0), le(65535)])
-    """Port of the first server, the others take those after it; 0 takes any that are free."""
+    """Port of the first server; the others use the following ports. 0: any free ports."""
     start_timeout_seconds: float = field(default=900.0, validator=gt(0))
     """How long a server may take until it answers."""
     publish_directory: Path | None = None
-    """Where weights are written for the servers, which see it by the same path; in the run directory without it."""
+    """Directory for weights, which the servers see under the same path; null: in the run directory."""
     update_timeout_seconds: float = field(default=600.0, validator=gt(0))
     """How long a server may take to load weights, or to pause."""
     read_timeout_seconds: float = field(default=3600.0, validator=gt(0))
-    """How long a server may be silent within an answer; it is while weights are loaded."""
+    """How long a server may send nothing during an answer; it does while weights are loaded."""
     health_interval_seconds: float = field(default=2.0, validator=gt(0))
-    """How often it is asked whether it lives."""
+    """Interval between health checks."""
     health_timeout_seconds: float = field(default=10.0, validator=gt(0))
-    """How long it may take to say so."""
+    """How long a health check may take."""
     max_failures: int = field(default=3, validator=ge(1))
-    """So many servers in a row may fail a request, or die of it, before it fails."""
+    """A generation fails after this many attempts in a row without a new token."""
 
 
 @frozen(kw_only=True)
 class ServedEngine:
-    """Servers of one kind as the engine of a run, which keeps their logs and weights in ``directory``."""
+    """Servers of one kind as the engine of a run, with their logs and weights in ``directory``."""
 
     backend: Backend
     config: ServerConfig

@@ -1,7 +1,7 @@
-"""What differs between kinds of inference servers: the words of their HTTP interfaces.
+"""The interface to one kind of inference server: the operations of its HTTP API.
 
-A dialect holds no state and decides nothing: which server a request goes to, what happens when one dies, which version
-is served and who may pause is decided in ``engine``, for all kinds alike.
+A dialect is stateless and makes no decisions. ``engine`` decides for all kinds alike to which server a request goes,
+how failures are handled, which version is served and when servers pause.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["BroadcastDialect", "Delta", "ServerDialect", "ServerFacts", "Version
 
 @frozen(kw_only=True)
 class ServerFacts:
-    """What a server says of itself. ``weight_version`` is the label of its weights, as it was given to it.
+    """The properties that a server reports about itself.
 
-    ``vocab_size`` is 0 where it does not tell. With ``has_grammars``, it takes every ``Grammar``;
-    ``logprobs_follow_truncation`` is as in ``EngineInfo``. Its tensors are on ``device``, and ``num_ranks`` processes
-    receive weights together; 0 where they cannot.
+    ``weight_version`` is the label that its weights were given. ``vocab_size`` is 0 if the server does not report it.
+    With ``has_grammars``, the server accepts every ``Grammar``; ``logprobs_follow_truncation`` is as in ``EngineInfo``.
+    Its tensors are on ``device``, and ``num_ranks`` processes receive weights together; 0 if they cannot.
     """
 
     software: str
@@ -54,14 +54,14 @@ class VersionSpan:
 
 @frozen(kw_only=True)
 class Delta:
-    """What a server sampled since its last word on a request.
+    """The tokens that a server sampled since its previous message about a request.
 
-    ``logprobs`` are of the distribution that was sampled from, as far as the server tells; ``raw_logprobs`` are those
-    at temperature 1 without truncation, NaN where the server does not tell. A server that names versions at the end
-    alone gives ``spans``, of the whole request, with ``finish``.
+    ``logprobs`` are those of the distribution that was sampled from, as far as the server reports it; ``raw_logprobs``
+    are those at temperature 1 without truncation, NaN if the server does not report them. A server that reports
+    versions only at the end gives ``spans`` for the whole request together with ``finish``.
 
-    ``server_version`` is the label of the server's weights while it said this, where it tells: not certainly that of
-    the tokens, but one that was never published gives away a server that was started again.
+    ``server_version`` is the label of the server's weights when it sent this, if it reports one. It need not be the
+    version of the tokens, but a label that was never published shows that the server was restarted.
     """
 
     token_ids: Ints = field(converter=as_ints, eq=False)
@@ -75,35 +75,38 @@ class Delta:
 
 
 class ServerDialect(Protocol):
-    """How a kind of server is spoken to. ``client`` has the server's base URL, its key and its timeouts.
+    """The HTTP operations of a kind of server. ``client`` has the server's base URL, its key and its timeouts.
 
-    Every method raises ``EngineError`` for a server that cannot be reached or answers nonsense, with its URL and what
-    it said, and ``InvalidRequest`` or ``UnsupportedParameter`` for a request that it refuses.
+    Every method raises ``EngineError`` if the server cannot be reached or its answer is malformed, with the URL and the
+    answer, and ``InvalidRequest`` or ``UnsupportedParameter`` for a request that the server rejects.
     """
 
     @property
     def name(self) -> str:
-        """``sglang`` or ``vllm``."""
+        """Return ``sglang`` or ``vllm``."""
         ...
 
     async def describe(self, client: httpx.AsyncClient) -> ServerFacts:
-        """Ask who it is. Raises ``EngineError`` naming the oldest version that will do, for one older than that."""
+        """Return the server's properties.
+
+        Raises ``EngineError`` for a version that is too old, and names the oldest supported one.
+        """
         ...
 
     async def is_ready(self, client: httpx.AsyncClient) -> bool:
-        """Whether it lives and answers, also while it is paused; at once, and never an error."""
+        """Return whether the server answers, even while it is paused. Returns quickly, and never raises."""
         ...
 
     def check(self, request: EngineRequest) -> None:
-        """Raise ``UnsupportedParameter`` for what the server would ignore or do otherwise."""
+        """Raise ``UnsupportedParameter`` for parameters that the server would ignore or change."""
         ...
 
     def generate(
         self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str
     ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
-        """Open a generation; the last delta has ``finish``. Leaving the block hangs up.
+        """Open a generation; the last delta has ``finish``. Leaving the block closes the connection.
 
-        ``routing_key`` is equal for the requests of a session, for a gateway that keeps them at one server.
+        ``routing_key`` is equal for all requests of a session, so that a gateway can route them to the same server.
         """
         ...
 
@@ -112,50 +115,50 @@ class ServerDialect(Protocol):
         ...
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
-        """Return when nothing is sampled until ``resume``; new requests wait."""
+        """Stop sampling until ``resume``; return once nothing is sampled. New requests wait."""
         ...
 
     async def resume(self, client: httpx.AsyncClient) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         ...
 
     async def update_from_disk(self, client: httpx.AsyncClient, path: Path, *, version: str) -> None:
         """Load the safetensors of a directory that the server can read, and label the weights ``version``.
 
         The server is paused. Keys and values of the old weights are dropped. Raises ``ModelError`` if the server
-        refuses the weights; it has its old ones then.
+        rejects the weights; it then keeps its old ones.
         """
         ...
 
 
 @runtime_checkable
 class BroadcastDialect(ServerDialect, Protocol):
-    """A kind of server whose processes can join a group, and receive weights in it. The server is paused meanwhile.
+    """A kind of server whose processes can join a process group and receive weights in it.
 
-    Every method raises ``EngineError`` for a server that refuses, and says why.
+    The server is paused meanwhile. Every method raises ``EngineError`` with the reason if the server refuses.
     """
 
     async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, num_ranks: int) -> None:
-        """Have its ``num_ranks`` processes meet the first rank of a group; returns when they have."""
+        """Let the server's ``num_ranks`` processes join the group at ``place``; return when they have joined."""
         ...
 
     async def leave_group(self, client: httpx.AsyncClient, name: str) -> None:
-        """Have them leave it, and fail whatever they receive there."""
+        """Let the server's processes leave the group; pending receives in it fail."""
         ...
 
     async def begin_update(self, client: httpx.AsyncClient) -> None:
-        """Be ready to receive. One that was begun and not ended, by whomever, is ended first."""
+        """Prepare to receive weights. An earlier update that was not ended, by any client, is ended first."""
         ...
 
     async def receive(
         self, client: httpx.AsyncClient, group: str, bucket: TensorBucket, *, version: str | None
     ) -> None:
-        """Receive and load a bucket; returns when that is done. With the last one comes the label of all weights.
+        """Receive and load a bucket, and return when that is done. The last bucket carries the label of all weights.
 
         Keys and values of the old weights are dropped with it. After an error, some of the weights are new.
         """
         ...
 
     async def end_update(self, client: httpx.AsyncClient) -> None:
-        """Be ready to sample again, or to load from disk."""
+        """Prepare to sample again, or to load from disk."""
         ...

@@ -1,9 +1,9 @@
-"""Servers as an engine: ``ServerEngine``, the one authority over their pauses and weights.
+"""``ServerEngine``: an engine of inference servers, which alone controls their pauses and weights.
 
-A generation is one or several *attempts*. An attempt ends with the generation, or because its server was lost, or was
-told by somebody else to end it; then the next one, at whichever server has the present weights by then, goes on after
-the tokens that are known already (``generation``). A server's stream is read when the consumer asks for a chunk, and no
-sooner. What weights sampled a token is found out in ``attribution``, which server is asked in ``pool``.
+A generation consists of one or several *attempts*. An attempt ends with the generation, because its server was lost, or
+because another client ended it there. The next attempt goes to any server that has the current weights by then, and
+continues after the tokens already known (``generation``). A server's stream is read only when the consumer asks for a
+chunk. ``attribution`` determines which weights sampled a token, and ``pool`` chooses the server.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from areal_actors.errors import EngineError, InvalidRequest, ModelError, Unsuppo
 __all__ = ["ServerEngine"]
 
 _ABORT_SECONDS = 5.0
-"""How long a server may take to hear that nobody wants its answer any more."""
+"""How long telling a server to abort a request may take."""
 _BACK_OFF_SECONDS = 0.05
-"""Before a request that failed is tried again; doubled each time."""
+"""Delay before a failed attempt is repeated; doubled each time."""
 
 
 class ServerEngine:
-    """An ``Engine`` of servers that speak one dialect. Opened with ``open``, on asyncio or trio.
+    """An ``Engine`` of servers with the same dialect. Opened with ``open``, on asyncio or trio.
 
-    A server that fails is met with another attempt; after ``max_failures`` of them without a new token, a generation
-    raises ``EngineError``. Samples do not follow keys.
+    If a server fails, another attempt is made; after ``max_failures`` attempts without a new token, a generation raises
+    ``EngineError``. Samples do not depend on sample keys (``samples_follow_keys`` is false).
     """
 
     def __init__(self, pool: ServerPool, publisher: Publisher, info: EngineInfo, config: ServerConfig) -> None:
@@ -76,23 +76,23 @@ class ServerEngine:
         diagnose: Diagnose | None = None,
         find_weights: FindWeights | None = None,
     ) -> AsyncIterator[ServerEngine]:
-        """Open an engine of the servers at ``urls``, once all of them serve ``snapshot``.
+        """Open an engine of the servers at ``urls`` once all of them serve ``snapshot``.
 
         Args:
-            dialect: how they are spoken to.
-            config: its ``urls`` are not looked at.
+            dialect: the interface to the servers.
+            config: settings; its ``urls`` are ignored.
             urls: at least one.
             model: the directory of the model that they serve, for its vocabulary and its shapes.
-            snapshot: the weights to begin with; loaded into every server, whatever it had.
-            publish_directory: where weights are written for them; they must see it by the same path.
-            diagnose: tells of those whose process ended; opening fails with what it says.
-            find_weights: finds who keeps the snapshots that are published as kept.
+            snapshot: the initial weights, loaded into every server whatever weights it has.
+            publish_directory: where weights are written for the servers, which must see it under the same path.
+            diagnose: returns why a server's process ended; opening fails with that reason.
+            find_weights: finds the weight store of snapshots with ``is_kept``.
 
         Raises:
-            ConfigError: with ``find_weights``, if servers of this kind cannot be sent weights.
-            EngineError: a server is too old, has died, cannot be sent weights, or was not ready within
+            ConfigError: with ``find_weights``, if servers of this kind cannot receive weights.
+            EngineError: a server is too old, has exited, cannot receive weights, or was not ready within
                 ``start_timeout_seconds``.
-            ModelError: a server refuses the snapshot.
+            ModelError: a server rejects the snapshot.
         """
         broadcasts = None if find_weights is None else open_broadcasts(dialect, find_weights, config)
         publisher = Publisher(config.publish_directory or publish_directory, model)
@@ -122,12 +122,12 @@ class ServerEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts that do not change while the engine is open."""
+        """Return facts that do not change while the engine is open."""
         return self._info
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token will be sampled with."""
+        """Return the version of the weights with which the next token will be sampled."""
         return self._pool.weights.version
 
     @asynccontextmanager
@@ -152,7 +152,7 @@ class ServerEngine:
             del self._runs[request.id]
 
     async def abort(self, request_id: str) -> None:
-        """End a generation with ``FinishReason.ABORT``; what was sampled is delivered. Unknown ids are ignored."""
+        """End a generation with ``FinishReason.ABORT`` after delivering what was sampled. Unknown ids are ignored."""
         await anyio.lowlevel.checkpoint()
         run = self._runs.get(request_id)
         if run is not None:
@@ -161,10 +161,10 @@ class ServerEngine:
             await self._end_attempt(run)
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Return when no token will be sampled until ``resume``.
+        """Stop sampling until ``resume``; return once no more tokens are sampled.
 
-        In mode ``WAIT`` those are waited for that a server has been asked for; they end if their consumers read.
-        Cancelled, it leaves the engine pausing: call ``resume``.
+        Mode ``WAIT`` waits for generations that run at a server; they end only if their consumers keep reading. If it
+        is cancelled, the engine remains pausing: call ``resume``.
         """
         pool = self._pool
         pool.is_paused = True
@@ -177,7 +177,7 @@ class ServerEngine:
                 await pool.pause()
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         self._pool.is_paused = False
         async with self._pool.control:
             if not self._pool.is_paused:
@@ -185,10 +185,10 @@ class ServerEngine:
         self._pool.notify()
 
     async def load(self, snapshot: Snapshot) -> None:
-        """Change the weights between two tokens; see ``Engine.load``.
+        """Replace the weights between two tokens; see ``Engine.load``.
 
-        If no server is left, it waits for one that comes back, and raises ``EngineError`` if none does. Cancelled, it
-        returns after the load has ended all the same.
+        If no server is left, wait for one to come back; raises ``EngineError`` if none does. If it is cancelled, it
+        still returns only after the load has ended.
         """
         with anyio.CancelScope(shield=True):
             weights = await self._admit(snapshot)
@@ -200,7 +200,10 @@ class ServerEngine:
         await self._wait_for_server()
 
     async def _admit(self, snapshot: Snapshot) -> Weights:
-        """What servers are told of a snapshot. Raises ``ModelError`` if it does not fit their model."""
+        """Return the weights of a snapshot in a form that servers load.
+
+        Raises ``ModelError`` if they do not fit the model.
+        """
         if not snapshot.is_kept:
             return await to_thread.run_sync(self._publisher.write, snapshot)
         if self._pool.broadcasts is None:
@@ -212,7 +215,7 @@ class ServerEngine:
         return await to_thread.run_sync(self._publisher.admit, snapshot.version, buckets)
 
     def statistics(self) -> EngineStatistics:
-        """Counters, at once. ``running`` are those that a server has been asked for."""
+        """Return the current counters. ``running`` counts generations that run at a server."""
         return evolve(
             self._statistics,
             running=len(self._placed),
@@ -247,7 +250,10 @@ class ServerEngine:
             yield empty_chunk(FinishReason.ABORT, version=self.version)
 
     async def _place(self, run: Run) -> Server | None:
-        """The server for the next attempt, when the engine is not paused; ``None`` if the run was aborted meanwhile."""
+        """Wait until the engine is not paused, and return the server for the next attempt.
+
+        Returns ``None`` if the run was aborted meanwhile.
+        """
         while not run.is_aborted:
             if self._pool.is_held or (self._gateway is not None and self._pool.is_doubtful):
                 await self._pool.changed.wait()
@@ -272,9 +278,9 @@ class ServerEngine:
         )
 
     async def _attempt(self, run: Run, server: Server) -> AsyncGenerator[Chunk]:
-        """What one server samples, up to the end of its stream."""
+        """Yield the chunks that one server samples, until the end of its stream."""
         request, num_loads = run.begin_attempt(), self._pool.num_loads
-        # The name of a session opens it; a server has no need to know it.
+        # A session's name grants access to the session, so servers get only a digest of it.
         routing_key = blake2b(run.routing_key.encode(), digest_size=16).hexdigest()
         attribution = Attribution(self.version)
         has_ended = was_told_again = False
@@ -285,7 +291,7 @@ class ServerEngine:
                 async for delta in deltas:
                     has_ended = delta.finish is not None
                     if (run.is_aborted or run.was_interrupted) and not (has_ended or was_told_again):
-                        # It may have been told before it knew of the request, and have forgotten.
+                        # The server may have received the abort before the request, and dropped it: repeat it once.
                         was_told_again = True
                         await self._end_attempt(run)
                     is_settled = self._pool.num_loads == num_loads
@@ -300,12 +306,15 @@ class ServerEngine:
             self._leave(run)
 
     def _suspect(self, server: Server) -> None:
-        """Behind a gateway, any of them may have failed."""
+        """Mark the server as unhealthy; behind a gateway, all of them, because any may have failed."""
         for each in self._pool.servers if self._gateway is not None else (server,):
             each.suspect()
 
     async def _end_attempt(self, run: Run) -> None:
-        """Tell the server, if there is one, that its answer is not wanted. Cannot be cancelled, and takes its time."""
+        """Tell the server, if there is one, to abort the current attempt.
+
+        Cannot be cancelled; takes at most ``_ABORT_SECONDS``.
+        """
         server = self._placed.get(run)
         if server is None or run.attempt_id is None:
             return
@@ -358,7 +367,10 @@ def _know_nothing(_: str) -> None:
 
 
 def _check_progress(run: Run, num_known: int, server: Server) -> None:
-    """Somebody may end attempts at a server again and again, before they have sampled a token."""
+    """Raise ``EngineError`` if an attempt ended without a token.
+
+    Another client may end attempts at a server again and again; each of them must count as a failure.
+    """
     if not (run.is_over or run.was_interrupted or len(run.token_ids) > num_known):
         raise EngineError(f"{server.url} ended the generation without a token.")
 

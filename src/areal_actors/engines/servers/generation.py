@@ -1,6 +1,6 @@
-"""One generation over servers: its tokens, however many servers they came from, and what is still asked for.
+"""The state of one generation over servers: its tokens, from however many attempts, and what remains to be sampled.
 
-Nothing here waits. Who is asked when is ``engine``.
+Nothing here waits. ``engine`` decides which server is asked when.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ class Run:
 
     request: EngineRequest
     max_new_tokens: int
-    """As many as fit into the context."""
+    """As many tokens as were requested and fit into the context."""
     stop_ids: frozenset[int]
     token_ids: list[int] = field(factory=list)
     num_failures: int = 0
     num_attempts: int = 0
     attempt_id: str | None = None
-    """What the attempt that runs now is called at its server."""
+    """Request id of the current attempt at its server."""
     is_aborted: bool = False
-    """Whether somebody asked for it to end."""
+    """Whether the consumer has aborted the generation."""
     is_over: bool = False
     was_interrupted: bool = False
-    """Whether an attempt that has sampled something ends because the engine is paused to abort it."""
+    """Whether the current attempt ends because the engine was paused with ``PauseMode.ABORT``."""
 
     @classmethod
     def create(cls, request: EngineRequest, *, context_length: int) -> Run:
-        """A generation that has not begun. ``request`` has been validated."""
+        """Create the state of a generation that has not begun. ``request`` has been validated."""
         room = context_length - len(request.prompt)
         return cls(request, min(request.sampling.max_new_tokens, room), find_stop_ids(request))
 
     @property
     def routing_key(self) -> str:
-        """What keeps the requests of a session together."""
+        """Return the key that is equal for all requests of a session."""
         return self.request.routing_key or self.request.id
 
     def begin_attempt(self) -> EngineRequest:
-        """What is asked of the next server: to go on after what is known.
+        """Return the request for the next attempt, which continues after the tokens already known.
 
-        Raises ``EngineError`` if that cannot be said: a grammar begins at the beginning.
+        Raises ``EngineError`` if a generation with a grammar would have to continue: grammars start at the first token.
         """
         if self.token_ids and self.request.grammar is not None:
             raise EngineError(
                 f"Generation {self.request.id} lost its server after {len(self.token_ids)} tokens, and its grammar "
                 "cannot be taken up in the middle. Ask again."
             )
-        # Servers know requests by prefixes of their names, too; so no name may be the beginning of another.
+        # Servers also match requests by prefixes of their ids, so no id may be a prefix of another.
         self.attempt_id = f"{uuid4().hex}-{self.request.id}"
         self.num_attempts += 1
         sampling = evolve(self.request.sampling, max_new_tokens=self.max_new_tokens - len(self.token_ids))
@@ -65,7 +65,7 @@ class Run:
         return evolve(self.request, id=self.attempt_id, prompt=prompt, sampling=sampling)
 
     def take(self, chunk: Chunk) -> Chunk:
-        """Keep a chunk; returns it as the consumer sees it: with a finish if the whole generation is over with it."""
+        """Add a chunk, and return it as the consumer sees it: with a finish only if the whole generation is over."""
         self.token_ids.extend(chunk.token_ids.tolist())
         if len(chunk.token_ids):
             self.num_failures = 0
@@ -74,19 +74,20 @@ class Run:
         return evolve(chunk, finish=finish, num_cached_tokens=chunk.num_cached_tokens if self.num_attempts == 1 else 0)
 
     def _judge(self, finish: FinishReason | None) -> FinishReason | None:
-        """What an attempt's end means for the generation: nothing, if nobody here asked for it."""
+        """Return the finish of the generation for that of an attempt; ``None`` if the generation must continue."""
         if finish is None:
             return None
         if finish is FinishReason.ABORT:
             has_ended_by_us = self.is_aborted or (self.was_interrupted and bool(self.token_ids))
             return FinishReason.ABORT if has_ended_by_us else self.find_end()
+        # The server stopped at an end token that the request does not stop at.
         if finish is FinishReason.STOP and not self._was_asked_for:
             return self.find_end()
         return finish
 
     @property
     def _was_asked_for(self) -> bool:
-        """Whether a stop may be one of ours; servers also stop at the end token of their model."""
+        """Return whether a stop may be one that the request asked for; servers also stop at their model's end token."""
         request = self.request
         return bool(
             request.sampling.stop
@@ -95,13 +96,13 @@ class Run:
         )
 
     def find_end(self) -> FinishReason | None:
-        """Whether what is known is the whole, though no server said so."""
+        """Return the finish if the known tokens are complete although no server reported one, else ``None``."""
         if self.token_ids and self.token_ids[-1] in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_new_tokens else None
 
     def fail(self, error: EngineError, *, max_failures: int) -> None:
-        """Note that an attempt failed. Raises ``EngineError`` if it was one too many."""
+        """Count a failed attempt. Raises ``EngineError`` if there were too many."""
         self.num_failures += 1
         if self.num_failures >= max_failures:
             raise EngineError(
@@ -111,5 +112,5 @@ class Run:
 
 
 def empty_chunk(finish: FinishReason, *, version: int) -> Chunk:
-    """The end, and nothing else."""
+    """Return a chunk without tokens that ends a generation."""
     return Chunk(token_ids=(), logprobs=(), raw_logprobs=(), version=version, finish=finish)

@@ -1,4 +1,4 @@
-"""What all dialects do with HTTP: ask, read streams of events, and say who failed and what it said."""
+"""HTTP functions shared by all dialects: requests, event streams, and errors that repeat the server's answer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 
 _CONNECT_SECONDS = 10.0
 _MAX_SAID = 400
-"""Characters of an answer that an error repeats."""
+"""Maximum number of characters of an answer that an error repeats."""
 
 
 @frozen
 class Answer:
-    """What a server said. ``document`` is ``None`` where there is no JSON."""
+    """The answer of a server. ``document`` is ``None`` if the body is not JSON."""
 
     status: int
     text: str
@@ -44,17 +44,17 @@ class Answer:
 
     @property
     def is_error(self) -> bool:
-        """Whether the status says so."""
+        """Return whether the status is 400 or above."""
         return self.status >= httpx.codes.BAD_REQUEST
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the request is at fault, and would be everywhere."""
+        """Return whether the request is at fault, so that every server would reject it."""
         return self.status in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
 
     @property
     def said(self) -> str:
-        """The message in it, if that can be found, and not too much of it."""
+        """Return the error message in the answer, if there is one, shortened to ``_MAX_SAID`` characters."""
         found = self.document
         for name in ("error", "message", "detail"):
             if isinstance(found, Mapping) and found.get(name):
@@ -63,18 +63,19 @@ class Answer:
 
 
 def create_client(url: str, *, api_key: str | None, read_timeout_seconds: float) -> httpx.AsyncClient:
-    """A client of one server. It ignores proxies of the environment, which would not find a server on this machine."""
+    """Create a client for one server."""
     return httpx.AsyncClient(
         base_url=url.rstrip("/"),
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},
         timeout=httpx.Timeout(read_timeout_seconds, connect=_CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        # A proxy from the environment would not find a server on this machine.
         trust_env=False,
     )
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-    """One request and its whole answer, whatever its status. Raises ``EngineError`` if none comes."""
+    """Send a request and return the complete answer, whatever its status. Raises ``EngineError`` if there is none."""
     request = client.build_request(method, path, json=body)
     request.stream = _Body(request.content)
     try:
@@ -85,17 +86,17 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, body: Mapping[s
 
 
 def address_of(client: httpx.AsyncClient, path: str) -> str:
-    """Where ``path`` is asked for, as errors name it."""
+    """Return the URL of ``path`` for error messages."""
     return f"{str(client.base_url).rstrip('/')}/{path.lstrip('/')}"
 
 
 def describe_failure(client: httpx.AsyncClient, path: str, answer: Answer) -> str:
-    """A sentence about an answer that should have been another."""
+    """Return a sentence about an unexpected answer."""
     return f"{address_of(client, path)} answered {answer.status}: {answer.said}"
 
 
 async def get_document(client: httpx.AsyncClient, path: str, *, software: str) -> Mapping[str, Any]:
-    """What a server of this kind says of itself. Raises ``EngineError`` for one that says nothing of the kind."""
+    """Return a JSON document. Raises ``EngineError`` if the server does not have it, so that it is not of this kind."""
     answer = await ask(client, "GET", path)
     if answer.is_error or not isinstance(answer.document, Mapping):
         raise EngineError(f"{describe_failure(client, path, answer)}; it is no {software} server of a version we know.")
@@ -103,26 +104,26 @@ async def get_document(client: httpx.AsyncClient, path: str, *, software: str) -
 
 
 async def post_command(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None = None) -> None:
-    """Have a server do something. Raises ``EngineError`` if it does not, or says that it did not succeed."""
+    """Send a command. Raises ``EngineError`` if the server fails, or reports that the command did not succeed."""
     answer = await ask(client, "POST", path, body)
     if answer.is_error or (isinstance(answer.document, Mapping) and answer.document.get("success") is False):
         raise EngineError(describe_failure(client, path, answer))
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """The first three numbers in the name of a version."""
+    """Return the first three numbers of a version string."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 def as_answer(event: Mapping[str, Any]) -> Answer:
-    """The answer that an event with an ``error`` would have been, had it come before the stream."""
+    """Return the answer that an event with an ``error`` would have been before the stream began."""
     error = event["error"]
     status = error.get("code") if isinstance(error, Mapping) else None
     return Answer(status if isinstance(status, int) else 500, json.dumps(event), event)
 
 
 def failure_of(client: httpx.AsyncClient, path: str, answer: Answer) -> EngineError | InvalidRequest:
-    """What to raise for an answer that is an error: whether the request is at fault, or the server."""
+    """Return the exception for an error answer: ``InvalidRequest`` if the request is at fault, else ``EngineError``."""
     if answer.is_refusal:
         return InvalidRequest(f"The inference server refuses the request: {answer.said}")
     return EngineError(describe_failure(client, path, answer))
@@ -132,10 +133,10 @@ def failure_of(client: httpx.AsyncClient, path: str, answer: Answer) -> EngineEr
 async def open_events(
     client: httpx.AsyncClient, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[AsyncIterator[Any] | Answer]:
-    """The JSON documents of a stream of server-sent events, up to ``[DONE]``; or the answer, if it is an error.
+    """Open a stream of server-sent events, and yield its JSON documents up to ``[DONE]``.
 
-    Leaving the block hangs up. Reading raises ``EngineError`` when the stream breaks, ends without ``[DONE]``, or is
-    none.
+    Yields the answer instead if it is an error. Leaving the block closes the connection. Reading raises ``EngineError``
+    if the stream breaks, ends without ``[DONE]``, or contains anything but JSON.
     """
     try:
         async with client.stream("POST", path, json=body, headers=headers) as response:
@@ -170,9 +171,10 @@ async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Res
 
 
 async def _end(chunks: AsyncIterator[bytes]) -> None:
-    """End what is read from the middle: cancelled where it waits for the socket, every generator of httpx's is over.
+    """Close a stream that was not read to its end.
 
-    Closing the outermost would leave those inside to the garbage collector, which trio calls by its name.
+    Reading once in a cancelled scope ends every nested generator of httpx. Closing only the outermost would leave the
+    inner ones to the garbage collector, about which trio warns.
     """
     with anyio.CancelScope() as scope, suppress(httpx.HTTPError, httpx.StreamError):
         scope.cancel()
@@ -181,17 +183,20 @@ async def _end(chunks: AsyncIterator[bytes]) -> None:
 
 
 class _Body(httpx.AsyncByteStream):
-    """What is sent, without a generator: a server that dies in the middle of it would leave that to the collector."""
+    """A request body that is not a generator.
+
+    httpx would leave a generator to the garbage collector if the server died while the body was being sent.
+    """
 
     def __init__(self, content: bytes) -> None:
         self._left = [content] if content else []
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        """Once."""
+        """Return this stream; it can be read once."""
         return self
 
     async def __anext__(self) -> bytes:
-        """All of it."""
+        """Return the whole body."""
         if not self._left:
             raise StopAsyncIteration
         return self._left.pop()

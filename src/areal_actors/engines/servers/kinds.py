@@ -1,4 +1,4 @@
-"""The kinds of servers that there are: one line each, with its dialect and the command that starts it."""
+"""The supported kinds of servers, with the dialect and the start command of each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["KINDS", "ServerKind"]
 class ServerKind:
     """A kind of server. ``dialect`` is ``module:Class``, imported when it is first needed.
 
-    ``module`` is what ``python -m`` starts, and ``describe_place(model, host, port)`` the arguments that tell it what
-    to serve, and where. It needs ``environment`` beside the variables that it is given anyway.
+    ``python -m`` starts ``module``; ``describe_place(model, host, port)`` returns its arguments for the model and the
+    address. The server needs ``environment`` in addition to the variables that it is given anyway.
     """
 
     dialect: str
@@ -29,7 +29,7 @@ class ServerKind:
     environment: Mapping[str, str] = field(factory=dict)
 
     def create_dialect(self, added_tokens: Mapping[str, int]) -> ServerDialect:
-        """The dialect. ``added_tokens`` are texts and ids of the tokenizer's added tokens: grammars may need them."""
+        """Create the dialect. ``added_tokens`` maps texts of the tokenizer's added tokens to ids, for grammars."""
         module, _, name = self.dialect.partition(":")
         return cast("ServerDialect", getattr(import_module(module), name)(added_tokens=added_tokens))
 
@@ -53,7 +53,7 @@ KINDS: Mapping[Backend, ServerKind] = {
         dialect="areal_actors.engines.servers.vllm:VllmDialect",
         module=("vllm.entrypoints.openai.api_server",),
         describe_place=_vllm_place,
-        # The routes that pause and update are those of its development mode.
+        # vLLM provides the routes for pausing and updating only in development mode.
         environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
     ),
 }

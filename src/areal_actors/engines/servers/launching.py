@@ -1,8 +1,8 @@
-"""Servers that are started here: child processes in a Python of the user's choice, started again when they die.
+"""Start servers as child processes in a Python of the user's choice, and restart them when they exit.
 
-A server keeps its port for as long as the block lasts. Whether it is ready, and which weights it needs, ``pool`` finds
-out; here it is only seen to it that there is a process, and remembered how the last one ended. What servers say goes to
-a log of their own, the end of which is part of the error when one never comes up.
+A server keeps its port for the whole block. This module only keeps a process running and records how the last one
+ended; ``pool`` checks whether a server is ready and which weights it needs. Each server logs to its own file, whose end
+is part of the error if a server never becomes ready.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ __all__ = ["LaunchedServers", "choose_ports", "format_command", "launch_servers"
 _log = get_logger(__name__)
 
 HOST = "127.0.0.1"
-"""Servers that are started here have no key; so nobody else may reach them."""
+"""Servers that are started here have no API key, so they must not be reachable from other machines."""
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _HEALTHY_SECONDS = 60.0
-"""Who lived for so long is started again at once when it dies."""
+"""A server that ran for this long is restarted without a growing delay."""
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""Variables of this process's Python, which is another one."""
+"""Variables for this process's Python; the server runs in another one."""
 
 
 @define(eq=False)
 class LaunchedServers:
-    """Servers that are kept running. ``ends`` tells of each how its last process ended, if one did."""
+    """Running servers. ``ends`` records for each URL how its last process ended, if one has."""
 
     urls: tuple[str, ...]
     ends: dict[str, str] = field(factory=dict)
     processes: dict[str, int] = field(factory=dict)
-    """The process of each that has one."""
+    """Process ids by URL."""
 
     def diagnose(self, url: str) -> str | None:
-        """How the last process of ``url`` ended; ``None`` if none did."""
+        """Return how the last process of ``url`` ended, or ``None`` if none has."""
         return self.ends.get(url)
 
 
 def format_command(kind: ServerKind, config: ServerConfig, *, model: Path, port: int) -> list[str]:
-    """What starts a server of ``kind`` for ``model``."""
+    """Return the command that starts a server of ``kind`` for ``model``."""
     program = config.command or (config.python, "-m", *kind.module)
     return [*program, *kind.describe_place(model, HOST, port), *config.arguments]
 
@@ -61,9 +61,9 @@ def format_command(kind: ServerKind, config: ServerConfig, *, model: Path, port:
 async def launch_servers(
     kind: ServerKind, config: ServerConfig, *, model: Path, logs: Path
 ) -> AsyncIterator[LaunchedServers]:
-    """Keep ``config.num_servers`` running while the block lasts; their whole process groups end with it.
+    """Keep ``config.num_servers`` running while the block lasts; their process groups end with it.
 
-    Raises ``EngineError`` for a program that does not exist, and for a port that somebody else has.
+    Raises ``EngineError`` if the program does not exist, or a port is in use.
     """
     config = evolve(config, environment={**kind.environment, **config.environment})
     ports = choose_ports(config)
@@ -85,7 +85,7 @@ async def launch_servers(
 
 @define(eq=False)
 class _Keeper:
-    """One server, one process after another."""
+    """Keeps one server running by starting a new process whenever the last one has ended."""
 
     launched: LaunchedServers
     url: str
@@ -112,7 +112,7 @@ class _Keeper:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(child.listen)
                 await child.wait_for_leader()
-                await child.kill()  # and hear its last words
+                await child.kill()  # also waits for its last output
                 tasks.cancel_scope.cancel()
         finally:
             del self.launched.processes[self.url]
@@ -120,7 +120,7 @@ class _Keeper:
         self.launched.ends[self.url] = child.describe_end()
 
     async def _start(self) -> Child:
-        # What it says on stdout goes where its errors go.
+        # Redirect stdout to stderr, which is logged.
         command = ["/bin/sh", "-c", 'exec "$@" >&2', "sh", *self.command]
         try:
             return await Child.start(lambda _: command, log=self.log, environment=_environment(self.config.environment))
@@ -133,14 +133,15 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose_ports(config: ServerConfig) -> tuple[int, ...]:
-    """Ports that are free. Raises ``EngineError`` for one that is not: who answers there would be taken for ours."""
+    """Return free ports. Raises ``EngineError`` for a configured port that is in use."""
+    # Another program that listens on a port could be mistaken for our server.
     wanted = range(config.port, config.port + config.num_servers) if config.port else [0] * config.num_servers
     with ExitStack() as stack:
         return tuple(_bind(stack.enter_context(socket.socket()), port) for port in wanted)
 
 
 def _bind(holder: socket.socket, port: int) -> int:
-    if port:  # connections to a server that has ended do not keep its port from the next one
+    if port:  # connections of a server that has ended must not keep its port from the next one
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         holder.bind((HOST, port))

@@ -1,8 +1,8 @@
-"""Lines of a stream of server-sent events, from bytes that are cut anywhere.
+"""Split a stream of server-sent events into lines, from chunks of bytes that may be cut anywhere.
 
-A line ends with CR, LF or both, and with nothing else: in JSON, text has its line separators of Unicode (U+2028,
-U+0085 and their like) as they are, at which ``str.splitlines``, and so ``httpx.Response.aiter_lines``, would cut an
-event in two.
+A line ends with CR, LF or both, and with nothing else. JSON contains Unicode line separators (U+2028, U+0085 and
+similar) unescaped, and ``str.splitlines``, and therefore ``httpx.Response.aiter_lines``, would cut an event in two
+there.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["Lines"]
 
 @define
 class Lines:
-    """Bytes in, whole lines out, without their ends. What is left when the stream is over was cut off."""
+    """Collects bytes and returns complete lines without their ends. An incomplete line at the end is discarded."""
 
     _parts: list[bytes] = field(factory=list, init=False)
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The lines that ``chunk`` completes. Between a CR and an LF that come apart, there is an empty one."""
+        """Yield the lines that ``chunk`` completes. A CR and an LF in separate chunks yield an extra empty line."""
         for part in chunk.splitlines(keepends=True):
             self._parts.append(part)
             if part.endswith((b"\n", b"\r")):

@@ -1,4 +1,4 @@
-"""What surrounds servers from the moment they are named: watchers, a gateway, and the wait until all of them serve."""
+"""Set up servers: background watchers, a client for the gateway, and waiting until all servers are ready."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from areal_actors.errors import EngineError
 __all__ = ["Diagnose", "leaving_groups", "open_gateway", "wait_until_ready", "watched"]
 
 Diagnose = Callable[[str], str | None]
-"""Why the server at this URL has no process, from whoever started it; ``None`` while it has one."""
+"""Returns why the server at a URL has no process; ``None`` while it has one, or if it was not started here."""
 
 
 @asynccontextmanager
 async def watched(pool: ServerPool) -> AsyncIterator[ServerPool]:
-    """Look after all servers while the block lasts."""
+    """Watch all servers in background tasks while the block lasts."""
     body: list[BaseException] = []
     with unwrapped(body):
         async with anyio.create_task_group() as tasks:
@@ -38,7 +38,7 @@ async def watched(pool: ServerPool) -> AsyncIterator[ServerPool]:
 
 @asynccontextmanager
 async def leaving_groups(pool: ServerPool) -> AsyncIterator[None]:
-    """At the end of the block, have servers that live on be in no group of ours."""
+    """At the end of the block, let servers that keep running leave our process groups."""
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ async def leaving_groups(pool: ServerPool) -> AsyncIterator[None]:
 
 
 async def wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Diagnose) -> None:
-    """Until all servers serve. Raises ``EngineError`` or ``ModelError`` for one that never will."""
+    """Wait until all servers are ready. Raises ``EngineError`` or ``ModelError`` for one that cannot become ready."""
     with anyio.move_on_after(config.start_timeout_seconds):
         while len(pool.serving) < len(pool.servers):
             for server in pool.servers:
@@ -83,7 +83,7 @@ def _raise_if_hopeless(server: Server, diagnose: Diagnose) -> None:
 
 @asynccontextmanager
 async def open_gateway(config: ServerConfig) -> AsyncIterator[httpx.AsyncClient | None]:
-    """A client of the gateway, if there is one."""
+    """Open a client for the gateway; ``None`` if none is configured."""
     if config.gateway_url is None:
         yield None
         return

@@ -1,8 +1,8 @@
-"""The servers behind one engine: which of them serve, with which weights, and what is done when one is lost.
+"""The servers behind one engine: which of them are ready, with which weights, and how lost servers are replaced.
 
-A server serves once it has answered, has the weights that were published last, and is as paused as the engine is. One
-that does not answer, or fails a request, is taken out at once and brought back by its watcher, which asks for its label
-first: a server that was started again has none of ours.
+A server is ready once it has answered, has the weights that were published last, and is paused exactly if the engine
+is. A server that does not answer, or fails a request, is removed at once. Its watcher brings it back after asking for
+the label of its weights: a server that was restarted has none of our labels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 @define(eq=False)
 class Server:
-    """One server. Requests are generated through ``generating``, all else is said through ``control``."""
+    """One server. ``generating`` is the client for generation requests, ``control`` the one for all others."""
 
     url: str
     generating: httpx.AsyncClient
@@ -39,25 +39,25 @@ class Server:
     facts: ServerFacts | None = None
     is_serving: bool = False
     failure: ArealError | None = None
-    """Why it could not be brought to serve, last time."""
+    """Why the last attempt to prepare it failed."""
     is_doubtful: bool = False
-    """Whether it may answer with weights that are not the present ones: nobody has looked, or it is being prepared."""
+    """Whether it may answer with outdated weights: it was not checked yet, or is being prepared."""
     is_spoiled: bool = False
-    """Whether nobody knows which weights it has, whatever their label says: it began to load some."""
+    """Whether its weights are undefined, regardless of their label, because a load did not complete."""
     suspected: anyio.Event = field(factory=anyio.Event)
 
     def suspect(self) -> None:
-        """Take it out; its watcher looks after it at once."""
+        """Mark the server as unhealthy, and wake its watcher."""
         self.is_serving, self.is_doubtful = False, True
         self.suspected.set()
 
 
 @define(eq=False)
 class ServerPool:
-    """The servers, and the one lock under which they are paused, updated and brought back.
+    """The servers, and the lock under which they are paused, updated and brought back.
 
-    ``weights`` are those that every serving server has, ``is_paused`` what the engine wants. ``num_loads`` grows
-    before weights change anywhere.
+    ``weights`` are those of every ready server; ``is_paused`` is the state that the engine requests. ``num_loads`` is
+    incremented before weights change on any server.
     """
 
     dialect: ServerDialect
@@ -65,52 +65,56 @@ class ServerPool:
     servers: tuple[Server, ...]
     weights: Weights
     broadcasts: Broadcasts | None = None
-    """How servers get weights that somebody keeps, where there is somebody."""
+    """Sends weights from the weight store to servers, if the run has a store."""
     is_paused: bool = False
     is_loading: bool = False
     num_loads: int = 0
     changed: anyio.Event = field(factory=anyio.Event)
-    """Set when something happened that somebody may wait for; another takes its place."""
+    """Set when the state of the pool changes, and then replaced by a new event."""
     control: anyio.Lock = field(factory=anyio.Lock)
 
     @property
     def serving(self) -> tuple[Server, ...]:
-        """Those that may be asked to generate."""
+        """Return the servers that may be asked to generate."""
         return tuple(server for server in self.servers if server.is_serving)
 
     @property
     def is_held(self) -> bool:
-        """Whether nobody may begin to generate now."""
+        """Return whether no generation may begin now."""
         return self.is_paused or self.is_loading
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether who does not choose the server may meet one without the present weights."""
+        """Return whether a request through a gateway, which chooses the server, may reach one with outdated weights."""
         return any(server.is_doubtful for server in self.servers)
 
     def notify(self) -> None:
-        """Wake all that wait for ``changed``."""
+        """Wake all tasks that wait for ``changed``."""
         self.changed.set()
         self.changed = anyio.Event()
 
     def choose(self, routing_key: str) -> Server | None:
-        """The server for ``routing_key``: always the same while it serves; when it is lost, only its keys move."""
+        """Return the server for ``routing_key``: the same one as long as it is ready.
+
+        If it is lost, only its keys move (rendezvous hashing). Returns ``None`` if no server is ready.
+        """
         return max(self.serving, key=lambda server: _weigh(server.url, routing_key), default=None)
 
     # --------------------------------------------------------------------------------------- pauses and weights
 
     async def pause(self) -> None:
-        """Pause whoever serves. Hold ``control``."""
+        """Pause all ready servers. The caller holds ``control``."""
         await self._each(lambda server: self.dialect.pause(server.control, PauseMode.KEEP))
 
     async def resume(self) -> None:
-        """Resume whoever serves. Hold ``control``."""
+        """Resume all ready servers. The caller holds ``control``."""
         await self._each(lambda server: self.dialect.resume(server.control))
 
     async def load(self, weights: Weights) -> None:
-        """Give ``weights`` to whoever serves; the others get them when they are back. Hold ``control``.
+        """Load ``weights`` into all ready servers; others get them when they come back.
 
-        Raises ``ModelError`` if a server refuses them. Then all have the old ones.
+        The caller holds ``control``. Raises ``ModelError`` if a server rejects the weights. All servers then have the
+        old ones.
         """
         self.num_loads += 1
         self.is_loading = True
@@ -129,7 +133,11 @@ class ServerPool:
             self.notify()
 
     async def _update(self, server: Server, weights: Weights, *, is_sent: bool = True) -> None:
-        """Have it load ``weights``: those that somebody keeps are sent if ``is_sent``, or written where that fails."""
+        """Load ``weights`` into a server.
+
+        Weights in the store are sent if ``is_sent``; they are written to disk otherwise, or if sending fails.
+        """
+        # Set until the load is complete: a load that is interrupted leaves undefined weights under an old label.
         server.is_spoiled = True
         path = weights.path
         if path is None and not (is_sent and await self._send(server, weights)):
@@ -140,7 +148,7 @@ class ServerPool:
         server.is_spoiled = False
 
     async def _send(self, server: Server, weights: Weights) -> bool:
-        """Whether it has got them all."""
+        """Send weights from the store, and return whether the server received all of them."""
         assert self.broadcasts is not None
         assert server.facts is not None
         try:
@@ -153,7 +161,7 @@ class ServerPool:
         return True
 
     async def _each(self, action: Callable[[Server], Awaitable[None]]) -> list[ModelError]:
-        """Do it to all that serve, at once. Who fails is taken out; who refuses is returned."""
+        """Run ``action`` for all ready servers concurrently. Servers that fail are removed; rejections are returned."""
         refusals: list[ModelError] = []
 
         async def act(server: Server) -> None:
@@ -173,7 +181,7 @@ class ServerPool:
     # -------------------------------------------------------------------------------------------------- watching
 
     async def watch(self, server: Server) -> None:
-        """Look after one server, for ever: at intervals, and as soon as somebody suspects it."""
+        """Check one server forever: at intervals, and as soon as it is marked as unhealthy."""
         while True:
             server.suspected = anyio.Event()
             if not await self._is_alive(server):
@@ -205,12 +213,12 @@ class ServerPool:
             _log.info("server_serves", url=server.url, version=self.weights.version)
 
     async def _prepare(self, server: Server) -> None:
-        """Give it the present weights, unless it has them, and leave it as paused as the engine is.
+        """Load the current weights into a server, unless it has them, and pause or resume it as the engine is.
 
-        They come from disk: a server that was started anew is in no group, and others are not to wait for one.
+        The weights come from disk: a restarted server is in no group, and others must not wait for one to form.
         """
         is_known, server.facts = server.facts is not None, await self.dialect.describe(server.control)
-        # A label that it had before we came may be that of another run.
+        # A label from before the first contact may belong to another run.
         has_label = server.facts.weight_version == self.weights.label
         if not is_known or server.failure is not None or server.is_spoiled or not has_label:
             self.num_loads += 1
@@ -225,13 +233,13 @@ class ServerPool:
 
 
 def _weigh(url: str, routing_key: str) -> bytes:
-    """Rendezvous hashing."""
+    """Return the rendezvous hashing weight of a server for a key."""
     return blake2b(f"{url} {routing_key}".encode(), digest_size=8).digest()
 
 
 @asynccontextmanager
 async def open_servers(urls: Sequence[str], config: ServerConfig) -> AsyncIterator[tuple[Server, ...]]:
-    """Clients for the servers at ``urls``."""
+    """Open clients for the servers at ``urls``."""
     key = read_key(config)
     async with AsyncExitStack() as stack:
         servers = []
@@ -245,7 +253,7 @@ async def open_servers(urls: Sequence[str], config: ServerConfig) -> AsyncIterat
 
 
 def read_key(config: ServerConfig) -> str | None:
-    """The key of the servers. Raises ``ConfigError`` if its file cannot be read."""
+    """Return the API key of the servers, if any. Raises ``ConfigError`` if its file cannot be read."""
     if config.api_key_file is None:
         return None
     try:

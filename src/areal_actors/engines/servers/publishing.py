@@ -1,7 +1,7 @@
-"""Weights on their way to servers: a directory of safetensors for each version, whole or not there at all.
+"""Write weights for servers: one directory of safetensors per version, which appears only when it is complete.
 
-What was not written here is not removed here. Our own directories go as soon as no server may need them any more: the
-one of the present version stays, because a server that comes back asks for it.
+Only directories that were written here are removed, as soon as no server may need them. That of the current version
+remains, because a server that comes back loads it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_NAMED = 5
 
 @frozen(kw_only=True)
 class Weights:
-    """A version that servers can load from ``path``; without one, whoever keeps it sends or writes its ``buckets``."""
+    """A version that servers load from ``path``, or, without a path, receive from the weight store in ``buckets``."""
 
     version: int
     path: Path | None = None
@@ -44,7 +44,7 @@ class Weights:
 
     @property
     def label(self) -> str:
-        """What servers call it."""
+        """Return the label of the version on servers."""
         return str(self.version)
 
 
@@ -52,7 +52,7 @@ class Weights:
 class Publisher:
     """Writes snapshots below ``directory``, in the dtype of the servers. All methods block on the disk.
 
-    ``model`` is the directory that the servers began with; its shapes are those that weights must have.
+    ``model`` is the directory with which the servers were started; weights must have its shapes.
     """
 
     directory: Path
@@ -66,7 +66,7 @@ class Publisher:
         self._own = self.directory / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
 
     def write(self, snapshot: Snapshot) -> Weights:
-        """Make ``snapshot`` readable for servers.
+        """Write ``snapshot`` for servers, unless it is a directory already.
 
         Raises ``ModelError`` if it does not fit the model, or cannot be written.
         """
@@ -79,7 +79,7 @@ class Publisher:
         return self._write(snapshot.version, snapshot.state)
 
     def admit(self, version: int, buckets: tuple[TensorBucket, ...]) -> Weights:
-        """A version that is kept elsewhere. Raises ``ModelError`` if it does not fit the model."""
+        """Return the weights of a version in the weight store. Raises ``ModelError`` if it does not fit the model."""
         pairs = [pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True)]
         _check_shapes(version, dict(pairs), read_shapes(self.model))
         return Weights(version=version, buckets=buckets)
@@ -96,7 +96,7 @@ class Publisher:
         try:
             if self._lock is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                with suppress(OSError):  # without locks, nobody removes what a killed process left
+                with suppress(OSError):  # without locks, leftovers of killed processes are never removed
                     self._lock = take(_lock_of(self._own))
             partial.mkdir(parents=True)
             save_file(tensors, partial / _FILE, metadata={"format": "pt"})
@@ -121,17 +121,17 @@ class Publisher:
         return to_checkpoint_tensors(open_skeleton(self.model), state, dtype=dtype)
 
     def keep_only(self, weights: Weights) -> None:
-        """Remove what was written here, but for ``weights``."""
+        """Remove all directories that were written here, except that of ``weights``."""
         if self._own.is_dir():
             for path in self._own.iterdir():
                 if path != weights.path:
                     shutil.rmtree(path, ignore_errors=True)
 
     def remove_leftovers(self) -> None:
-        """Remove what processes left that were killed, on whatever machine: the lock of each went with it."""
+        """Remove directories left by killed processes on any machine; their locks were released when they died."""
         for lock in self.directory.glob(f"{_PREFIX}*{_LOCKED}"):
             descriptor = None
-            with suppress(OSError):  # nobody can tell here who lives
+            with suppress(OSError):  # without locks, the owner may still be running
                 descriptor = take(lock)
             if descriptor is None:
                 continue
@@ -140,7 +140,7 @@ class Publisher:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Remove all that was written here."""
+        """Remove all directories that were written here."""
         shutil.rmtree(self._own, ignore_errors=True)
         _lock_of(self._own).unlink(missing_ok=True)
         descriptor, self._lock = self._lock, None
@@ -153,7 +153,10 @@ def _lock_of(own: Path) -> Path:
 
 
 def _check_shapes(version: int, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Servers keep in silence what a snapshot does not have; so what is missing is said here."""
+    """Raise ``ModelError`` if tensors are missing or have other shapes.
+
+    Servers silently keep their old tensor where a snapshot has none, so missing tensors must be detected here.
+    """
     problems = [
         f"{name} is missing" if name not in found else f"{name} is {found[name]}, not {shape}"
         for name, shape in wanted.items()
@@ -169,9 +172,9 @@ def _check_shapes(version: int, found: Mapping[str, tuple[int, ...]], wanted: Ma
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the safetensors of a directory, from their headers alone.
+    """Return names and shapes of the tensors in a directory of safetensors, from the file headers only.
 
-    Raises ``ModelError`` if there are none, or they are no such files.
+    Raises ``ModelError`` if there are no such files, or they cannot be parsed.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(directory.glob("*.safetensors"))

@@ -1,14 +1,14 @@
-"""The words of SGLang: its native HTTP interface, from version 0.5.21 on.
+"""The dialect of SGLang: its native HTTP interface, from version 0.5.21 on.
 
 * ``/generate`` takes ids and streams ids. Log-probabilities are those of ``softmax(logits / T)`` before top-p, top-k
-  and min-p; the plain ones are known where nothing but truncation is asked for at T = 1.
-* ``ignore_eos`` would switch off our stop tokens, too. It is sent where there are none; elsewhere the server also
-  stops at its model's own end token, and the engine goes on from there if that was not asked for.
-* Requests are paused with ``retract``: their keys and values are dropped and computed anew, so that nothing of the old
-  weights is left in the cache.
-* Versions are named at the end, as spans.
-* Weights are read from disk, or received in a group, which each process of tensor parallelism joins as a rank. Servers
-  that are parallel in other ways cannot join.
+  and min-p; the raw ones are known if only truncation is requested at T = 1.
+* ``ignore_eos`` also disables our stop tokens. It is sent only if there are none; otherwise the server also stops at
+  its model's end token, and the engine continues from there if that was not requested.
+* Requests are paused with ``retract``: their keys and values are dropped and computed again, so that nothing of the old
+  weights remains in the cache.
+* Versions are reported at the end, as spans.
+* Weights are read from disk, or received in a process group, which each process of tensor parallelism joins as a rank.
+  Servers with other kinds of parallelism cannot join.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from areal_actors.messages import GroupPlace, TensorBucket
 __all__ = ["OLDEST", "SGLangDialect"]
 
 OLDEST = (0, 5, 21)
-"""The first version that names versions by spans and tells whether it is alive while it is paused."""
+"""The first version that reports version spans, and whose health can be checked while it is paused."""
 
 ROUTING_HEADER = "x-smg-routing-key"
-"""What SGLang's gateway keeps sessions together by."""
+"""The header by which SGLang's gateway keeps the requests of a session together."""
 
 _PAUSES = {PauseMode.KEEP: "retract", PauseMode.WAIT: "retract", PauseMode.ABORT: "abort"}
 
 
 @frozen(kw_only=True)
 class SGLangDialect:
-    """As ``ServerDialect``. ``added_tokens`` are texts and ids that grammars may need as tokens."""
+    """Implements ``BroadcastDialect`` for SGLang. ``added_tokens`` maps texts of added tokens to ids, for grammars."""
 
     added_tokens: Mapping[str, int] = field(factory=dict)
 
     @property
     def name(self) -> str:
-        """``sglang``."""
+        """Return ``sglang``."""
         return "sglang"
 
     async def describe(self, client: httpx.AsyncClient) -> ServerFacts:
-        """Ask who it is; see ``ServerDialect.describe``."""
+        """Return the server's properties; see ``ServerDialect.describe``."""
         info, model = (
             await get_document(client, "/server_info", software="SGLang"),
             await get_document(client, "/model_info", software="SGLang"),
@@ -81,14 +81,15 @@ class SGLangDialect:
             raise EngineError(f"{client.base_url} does not describe itself as SGLang does: {error!r}") from error
 
     async def is_ready(self, client: httpx.AsyncClient) -> bool:
-        """Whether it answers. ``/ready`` and ``/health`` would say no, or nothing, while it is paused."""
+        """Return whether the server answers."""
         try:
+            # Not /ready or /health: while the server is paused, they answer with an error, or not at all.
             return not (await ask(client, "GET", "/model_info")).is_error
         except EngineError:
             return False
 
     def check(self, request: EngineRequest) -> None:
-        """Nothing that we send is ignored."""
+        """Accept every request: SGLang ignores no parameter that we send."""
 
     @asynccontextmanager
     async def generate(
@@ -137,15 +138,15 @@ class SGLangDialect:
         return body
 
     async def abort(self, client: httpx.AsyncClient, request_id: str) -> None:
-        """End a generation."""
+        """End a generation; see ``ServerDialect.abort``."""
         await post_command(client, "/abort_request", {"rid": request_id})
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
-        """Stop sampling; the engine sees to it that ``WAIT`` has nothing to wait for."""
+        """Stop sampling. For ``WAIT``, the engine has waited until nothing runs."""
         await post_command(client, "/pause_generation", {"mode": _PAUSES[mode]})
 
     async def resume(self, client: httpx.AsyncClient) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await post_command(client, "/continue_generation", {})
 
     async def update_from_disk(self, client: httpx.AsyncClient, path: Path, *, version: str) -> None:
@@ -160,7 +161,7 @@ class SGLangDialect:
         raise EngineError(describe_failure(client, "/update_weights_from_disk", answer))
 
     async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, num_ranks: int) -> None:
-        """Meet the others; see ``BroadcastDialect.join_group``."""
+        """Join a process group; see ``BroadcastDialect.join_group``."""
         body = {
             "master_address": place.host,
             "master_port": place.port,
@@ -172,13 +173,13 @@ class SGLangDialect:
         await post_command(client, "/init_weights_update_group", body)
 
     async def leave_group(self, client: httpx.AsyncClient, name: str) -> None:
-        """Leave; see ``BroadcastDialect.leave_group``."""
+        """Leave a process group; see ``BroadcastDialect.leave_group``."""
         await post_command(client, "/destroy_weights_update_group", {"group_name": name})
 
     async def begin_update(self, client: httpx.AsyncClient) -> None:
-        """Begin; see ``BroadcastDialect.begin_update``."""
+        """Begin an update; see ``BroadcastDialect.begin_update``."""
         answer = await ask(client, "POST", "/begin_weight_update", {})
-        if answer.is_refusal:  # somebody may have begun, and been killed
+        if answer.is_refusal:  # an earlier client may have been killed during an update
             await self.end_update(client)
             await post_command(client, "/begin_weight_update", {})
         elif answer.is_error:
@@ -200,7 +201,7 @@ class SGLangDialect:
         await post_command(client, "/update_weights_from_distributed", body)
 
     async def end_update(self, client: httpx.AsyncClient) -> None:
-        """End; see ``BroadcastDialect.end_update``."""
+        """End an update; see ``BroadcastDialect.end_update``."""
         await post_command(client, "/end_weight_update", {})
 
 
@@ -209,7 +210,7 @@ class SGLangDialect:
 
 def _facts(version: str, info: Mapping[str, Any], model: Mapping[str, Any], models: Mapping[str, Any]) -> ServerFacts:
     path = Path(model["model_path"])
-    # A prompt may have fewer tokens than the model could attend to: the server keeps some room.
+    # The limit on prompts may be below the model's context length, because the server reserves some room.
     lengths = [info.get("max_req_input_len"), models["data"][0].get("max_model_len")]
     states = info.get("internal_states") or [{}]
     concurrent = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests") or 256
@@ -228,7 +229,8 @@ def _facts(version: str, info: Mapping[str, Any], model: Mapping[str, Any], mode
 
 
 def _count_ranks(info: Mapping[str, Any]) -> int:
-    """Its processes, if they can join a group: a rank is told by its place in tensor parallelism alone."""
+    """Return the number of processes that can join a group; 0 if they cannot."""
+    # A rank is identified by its place in tensor parallelism alone, so other kinds of parallelism cannot join.
     others = [int(info.get(name) or 1) for name in ("dp_size", "pp_size")]
     return int(info.get("tp_size") or 1) if others == [1, 1] else 0
 
@@ -237,7 +239,7 @@ def _count_ranks(info: Mapping[str, Any]) -> int:
 
 
 async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncGenerator[Delta]:
-    """What is new in each event, whether the server repeats itself in each, as it does by default, or not."""
+    """Yield the new tokens of each event, whether events are cumulative, as by default, or not."""
     num_seen = 0
     async for event in events:
         try:
@@ -294,7 +296,10 @@ def _parse_finish(client: httpx.AsyncClient, reason: Mapping[str, Any] | None) -
 
 
 def _is_plain(request: EngineRequest) -> bool:
-    """Whether what is reported is the plain softmax: it is that of the temperature, before anything is cut off."""
+    """Return whether the reported log-probabilities are the raw ones.
+
+    SGLang reports the softmax at the request's temperature, before truncation.
+    """
     sampling = request.sampling
     neutral = Sampling()
     names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")

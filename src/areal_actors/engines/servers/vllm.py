@@ -1,29 +1,31 @@
-"""The words of vLLM, from version 0.32 on: ids in and ids out at ``/inference/v1/generate``, and its routes for RL.
+"""The dialect of vLLM, from version 0.32 on: ``/inference/v1/generate``, ids in and ids out, and its routes for RL.
 
-What was measured against a server of 0.32.0, and decided by it:
+These facts were measured against a server of version 0.32.0:
 
 * ``/inference/v1/generate`` streams ids, log-probabilities by id and, with the finish, the spans of weight versions.
-  ``/v1/completions`` streams ids, too, and names no versions: it is not used. The endpoint is there with
-  ``--enable-scale-out``, pause and update with ``VLLM_SERVER_DEV_MODE=1``.
-* With ``--logprobs-mode processed_logprobs``, and we insist on it, log-probabilities are those that were sampled from:
-  after penalties, bias, grammar, temperature, top-k, top-p and min-p. The plain ones are known where none of these is
-  asked for. By default, they would be the plain ones, and nobody knew what was sampled from.
-* No ``seed`` is sent. Equal ones gave equal tokens, whatever ran beside them; but on a CPU a server dies of the first
-  seeded prompt that it has to compute in parts, which many have to be after weights were loaded.
-* An id outside the vocabulary is refused with a 400, or, in a stream, with an event after a 200; the server lives on.
-  So is a prompt that leaves no room for a token. Unknown fields are ignored.
-* The end token of the model ends nothing (``ignore_eos``): what ends a generation is in ``stop_token_ids``.
-* Hanging up ends a request at once; ``/abort_requests`` wants the id as the server extends it (``ABORT_PREFIX``).
-* Pausing takes about 30 ms (``keep``, ``abort``) in any state, and new requests wait in every mode. Health is answered
-  throughout.
+  ``/v1/completions`` streams ids, too, but reports no versions and is not used. The endpoint requires
+  ``--enable-scale-out``; pause and update require ``VLLM_SERVER_DEV_MODE=1``.
+* With ``--logprobs-mode processed_logprobs``, which we require, log-probabilities are those of the distribution that
+  was sampled from: after penalties, bias, grammar, temperature, top-k, top-p and min-p. The raw ones are known if none
+  of these is requested. In the default mode, they would be the raw ones, and those of the sampled distribution would be
+  unknown.
+* No ``seed`` is sent. Equal seeds gave equal tokens, whatever ran at the same time; but on a CPU a server crashes on
+  the first seeded prompt that it has to compute in parts, and many are after weights were loaded.
+* An id outside the vocabulary is rejected with a 400, or, in a stream, with an event after a 200; the server keeps
+  running. So is a prompt that leaves no room for a token. Unknown fields are ignored.
+* The end token of the model ends nothing (``ignore_eos``): all ids that end a generation are in ``stop_token_ids``.
+* Closing the connection ends a request at once; ``/abort_requests`` takes the id with the server's prefix
+  (``ABORT_PREFIX``).
+* Pausing takes about 30 ms (``keep``, ``abort``) in any state, and new requests wait in every mode. Health checks are
+  answered throughout.
 * ``reload_weights`` by ``/collective_rpc`` loads any directory of safetensors; it neither labels the weights nor drops
-  what was computed with the old ones. ``reset_prefix_cache`` with ``reset_running_requests`` makes requests compute
-  their keys and values anew; without it, log-probabilities are off by as much as 3.5. Nothing is sampled meanwhile, so
-  all three are one update.
-* A directory that cannot be loaded ends the whole server.
+  keys and values of the old ones. ``reset_prefix_cache`` with ``reset_running_requests`` makes requests compute their
+  keys and values again; without it, log-probabilities are off by as much as 3.5. Nothing is sampled meanwhile, so all
+  three form one update.
+* A directory that cannot be loaded crashes the whole server.
 
-On a CPU, vLLM keeps a packed copy of each matrix, and forgets that of an output layer that is tied to the embeddings:
-after an update, it would sample from new weights with an old head. Such a server is refused.
+On a CPU, vLLM keeps a packed copy of each matrix, and does not update that of an output layer that is tied to the
+embeddings: after an update, it would sample from new weights with an old output layer. Such a server is rejected.
 """
 
 from __future__ import annotations
@@ -60,22 +62,22 @@ from areal_actors.errors import EngineError, ModelError, UnsupportedParameter
 __all__ = ["ABORT_PREFIX", "OLDEST", "SESSION_HEADER", "VllmDialect"]
 
 OLDEST = (0, 32, 0)
-"""The first version that names weight versions by spans; of the one before, the answers do not tell."""
+"""The first version that reports spans of weight versions."""
 
 ABORT_PREFIX = "generate-tokens-"
-"""What the server puts before the ids of our requests."""
+"""The prefix that the server adds to the ids of our requests."""
 
 SESSION_HEADER = "x-session-id"
-"""What it keeps the requests of a session together by, where it runs several engines."""
+"""The header by which a server that runs several engines keeps the requests of a session together."""
 
 MAX_TOP_LOGPROBS = 20
-"""More must be allowed with ``--max-logprobs``."""
+"""The server's default limit; ``--max-logprobs`` raises it."""
 
 COLDEST = 0.01
-"""What the server makes of temperatures between this and 0."""
+"""The server raises temperatures between 0 and this value to this value."""
 
 TIED = "lm_head.weight"
-"""What may be in one directory and not in the other: where it is tied, it is written or left out."""
+"""A tensor that may be missing from a checkpoint: if it is tied to the embeddings, it may be written or left out."""
 
 LOGPROBS_MODE = "processed_logprobs"
 GENERATE = "/inference/v1/generate"
@@ -86,17 +88,20 @@ _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": 
 
 @frozen(kw_only=True)
 class VllmDialect:
-    """As ``ServerDialect``. ``added_tokens`` are texts and ids that grammars may need as tokens."""
+    """Implements ``ServerDialect`` for vLLM. ``added_tokens`` maps texts of added tokens to ids, for grammars."""
 
     added_tokens: Mapping[str, int] = field(factory=dict)
 
     @property
     def name(self) -> str:
-        """``vllm``."""
+        """Return ``vllm``."""
         return "vllm"
 
     async def describe(self, client: httpx.AsyncClient) -> ServerFacts:
-        """Ask who it is; see ``ServerDialect.describe``. It must have been started as we need it."""
+        """Return the server's properties; see ``ServerDialect.describe``.
+
+        Raises ``EngineError`` as well if the server was started without the options that we require.
+        """
         version = str((await get_document(client, "/version", software="vLLM")).get("version", ""))
         if parse_version(version) < OLDEST:
             raise EngineError(
@@ -117,14 +122,14 @@ class VllmDialect:
         return facts
 
     async def is_ready(self, client: httpx.AsyncClient) -> bool:
-        """Whether it answers, which it does while it is paused."""
+        """Return whether the server answers; it does so while it is paused."""
         try:
             return not (await ask(client, "GET", "/health")).is_error
         except EngineError:
             return False
 
     def check(self, request: EngineRequest) -> None:
-        """Refuse what the server would change by itself; see ``ServerDialect.check``."""
+        """Reject parameters that the server would change silently; see ``ServerDialect.check``."""
         sampling = request.sampling
         if 0 < sampling.temperature < COLDEST:
             raise UnsupportedParameter(
@@ -159,7 +164,7 @@ class VllmDialect:
 
     def _format_sampling(self, request: EngineRequest) -> dict[str, Any]:
         sampling = request.sampling
-        # A greedy request that is truncated beside others that sample would report the truncated distribution.
+        # A greedy request with truncation, batched with others that sample, would report the truncated distribution.
         cut = sampling if sampling.temperature else Sampling()
         body: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
@@ -172,7 +177,7 @@ class VllmDialect:
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
             "stop_token_ids": sorted({*request.stop_token_ids, *sampling.stop_token_ids}),
-            # A grammar ends with the model's own end token, behind which nothing would hold what is sampled.
+            # A grammar ends with the model's end token, after which sampling would be unconstrained.
             "ignore_eos": request.grammar is None,
             "logprobs": min(sampling.top_logprobs + 1, MAX_TOP_LOGPROBS) if sampling.top_logprobs else 0,
             "detokenize": bool(sampling.stop),
@@ -184,22 +189,22 @@ class VllmDialect:
         return body
 
     async def abort(self, client: httpx.AsyncClient, request_id: str) -> None:
-        """End a generation."""
+        """End a generation; see ``ServerDialect.abort``."""
         await post_command(client, "/abort_requests", {"request_ids": [ABORT_PREFIX + request_id]})
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
-        """Stop sampling. Keys and values are kept; they are dropped where the weights change."""
+        """Stop sampling. Keys and values are kept; they are dropped when the weights change."""
         await post_command(client, f"/pause?mode={mode.value}&clear_cache=false")
 
     async def resume(self, client: httpx.AsyncClient) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await post_command(client, "/resume")
 
     async def update_from_disk(self, client: httpx.AsyncClient, path: Path, *, version: str) -> None:
         """Load safetensors; see ``ServerDialect.update_from_disk``.
 
-        The server would die of weights that it cannot load, so they are checked before it is told of them: against the
-        files that it was started with, where these can be read from here.
+        The server crashes on weights that it cannot load, so they are checked first against the files with which it was
+        started, if these can be read from here.
         """
         await to_thread.run_sync(_check_shapes, path, await _find_model(client))
         await post_command(
@@ -213,7 +218,7 @@ class VllmDialect:
 
 
 async def _check_endpoints(client: httpx.AsyncClient) -> None:
-    """A request that says nothing is refused where there is somebody to refuse it."""
+    """Check that the server was started with the endpoints that we need: each must reject an empty request."""
     wanted = {GENERATE: "--enable-scale-out", "/update_weight_version": "VLLM_SERVER_DEV_MODE=1 in its environment"}
     for path, advice in wanted.items():
         answer = await ask(client, "POST", path, {})
@@ -232,7 +237,10 @@ def _check_mode(client: httpx.AsyncClient, mode: str) -> None:
 
 
 async def _check_untied(client: httpx.AsyncClient, model: str) -> None:
-    """See the module's last paragraph. A model that is not on this machine is not looked at."""
+    """Reject a model with tied embeddings on a CPU; see the last paragraph of the module docstring.
+
+    A model whose files are not on this machine is not checked.
+    """
     try:
         config = json.loads(await anyio.Path(model, "config.json").read_text())
     except (OSError, ValueError):
@@ -264,9 +272,10 @@ def _device(config: Mapping[str, Any]) -> str:
 
 
 def _check_shapes(directory: Path, model: Path) -> None:
-    """Raise ``ModelError`` if the server, which began with ``model``, would die of the weights in ``directory``.
+    """Raise ``ModelError`` if the server would crash on the weights in ``directory``.
 
-    Where the former cannot be read from here, such as one that has but a name on a hub, only the files are checked.
+    The server was started with ``model``. If that cannot be read from here, for example because it is a name on a hub,
+    only the files are checked.
     """
     found = read_shapes(directory)
     try:
@@ -287,7 +296,7 @@ def _check_shapes(directory: Path, model: Path) -> None:
 
 
 async def _find_model(client: httpx.AsyncClient) -> Path:
-    """What the server was started with: a directory, or a name that looks like one that is not there."""
+    """Return the model with which the server was started: a directory, or a name that looks like a missing one."""
     document = await get_document(client, "/v1/models", software="vLLM")
     try:
         return Path(document["data"][0]["root"])
@@ -308,7 +317,7 @@ async def _read(client: httpx.AsyncClient, request: EngineRequest, events: Async
             raise EngineError(f"{client.base_url} streams what vLLM does not: {error!r}") from error
         yield delta
         if delta.finish is not None:
-            # Read to its end, a stream leaves its connection to the next request.
+            # Read the stream to its end, so that the connection can be reused.
             with suppress(EngineError):
                 await anext(events, None)
             return
@@ -336,7 +345,10 @@ def _parse(request: EngineRequest, choice: Mapping[str, Any]) -> Delta:
 
 
 def _parse_logprob(entry: Mapping[str, Any]) -> float:
-    """The server says -9999 where it has none, or one that is not a number."""
+    """Return the log-probability of a token.
+
+    Raises ``ValueError`` for -9999, which vLLM sends for one that is missing or not a number.
+    """
     logprob = float(entry["logprob"])
     if logprob <= UNKNOWN_LOGPROB:
         raise ValueError(f"no log-probability of token {entry['token_id']}")
@@ -344,13 +356,14 @@ def _parse_logprob(entry: Mapping[str, Any]) -> float:
 
 
 def _parse_top(entry: Mapping[str, Any], number: int) -> tuple[TopLogprob, ...]:
-    """The most probable ones. In the list, the sampled token comes first, whatever its place is."""
+    """Return the most probable tokens."""
+    # vLLM puts the sampled token first, whatever its rank.
     found = sorted(entry["top_logprobs"], key=lambda top: -top["logprob"])
     return tuple(TopLogprob(token_id=top["token_id"], logprob=top["logprob"]) for top in found[:number])
 
 
 def _is_plain(request: EngineRequest) -> bool:
-    """Whether what was sampled from is the plain softmax, or its maximum was taken."""
+    """Return whether the sampled distribution is the raw softmax, or its maximum was taken."""
     sampling, neutral = request.sampling, Sampling()
     names = ["frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
     if sampling.temperature:

@@ -1,13 +1,13 @@
-"""The embedded engine: transformers models in this process. Torch is loaded when ``TorchEngine`` is first named.
+"""The embedded engine: transformers models in this process. Torch is loaded when ``TorchEngine`` is first accessed.
 
 ::
 
-    engine.py      the async face                 worker.py     the thread that owns model, keys and values
-    scheduler.py   who runs where (no tensors)    generation.py one generation as it stands
+    engine.py      the async interface            worker.py     the thread that owns model, keys and values
+    scheduler.py   slots and queues (no tensors)  generation.py the state of one generation
     sharing.py     which rows share a prefix      sampler.py    from logits to ids and log-probabilities
-    attention.py   attention over slots           kv.py         where keys and values live
-    forward.py     choosing and proving a path    llama.py      the lean path     generic.py   any other model
-    weights.py     what a snapshot must hold      config.py     settings
+    attention.py   attention over slots           kv.py         storage of keys and values
+    forward.py     selects and verifies a path    llama.py      the lean path     generic.py   any other model
+    weights.py     checks and loads snapshots     config.py     settings
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of one step over the slots: rows that decode, then spans of prompts, all in one flat batch of N tokens.
+"""Attention of one step over the slots: decoding rows, then spans of prompts, in one flat batch of N tokens.
 
 ::
 
@@ -6,9 +6,9 @@
                              one token of    span of    span of
                              each row        prompt 1   prompt 2
 
-A row attends to segments of main parts (read once for all rows that share them) and to its own tail; each part gives an
-output and the mass of its scores, by which the parts are joined exactly. A span attends causally to its
-own slot. Both model paths (``llama.py``, ``generic.py``) call ``StepAttention``, so they agree on all of this.
+A row attends to segments of main parts (read once for all rows that share them) and to its own tail. Each part yields
+an output and the mass of its scores, by which the parts are joined exactly. A span attends causally to its own slot.
+Both model paths (``llama.py``, ``generic.py``) call ``StepAttention``, so they agree on all of this.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Span:
 
 @define(eq=False)
 class DecodeLayout:
-    """The rows that decode, in the order of ``plan``; rows from ``len(slots)`` to ``num_rows`` are padding.
+    """The decoding rows, in the order of ``plan``; rows from ``len(slots)`` to ``num_rows`` are padding.
 
-    ``slots`` and ``tails`` (below ``num_tails``) name each row's slot and tail row, ``bases`` the tokens in its main
-    part, ``columns`` where in its tail this step's token goes; tensors are int64 [live rows]. ``is_alone``: nothing is
-    computed across rows, so that no row depends on its company.
+    ``slots`` and ``tails`` (below ``num_tails``) are each row's slot and tail row, ``bases`` the number of tokens in
+    its main part, ``columns`` the position of this step's token in its tail; tensors are int64 [live rows].
+    ``is_alone``: nothing is computed across rows, so that no row depends on the others in the batch.
     """
 
     plan: SharingPlan
@@ -55,13 +55,13 @@ class DecodeLayout:
 
     @property
     def num_live(self) -> int:
-        """Rows that are not padding."""
+        """Return the number of rows that are not padding."""
         return len(self.slots)
 
 
 @define(eq=False)
 class StepAttention:
-    """Writes this step's keys and values and attends. One per step; ``attend`` is called once per layer, in order.
+    """Writes this step's keys and values, and attends. One per step; ``attend`` is called once per layer, in order.
 
     ``is_padded`` reads the main parts of all rows in one masked product instead of by segments.
     """
@@ -74,7 +74,10 @@ class StepAttention:
     _main_mask: torch.Tensor | None = field(default=None, init=False)
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention output [Hq, N, Dv] of layer ``index`` for ``q`` [Hq, N, D], ``k`` [Hk, N, D], ``v`` [Hk, N, Dv]."""
+        """Return the attention output [Hq, N, Dv] of layer ``index``.
+
+        The arguments are ``q`` [Hq, N, D], ``k`` [Hk, N, D] and ``v`` [Hk, N, Dv]; scores are multiplied by ``scale``.
+        """
         layer = self.kv.layer(index, k, v)
         parts = []
         num_rows = 0
@@ -95,7 +98,7 @@ class StepAttention:
         layer.tail_keys[rows.tails, :, rows.columns] = k[:, :live].transpose(0, 1)
         layer.tail_values[rows.tails, :, rows.columns] = v[:, :live].transpose(0, 1)
         group = q.shape[0] // num_kv_heads
-        # [Hk, rows * group, D]: the queries of neighbouring rows lie beside each other, so a segment's are one slice.
+        # [Hk, rows * group, D]: the queries of neighbouring rows are adjacent, so those of a segment are one slice.
         queries = (q * scale).view(num_kv_heads, group, *q.shape[1:]).transpose(1, 2).flatten(1, 2)
         by_segments = rows.is_alone or not self.is_padded
         join = _Join.create(queries, v, depth=1 + (rows.plan.depth if by_segments else 1))
@@ -110,7 +113,10 @@ class StepAttention:
     def _attend_padded(
         self, layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join
     ) -> None:
-        """One masked product over all main parts: more memory traffic than by segments and far fewer kernels."""
+        """Attend to all main parts in one masked product.
+
+        This causes more memory traffic than by segments, but needs far fewer kernels.
+        """
         longest = max((s.stop for s in rows.plan.segments), default=0)
         if self._main_mask is None:
             self._main_mask = torch.arange(longest, device=queries.device)[None] >= rows.bases[:, None]
@@ -122,14 +128,14 @@ class StepAttention:
     def _attend_tails(
         self, layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join
     ) -> None:
-        """The rows' own sampled tokens, level 0 of the join."""
+        """Attend to the rows' own sampled tokens, which are level 0 of the join."""
         if rows.is_alone:
             for place, (tail, column) in enumerate(zip(rows.tails.tolist(), rows.columns.tolist(), strict=True)):
                 at = slice(place * group, (place + 1) * group)
                 keys, values = layer.tail_keys[tail, :, : column + 1], layer.tail_values[tail, :, : column + 1]
                 join.put(0, at, _attend_part(queries[:, at], keys, values))
             return
-        # In the order of tail rows, so that keys and values are read where they are; holes among them cost little.
+        # In the order of tail rows, so that keys and values are read in place; unused rows among them cost little.
         if self._tail_mask is None:
             ends = rows.columns.new_zeros(rows.num_tails).index_copy_(0, rows.tails, rows.columns)
             self._tail_mask = torch.arange(int(ends.max()) + 1, device=queries.device)[None] > ends[:, None]
@@ -164,21 +170,22 @@ class _Join:
 
     @classmethod
     def create(cls, queries: torch.Tensor, v: torch.Tensor, *, depth: int) -> _Join:
-        """Room for ``depth`` parts of each query; one without a part weighs nothing."""
+        """Allocate room for ``depth`` parts of each query; a missing part has no weight."""
         shape = (depth, *queries.shape[:2])
         peaks = torch.full(shape, -torch.inf, dtype=torch.float32, device=queries.device)
         peaks[0] = 0.0  # padding rows have no part at all: without this they would be NaN
         return cls(v.new_zeros((*shape, v.shape[2])), torch.zeros_like(peaks), peaks)
 
     def put(self, level: int, at: slice, part: _Part) -> None:
-        """``part`` is that of the queries ``at``."""
+        """Set the part of the queries ``at``."""
         self.outputs[level, :, at] = part.output
         self.masses[level, :, at] = part.mass
         self.peaks[level, :, at] = part.peak
 
     def result(self) -> torch.Tensor:
-        """Attention output [Hk, R, Dv] over all parts."""
+        """Return the attention output [Hk, R, Dv] over all parts."""
         shares = torch.exp(self.peaks - self.peaks.amax(0))
+        # The lower bound keeps padding rows, which have no mass, from dividing by zero.
         shares /= (self.masses * shares).sum(0).clamp_min(1e-30)
         return (self.outputs * shares.to(self.outputs.dtype)[..., None]).sum(0)
 
@@ -195,7 +202,10 @@ def _attend_segments(layer: LayerKeyValues, rows: DecodeLayout, queries: torch.T
 def _attend_part(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_hidden: torch.Tensor | None = None
 ) -> _Part:
-    """Scaled ``queries`` [..., R, D] to ``keys`` [..., L, D] but for those ``is_hidden`` (broadcast to [..., R, L])."""
+    """Attend from scaled ``queries`` [..., R, D] to ``keys`` [..., L, D].
+
+    Keys ``is_hidden`` (broadcast to [..., R, L]) are excluded.
+    """
     scores = torch.matmul(queries, keys.transpose(-1, -2)).float()
     if is_hidden is not None:
         scores.masked_fill_(is_hidden, -torch.inf)
@@ -205,13 +215,13 @@ def _attend_part(
 
 
 def _by_row(queries: torch.Tensor, num_rows: int, group: int) -> torch.Tensor:
-    """Queries [Hk, R, D] as the rows' own, [num_rows, Hk, group, D]."""
+    """Return queries [Hk, R, D] by row, as [num_rows, Hk, group, D]."""
     num_heads, _, size = queries.shape
     return queries[:, : num_rows * group].view(num_heads, num_rows, group, size).transpose(0, 1)
 
 
 def _put_rows(join: _Join, level: int, part: _Part) -> None:
-    """Put a part in row order, [n, Hk, G, ...], where the join wants [Hk, n G, ...]."""
+    """Put a part in row order, [n, Hk, G, ...], into the join's order, [Hk, n G, ...]."""
     turned = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (part.output, part.mass, part.peak)]
     join.put(level, slice(0, turned[0].shape[1]), _Part(*turned))
 

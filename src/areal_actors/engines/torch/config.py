@@ -1,4 +1,4 @@
-"""Settings of the embedded engine. Imports no torch."""
+"""Settings for the embedded engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["TorchEngineConfig"]
 
 @frozen(kw_only=True)
 class TorchEngineConfig:
-    """How the embedded engine runs.
+    """Settings for the embedded engine.
 
-    ``dtype`` "auto" takes bfloat16 where the device multiplies it fast (CUDA; CPUs with AMX or AVX512-BF16), else
-    float32, or what the environment variable ``AREAL_AUTO_DTYPE`` says. ``device`` "auto" takes CUDA where there is
-    one. ``max_concurrent`` generations run at once, the rest wait; idle places keep the keys and values of ended
-    generations as a prefix cache. ``max_length`` bounds prompt plus output in tokens. ``prefill_chunk`` is how many
-    prompt tokens are computed between two decode steps: smaller is smoother for those that decode, larger is faster for
-    those that arrive. ``num_threads`` sets torch's threads in the engine (``None``: leave them). ``deterministic``:
-    what a request samples depends on its prompt, key and weights alone, not on its company. Slower: every step computes
-    all ``max_concurrent`` places, and prefixes are shared between identical prompts only.
+    ``dtype`` "auto" selects bfloat16 where the device multiplies it fast (CUDA; CPUs with AMX or AVX512-BF16), else
+    float32, or the value of the environment variable ``AREAL_AUTO_DTYPE``. ``device`` "auto" selects CUDA if it is
+    available. ``max_concurrent`` generations run at once, the rest wait; idle slots keep the keys and values of ended
+    generations as a prefix cache. ``max_length`` limits prompt plus output in tokens. ``prefill_chunk`` is the number
+    of prompt tokens computed between two decode steps: smaller values give running generations a steadier rate, larger
+    ones start new generations sooner. ``num_threads`` sets torch's threads in the engine (``None``: unchanged).
+    ``deterministic``: the samples of a request depend only on its prompt, key and weights, not on other requests.
+    Slower: every step computes all ``max_concurrent`` slots, and prefixes are shared between identical prompts only.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

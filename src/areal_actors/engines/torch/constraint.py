@@ -1,9 +1,9 @@
-"""Holding what is sampled to a grammar: which tokens may follow, by way of llguidance.
+"""Constrain sampling to a grammar with llguidance, which determines the tokens that may follow.
 
-``GrammarCompiler`` belongs to the event loop: it turns a grammar into a ``Constraint`` in a thread, or says why it
-cannot. From then on the constraint belongs to the engine's thread, one to each generation; it knows the tokens that
-were sampled and nothing else, so that pauses, new weights and computing anew do not touch it. How grammars are worded
-for the library is in ``engines/lark``.
+``GrammarCompiler`` belongs to the event loop: it compiles a grammar to a ``Constraint`` in a worker thread, or raises
+an error. From then on, the constraint belongs to the engine's thread, one for each generation. It depends only on the
+sampled tokens, so that pauses, new weights and recomputation do not affect it. ``engines/lark`` translates grammars for
+the library.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ if TYPE_CHECKING:
 __all__ = ["Constraint", "GrammarCompiler"]
 
 _MAX_KEPT = 256
-"""Compiled grammars. Agents send the same tools with every turn; one of five tools takes about 4 ms and 100 kB."""
+"""Maximum number of compiled grammars to keep.
+
+Agents send the same tools with every turn; compiling the grammar of five tools takes about 4 ms and 100 kB.
+"""
 
 _MAX_LARK = 2_000_000
-"""Characters of a grammar. The tools of a real agent have some ten thousand."""
+"""Maximum length of a grammar in characters. The tools of a real agent take about ten thousand."""
 
 _MAX_LINES = 2
 _MAX_REASON = 400
 
 
 class Constraint:
-    """What may follow in one generation. ``stop_ids`` are allowed exactly where the grammar may end.
+    """The grammar's state in one generation. ``stop_ids`` are allowed exactly where the grammar may end.
 
     A stop id that is an ordinary token is allowed as text as well, where the grammar has it.
     """
@@ -52,11 +55,12 @@ class Constraint:
         self._stop_ids = np.array([i for i in sorted(stop_ids) if 0 <= i < vocab_size], dtype=np.int64)
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """The tokens that may follow, bool [V]. None at all if the vocabulary cannot say what must come."""
+        """Return the tokens that may follow, bool [V]; all false if no token can continue the grammar."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         if self._matcher.is_error():
             return np.zeros_like(mask)
+        # llguidance marks a possible end with one token; it stands for all stop ids of the request.
         may_end = bool(mask[self._end_id])
         mask[self._end_id] = False
         if may_end:
@@ -64,28 +68,28 @@ class Constraint:
         return mask
 
     def append(self, token_id: int) -> None:
-        """Take note that ``token_id``, which was allowed and is no stop token, has been sampled."""
+        """Advance by ``token_id``, which was sampled, was allowed, and is not a stop token."""
         self._matcher.consume_token(token_id)
 
     @property
     def has_stop(self) -> bool:
-        """Whether there is a token that ends the generation."""
+        """Return whether any token ends the generation."""
         return len(self._stop_ids) > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether the grammar is satisfied and nothing but a stop token can follow."""
+        """Return whether the grammar is satisfied and only a stop token can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def failure(self) -> str:
-        """Why nothing can follow although the grammar is not satisfied."""
+        """Return why no token can follow although the grammar is not satisfied."""
         return _reason(self._matcher.get_error()) or "no token of the vocabulary continues it"
 
 
 @frozen(eq=False)
 class _Library:
-    """The library with the model's tokenizer in it. ``end_id`` is the token that stands for the end in its masks."""
+    """llguidance's tokenizer for the model. ``end_id`` is the token that stands for the end in its masks."""
 
     tokenizer: LLTokenizer
     tokens: Mapping[str, int]
@@ -93,9 +97,9 @@ class _Library:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model, and keeps what it compiled.
+    """Compiles grammars for one model, and caches the results.
 
-    ``tokenizer`` is the model's (``tokenizers.Tokenizer``), ``vocab_size`` the width of its logits. The library is
+    ``tokenizer`` is the model's (``tokenizers.Tokenizer``), ``vocab_size`` the width of its logits. llguidance is
     loaded with the first grammar.
     """
 
@@ -104,15 +108,15 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._library: _Library | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        # One at a time: those who want the same grammar at the same moment wait for the first of them.
+        # One at a time, so that concurrent requests for the same grammar wait for the first of them.
         self._limiter = anyio.CapacityLimiter(1)
 
     async def compile(self, grammar: Grammar, *, stop_ids: frozenset[int]) -> Constraint:
-        """A constraint of its own for one generation.
+        """Return a new constraint for one generation.
 
         Raises:
-            InvalidRequest: the grammar is none: a broken schema or expression, or one that is too large.
-            UnsupportedParameter: it cannot be held, or not with this tokenizer.
+            InvalidRequest: the grammar is malformed (a broken schema or expression), or too large.
+            UnsupportedParameter: the grammar cannot be enforced, or not with this tokenizer.
         """
         library = self._library or await self._load()
         text = format_lark(grammar, tokens=library.tokens)
@@ -173,7 +177,10 @@ def _compile(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 def _reason(text: str) -> str:
-    """What is wrong, in a line, without the place in a text that the client never saw."""
+    """Return the library's error in one line.
+
+    It leaves out positions in the Lark text, which the client never saw.
+    """
     lines = [line.removeprefix("error: ") for line in text.splitlines() if re.match(r"\S", line)]
     said = ": ".join(re.sub(r"^at [\d()]+: |:$", "", line) for line in lines[:_MAX_LINES])
     return said[:_MAX_REASON].rstrip(".")

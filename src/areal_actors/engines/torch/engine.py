@@ -1,7 +1,7 @@
-"""The embedded engine as the rest of the library sees it: ``TorchEngine``, an ``Engine`` on a thread of its own.
+"""The asynchronous interface of the embedded engine: ``TorchEngine``, an ``Engine`` that computes on its own thread.
 
-Everything that computes is in ``worker.py``. Here are the streams that consumers read, and the way between the two:
-commands go through a queue that the thread reads between two steps; what happened in a step comes back in one call on
+``worker.py`` does all computation. This module holds the streams that consumers read, and the communication between the
+two: commands go through a queue that the thread reads between two steps; the results of a step come back in one call on
 the event loop.
 """
 
@@ -47,7 +47,7 @@ from areal_actors.telemetry import quiet_transformers
 __all__ = ["TorchEngine"]
 
 CLOSE_SECONDS = 60.0
-"""A step or a weight load in progress is waited for so long when the engine closes; the thread never blocks an exit."""
+"""How long closing waits for a step or a weight load in progress. The thread is a daemon and never blocks the exit."""
 
 
 class TorchEngine:
@@ -85,14 +85,14 @@ class TorchEngine:
         tokenizer: Any = None,
         version: int = 0,
     ) -> AsyncIterator[TorchEngine]:
-        """Open an engine for ``model``: a transformers causal LM (copied: yours may train on) or a directory of one.
+        """Open an engine for ``model``: a directory, or a transformers causal LM.
 
-        ``decode`` turns ids into text and is needed for stop strings only; a tokenizer's ``decode`` serves.
-        ``tokenizer`` (``tokenizers.Tokenizer``) is the model's and is needed for grammars only. ``version`` is that of
-        the weights that ``model`` has.
+        A model is copied, so that the caller can continue to train it. ``decode`` turns ids into text and is only
+        needed for stop strings; a tokenizer's ``decode`` can be used. ``tokenizer`` (``tokenizers.Tokenizer``) is the
+        model's and is only needed for grammars. ``version`` is that of the model's weights.
 
         Raises:
-            ConfigError: the device is not there.
+            ConfigError: the device is not available.
             ModelError: the model cannot be read, or cannot be run here.
         """
         config = config or TorchEngineConfig()
@@ -140,12 +140,12 @@ class TorchEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts that do not change while the engine is open."""
+        """Return facts that do not change while the engine is open."""
         return self._info
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token will be sampled with."""
+        """Return the version of the weights with which the next token will be sampled."""
         return self._version
 
     @asynccontextmanager
@@ -179,32 +179,32 @@ class TorchEngine:
         return await self._compiler.compile(request.grammar, stop_ids=find_stop_ids(request))
 
     async def abort(self, request_id: str) -> None:
-        """End a generation with ``FinishReason.ABORT``; what was sampled is delivered. Unknown ids are ignored."""
+        """End a generation with ``FinishReason.ABORT`` after delivering what was sampled. Unknown ids are ignored."""
         self._send(Abort(request_id=request_id))
         await anyio.lowlevel.checkpoint()
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Return when no token will be sampled until ``resume``.
+        """Stop sampling until ``resume``; return once no more tokens are sampled.
 
-        Cancelled, it leaves the engine pausing: call ``resume``.
+        If it is cancelled, the engine remains pausing: call ``resume``.
         """
         await self._ask(lambda reply: Pause(mode, reply))
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         self._send(Resume())
         await anyio.lowlevel.checkpoint()
 
     async def load(self, snapshot: Snapshot) -> None:
-        """Change the weights between two tokens; see ``Engine.load``. Running generations are computed anew under them.
+        """Replace the weights between two tokens; see ``Engine.load``.
 
-        Cancelled, it returns after the load has ended all the same, because ``snapshot.state`` is being read until
-        then.
+        Keys and values of running generations are computed again with the new weights. If this call is cancelled, it
+        still returns only after the load has ended, because ``snapshot.state`` is read until then.
         """
         await self._ask(lambda reply: Load(snapshot, reply), shield=True)
 
     def statistics(self) -> EngineStatistics:
-        """Counters, at once."""
+        """Return the current counters without waiting."""
         running = min(self._statistics.running, len(self._streams))
         return evolve(self._statistics, running=running, waiting=len(self._streams) - running)
 
@@ -226,7 +226,7 @@ class TorchEngine:
             raise reply.error
 
     def _take(self, news: Report) -> None:
-        """On the event loop: hand out what happened in a step."""
+        """Process the report of a step on the event loop."""
         self._version = news.version
         self._statistics = news.statistics
         for delivery in news.deliveries:
@@ -253,7 +253,7 @@ class TorchEngine:
 
 @define(eq=False)
 class _Stream:
-    """The chunks of one generation. What came since the last read under one version is read as one chunk."""
+    """The chunks of one generation. Tokens of one version that arrived since the last read form one chunk."""
 
     generation: Generation
     is_over: bool = False
@@ -305,7 +305,7 @@ class _Stream:
 
 
 def _create_poster() -> Callable[[Callable[[], None]], None]:
-    """How another thread runs a function on this event loop without waiting for it."""
+    """Return a function with which another thread schedules a call on this event loop without waiting for it."""
     native: Any = anyio.lowlevel.current_token().native_token
     post = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
 
@@ -331,7 +331,7 @@ def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
 
 
 def _read_settings(model: Any) -> Any:
-    """The transformers configuration of a model or of a directory of one."""
+    """Return the transformers configuration of a model or of its directory."""
     if not isinstance(model, str | Path):
         return model.config
     from transformers import AutoConfig
@@ -343,7 +343,7 @@ def _read_settings(model: Any) -> Any:
 
 
 def _own(model: Any, dtype: torch.dtype, device: str) -> Any:
-    """A model that nobody else has, ready to run."""
+    """Return a private copy of the model, ready to run."""
     if not isinstance(model, str | Path):
         return _move(copy.deepcopy(model).to(dtype=dtype), device).eval()
     from transformers import AutoModelForCausalLM
@@ -356,7 +356,7 @@ def _own(model: Any, dtype: torch.dtype, device: str) -> Any:
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{model} cannot be loaded: {error}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would make them up
+    if missing := sorted(report["missing_keys"]):  # transformers would initialise them randomly
         raise ModelError(f"The files in {model} lack {len(missing)} weights, {missing[0]} among them; save it again.")
     return _move(loaded, device).eval()
 
@@ -364,6 +364,6 @@ def _own(model: Any, dtype: torch.dtype, device: str) -> Any:
 def _move(model: Any, device: str) -> Any:
     try:
         return model.to(device)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without this device
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"engine.device: the model cannot be moved to {device!r}: {reason}") from error

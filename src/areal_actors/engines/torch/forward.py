@@ -1,8 +1,8 @@
-"""What runs a model on a flat batch, which path a model takes, and the proof that the path is right.
+"""Run a model on flat batches: select a path for its architecture, and verify that the path is correct.
 
-The lean path is taken for architectures that it knows; any other takes the path through the model's own modules.
-Whichever it is, opening an engine compares it with a plain forward pass of the model, and a path that differs is not
-used: a wrong log-probability would be trained on silently.
+The lean path supports some architectures; all others use the path through the model's own modules. When an engine
+opens, either path is compared with a plain forward pass of the model, and a path that differs is not used: a wrong
+log-probability would corrupt training silently.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["FlatBatch", "Forward", "create_forward"]
 
 PROBE_LENGTH = 12
 TOLERANCE = 2e-3
-"""Largest difference of log-probabilities that the probe accepts: rounding is far below, a mistake is far above."""
+"""Largest accepted difference of log-probabilities; rounding errors are far below it, mistakes far above."""
 
 
 @frozen(eq=False)
 class FlatBatch:
-    """``ids``, ``positions`` int64 [N]; logits are wanted of the columns ``wanted`` int64 [M]."""
+    """Tokens of one step: ``ids`` and ``positions`` int64 [N]; logits are computed for columns ``wanted`` int64 [M]."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -38,32 +38,31 @@ class FlatBatch:
 
 
 class Forward(Protocol):
-    """A model as the engine runs it."""
+    """A model in the form that the engine runs."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that weights are loaded into, by the names of the model's state dict."""
+        """Return the tensors into which weights are loaded, by the names of the model's state dict."""
         ...
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Names that a snapshot may leave out because they are tied to another name."""
+        """Return names that a snapshot may leave out, each with the name to which it is tied."""
         ...
 
     def run(self, batch: FlatBatch, attention: StepAttention) -> torch.Tensor:
-        """Logits [M, V] in float32."""
+        """Return logits [M, V] in float32."""
         ...
 
 
 def create_forward(model: Any) -> Forward:
-    """The fastest path that computes what ``model`` computes (a transformers causal LM, the engine's own from now on).
-
-    The proof runs in float32, on a copy where the model has another format: in bfloat16 rounding alone moves single
-    log-probabilities by more than some mistakes would.
+    """Return the fastest path that computes the same as ``model``, a transformers causal LM, and take the model over.
 
     Raises:
         ModelError: the model cannot be run on a flat batch.
     """
+    # Verify in float32, on a copy if needed: in bfloat16, rounding alone moves single log-probabilities by more than
+    # some mistakes would.
     is_single = model.get_input_embeddings().weight.dtype is torch.float32
     return _choose_path(model if is_single else copy.deepcopy(model).float())(model)
 
@@ -88,7 +87,7 @@ class _Probe:
 
 
 def _plain_logprobs(model: Any) -> _Probe:
-    """What the model itself says on two short sequences, each [1, PROBE_LENGTH]."""
+    """Return the model's own log-probabilities of two short sequences, each [1, PROBE_LENGTH]."""
     device = model.get_input_embeddings().weight.device
     vocab_size = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +97,7 @@ def _plain_logprobs(model: Any) -> _Probe:
 
 
 def _deviation(forward: Forward, probe: _Probe) -> float:
-    """Largest difference over prefill, chunked prefill and decoding of the two sequences side by side."""
+    """Return the largest difference over prefill, chunked prefill, and decoding of both sequences in one batch."""
     kv = KeyValues()
     half, length = PROBE_LENGTH // 2, PROBE_LENGTH
     device = probe.ids.device

@@ -1,6 +1,7 @@
-"""One generation as it stands: its tokens, its place, its random numbers, and when it is over.
+"""The state of one generation: its tokens, its slot, its random numbers, and whether it has finished.
 
-Owned by the engine's thread; nothing here waits or touches tensors. Who runs when is ``scheduler.py``.
+It is owned by the engine's thread; nothing here waits or touches tensors. ``scheduler.py`` decides which generation
+runs when.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Decode", "Generation", "Sampled", "StopScanner", "create_uniforms"]
 
 Decode = Callable[[Sequence[int]], str]
-"""From token ids to text, as a tokenizer's ``decode``."""
+"""A function from token ids to text, such as a tokenizer's ``decode``."""
 
 
 @frozen
 class Sampled:
-    """One sampled token, as it travels from the engine's thread to the consumer."""
+    """One sampled token, as it is passed from the engine's thread to the consumer."""
 
     token_id: int
     logprob: float
@@ -39,9 +40,9 @@ class Sampled:
 
 
 def create_uniforms(key: SampleKey) -> Callable[[], float]:
-    """The stream of uniform numbers in [0, 1) that belongs to ``key``: the n-th call gives the n-th token's number.
+    """Return the stream of uniform numbers in [0, 1) for ``key``: the n-th call returns the number of the n-th token.
 
-    Counter-based, so that it depends on the key alone, in every process and on every machine.
+    The generator is counter-based, so that the stream depends only on the key, in every process and on every machine.
     """
     text = repr((int(key.seed), tuple(key.path))).encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
@@ -49,10 +50,10 @@ def create_uniforms(key: SampleKey) -> Callable[[], float]:
 
 
 class StopScanner:
-    """Finds the first token that completes one of the ``stop`` strings, decoding only a window of the last tokens.
+    """Finds the first token that completes one of the ``stop`` strings, by decoding a window of the last tokens.
 
-    A stop string of L characters is looked for in the text of the last 4 L + 16 tokens at least: a token may be a third
-    of a character.
+    A stop string of L characters is searched in the text of at least the last 4 L + 16 tokens, because a token may be a
+    third of a character.
     """
 
     def __init__(self, stop: tuple[str, ...], decode: Decode) -> None:
@@ -62,7 +63,7 @@ class StopScanner:
         self._keep = 4 * max(map(len, stop)) + 16
 
     def is_complete(self, token_id: int) -> bool:
-        """Whether a stop string is in the text now that ``token_id`` has been sampled."""
+        """Add ``token_id``, and return whether the text now contains a stop string."""
         self._window.append(token_id)
         if len(self._window) > 2 * self._keep:
             del self._window[: -self._keep]
@@ -72,10 +73,11 @@ class StopScanner:
 
 @define(eq=False, kw_only=True)
 class Generation:
-    """The state of one generation. ``tokens`` int32 has room for prompt and output; the first ``length`` are known.
+    """The state of one generation.
 
-    ``base`` tokens have their keys and values in the slot's main part, or will once prefill reached them; those sampled
-    after that live in its tail row. ``target`` is where the present prefill ends.
+    ``tokens`` int32 has room for prompt and output; the first ``length`` are known. The keys and values of ``base``
+    tokens are in the slot's main part, or will be once prefill has reached them; those of tokens sampled later are in
+    its tail row.
     """
 
     request: EngineRequest
@@ -102,7 +104,7 @@ class Generation:
         decode: Decode | None,
         constraint: Constraint | None = None,
     ) -> Generation:
-        """A generation that has not begun. ``request`` has been validated, and its grammar is ``constraint``."""
+        """Create a generation that has not begun. ``request`` has been validated, and its grammar is ``constraint``."""
         num_prompt = len(request.prompt)
         limit = min(num_prompt + request.sampling.max_new_tokens, context_length)
         tokens = np.empty(limit, dtype=np.int32)
@@ -121,31 +123,31 @@ class Generation:
 
     @property
     def sampling(self) -> Sampling:
-        """How to sample."""
+        """Return the sampling parameters."""
         return self.request.sampling
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the request's prompt."""
+        """Return the number of tokens of the request's prompt."""
         return len(self.request.prompt)
 
     @property
     def context(self) -> Ints:
-        """All tokens known: the prompt and what was sampled."""
+        """Return all known tokens: the prompt and the output."""
         return self.tokens[: self.length]
 
     @property
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """The tokens that the grammar allows next, bool [V]; ``None`` where there is no grammar."""
+        """Return the tokens that the grammar allows next, bool [V], or ``None`` without a grammar."""
         return None if self.constraint is None else self.constraint.allowed()
 
     @property
     def output(self) -> Ints:
-        """What was sampled."""
+        """Return the sampled tokens."""
         return self.tokens[self.num_prompt : self.length]
 
     def append(self, sampled: Sampled) -> None:
-        """Take a token in, and set ``finish`` if the generation is over with it."""
+        """Append a token, and set ``finish`` if it ends the generation."""
         self.tokens[self.length] = sampled.token_id
         self.length += 1
         self.outbox.append(sampled)
@@ -163,6 +165,6 @@ class Generation:
 
     @property
     def _is_complete(self) -> bool:
-        """Whether nothing can follow but a stop token, and there is none, or no room for it."""
+        """Return whether only a stop token can follow, but there is none, or no room for it."""
         constraint = self.constraint
         return constraint is not None and constraint.is_over and (self.length >= self.limit or not constraint.has_stop)

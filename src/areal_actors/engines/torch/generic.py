@@ -1,4 +1,4 @@
-"""The path for any transformers model whose attention is pluggable: its own modules, with our attention in them."""
+"""The path for any transformers model with pluggable attention: the model's own modules, with our attention in them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["GenericForward"]
 _ATTENTION_NAME = "areal_actors_slots"
 _step: ContextVar[StepAttention] = ContextVar("areal_actors_step")
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
-"""What some models ask of their attention and slots cannot do."""
+"""Options of some models' attention that slots do not support."""
 
 
 class GenericForward:
-    """Runs ``model`` on flat batches; its modules and weights are used as they are."""
+    """Runs ``model`` on flat batches, with its modules and weights unchanged."""
 
     def __init__(self, model: Any) -> None:
         if not getattr(model, "_supports_attention_backend", False):
@@ -41,7 +41,7 @@ class GenericForward:
         self.aliases: Mapping[str, str] = {name: target for name, target in tied.items() if name not in self.parameters}
 
     def run(self, batch: FlatBatch, attention: StepAttention) -> torch.Tensor:
-        """Logits float32 [M, V]."""
+        """Return logits float32 [M, V]."""
         token = _step.set(attention)
         try:
             logits = self._model(
@@ -66,7 +66,7 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers' modules call it: ``query`` [1, Hq, N, D] to [1, N, Hq, Dv]."""
+    """Compute attention with the signature of transformers: from ``query`` [1, Hq, N, D] to [1, N, Hq, Dv]."""
     asked = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if sliding_window is not None or asked or attention_mask is not None:
         asked += ["sliding_window"] * (sliding_window is not None) + ["attention_mask"] * (attention_mask is not None)

@@ -1,8 +1,9 @@
-"""Where keys and values live: a main part per slot, and a tail row per decoding generation. Knows no requests.
+"""Storage of keys and values: a main part per slot, and a tail row per decoding generation. Independent of requests.
 
-The main part holds what prefill computed, the tail what was sampled since. Tails of all rows begin in column 0, so that
-one batched product serves every row's own tokens however long its prompt is; the main parts are read by segments that
-rows share. When a generation ends its tail is appended to its slot, which stays as a prefix cache. Both grow on demand.
+The main part holds the results of prefill, the tail the tokens sampled since. The tails of all rows begin in column 0,
+so that one batched product serves every row's own tokens however long its prompt is; the main parts are read by
+segments that rows share. When a generation ends, its tail is appended to its slot, which remains as a prefix cache.
+Both grow on demand.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from attrs import define
 __all__ = ["KeyValues", "LayerKeyValues"]
 
 COLUMN_STEP = 64
-"""Capacities in tokens are multiples of it: growth copies everything, so it should be rare."""
+"""Capacities in tokens are multiples of this number: growth copies everything, so it should be rare."""
 ROW_STEP = 8
 
 
 @define(eq=False)
 class LayerKeyValues:
-    """``keys``, ``values`` [slots, Hk, columns, D]; ``tail_keys``, ``tail_values`` [rows, Hk, columns, D]."""
+    """One layer.
+
+    ``keys`` and ``values`` are [slots, Hk, columns, D]; ``tail_keys`` and ``tail_values`` are [rows, Hk, columns, D].
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -28,7 +32,7 @@ class LayerKeyValues:
 
 
 class KeyValues:
-    """All layers. A layer is allocated when it first writes, with the head counts and sizes that it writes."""
+    """All layers. A layer is allocated at its first write, with the number and size of the heads written."""
 
     def __init__(self) -> None:
         self.layers: list[LayerKeyValues] = []
@@ -36,7 +40,7 @@ class KeyValues:
         self._tail = (ROW_STEP, COLUMN_STEP)
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKeyValues:
-        """The layer ``index``, made to fit ``keys`` and ``values`` [Hk, N, D] if it is new."""
+        """Return the layer ``index``. A new one is allocated to fit ``keys`` and ``values`` [Hk, N, D]."""
         while len(self.layers) <= index:
             shapes = (self._main, self._main, self._tail, self._tail)
             likes = (keys, values, keys, values)
@@ -76,7 +80,10 @@ class KeyValues:
 
 
 def _enlarge(have: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
-    """The next capacity that holds ``rows`` and ``columns``: half as much again at least, so that growth is seldom."""
+    """Return a capacity for ``rows`` and ``columns``.
+
+    A dimension that grows becomes at least half as large again, so that growth is rare.
+    """
     new_rows = have[0] if rows <= have[0] else _round_up(max(rows, have[0] * 3 // 2), ROW_STEP)
     new_columns = have[1] if columns <= have[1] else _round_up(max(columns, have[1] * 3 // 2), COLUMN_STEP)
     return new_rows, new_columns

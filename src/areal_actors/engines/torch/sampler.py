@@ -1,9 +1,9 @@
-"""From logits to ids and log-probabilities, a batch at a time.
+"""Sample ids and compute log-probabilities from logits, a batch at a time.
 
-Order, per row: the grammar's mask, penalties and bias on the logits, temperature, top-k, top-p, min-p, then the inverse
-of the cumulative distribution at the row's own uniform number. Rows with neutral settings, which is nearly all of them
+The order per row is: the grammar's mask, penalties and bias on the logits, temperature, top-k, top-p, min-p, then the
+inverse of the cumulative distribution at the row's own uniform number. Rows with neutral settings, which are nearly all
 in training, are neither sorted nor copied. Reported log-probabilities are those of the distribution that was sampled
-from; the raw ones know neither settings nor grammar.
+from; raw ones ignore settings and grammar.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["Draw", "RowSampling", "sample"]
 
 _BLOCK = 256
 _NUM_CANDIDATES = 1024
-"""Truncated rows look at that many most probable tokens before they sort the whole vocabulary."""
+"""Truncated rows consider this many most probable tokens before they sort the whole vocabulary."""
 
 
 @frozen(eq=False)
 class RowSampling:
-    """How to sample one row: settings, its uniform number in [0, 1), and the tokens that penalties look at.
+    """How to sample one row: settings, its uniform number in [0, 1), and the tokens to which penalties apply.
 
-    ``allowed`` (bool [V]) are the tokens that may be sampled; ``None`` are all.
+    ``allowed`` (bool [V]) are the tokens that may be sampled; ``None`` allows all.
     """
 
     sampling: Sampling
@@ -39,15 +39,15 @@ class RowSampling:
 
     @property
     def is_neutral(self) -> bool:
-        """Whether the plain softmax is sampled from."""
+        """Return whether the row is sampled from the plain softmax."""
         return self.allowed is None and _is_neutral(self.sampling)
 
 
 @frozen(eq=False)
 class Draw:
-    """What was sampled per row.
+    """The sampled tokens, one per row.
 
-    ``is_finite`` is false where nothing could be sampled: logits were no numbers, or no token was allowed.
+    ``is_finite`` is false where nothing could be sampled: logits were not finite, or no token was allowed.
     """
 
     token_ids: list[int]
@@ -58,7 +58,7 @@ class Draw:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Draw:
-    """Sample one token per row of ``logits`` (float32 [B, V], left unchanged)."""
+    """Sample one token per row of ``logits`` (float32 [B, V], not modified)."""
     log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
     is_finite = torch.isfinite(log_norm[:, 0])
     raw = logits - log_norm
@@ -82,7 +82,10 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Draw:
 
 
 def _shape(raw: torch.Tensor, logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
-    """Log-probabilities [B, V] of the distributions to sample from; ``raw`` itself where every row is neutral."""
+    """Return the log-probabilities [B, V] of the distributions to sample from.
+
+    This is ``raw`` itself if all rows are neutral.
+    """
     shaped = [i for i, row in enumerate(rows) if not row.is_neutral]
     if not shaped:
         return raw
@@ -110,9 +113,9 @@ def _is_adjusted(sampling: Sampling) -> bool:
 
 
 def _adjust(logits: torch.Tensor, row: RowSampling) -> torch.Tensor:
-    """``logits`` [V] after the mask, penalties and bias, none of which brings back what the mask took.
+    """Return ``logits`` [V] after the mask, penalties and bias, none of which restores a masked token.
 
-    Repetition looks at prompt and output; frequency and presence at the output.
+    Repetition penalties apply to prompt and output; frequency and presence penalties to the output.
     """
     sampling = row.sampling
     if row.allowed is not None:
@@ -135,13 +138,14 @@ def _adjust(logits: torch.Tensor, row: RowSampling) -> torch.Tensor:
 
 
 def _truncate(logprobs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """``logprobs`` [V] after top-k, top-p and min-p, normalised again; what falls away is -inf."""
+    """Return ``logprobs`` [V] after top-k, top-p and min-p, normalised again; removed tokens have -inf."""
     if not _is_truncated(sampling):
         return logprobs
     size = len(logprobs)
     num = min(size, max(_NUM_CANDIDATES, sampling.top_k))
     values, ids = torch.topk(logprobs, num)
     kept = _num_kept(values, sampling)
+    # All candidates survived, so more of the vocabulary may: sort it.
     if kept == num < size:
         values, ids = torch.sort(logprobs, descending=True, stable=True)
         kept = _num_kept(values, sampling)
@@ -151,7 +155,7 @@ def _truncate(logprobs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _num_kept(values: torch.Tensor, sampling: Sampling) -> int:
-    """How many of the descending log-probabilities ``values`` survive; at least one."""
+    """Return how many of the descending log-probabilities ``values`` survive; at least one."""
     probabilities = values.double().exp()
     kept = len(values) if sampling.top_k == 0 else min(sampling.top_k, len(values))
     if sampling.top_p < 1.0:
@@ -164,9 +168,9 @@ def _num_kept(values: torch.Tensor, sampling: Sampling) -> int:
 
 
 def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first id [B] at which the cumulative ``probabilities`` [B, V] exceed ``uniforms`` [B] of their total.
+    """Return the first id [B] at which the cumulative ``probabilities`` [B, V] exceed ``uniforms`` [B] of their total.
 
-    Done in two steps, over blocks and then within one, so that no cumulative sum over the vocabulary is needed.
+    This takes two steps, over blocks and then within one, so that no cumulative sum over the vocabulary is needed.
     """
     size = probabilities.shape[1]
     if size % _BLOCK:
@@ -182,9 +186,13 @@ def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
 
 
 def _first_beyond(ends: torch.Tensor, target: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
-    """Index [B, 1] of the first of the ascending ``ends`` [B, n] above ``target`` [B, 1], never one without mass."""
+    """Return the index [B, 1] of the first of the ascending ``ends`` [B, n] above ``target`` [B, 1].
+
+    It is never an index without mass.
+    """
     index = (ends <= target).sum(-1, keepdim=True)
     places = torch.arange(ends.shape[1], device=ends.device)
+    # Rounding may put the target above the last end.
     last = torch.where(masses > 0, places, 0).amax(-1, keepdim=True)
     return torch.minimum(index, last)
 

@@ -1,9 +1,9 @@
-"""Who runs where: places ("slots") for keys and values, the prefix cache in them, what each step computes. No tensors.
+"""Schedule generations: slots for keys and values, the prefix cache in them, and the work of each step. No tensors.
 
-A slot belongs to one running generation, or is free and keeps what it holds as a prefix cache. An arriving generation
-takes the longest prefix that any slot holds: in place where it simply continues a free slot (the next turn of an
-episode), by copy otherwise. If a running prefill is about to hold more of it, the generation waits for that: of a group
-of equal prompts only the first is computed. Nothing can wait for ever: it only waits for a prefill, and each step
+A slot belongs to one running generation, or is free and keeps its contents as a prefix cache. A new generation uses the
+longest prefix that any slot holds: in place if it simply continues a free slot (the next turn of an episode), by copy
+otherwise. If a running prefill is about to hold more of it, the generation waits for that: of a group of equal prompts,
+only the first is computed. No generation waits indefinitely, because it only waits for a prefill, and each step
 advances one.
 """
 
@@ -23,7 +23,7 @@ from areal_actors.engines.torch.sharing import common_prefix
 __all__ = ["Admission", "Prefill", "Scheduler", "Slot"]
 
 MIN_WAIT_GAIN = 16
-"""Waiting for another's prefill must save that many tokens; fewer are sooner computed than waited for."""
+"""Waiting for another prefill must save this many tokens; fewer are computed faster than waited for."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -32,9 +32,9 @@ _NO_TOKENS = np.empty(0, np.int32)
 class Slot:
     """A place for the keys and values of one sequence.
 
-    ``tokens`` are what it holds or will hold; the first ``ready`` are there.
-    ``logits`` (float32 [V], a tensor) follow the last of ``tokens`` where they are known, so that an equal prompt needs
-    no computation at all. ``used`` orders free slots by age.
+    ``tokens`` are those that it holds or will hold; the first ``ready`` are computed. ``logits`` (float32 [V], a
+    tensor) follow the last of ``tokens`` where they are known, so that an equal prompt needs no computation at all.
+    ``used`` orders free slots by age.
     """
 
     index: int
@@ -45,13 +45,16 @@ class Slot:
     logits: Any = None
 
     def clear(self) -> None:
-        """Forget what it holds."""
+        """Discard the contents."""
         self.tokens, self.ready, self.logits = _NO_TOKENS, 0, None
 
 
 @frozen
 class Admission:
-    """``generation`` takes its slot; the first ``num_cached`` tokens come from ``source``, maybe the slot itself."""
+    """A generation that takes ``slot``.
+
+    Its first ``num_cached`` tokens come from ``source``, which may be the slot itself.
+    """
 
     generation: Generation
     slot: Slot
@@ -69,12 +72,12 @@ class Prefill:
 
     @property
     def is_last(self) -> bool:
-        """Whether the next token can be sampled after it."""
+        """Return whether the next token can be sampled after it."""
         return self.stop == self.generation.base
 
 
 class Scheduler:
-    """The book of slots and queues. Only the engine's thread calls it."""
+    """The slots and queues. Only the engine's thread calls it."""
 
     def __init__(self, *, num_slots: int, prefill_chunk: int, deterministic: bool = False) -> None:
         self.slots = tuple(Slot(index) for index in range(num_slots))
@@ -87,15 +90,15 @@ class Scheduler:
 
     @property
     def running(self) -> list[Generation]:
-        """Those that have a slot, longest running first."""
+        """Return the generations that have a slot, longest running first."""
         return [*self.decoding, *self.prefilling]
 
     def add(self, generation: Generation) -> None:
-        """Put it at the end of the queue."""
+        """Append a generation to the queue."""
         self.waiting.append(generation)
 
     def admit(self, *, may_start: Callable[[Generation], bool] = lambda _: True) -> list[Admission]:
-        """Give slots to those that wait, in order of arrival; copies are to be made in the order returned."""
+        """Assign slots to waiting generations in order of arrival. Copies must be made in the order returned."""
         admissions = []
         for generation in list(self.waiting):
             if all(slot.owner is not None for slot in self.slots):
@@ -122,7 +125,7 @@ class Scheduler:
         return Admission(generation, slot, source, num_cached)
 
     def _find_prefix(self, generation: Generation) -> tuple[Slot | None, int, bool]:
-        """The slot that holds most of it, how much, and whether to wait for one that soon holds more."""
+        """Return the slot with the longest prefix, its length, and whether to wait for a slot that soon holds more."""
         context = generation.context
         best: Slot | None = None
         best_ready, best_coming = 0, 0
@@ -136,25 +139,28 @@ class Scheduler:
             if slot.owner is not None and slot.ready < slot.owner.base:
                 best_coming = max(best_coming, common)
         gain = best_coming - best_ready
-        is_all = best_coming == len(context)  # of an equal prompt even the next token's logits will be there
+        is_all = best_coming == len(context)  # for an equal prompt, the next token's logits will be cached, too
         return best, best_ready, gain >= MIN_WAIT_GAIN or (is_all and gain > 0)
 
     def _usable(self, slot: Slot, ready: int, num_needed: int) -> int:
-        """Without the logits that follow it the last token is computed again (in deterministic mode, all are)."""
+        """Return how many of the ``ready`` tokens can be used.
+
+        Without the logits that follow it, the last token must be computed again (in deterministic mode, all must).
+        """
         has_logits = slot.logits is not None and len(slot.tokens) == num_needed
         if ready < num_needed or has_logits:
             return ready
         return 0 if self._deterministic else num_needed - 1
 
     def _choose_slot(self, source: Slot | None, num_cached: int) -> Slot:
-        """The source itself if it is free and loses nothing; else the free slot that was used longest ago."""
+        """Return the source itself if it is free and loses nothing, else the free slot that was used longest ago."""
         if source is not None and source.owner is None and num_cached >= source.ready - 1:
             return source
         free = [slot for slot in self.slots if slot.owner is None]
         return min(free, key=lambda slot: (slot.ready > 0, slot is source, slot.used))
 
     def plan_prefills(self) -> list[Prefill]:
-        """What to compute of prompts in this step: at most ``prefill_chunk`` tokens, first come, first served."""
+        """Return the prompt tokens to compute in this step: at most ``prefill_chunk``, first come, first served."""
         budget = self._chunk
         plan = []
         for generation in self.prefilling:
@@ -168,7 +174,10 @@ class Scheduler:
         return plan
 
     def complete_prefill(self, prefill: Prefill, logits: Any = None) -> None:
-        """Its keys and values are there; ``logits`` follow its last token if it was the last part."""
+        """Record that the keys and values of a prefill are computed.
+
+        ``logits`` follow its last token if it was the last part of the prompt.
+        """
         generation = prefill.generation
         assert generation.slot is not None
         generation.slot.ready = prefill.stop
@@ -178,7 +187,7 @@ class Scheduler:
             self.decoding.append(generation)
 
     def release(self, generation: Generation, *, num_ready: int) -> None:
-        """The generation is over: its slot stays as a cache of its first ``num_ready`` tokens."""
+        """Release the slot of a finished generation, which remains as a cache of the first ``num_ready`` tokens."""
         slot = generation.slot
         if slot is None:
             if generation in self.waiting:
@@ -193,7 +202,10 @@ class Scheduler:
         slot.tokens, slot.ready = generation.tokens[:num_ready].copy(), num_ready
 
     def forget_all(self) -> None:
-        """The weights changed: nothing held is valid. All that run go back to the head of the queue, in order."""
+        """Discard all contents after the weights changed.
+
+        Running generations go back to the head of the queue, in order.
+        """
         for generation in reversed(self.running):
             generation.slot = None
             self.waiting.appendleft(generation)

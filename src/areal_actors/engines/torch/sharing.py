@@ -1,9 +1,10 @@
-"""Which rows of a batch share a prefix, so that its keys and values are read once for all of them. Pure.
+"""Find rows of a batch that share a prefix, so that its keys and values are read once for all of them. Pure.
 
 Rows that begin with the same tokens have the same keys and values there (whichever slot holds them), and attention over
-a prefix that m rows share is one matrix product with m times the queries instead of m products, each reading the same
-memory. On CPUs decoding waits for memory, so a group of eight answers to one prompt decodes about four times as fast in
-attention. ``attention.py`` computes each segment for its rows and joins the parts by their log-sum-exp, which is exact.
+a prefix that m rows share is one matrix product with m times the queries instead of m products that each read the same
+memory. On CPUs, decoding is limited by memory bandwidth, so a group of eight answers to one prompt decodes about four
+times as fast in attention. ``attention.py`` computes each segment for its rows and joins the parts by their
+log-sum-exp, which is exact.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from areal_actors.domain import Ints
 __all__ = ["Segment", "SharingPlan", "common_prefix", "plan_alone", "plan_sharing"]
 
 MIN_SHARED_TOKENS = 32
-"""A shorter segment costs more in calls than its memory traffic does."""
+"""A shorter segment costs more in calls than it saves in memory traffic."""
 MAX_DEPTH = 4
 
 
@@ -26,7 +27,7 @@ MAX_DEPTH = 4
 class Segment:
     """Tokens [``start``, ``stop``) that rows [``first``, ``last``) of the plan's order have in common, at ``level``.
 
-    Level numbers are those of the parts that are joined per row: no row has two segments of one level.
+    Level numbers identify the parts that are joined per row: no row has two segments of one level.
     """
 
     level: int
@@ -38,19 +39,19 @@ class Segment:
 
 @frozen
 class SharingPlan:
-    """``order[i]`` is the given row that stands at place i; the segments of a row tile its tokens exactly."""
+    """``order[i]`` is the original index of the row at place i; the segments of a row tile its tokens exactly."""
 
     order: tuple[int, ...]
     segments: tuple[Segment, ...]
 
     @property
     def depth(self) -> int:
-        """How many levels there are."""
+        """Return the number of levels."""
         return max((segment.level for segment in self.segments), default=-1) + 1
 
 
 def common_prefix(first: Ints, second: Ints) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     length = min(len(first), len(second))
     if length == 0 or first[0] != second[0]:
         return 0
@@ -60,13 +61,14 @@ def common_prefix(first: Ints, second: Ints) -> int:
 
 
 def plan_alone(rows: Sequence[Ints]) -> SharingPlan:
-    """Every row by itself, in the given order."""
+    """Return a plan without sharing, in the given order."""
     segments = tuple(Segment(0, 0, len(row), i, i + 1) for i, row in enumerate(rows) if len(row))
     return SharingPlan(tuple(range(len(rows))), segments)
 
 
 def plan_sharing(rows: Sequence[Ints], *, min_shared: int = MIN_SHARED_TOKENS) -> SharingPlan:
-    """Order ``rows`` (token ids, each [T]) so that those that share a prefix are neighbours; cut them into segments."""
+    """Return a plan that puts ``rows`` (token ids, each [T]) with a common prefix next to each other, in segments."""
+    # Big-endian bytes sort like the token ids themselves.
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i4").tobytes())
     common = [common_prefix(rows[a], rows[b]) for a, b in pairwise(order)]
     lengths = [len(rows[i]) for i in order]

@@ -1,4 +1,4 @@
-"""One step on tensors: from what the scheduler decided to logits. Owns keys, values and tail rows; decides nothing."""
+"""Execute one step on tensors: from the scheduler's decisions to logits. Owns keys, values and tail rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["StepRunner"]
 class StepRunner:
     """Computes steps. Only the engine's thread calls it.
 
-    ``is_padded`` chooses how main parts are read (see ``StepAttention``); by default as suits the device.
+    ``is_padded`` selects how main parts are read (see ``StepAttention``); the default depends on the device.
     """
 
     def __init__(self, forward: Forward, config: TorchEngineConfig, *, is_padded: bool | None = None) -> None:
@@ -30,7 +30,7 @@ class StepRunner:
         self._config = config
         self._device = next(iter(forward.parameters.values())).device
         self._is_padded = self._device.type != "cpu" if is_padded is None else is_padded
-        # A multiple of any vector width, so that no row stands in a kernel's remainder loop, which may round otherwise.
+        # A multiple of any vector width, so that no row is in a kernel's remainder loop, which may round differently.
         self._num_fixed_rows = -(-config.max_concurrent // 64) * 64
         self._kv = KeyValues()
         self._free_tails = list(range(config.max_concurrent))
@@ -38,16 +38,16 @@ class StepRunner:
         self._plan = SharingPlan((), ())
 
     def admit(self, admission: Admission) -> None:
-        """Bring the cached prefix into the generation's slot."""
+        """Copy the cached prefix into the generation's slot."""
         source, slot = admission.source, admission.slot
         self._kv.reserve(slots=slot.index + 1, columns=admission.generation.base)
         if source is not None and source is not slot and admission.num_cached:
             self._kv.copy_prefix(source.index, slot.index, admission.num_cached)
 
     def release(self, generation: Generation) -> int:
-        """Bring what was sampled into the slot and free the tail row; returns how many tokens the slot now holds.
+        """Append the sampled tokens to the slot, free the tail row, and return how many tokens the slot now holds.
 
-        The last sampled token was never computed on, so it is not among them.
+        The last sampled token is not among them, because its keys and values were never computed.
         """
         slot = generation.slot
         if slot is None:
@@ -60,7 +60,7 @@ class StepRunner:
         return generation.base + num_tail
 
     def drop_tail(self, generation: Generation) -> None:
-        """Free the tail row without keeping what it holds."""
+        """Free the tail row without keeping its contents."""
         if generation.tail_row >= 0:
             heapq.heappush(self._free_tails, generation.tail_row)
             generation.tail_row = -1
@@ -69,11 +69,12 @@ class StepRunner:
     def run(
         self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]
     ) -> tuple[torch.Tensor, list[Generation]]:
-        """Logits float32 [M, V] and the generations that they belong to: decoding, ready, then completed prefills."""
+        """Return logits float32 [M, V] and their generations: decoding, ready, then completed prefills."""
         parts = []
         order = self._order(decoding) if decoding else []
         groups = [(order, prefills)]
         if self._config.deterministic:
+            # Separate batches: a row must not depend on the prompts in its batch.
             groups = [(order, ()), ([], prefills)]
         stored = [g.slot.logits for g in ready if g.slot is not None]
         done = [p.generation for p in prefills if p.is_last]
@@ -87,7 +88,7 @@ class StepRunner:
         return torch.cat(parts) if len(parts) > 1 else parts[0], [*order, *done]
 
     def _order(self, decoding: Sequence[Generation]) -> list[Generation]:
-        """The rows in the order of the sharing plan, which is made anew when rows came or went."""
+        """Return the rows in the order of the sharing plan, which is computed again when rows were added or removed."""
         if tuple(decoding) != self._planned:
             self._planned = tuple(decoding)
             mains = [g.tokens[: g.base] for g in decoding]
@@ -114,7 +115,7 @@ class StepRunner:
         batch = FlatBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(wanted, dtype=np.int64)))
         attention = StepAttention(self._kv, layout, spans, is_padded=self._is_padded)
         logits = self._forward.run(batch, attention)
-        return logits if num_rows == len(rows) else logits[: len(rows)]  # deterministic steps have no spans beside rows
+        return logits if num_rows == len(rows) else logits[: len(rows)]  # with padding, there are no spans
 
     def _lay_out(self, rows: Sequence[Generation]) -> DecodeLayout:
         for row in rows:

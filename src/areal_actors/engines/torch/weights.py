@@ -1,4 +1,4 @@
-"""What a snapshot must hold to be loaded, and loading it: everything is checked before anything is touched."""
+"""Load a snapshot into the model's parameters, after checking all of it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAX_NAMED = 5
 def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
     """Copy the snapshot's weights into ``parameters``, cast to their dtype and device.
 
-    ``aliases`` may be left out of the snapshot: they are tied to parameters that it has.
+    ``aliases`` may be missing from the snapshot: they are tied to parameters that it has.
 
     Raises:
-        ModelError: missing, unknown, misshapen or unreadable weights; ``parameters`` are as they were.
+        ModelError: weights are missing, unknown, of another shape, or unreadable; ``parameters`` are unchanged.
     """
     state = _read(snapshot)
     problems = _find_problems(state, parameters, aliases)

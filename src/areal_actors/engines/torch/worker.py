@@ -1,8 +1,8 @@
 """The engine's thread: it owns the model, keys and values and every generation, and takes commands between two steps.
 
-Each turn of its loop takes the commands that came, admits what fits, computes one flat batch (decoding rows and a
-bounded piece of prompts), samples, and reports everything to the event loop in one call. It never waits for a consumer.
-If it dies, ``report`` is told why, once; nobody is left waiting.
+Each turn of its loop takes the commands that arrived, admits what fits, computes one flat batch (decoding rows and a
+bounded part of prompts), samples, and reports everything to the event loop in one call. It never waits for a consumer.
+If it fails, ``report`` receives the reason once, and every waiting task gets an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Submit:
 
 @frozen(eq=False)
 class Abort:
-    """End the generation of that id, or this one."""
+    """End the generation with the given id, or the given generation."""
 
     request_id: str | None = None
     generation: Generation | None = None
@@ -46,7 +46,7 @@ class Abort:
 
 @frozen(eq=False)
 class Pause:
-    """Stop sampling; ``reply`` when nothing is sampled any more."""
+    """Stop sampling; ``reply`` once nothing is sampled any more."""
 
     mode: PauseMode
     reply: Reply
@@ -54,12 +54,12 @@ class Pause:
 
 @frozen(eq=False)
 class Resume:
-    """Go on sampling."""
+    """Continue sampling."""
 
 
 @frozen(eq=False)
 class Load:
-    """Change the weights."""
+    """Replace the weights."""
 
     snapshot: Snapshot
     reply: Reply
@@ -67,7 +67,7 @@ class Load:
 
 @frozen(eq=False)
 class Close:
-    """End the thread; what runs is aborted."""
+    """End the thread; running generations are aborted."""
 
 
 Command = Submit | Abort | Pause | Resume | Load | Close
@@ -75,7 +75,7 @@ Command = Submit | Abort | Pause | Resume | Load | Close
 
 @define(eq=False)
 class Reply:
-    """How a command ended; ``done`` is called on the event loop after ``error`` has been set."""
+    """The result of a command; ``done`` is called on the event loop after ``error`` has been set."""
 
     done: Callable[[], None]
     error: Exception | None = None
@@ -83,7 +83,7 @@ class Reply:
 
 @frozen(eq=False)
 class Delivery:
-    """What one generation got in one step."""
+    """The tokens of one generation from one step."""
 
     generation: Generation
     sampled: Sequence[Sampled]
@@ -94,7 +94,7 @@ class Delivery:
 
 @define(eq=False)
 class Report:
-    """All that the event loop has to know after one turn of the thread's loop."""
+    """Everything that the event loop must know after one turn of the thread's loop."""
 
     version: int
     statistics: EngineStatistics
@@ -105,12 +105,12 @@ class Report:
 
     @property
     def is_news(self) -> bool:
-        """Whether anybody waits for it."""
+        """Return whether a task may be waiting for the report."""
         return bool(self.deliveries or self.replies or self.is_last)
 
 
 class Worker:
-    """Runs in one thread from ``run`` to its end. ``commands`` is the only thing that other threads touch."""
+    """Runs in one thread from ``run`` to its end. Other threads only touch ``commands``."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Worker:
         self._is_closing = False
 
     def run(self) -> None:
-        """The thread's whole life."""
+        """Run the thread until ``Close`` arrives or a step fails."""
         try:
             if self._config.num_threads is not None:
                 torch.set_num_threads(self._config.num_threads)
@@ -149,10 +149,10 @@ class Worker:
                 self._flush()
                 while not self._is_closing:
                     self._turn()
-        except BaseException as error:  # noqa: BLE001  whatever it is, those who wait must be told
+        except BaseException as error:  # noqa: BLE001  waiting tasks must be notified of any failure
             self._outgoing.failure = error
         self._outgoing.is_last = True
-        with suppress(RuntimeError):  # the event loop is gone: then nobody waits either
+        with suppress(RuntimeError):  # the event loop is closed, and no task waits
             self._flush()
 
     def _turn(self) -> None:
@@ -171,13 +171,13 @@ class Worker:
         return bool(self._scheduler.running) or any(map(self._may_start, self._scheduler.waiting))
 
     def _may_start(self, generation: Generation) -> bool:
-        """While a pause lets the running ones finish, only those begin again that have begun already."""
+        """Return whether ``generation`` may get a slot: while a pause waits, only one that has sampled before may."""
         return self._pause is None or len(generation.output) > 0
 
     # ------------------------------------------------------------------------------------------ commands
 
     def _take_commands(self) -> None:
-        """All that are there; waits for the first if there is nothing else to do."""
+        """Process all queued commands; wait for the first one if there is no other work."""
         must_wait = not self._can_step() and self._pause is None
         while True:
             try:
@@ -216,7 +216,7 @@ class Worker:
         self._pause = pause
 
     def _settle_pause(self) -> None:
-        """A pause has come about when nothing may go on; in mode KEEP that is at once."""
+        """Complete a pause once nothing may continue; in mode KEEP, at once."""
         if self._pause is None:
             return
         if self._pause.mode is not PauseMode.WAIT or not self._can_step():
@@ -248,7 +248,7 @@ class Worker:
             self._steps.admit(admission)
             self._count_admission(admission)
         prefills = self._scheduler.plan_prefills()
-        # Those whose next-token logits were found in the cache sample in this step; they have no token to compute yet.
+        # Generations whose next-token logits were cached sample in this step; they have no token to compute yet.
         ready = [a.generation for a in admissions if a.generation in self._scheduler.decoding]
         decoding = [g for g in self._scheduler.decoding if g not in ready]
         if not (prefills or ready or decoding):
@@ -262,7 +262,7 @@ class Worker:
             self._sample(logits, order)
 
     def _sample(self, logits: torch.Tensor, order: Sequence[Generation]) -> None:
-        # Masks are computed here, while an accelerator still computes the logits.
+        # Grammar masks are computed on the CPU while an accelerator still computes the logits.
         rows = [RowSampling(g.sampling, g.uniform(), g.request.prompt, g.output, g.allowed) for g in order]
         draw = sample(logits, rows)
         self._count(sampled_tokens=len(order))
@@ -279,7 +279,7 @@ class Worker:
                 self._deliver(generation)
 
     def _explain(self, generation: Generation, row: RowSampling) -> EngineError:
-        """Why no token could be sampled."""
+        """Return an error that explains why no token could be sampled."""
         name = f"Generation {generation.request.id}"
         if generation.constraint is not None and row.allowed is not None and not row.allowed.any():
             return EngineError(f"{name}: its grammar cannot be satisfied ({generation.constraint.failure}).")

@@ -1,4 +1,4 @@
-"""A reward rule of your own, attacked by Hypothesis on trees of every shape: ``pytest examples/property_test.py``."""
+"""A custom reward rule, tested by Hypothesis on trees of every shape: ``pytest examples/property_test.py``."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from areal_actors.testing.laws import REWARD_LAWS
 
 
 def best_continuation(tree: RewardTree, discount: float) -> list[float]:
-    """An answer earns its own reward, and more where one of its continuations passes more on."""
+    """Add to each reward the best discounted return of the continuations, where that is positive."""
     returns = list(tree.rewards)
     for child in tree.leaves_first():
         if (parent := tree.parents[child]) is not None:
@@ -17,5 +17,5 @@ def best_continuation(tree: RewardTree, discount: float) -> list[float]:
 
 @pytest.mark.parametrize("law", ["leaves keep their own", "free of order", "roots are independent"])
 def test_it_keeps_the_laws(law: str) -> None:
-    """It is not linear, and pays no attention to the order in which answers came."""
+    """The rule obeys these laws. It is not linear, and does not depend on the order of the answers."""
     REWARD_LAWS[law].check(best_continuation)

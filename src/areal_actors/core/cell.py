@@ -105,6 +105,7 @@ class Cell(Watched):
         self.incarnation = 0
         self.state = ActorState.STARTING
         self.handlers: dict[type[AnyMessage[Any]], Handler] = blueprint.first.handlers
+        # Functions of serial handlers by message class: one look-up per message on the fast path of ``Serving``.
         self.serial: dict[type, Callable[[Any, Any], Awaitable[Any]]] = {
             message: handler.function
             for message, handler in self.handlers.items()
@@ -135,7 +136,7 @@ class Cell(Watched):
         """Return the frame that keeps the loop from taking the next message; ``None`` while the loop is idle."""
         return self.occupying if self.mailbox.wake is None else None
 
-    # ------------------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------------------------ incarnations
 
     async def run(self) -> None:
         """Run the actor, with restarts after crashes, until it is stopped, its policy gives up or it is cancelled."""
@@ -227,6 +228,7 @@ class Cell(Watched):
         Idempotent. Repeated calls can only shorten the deadline.
         """
         deadline = self.loop.now() + (self.system.grace if grace is None else grace)
+        # A later stop with a shorter grace period still counts.
         self._stop_deadline = min(self._stop_deadline, deadline)
         if self._scope is not None:
             self._scope.deadline = min(self._scope.deadline, self._stop_deadline)
@@ -306,7 +308,7 @@ class Cell(Watched):
         self.report(down)
         return down
 
-    # ------------------------------------------------------------------------------------------------ tasks, figures
+    # ------------------------------------------------------------------------------------------------ tasks, statistics
 
     def start_background(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
         """Run ``function`` in the background of the present incarnation."""

@@ -64,6 +64,7 @@ class BoundedLog:
             if not is_full:
                 file.write(chunk)
         if is_full:
+            # One rotation, so that the log never takes more than two files.
             path.rename(path.with_name(f"{path.name}.1"))
             path.write_bytes(chunk)
 
@@ -139,6 +140,7 @@ class Child:
         On Python before 3.12, ``asyncio`` also waits for the pipes to close, so that it waits forever if a command
         leaves a server running. Hence the wait on a pidfd, where the system has them.
         """
+        # Only Linux has pidfds.
         if not hasattr(os, "pidfd_open"):
             await self.process.wait()
             return

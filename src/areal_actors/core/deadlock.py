@@ -82,6 +82,7 @@ def _path(start: Frame, goal: Frame) -> list[Frame] | None:
 
 
 def _successors(frame: Frame) -> list[Frame]:
+    # A queued envelope waits for the loop; a running frame waits for what it has asked.
     if frame.phase is _QUEUED:
         occupant = frame.cell.occupant()
         return [] if occupant is None else [occupant]

@@ -88,6 +88,7 @@ class Ask(Frame):
 
     def claim_reply(self) -> Any:
         """Return the reply, once, and drop the reference so that only the asker owns it."""
+        # Not kept here: the reply may hold large arrays, and this envelope may live on in a timer's context.
         reply, self.reply = self.reply, None
         return reply
 

@@ -56,6 +56,7 @@ class Serving:
 
         Raises the error of a told message.
         """
+        # After a restart: messages that the previous incarnation had parked.
         self._mailbox.restore()
         while not await self._serve_under_one_scope():
             pass
@@ -171,6 +172,7 @@ class Serving:
             ask.finish()
 
     def _place(self, handler: Handler, entry: object) -> None:
+        # Parked instead of waited for, so that messages of other kinds are not delayed.
         if self._places[handler] >= handler.concurrency:
             self._mailbox.park(handler, entry)
         else:

@@ -217,6 +217,7 @@ class ActorSystem:
 
     def forget(self, cell: Cell) -> None:
         """Remove a cell that has ended, which frees its name. Called by the cell."""
+        # The name may already belong to another actor.
         if self._cells.get(cell.name) is cell:
             del self._cells[cell.name]
 

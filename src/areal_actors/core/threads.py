@@ -40,6 +40,7 @@ class OwnThread:
             try:
                 yield thread
             finally:
+                # The sentinel ends the loop after everything that was queued before.
                 thread._work.put(None)
 
     async def run(self, function: Callable[[], R]) -> R:

@@ -113,7 +113,8 @@ class ParityProbe:
         closing = None if end is None else self.suffix.find_closing(whole, end)
         if end is None or closing is None or whole[closing:] != tail:
             return False
-        # After a call's last argument its closing syntax is allowed, but no part of the new messages.
+        # After a call's last argument its closing syntax is allowed, but no part of the new messages: a template that
+        # does not close an answer with calls has its next end of turn only after the tool's result.
         rest = whole[end:closing]
         is_clean = not any(mark in rest for mark in case.new_marks) if case.answer.tool_calls else not rest.strip()
         encode = self.vocabulary.encode

@@ -109,7 +109,7 @@ class Shape:
 
     opening: tuple[str, ...]
     is_after_result: bool
-    """True if the answer follows the result of a tool."""
+    """True if the answer follows the result of a tool; some templates render the last result differently."""
     answer: Trait
     new: tuple[Trait, ...]
     has_tools: bool

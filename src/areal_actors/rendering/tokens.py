@@ -83,6 +83,7 @@ class _WindowDetokenizer:
         said: list[str] = []
         for token_id in token_ids:
             piece = self._pieces[token_id]
+            # The look-up replaces decoding the token together with its neighbours.
             if piece and self._is_amid:
                 self._said = [token_id]
                 said.append(piece)

@@ -172,6 +172,7 @@ class Channel(Watched):
         if outgoing is None:
             self._waiting.remove(call)
             call.finish(error=ActorStopped("the asker left"))
+        # Not written yet: the other side never learns of the call, so its credit is free again.
         elif peer.connection.outbox.withdraw(outgoing):
             peer.forget(call)
             call.finish(error=ActorStopped("the asker left"))
@@ -189,7 +190,7 @@ class Channel(Watched):
         self._bytes_under_way += call.size
         self.peer.send(call)
 
-    # ------------------------------------------------------------------------------------------------ its life
+    # ------------------------------------------------------------------------------------------------ incarnations
 
     def go_down(self, reason: DownReason, incarnation: int, error: str | None, *, is_restarting: bool) -> None:
         """Record that an incarnation has ended, as far as this side knows, and notify watchers."""
@@ -220,7 +221,7 @@ class Channel(Watched):
             else:
                 call.cut(cause)
 
-    # ------------------------------------------------------------------------------------------------ words
+    # ------------------------------------------------------------------------------------------------ statistics
 
     def statistics(self) -> ActorStatistics:
         """Return what this side knows about the actor: the counts cover only the calls of this side."""

@@ -148,6 +148,7 @@ async def read_packet(stream: ByteStream) -> tuple[dict[str, Any], bytes]:
     magic, length = _PREFIX.unpack(prefix)
     if magic != _MAGIC:
         raise ProtocolError(f"what came is no hello of areal_actors but {prefix!r}")
+    # Checked before the body is read, because the other side is not authenticated yet.
     if length > _MAX_BYTES:
         raise ProtocolError(f"a hello of {length} bytes is too large")
     body = await _read_exactly(stream, length)

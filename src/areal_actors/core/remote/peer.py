@@ -217,7 +217,7 @@ class Peer:
     def on_frame(self, frame: Frame) -> None:
         """Process a frame; see ``connection.Owner``."""
         kind = frame.kind
-        if frame.seconds != frame.seconds:  # NaN would break the ordering of deadlines in the event loop
+        if frame.seconds != frame.seconds:  # NaN as a deadline would break the event loop's ordering of timers
             raise ProtocolError(f"a frame of kind {kind.name} has no time")
         if kind in _REQUESTS:
             self._server.on_request(frame)
@@ -296,6 +296,7 @@ class Peer:
         # The consumer's buffer is bounded even if the other side ignores the credit.
         if len(call.buffer) >= call.limit:
             raise ProtocolError(f"a stream of {self._name(call)} sends more than it has credit for")
+        # Items are numbered, so that replayed bytes cannot deliver one twice.
         if frame.seconds != call.num_items:
             raise ProtocolError(f"item {frame.seconds:g} of {self._name(call)} came where item {call.num_items} is due")
         call.num_items += 1

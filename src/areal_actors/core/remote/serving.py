@@ -172,7 +172,7 @@ class Server:
         ask = self._running.get(call)
         if ask is not None:
             ask.cell.abandon(ask)
-        elif call > self._last_id:  # the request is still arriving, or follows in the same read
+        elif call > self._last_id:  # the request is still arriving, or follows in the same read; it must not start
             self._withdrawn_id = call
 
     def on_taken(self, call: int, num_items: int) -> None:
@@ -330,6 +330,8 @@ class _Answering:
     def set(self) -> None:
         """Send the outcome of the ask. If it was never admitted, its credit is returned now."""
         self.on_admission(False)
+        # The ask refers to this object. Without breaking the cycle, received arrays stayed in memory until the garbage
+        # collector ran: a process that was sent 150 arrays of 16 MiB grew to 1.4 GiB.
         ask, self._ask = self._ask, None
         if ask is not None:
             self._server.answer(self._call, ask)

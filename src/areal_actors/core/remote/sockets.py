@@ -215,6 +215,7 @@ class _AsyncioWriter:
         self._wait_for_room(is_needed=False)
 
     def _on_arrival(self) -> None:
+        # Not called directly, so that everything queued in this turn of the loop leaves in one write.
         self._loop.call_soon(self.on_ready)
 
     def _wait_for_room(self, *, is_needed: bool) -> None:
@@ -263,6 +264,7 @@ async def accept(listening: socket.socket) -> SocketStream:
         except (BlockingIOError, ConnectionError):
             continue
         except OSError as error:
+            # A lack of descriptors is temporary and must not end the listener.
             if error.errno not in _EXHAUSTED:
                 raise
             if not is_told:

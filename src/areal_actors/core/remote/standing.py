@@ -209,6 +209,7 @@ class Line:
             Unreachable: it is.
         """
         node, newest = self._newest
+        # An address may still lead to an earlier incarnation that has not noticed its replacement.
         if peer.node == node and peer.incarnation < newest:
             raise Unreachable(
                 f"node {node!r} lives as incarnation {newest}; incarnation {peer.incarnation} is over", sent=False

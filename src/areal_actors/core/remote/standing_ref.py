@@ -89,7 +89,7 @@ class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
         near = self._present()
         return _unknown(self._name, self._incarnation) if near is None else near.statistics()
 
-    # ------------------------------------------------------------------------------------------------ its life
+    # ------------------------------------------------------------------------------------------------ incarnations
 
     def attach(self) -> None:
         """Use the actor of the present connection, if it is exposed there.
@@ -145,6 +145,7 @@ class StandingRef(Watched, Ref[P_contra], Generic[P_contra]):
         with anyio.CancelScope(deadline=until):
             peer = await self._line.wait_exposed(self._name)
             self.attach()
+            # ``attach`` ignores an actor that does not speak the protocol; ``Peer.ref`` raises the error that says so.
             return self._near or peer.ref(self._protocol, self._name)
         raise DeadlineExceeded(
             f"{self._describe(message)} was not sent before its deadline: the line is down ({self._line.cause})"

@@ -1,4 +1,4 @@
-"""Models by name: what ``model:`` of a configuration may say, and how it becomes what transformers loads."""
+"""Models by name: the values of ``model:`` in a configuration, and the directories that transformers loads for them."""
 
 from __future__ import annotations
 

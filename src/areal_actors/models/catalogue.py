@@ -1,12 +1,12 @@
-"""The models that runs have trained: from ``experiment/trial`` to a directory of weights, and to a list of them all.
+"""The models that runs have trained: find the weights of ``experiment/trial``, and list all models.
 
 ::
 
     <root>/<experiment>/<trial>/weights/           as transformers loads it
                                        /trained.json   step and reward, for people
 
-Look-ups only: nothing is loaded and nothing is written. Names come from anybody who may send a request, so a name that
-could lead out of the root is none, and neither is a link that does.
+This module only looks up: nothing is loaded and nothing is written. Names come from any client that may send a request,
+so a name that could lead out of the root is rejected, and so is a symbolic link that does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from areal_actors.errors import ModelError
 __all__ = ["TRAINED_DOCUMENT", "WEIGHTS_DIRECTORY", "Catalogue", "format_models"]
 
 WEIGHTS_DIRECTORY = "weights"
-"""Name of the directory of a run's weights. It appears whole or not at all."""
+"""Name of the directory of a run's weights. It appears only when it is complete."""
 
 TRAINED_DOCUMENT = "trained.json"
-"""Beside the weights: how they came about."""
+"""Name of the file in that directory that says how the weights were trained."""
 
 _MAX_LISTED = 8
 
@@ -40,19 +40,19 @@ def _absolute(path: Path) -> Path:
 
 @frozen(kw_only=True)
 class Catalogue:
-    """The trained models below ``root``, as they are on disk at each question."""
+    """The trained models below ``root``. Every call reads the current state of the disk."""
 
     root: Path = field(converter=_absolute)
 
     def get(self, name: str) -> TrainedModel | None:
-        """The model with exactly the name ``experiment/trial``; ``None`` if there is none."""
+        """Return the model with exactly the name ``experiment/trial``, or ``None`` if there is none."""
         return self._read(name) if is_model_identifier(name) else None
 
     def find(self, name: str) -> TrainedModel:
-        """The model called ``experiment/trial``, or ``experiment`` where only one of its trials has weights.
+        """Return the model ``experiment/trial``, or ``experiment`` if only one of its trials has weights.
 
         Raises:
-            ModelError: there is none, or there are several; says which names there are.
+            ModelError: there is no such model, or there are several; the message lists existing names.
         """
         if "/" not in name:
             return self._only_trial(name)
@@ -62,7 +62,7 @@ class Catalogue:
         return found
 
     def list(self) -> tuple[TrainedModel, ...]:
-        """All models, by name."""
+        """Return all models, sorted by name."""
         return tuple(sorted(self._scan(), key=lambda model: model.name))
 
     def _scan(self, experiment: str = "*") -> Iterator[TrainedModel]:
@@ -75,6 +75,7 @@ class Catalogue:
         path = self.root / name / WEIGHTS_DIRECTORY
         try:
             saved_at = path.stat().st_mtime
+            # The name was checked, but a symbolic link may still lead out of the root.
             is_inside = path.resolve(strict=True).is_relative_to(self.root.resolve())
             if not is_inside or not (path / "config.json").is_file():
                 return None
@@ -103,7 +104,7 @@ class Catalogue:
         return found[0]
 
     def _explain(self, name: str) -> str:
-        """Why there is no such model."""
+        """Return why there is no model with this name."""
         shown = name if len(name) <= 100 else f"{name[:100]}…"  # noqa: PLR2004 - enough to recognise it
         if not is_model_identifier(name if "/" in name else f"{name}/trial"):
             return (
@@ -123,7 +124,7 @@ class Catalogue:
 
 
 def format_models(models: Sequence[TrainedModel]) -> str:
-    """A table for people, one line a model: name, step, day and time of its weights (UTC), reward."""
+    """Return a table with one line per model: name, step, day and time of its weights (UTC), reward."""
     if not models:
         return "No run here has weights yet."
     width = max(len("model"), *(len(model.name) for model in models))
@@ -137,7 +138,7 @@ def format_models(models: Sequence[TrainedModel]) -> str:
 
 
 def _read_facts(path: Path) -> Mapping[str, Any]:
-    """What is told beside the weights; nothing, for weights from elsewhere."""
+    """Return the document next to the weights; empty for weights from elsewhere."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""From the name of a model to its files, and from its files to a policy.
+"""Find the files of a model by its name, and load a policy from them.
 
-A model is a directory in the layout of transformers (``config.json``, safetensors, a tokenizer) or one of the names in
-``BUILT_IN``, which are made once and kept in a cache. Nothing is downloaded. What the tokenizer and its chat template
-are good for is said by ``rendering``, which may be given another template.
+A model is a directory in the layout of transformers (``config.json``, safetensors, a tokenizer), or one of the names in
+``BUILT_IN``, which are created once and cached. Nothing is downloaded. ``rendering`` checks the tokenizer and its chat
+template, and may be given another template.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from areal_actors.telemetry import quiet_transformers
 __all__ = ["BUILT_IN", "ModelFiles", "cache_directory", "load_policy", "resolve_model", "resolve_tokenizer"]
 
 BUILT_IN: Mapping[str, Callable[[Path], Path]] = {"smollm2-135m-instruct": convert_smollm2, "tiny": create_tiny}
-"""Names that need no files of the user, and what makes them: from the cache directory to the model's."""
+"""Names that require no files from the user, with the function that creates a model in a cache directory."""
 
 _PARTS: Mapping[str, Sequence[str]] = {
     "config.json": ("config.json",),
     "its weights (*.safetensors)": ("*.safetensors", "pytorch_model*.bin"),
     "its tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
 }
-"""What a model consists of: what it is called to people, and the patterns of which one must match a file."""
+"""The parts of a model by their names in messages. A file must match one of the patterns of each."""
 
 _TOKENIZER = "its tokenizer (tokenizer.json)"
 
 
 @frozen(kw_only=True)
 class ModelFiles:
-    """A model on disk. ``path`` is a directory that transformers and inference servers load as it is."""
+    """A model on disk. ``path`` is a directory that transformers and inference servers load without changes."""
 
     name: str
     path: Path
 
 
 def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Where converted models are kept: ``$AREAL_CACHE``, else ``areal_actors`` in the user's cache directory."""
+    """Return the directory for converted models.
+
+    It is ``$AREAL_CACHE`` if set, else ``areal_actors`` in the user's cache directory.
+    """
     environment = os.environ if environment is None else environment
     if environment.get("AREAL_CACHE"):
         return Path(environment["AREAL_CACHE"]).expanduser().absolute()
@@ -52,17 +55,20 @@ def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def resolve_model(name: str, *, cache: Path | None = None, has_tokenizer: bool = True) -> ModelFiles:
-    """The files of a built-in name or of a directory. Blocks while a built-in model is made for the first time.
+    """Return the files of a built-in name or of a directory.
 
-    ``has_tokenizer`` is false for a model whose tokenizer lies elsewhere. Raises ``ModelError`` saying what is missing,
-    and how to get it.
+    Blocks while a built-in model is created for the first time. ``has_tokenizer`` is false for a model whose tokenizer
+    is elsewhere. Raises ``ModelError`` with the missing parts, and how to get them.
     """
     parts = [part for part in _PARTS if has_tokenizer or part != _TOKENIZER]
     return _resolve(name, cache=cache, parts=parts, what="model")
 
 
 def resolve_tokenizer(name: str, *, cache: Path | None = None) -> ModelFiles:
-    """The files of a tokenizer: a built-in model's, or a directory that needs no weights. Raises ``ModelError``."""
+    """Return the files of a tokenizer: a built-in model, or a directory that needs no weights.
+
+    Raises ``ModelError`` if there is none.
+    """
     return _resolve(name, cache=cache, parts=(_TOKENIZER,), what="tokenizer")
 
 
@@ -90,9 +96,10 @@ def _not_found(name: str, path: Path, what: str) -> str:
 
 
 def load_policy(path: Path, *, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> Any:
-    """The model at ``path`` as a transformers causal LM in evaluation mode, on the CPU.
+    """Load the model at ``path`` as a transformers causal LM in evaluation mode, on the CPU.
 
-    Raises ``ModelError`` if it cannot be read, or if its files lack weights (which transformers would make up).
+    Raises ``ModelError`` if it cannot be read, or if its files lack weights, which transformers would initialise
+    randomly.
     """
     import torch
     from safetensors import SafetensorError

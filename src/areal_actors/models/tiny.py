@@ -1,7 +1,7 @@
-"""A model of 0.2 million random parameters: what tests train, and what shows the machinery in seconds.
+"""A model with 0.2 million random parameters, for tests and for demonstrations that take seconds.
 
-It knows nothing, but it is a real one: a Llama with a byte-level tokenizer and a ChatML template, in the layout that
-every program loads. Its tokenizer takes milliseconds to build and serves tests by itself (``areal_actors.testing``).
+It has no knowledge, but is a complete model: a Llama with a byte-level tokenizer and a ChatML template, in the standard
+layout. Its tokenizer takes milliseconds to build and is also used on its own in tests (``areal_actors.testing``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["CHATML", "SPECIAL_TOKENS", "create_tiny", "create_tiny_tokenizer"]
 
 FORMAT = 2
-"""Grows when anything below changes, so that old copies are not used."""
+"""Incremented when anything below changes, so that old copies are not used."""
 
 SEED = 0
 VOCAB_SIZE = 384
@@ -36,7 +36,7 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-"""Any role, no default system prompt, no tools."""
+"""A chat template that accepts any role, and has neither a default system prompt nor tools."""
 
 _TEXT = (
     "You are a helpful assistant. Answer the question of the user in one short sentence.",
@@ -48,14 +48,14 @@ _TEXT = (
 
 
 def create_tiny(cache: Path) -> Path:
-    """The tiny model below ``cache``, made if it is not there, which takes less than a second."""
+    """Return the tiny model below ``cache``. It is created in less than a second if it does not exist."""
     return make_once(cache / f"tiny-{FORMAT}", _save)
 
 
 def create_tiny_tokenizer(*, template: str = CHATML, more_special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A fast tokenizer with ``template`` as its chat template; equal arguments give equal ids, every time.
+    """Create a fast tokenizer with ``template`` as its chat template; equal arguments always give equal ids.
 
-    Its beginning, end and padding tokens are ``SPECIAL_TOKENS``. ``more_special`` are added behind the 384 others.
+    Its beginning, end and padding tokens are ``SPECIAL_TOKENS``. ``more_special`` are added after the other 384 tokens.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -108,7 +108,7 @@ def _save(target: Path) -> None:
         pad_token_id=padding,
         bos_token_id=start,
         eos_token_id=end,
-        # Wider than usual: a random model that is nearly uniform has little to reinforce.
+        # Larger than usual: a random model that is nearly uniform has little to reinforce.
         initializer_range=0.07,
     )
     with quiet_transformers(), torch.random.fork_rng(devices=[]):

@@ -1,8 +1,8 @@
-"""Weights of a model in memory as the tensors of its checkpoints, and back: the one place that knows both forms.
+"""Convert the weights of a model between their form in memory and that of checkpoints. No other module knows both.
 
-In memory, transformers keeps some models in another arrangement than their files: the experts of a Mixtral are one
-tensor in memory and three tensors per expert on disk. Training, embedded engines and inference servers all pass weights
-through the functions here, so that every way of publishing gives the same names.
+transformers arranges the weights of some models differently in memory and in files: the experts of a Mixtral are one
+tensor in memory and three tensors per expert on disk. Training, embedded engines and inference servers all convert
+weights with these functions, so that every way of publishing gives the same names.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["open_skeleton", "read_checkpoint", "to_checkpoint_tensors"]
 def to_checkpoint_tensors(
     model: Any | None, state: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, is_copied: bool = False
 ) -> dict[str, Tensor]:
-    """Return the weights on the CPU, each once, contiguous, by the names of checkpoints.
+    """Return the weights on the CPU, each once, contiguous, by their names in checkpoints.
 
     Tied weights keep their first name; programs that load them tie them again.
 
     Args:
-        model: A transformers model of the architecture, on any device; its own weights are not read. With ``None``
-            the names are taken as they are.
-        state: The weights by the names of the model's state dict.
-        dtype: What floating-point tensors are cast to; ``None`` leaves them as they are.
-        is_copied: Whether tensors are copied that are on the CPU in ``dtype`` already; otherwise they are shared.
+        model: A transformers model of the architecture, on any device; its own weights are not read. With ``None``,
+            names are unchanged.
+        state: The weights by their names in the model's state dict.
+        dtype: The dtype to which floating-point tensors are cast; ``None`` leaves them unchanged.
+        is_copied: Whether tensors that are already on the CPU in ``dtype`` are copied; otherwise they are shared.
 
     Raises:
-        ModelError: A value of ``state`` is no tensor.
+        ModelError: A value of ``state`` is not a tensor.
     """
     distinct: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in state.items():
@@ -63,10 +63,10 @@ def _rename(model: Any, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:
-    """Return the weights in ``directory`` by the names of the model's state dict, on the CPU, in their dtype.
+    """Return the weights in ``directory`` by their names in the model's state dict, on the CPU, in their dtype.
 
-    A model whose checkpoints have another arrangement is loaded by transformers, which takes the memory of a second
-    copy while it lasts.
+    A model whose checkpoints are arranged differently is loaded by transformers, which temporarily takes the memory of
+    a second copy.
 
     Raises:
         ModelError: There are no such files, one cannot be read, or weights are missing.
@@ -112,10 +112,10 @@ def _load_converted(directory: Path, architecture: Any) -> dict[str, Tensor]:
 
 
 def open_skeleton(directory: Path) -> Any | None:
-    """Return the model of ``directory`` without weights (on the device ``meta``), for its arrangement alone.
+    """Return the model of ``directory`` without weights (on the device ``meta``), for the arrangement of its tensors.
 
-    ``None`` if the directory has no ``config.json``: then its tensors are taken as they are. Raises ``ModelError`` if
-    the configuration is of no causal language model of transformers.
+    Returns ``None`` if the directory has no ``config.json``; its tensors are then used unchanged. Raises ``ModelError``
+    if the configuration is not that of a causal language model of transformers.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -128,7 +128,7 @@ def open_skeleton(directory: Path) -> Any | None:
 
 @lru_cache(maxsize=8)
 def _build_skeleton(config: str) -> Any:
-    # Keyed by the contents: every published version is a directory of its own with the same configuration.
+    # Cached by content: every published version is another directory with the same configuration.
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     document = json.loads(config)

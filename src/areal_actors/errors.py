@@ -3,22 +3,22 @@
 ::
 
     ArealError
-    ├── ConfigError                 the configuration says something that cannot be meant       (config)
-    ├── ActorError                  an ask did not end in a reply                               (actor)
+    ├── ConfigError                 an invalid configuration                                    (config)
+    ├── ActorError                  an ask ended without a reply                                (actor)
     │   ├── RemoteError             the handler raised; carries text, never a live exception
-    │   ├── ActorStopped            the actor is gone, or refuses new messages
-    │   ├── Unreachable             the connection is gone; says whether the message was sent
-    │   ├── DeadlineExceeded        the time was up, queued or running
+    │   ├── ActorStopped            the actor has stopped, or rejects new messages
+    │   ├── Unreachable             the connection is lost; says whether the message was sent
+    │   ├── DeadlineExceeded        the deadline passed, queued or running
     │   ├── DeadlockError           the ask would wait for itself
     │   ├── MailboxFull             only the ``nowait`` forms
     │   └── ProtocolError           an actor class or message that does not fit its protocol
-    ├── RequestError                a client asked for something; has an HTTP status            (request)
+    ├── RequestError                a client's request cannot be served; has an HTTP status     (request)
     │   ├── InvalidRequest          400
-    │   │   ├── UnsupportedParameter    400: would change the answer, cannot be honoured
+    │   │   ├── UnsupportedParameter    400: would change the answer, and is not supported
     │   │   ├── ContextLengthExceeded   400: code ``context_length_exceeded``
-    │   │   └── PreviousNotFound        400: the answer that a request follows is not in its session
+    │   │   └── PreviousNotFound        400: the previous answer is not in the session
     │   ├── Unauthorized            401
-    │   ├── Forbidden               403: a key that opens the session, and not for this
+    │   ├── Forbidden               403: the key grants other access to the session
     │   ├── NotFound                404
     │   ├── RequestTimeout          408: the body did not arrive in time
     │   ├── Conflict                409
@@ -27,29 +27,29 @@
     │   ├── Unprocessable           422
     │   │   └── IdempotencyMismatch     422: code ``idempotency_mismatch``
     │   ├── CapacityExhausted       429: carries ``retry_after_seconds``
-    │   ├── QuotaExceeded           429: a user has used up what was granted; code ``quota_exceeded``
-    │   └── Unavailable             503: starting, stopping, or the engine is gone
-    ├── RewardError                 a reward that is no finite number, or names nothing         (session)
+    │   ├── QuotaExceeded           429: a user has used up a quota; code ``quota_exceeded``
+    │   └── Unavailable             503: starting, stopping, or the engine is lost
+    ├── RewardError                 a reward that is not finite, or names nothing               (session)
     ├── ExportError                 rows that cannot be built from this session                 (session)
-    ├── RenderError                 messages that the chat template refuses                     (request)
+    ├── RenderError                 messages that the chat template rejects                     (request)
     ├── EngineError                 the engine failed                                           (engine)
-    │   ├── GenerationAborted       somebody asked for it
-    │   └── CaptureViolation        ids, logprobs or versions that cannot be true
-    ├── EpisodeError                an agent's episode failed; it is rejected, its siblings live (episode)
+    │   ├── GenerationAborted       aborted on request
+    │   └── CaptureViolation        ids, log-probabilities or versions that are impossible
+    ├── EpisodeError                an agent's episode failed; only this episode is rejected    (episode)
     ├── ModelError                  a model that cannot be found, read or converted             (config)
     ├── DatasetError                problems that cannot be found or read                       (config)
     ├── WorkflowError               a workflow that cannot be imported or run                   (config)
-    ├── CustomFunctionError         a function of the configuration fails, or returns no result (run)
-    ├── RunDirectoryError           files of a run that cannot be written, or are not there      (run)
-    ├── JournalError                facts that cannot be written, or a journal that cannot be read (session)
+    ├── CustomFunctionError         a configured function fails, or returns an invalid result   (run)
+    ├── RunDirectoryError           files of a run that cannot be written, or are missing       (run)
+    ├── JournalError                a journal that cannot be written or read                    (session)
     ├── SchedulerError              a worker that cannot be placed, or a cluster that refuses   (run)
     ├── CheckpointError             a checkpoint that cannot be written or does not fit         (trainer)
     ├── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
-    ├── GangError                   a process that trains along is gone, or does not answer     (trainer)
-    └── TrainingStalled             no groups to train came in time                             (trainer)
+    ├── GangError                   a process of the training gang is lost or does not answer   (trainer)
+    └── TrainingStalled             no groups to train arrived in time                          (trainer)
 
-A message says what happened, to what, and what to do about it. HTTP statuses are attributes, chosen so that
-client libraries retry exactly what is worth retrying (408, 409, 429 and 5xx are retried by the SDKs; the rest is not).
+A message says what happened, to what, and what to do about it. HTTP statuses are attributes, chosen so that client
+libraries retry exactly what is worth retrying (408, 409, 429 and 5xx are retried by the SDKs; the rest is not).
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ __all__ = [
 
 
 class ArealError(Exception):
-    """Root of everything that this library raises on purpose."""
+    """Base class of all errors that this library raises deliberately."""
 
 
 class ConfigError(ArealError):
-    """The configuration cannot be meant. ``problems`` lists every mistake, each with its path."""
+    """The configuration is invalid. ``problems`` lists every mistake, each with its path."""
 
     def __init__(self, problems: tuple[str, ...] | str) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -123,11 +123,14 @@ class ConfigError(ArealError):
 
 
 class ActorError(ArealError):
-    """An ask did not end in a reply."""
+    """An ask ended without a reply."""
 
 
 class RemoteError(ActorError):
-    """The handler raised. Type name, message and traceback travel as text; no exception object crosses a border."""
+    """The handler raised an exception.
+
+    Type name, message and traceback are transferred as text; exception objects never cross a process boundary.
+    """
 
     def __init__(self, actor: str, type_name: str, message: str, traceback: str = "") -> None:
         super().__init__(f"{actor}: {type_name}: {message}")
@@ -138,11 +141,11 @@ class RemoteError(ActorError):
 
 
 class ActorStopped(ActorError):
-    """The actor has stopped, or stopped before it came to this message."""
+    """The actor has stopped, possibly before it processed this message."""
 
 
 class Unreachable(ActorError):
-    """The connection to the actor is gone. ``sent`` tells whether the message may have arrived."""
+    """The connection to the actor is lost. ``sent`` tells whether the message may have arrived."""
 
     def __init__(self, message: str, *, sent: bool) -> None:
         super().__init__(message)
@@ -158,20 +161,20 @@ class DeadlockError(ActorError):
 
 
 class MailboxFull(ActorError):
-    """The mailbox is at its bound, and the caller asked not to wait."""
+    """The mailbox is full, and the caller asked not to wait."""
 
 
 class ProtocolError(ActorError):
-    """An actor class, a handler or a message that does not fit its protocol."""
+    """An actor class, a handler or a message does not fit its protocol."""
 
 
 # ------------------------------------------------------------------------------------------------- requests
 
 
 class RequestError(ArealError):
-    """A client's request cannot be served; ``status``, ``type`` and ``code`` are what its SDK will read.
+    """A client's request cannot be served; its SDK reads ``status``, ``type`` and ``code``.
 
-    ``param`` names the request field at fault where there is one.
+    ``param`` names the request field at fault, if there is one.
     """
 
     status: ClassVar[int] = 400
@@ -190,13 +193,13 @@ class InvalidRequest(RequestError):
 
 
 class UnsupportedParameter(InvalidRequest):
-    """The field would change the answer and cannot be honoured here."""
+    """The field would change the answer, and is not supported here."""
 
     code = "unsupported_parameter"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt does not fit; worded so that every known client recognises it."""
+    """The prompt does not fit; the message is worded so that every known client recognises it."""
 
     code = "context_length_exceeded"
 
@@ -211,7 +214,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class PreviousNotFound(InvalidRequest):
-    """A request follows an answer that its session has not given, in OpenAI's words."""
+    """A request refers to a previous answer that its session has not given; worded as by OpenAI."""
 
     code = "previous_response_not_found"
     field: ClassVar[str] = "previous_response_id"
@@ -222,7 +225,7 @@ class PreviousNotFound(InvalidRequest):
 
 
 class Unauthorized(RequestError):
-    """No key, or a key that does not open this."""
+    """The key is missing, or does not grant access."""
 
     status = 401
     type = "authentication_error"
@@ -230,7 +233,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """A key that opens its session for something else: a completion key rewards nothing."""
+    """The key grants other access to its session: a completion key cannot set rewards."""
 
     status = 403
     type = "permission_error"
@@ -238,7 +241,7 @@ class Forbidden(RequestError):
 
 
 class NotFound(RequestError):
-    """No such session, interaction or route."""
+    """The session, interaction or route does not exist."""
 
     status = 404
     type = "not_found_error"
@@ -246,48 +249,48 @@ class NotFound(RequestError):
 
 
 class RequestTimeout(RequestError):
-    """The client was too slow to send what it had announced."""
+    """The client was too slow to send the announced body."""
 
     status = 408
     code = "request_timeout"
 
 
 class Conflict(RequestError):
-    """The request contradicts the present state."""
+    """The request contradicts the current state."""
 
     status = 409
     code = "conflict"
 
 
 class SessionEnded(RequestError):
-    """The session is over; completions come too late."""
+    """The session has ended, and accepts no more completions."""
 
     status = 410
     code = "session_ended"
 
 
 class PayloadTooLarge(RequestError):
-    """The body is larger than the proxy takes."""
+    """The body is larger than the proxy accepts."""
 
     status = 413
     code = "payload_too_large"
 
 
 class Unprocessable(RequestError):
-    """The body is well-formed and has the wrong shape."""
+    """The body is well-formed, but has the wrong shape."""
 
     status = 422
     code = "unprocessable"
 
 
 class IdempotencyMismatch(Unprocessable):
-    """The client's own name for a request names another one already."""
+    """The client's idempotency key was already used for another request."""
 
     code = "idempotency_mismatch"
 
 
 class CapacityExhausted(RequestError):
-    """No room for another session now."""
+    """There is no capacity for another session at present."""
 
     status = 429
     type = "rate_limit_error"
@@ -299,7 +302,7 @@ class CapacityExhausted(RequestError):
 
 
 class QuotaExceeded(RequestError):
-    """A user has used up what was granted; there is room again after ``retry_after_seconds``."""
+    """A user has used up a quota; there is room again after ``retry_after_seconds``."""
 
     status = 429
     type = "rate_limit_error"
@@ -311,7 +314,7 @@ class QuotaExceeded(RequestError):
 
 
 class Unavailable(RequestError):
-    """The service is starting, stopping, or lost its engine."""
+    """The service is starting or stopping, or has lost its engine."""
 
     status = 503
     type = "server_error"
@@ -326,7 +329,7 @@ class Unavailable(RequestError):
 
 
 class RewardError(ArealError):
-    """A reward that is not a finite number, or that names an interaction that does not exist."""
+    """A reward is not a finite number, or names an interaction that does not exist."""
 
 
 class ExportError(ArealError):
@@ -334,7 +337,7 @@ class ExportError(ArealError):
 
 
 class RenderError(ArealError):
-    """The chat template refuses these messages."""
+    """The chat template rejects these messages."""
 
 
 # -------------------------------------------------------------------------------------------------- engines
@@ -345,13 +348,13 @@ class EngineError(ArealError):
 
 
 class GenerationAborted(EngineError):
-    """The generation was aborted on request; what had been sampled was delivered before."""
+    """The generation was aborted on request; everything sampled before was delivered."""
 
 
 class CaptureViolation(EngineError):
-    """The engine reported ids, logprobs or versions that cannot be true.
+    """The engine reported ids, log-probabilities or versions that are impossible.
 
-    ``kind`` names what is wrong (``domain.CaptureFault``), ``evidence`` holds the rows at fault as plain JSON.
+    ``kind`` names the fault (``domain.CaptureFault``), ``evidence`` holds the affected rows as plain JSON.
     """
 
     def __init__(self, message: str, *, kind: str = "", evidence: Sequence[Mapping[str, object]] = ()) -> None:
@@ -364,7 +367,7 @@ class CaptureViolation(EngineError):
 
 
 class EpisodeError(ArealError):
-    """One episode failed. It is recorded and rejected; its siblings go on."""
+    """One episode failed. It is recorded and rejected; the other episodes of its group continue."""
 
 
 class ModelError(ArealError):
@@ -376,23 +379,23 @@ class DatasetError(ArealError):
 
 
 class WorkflowError(ArealError):
-    """The workflow cannot be imported, or is none."""
+    """The workflow cannot be imported, or is not a workflow."""
 
 
 class CustomFunctionError(ArealError):
-    """A function that the configuration names cannot be imported, raised, or returned what is no result."""
+    """A function that the configuration names cannot be imported, raised, or returned an invalid result."""
 
 
 class RunDirectoryError(ArealError):
-    """The files of a run cannot be written, or a directory holds no run."""
+    """The files of a run cannot be written, or a directory contains no run."""
 
 
 class JournalError(ArealError):
-    """Facts cannot be written to the journal, or a journal cannot be read."""
+    """Events cannot be written to the journal, or a journal cannot be read."""
 
 
 class SchedulerError(ArealError):
-    """A worker cannot be placed, or the cluster refuses what was asked of it."""
+    """A worker cannot be placed, or the cluster rejects a request."""
 
 
 class CheckpointError(ArealError):
@@ -404,8 +407,8 @@ class TrainingDiverged(ArealError):
 
 
 class GangError(ArealError):
-    """The processes that train one policy together have lost one another, or do not hold the same policy."""
+    """The processes that train one policy together have lost each other, or do not hold the same policy."""
 
 
 class TrainingStalled(ArealError):
-    """The groups of a step did not come within the time that was allowed for it."""
+    """The groups of a step did not arrive within the time allowed for it."""

@@ -1,4 +1,4 @@
-"""Files that one process holds at a time. The system lets go of them when that process ends, however it does."""
+"""File locks that one process holds at a time. The system releases them when that process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from pathlib import Path
 __all__ = ["NO_LOCKS", "hold", "is_held", "take"]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What a file system says that has no locks."""
+"""Error numbers of file systems that do not support locks."""
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 def take(path: Path) -> int | None:
-    """A descriptor by which this process holds ``path`` until it is closed; ``None`` if another one does.
+    """Lock ``path`` until the returned descriptor is closed. Returns ``None`` if another process holds it.
 
-    The file is made if it is not there, and stays: whoever removes it while it may be held lets two in.
+    The file is created if it does not exist, and is never removed: removing it while it may be held would let two
+    processes lock it.
 
     Raises:
-        OSError: it cannot be opened, or not be locked (``NO_LOCKS``).
+        OSError: the file cannot be opened, or cannot be locked (``NO_LOCKS``).
     """
-    import fcntl  # there is none on Windows, where this module shall be importable
+    import fcntl  # does not exist on Windows, where this module must be importable
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -39,11 +40,11 @@ def take(path: Path) -> int | None:
 
 @contextmanager
 def hold(path: Path, complain: Callable[[str], Exception]) -> Iterator[None]:
-    """Hold ``path`` while the block runs, and say in it who does.
+    """Lock ``path`` for the block, and write the holder's process and host into it.
 
     Raises:
-        Exception: what ``complain`` makes of who holds it, if that is another process.
-        OSError: as ``take``.
+        Exception: the result of ``complain`` for the text of the holder, if another process holds the file.
+        OSError: as in ``take``.
     """
     descriptor = take(path)
     if descriptor is None:
@@ -57,7 +58,7 @@ def hold(path: Path, complain: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether another process holds it. Raises ``OSError`` as ``take``."""
+    """Return whether another process holds the file. Raises ``OSError`` as in ``take``."""
     descriptor = take(path)
     if descriptor is not None:
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The number format that ``dtype: auto`` chooses, for the engine and the trainer alike.
+"""The number format that ``dtype: auto`` selects, for the engine and the trainer.
 
 It depends on the machine. ``AREAL_AUTO_DTYPE`` makes it the same on all machines: the tests set it to float32, and
-``AREAL_AUTO_DTYPE=bfloat16 nox -s tests`` runs the same tests in bfloat16, emulated where the CPU lacks it.
+``AREAL_AUTO_DTYPE=bfloat16 nox -s tests`` runs the same tests in bfloat16, emulated on CPUs that lack it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def choose_dtype(asked: str, device: str, *, environment: Mapping[str, str] | None = None) -> str:
-    """Return "float32" or "bfloat16": what was ``asked`` for, or what "auto" means on ``device``.
+    """Return "float32" or "bfloat16": the format ``asked`` for, or the one that "auto" selects on ``device``.
 
     Raises ``ConfigError`` if ``AREAL_AUTO_DTYPE`` names another format.
     """
@@ -34,9 +34,10 @@ def choose_dtype(asked: str, device: str, *, environment: Mapping[str, str] | No
 
 
 def has_fast_bfloat16(device: str) -> bool:
-    """Whether ``device`` multiplies bfloat16 in hardware (CUDA; AMX, AVX512-BF16). Emulation is slower than float32.
+    """Return whether ``device`` multiplies bfloat16 in hardware (CUDA; AMX, AVX512-BF16).
 
-    Capabilities are read, not timed: a machine that is busy for a moment must not change what is computed.
+    Emulation is slower than float32. The check reads capabilities instead of timing: a machine that is busy for a
+    moment must not change what is computed.
     """
     if device.startswith("cuda"):
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

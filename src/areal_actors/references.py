@@ -1,7 +1,7 @@
 """Python objects named in a configuration: ``file.py:name``, ``module:name`` or ``package.module.name``.
 
-Agents, problems, and the functions that a run is given (``extensions``) are named so. Only what the person who starts
-the run wrote is imported: nothing that arrives over HTTP comes near this module.
+Agents, problems, and the functions that extend a run (``extensions``) are named in this form. Only references written
+by the person who starts the run are imported; input that arrives over HTTP never reaches this module.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ FunctionReference = NewType("FunctionReference", str)
 
 
 def is_reference(text: str) -> bool:
-    """Whether ``text`` has the form of a path to an object. Names of built-in functions have no ``:`` and no ``.``."""
+    """Return whether ``text`` has the form of a path to an object.
+
+    Names of built-in functions contain no ``:`` and no ``.``.
+    """
     return ":" in text or "." in text
 
 
 def builtin_or_reference(names: Iterable[str]) -> Callable[[Any, Any, Any], None]:
-    """Return a validator that takes one of ``names``, a member of an enum, or text with the form of a reference."""
+    """Return a validator that accepts one of ``names``, a member of an enum, or text with the form of a reference."""
     known = [str(name) for name in names]
 
     def validate(_: Any, __: Any, value: Any) -> None:
@@ -58,10 +61,10 @@ def builtin_or_reference(names: Iterable[str]) -> Callable[[Any, Any, Any], None
 def import_reference(
     reference: str, *, directory: Path | None = None, error: type[ArealError] = WorkflowError, kind: str = "Class"
 ) -> Any:
-    """The object behind ``file.py:name``, ``module:name`` or ``package.module.name``.
+    """Import the object behind ``file.py:name``, ``module:name`` or ``package.module.name``.
 
-    Raises ``error`` with the step that failed: no such file, an import that raised, no such name. ``kind`` is what the
-    message says is missing after the file.
+    Raises ``error`` with the step that failed: a missing file, an import that raised, or a missing name. ``kind`` is
+    the placeholder for the name in messages about an incomplete reference.
     """
     if reference.endswith(".py"):
         raise error(f"{reference!r} names a file; say what in it: '{reference}:{kind}'.")
@@ -85,7 +88,7 @@ def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> 
     path = (directory or Path.cwd()).joinpath(name).resolve()
     if not path.is_file():
         raise error(f"There is no file {path}; paths in a configuration are relative to its file.")
-    # The name holds the whole path, so that two agent.py of two directories are two modules, and pickling finds either.
+    # The name depends on the whole path: two agent.py in two directories are two modules, and pickle finds both.
     module_name = f"areal_workflow_{path.stem}_{blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -118,14 +121,14 @@ def _import_module(name: str, error: type[ArealError]) -> ModuleType:
 class CustomFunction:
     """A function that the configuration names: a reward rule, an advantage estimator, a policy loss or a metric.
 
-    ``name`` is what messages call it, ``my_rule.py:best_continuation``.
+    ``name`` is its name in messages, such as ``my_rule.py:best_continuation``.
     """
 
     name: str
     function: Callable[..., Any] = field(eq=False)
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function returns. Raises ``CustomFunctionError`` with what it raised as the cause."""
+        """Call the function. Raises ``CustomFunctionError`` with the function's exception as its cause."""
         try:
             return self.function(*arguments)
         except (ArealError, OverflowError):
@@ -136,16 +139,16 @@ class CustomFunction:
             raise self.complaint(f"raised {type(error).__name__}: {error}.{advice}") from error
 
     def complaint(self, text: str) -> CustomFunctionError:
-        """The error that says ``text`` of the function."""
+        """Return an error whose message is ``text``, preceded by the function's name."""
         return CustomFunctionError(f"{self.name} {text}")
 
 
 _CHANGES = ("does not support item assignment", "read-only", "FrozenInstanceError", "can't set attribute")
-"""What Python, numpy and attrs say where a frozen value is changed."""
+"""Parts of the messages with which Python, numpy and attrs reject a change to a frozen value."""
 
 
 def load_function(reference: str, *, directory: Path | None = None) -> CustomFunction:
-    """Import a function. Raises ``CustomFunctionError`` if it cannot be imported, or cannot be called as it is."""
+    """Import a function. Raises ``CustomFunctionError`` if it cannot be imported, or cannot be called directly."""
     target = import_reference(reference, directory=directory, error=CustomFunctionError, kind="function")
     file, colon, name = reference.rpartition(":")
     found = CustomFunction(name=f"{Path(file).name}:{name}" if colon else reference, function=target)
@@ -159,6 +162,6 @@ def load_function(reference: str, *, directory: Path | None = None) -> CustomFun
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    """``repr`` of what a function returned, for messages."""
+    """Return the ``repr`` of a function's result, shortened for messages."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[:limit] + "…"

@@ -1,17 +1,17 @@
-"""How many episode groups may be live: arithmetic on frozen values. Their owner is ``actors/capacity.py``.
+"""How many episode groups may be in flight: arithmetic on frozen values. ``actors/capacity.py`` owns the state.
 
-With C the most groups that may run at once, B the groups that one training step consumes, v the version served and η
-the staleness that is tolerated, there is room for ::
+Let C be the most groups that may run at once, B the groups that one training step consumes, v the version served and η
+the maximum staleness. The number of groups that may start is ::
 
     capacity = min(C - running, (η + v + 1)·B - (accepted + running))
 
-groups: whatever runs or waits when version v is served will be consumed at version v + η at the latest. η = 0 makes
-training synchronous. A permit put aside for an external agent counts as running. (AReaL, arXiv 2505.24298, equation 3.)
-A run of a known number of steps admits no more than its steps consume.
+All groups that run or wait when version v is served will be consumed at version v + η at the latest. η = 0 makes
+training synchronous. A permit reserved for an external agent counts as running. (AReaL, arXiv 2505.24298, equation 3.)
+A run with a known number of steps admits no more groups than its steps consume.
 
-The formula bounds how many groups are ahead, not how old a group is when it is trained: of uneven episodes the short
-ones overtake the long ones, which are then too old. ``leaves_time`` is the other half: a step that trains only when all
-other groups can still be trained in time makes the bound true of every group.
+The formula bounds how many groups are ahead, not how old a group is when it is trained: if episodes differ in length,
+short ones overtake long ones, which are then too old. ``leaves_time`` closes this gap: if a step only trains when all
+other groups can still be trained in time, the bound holds for every group.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = ["CapacityLimits", "CapacityState", "StaleGroups", "is_too_stale", "le
 
 
 class StaleGroups(StrEnum):
-    """What becomes of groups that take so long that they would be too old when they are trained."""
+    """The treatment of groups that take so long that they would be too old when they are trained."""
 
     WAIT = "wait"
     """A step waits for them while they are young enough, and newer groups wait with it."""
     TRAIN = "train"
-    """They are trained whatever their age, with the correction for their older weights."""
+    """They are trained at any age, with the correction for their older weights."""
     REQUEUE = "requeue"
-    """They are thrown away, and their problems are run again. Biased to short episodes."""
+    """They are discarded, and their problems are run again. Biased to short episodes."""
     DROP = "drop"
-    """They are thrown away with their problems. Biased to short episodes and to problems that make them."""
+    """They are discarded with their problems. Biased to short episodes and to problems that produce them."""
 
 
 @frozen(kw_only=True)
 class CapacityLimits:
-    """C, η and B of the formula. ``max_groups``, where it is known, is what the whole run consumes."""
+    """C, η and B of the formula. ``max_groups``, if it is known, is the number that the whole run consumes."""
 
     max_concurrent: int = field(validator=ge(1))
     max_staleness: int = field(default=0, validator=ge(0))
@@ -61,7 +61,7 @@ class CapacityState:
 
     @classmethod
     def at_version(cls, limits: CapacityLimits, version: int) -> CapacityState:
-        """As a run that consumed exactly its batches stands at ``version``: what a recovery starts from.
+        """Return the state of a run that has consumed exactly its batches up to ``version``; a recovery starts from it.
 
         Groups that were running or waiting at the crash are not counted: they are lost and will be run again.
         """
@@ -69,7 +69,7 @@ class CapacityState:
 
     @property
     def available(self) -> int:
-        """How many more groups may start; negative where limits or versions moved under running groups."""
+        """Return how many more groups may start; negative if limits or versions changed while groups were running."""
         live = self.running + self.reserved
         budget = (self.limits.max_staleness + self.version + 1) * self.limits.batch_size
         if self.limits.max_groups is not None:
@@ -77,44 +77,44 @@ class CapacityState:
         return min(self.limits.max_concurrent - live, budget - self.accepted - live)
 
     def start(self) -> CapacityState:
-        """One more group runs."""
+        """Count one more running group."""
         return evolve(self, running=self.running + 1)
 
     def reserve(self) -> CapacityState:
-        """One permit is put aside."""
+        """Reserve one permit."""
         return evolve(self, reserved=self.reserved + 1)
 
     def claim_reserved(self) -> CapacityState:
-        """A permit that was put aside is used."""
+        """Use a reserved permit for a running group."""
         return evolve(self, reserved=self.reserved - 1, running=self.running + 1)
 
     def settle(self, *, is_accepted: bool) -> CapacityState:
-        """A running group is over; a rejected one leaves no trace."""
+        """Count a running group as finished; a rejected one is not counted any further."""
         return evolve(self, running=self.running - 1, accepted=self.accepted + is_accepted)
 
     def refund(self) -> CapacityState:
-        """An accepted group was dropped before it was trained."""
+        """Undo the acceptance of a group that was dropped before it was trained."""
         return evolve(self, accepted=self.accepted - 1)
 
     def advance(self, version: int) -> CapacityState:
-        """A newer version is served. An older one is news that came late, and changes nothing."""
+        """Set the version that is served. An older version arrived late, and changes nothing."""
         return evolve(self, version=max(self.version, version))
 
 
 def is_too_stale(head_version: int, *, version: int, max_staleness: int) -> bool:
-    """Whether a group whose oldest token is of ``head_version`` is too old to train ``version`` with."""
+    """Return whether a group whose oldest token is of ``head_version`` is too old to train ``version`` with."""
     return version - head_version > max_staleness
 
 
 def leaves_time(
     ready: Sequence[int], running: Sequence[int], *, version: int, batch_size: int, max_staleness: int
 ) -> bool:
-    """Whether a step at ``version`` that trains the oldest ``ready`` groups leaves the others enough steps.
+    """Return whether a step at ``version`` that trains the oldest ``ready`` groups leaves the others enough steps.
 
-    ``ready`` and ``running`` are the versions at which groups were admitted. One that was admitted at v is young enough
-    up to the step at v + η, and each step trains ``batch_size`` groups. As long as every step waits for this and groups
-    are admitted by the formula of capacity, no group becomes too old. Groups that are too old already are past waiting
-    for, and are left out.
+    ``ready`` and ``running`` are the versions at which groups were admitted. A group admitted at v is young enough up
+    to the step at v + η, and each step trains ``batch_size`` groups. As long as every step waits for this condition and
+    groups are admitted by the formula of capacity, no group becomes too old. Groups that are already too old are
+    ignored, because waiting for them is useless.
     """
     oldest = version - max_staleness
     finished = Counter(admitted for admitted in ready if admitted >= oldest)

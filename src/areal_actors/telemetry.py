@@ -1,12 +1,12 @@
-"""Logging: structured events through the standard library's loggers, with secrets cut out before anything is written.
+"""Logging: structured events through the standard library's loggers, with secrets redacted before anything is written.
 
-``get_logger`` is all that the rest of the library needs. Without further set-up, events go wherever the embedding
-program sends the logger ``areal_actors``, as ``event key=value`` lines. The command line opens two scopes around a run:
-``logging_to_stream`` for people, and ``logging_to_file`` for JSON lines in the run directory. What a run *measures*
-goes another way: messages to ``Progress``.
+The rest of the library only uses ``get_logger``. Without further set-up, events go to the handlers that the embedding
+program has configured for the logger ``areal_actors``, as ``event key=value`` lines. The command line opens two scopes
+around a run: ``logging_to_stream`` for people, and ``logging_to_file`` for JSON lines in the run directory. Metrics of
+a run are not logged; they are messages to ``Progress``.
 
-A session id is a capability (whoever knows the URL may use it) and an API key is one by name. Both are cut to a
-readable stump, which still tells sessions apart.
+A session id is a capability, because knowing its URL suffices to use it, and an API key is a secret. Both are shortened
+to a prefix that still distinguishes sessions.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _QUIET = (
     "urllib3",
     "asyncio",
 )
-"""Loggers of others whose news below a warning are about themselves."""
+"""Loggers of other libraries whose records below warnings concern only themselves."""
 
 _EVENT = "areal_event"
-"""Attribute of a log record that carries the structured event beside its text."""
+"""Attribute of a log record that carries the structured event in addition to the text."""
 
 _SECRET_KEYS = frozenset(
     {"api_key", "admin_key", "completion_key", "session_key", "authorization", "x-api-key", "password", "secret"}
@@ -52,7 +52,7 @@ _SECRET_KEYS = frozenset(
 _SESSION_KEYS = frozenset({"session", "session_id"})
 _SECRET_SETTING = re.compile(rf"(?im)^(\s*(?:{'|'.join(sorted(_SECRET_KEYS))}):[ \t]*['\"]?)((?!null\b)[^\s'\"]+)")
 _NUM_SHOWN = 4
-"""Characters of a random token that are shown: enough to tell sessions apart, too few to guess the rest."""
+"""Characters of a random token that are shown: enough to distinguish sessions, too few to guess the rest."""
 
 _TOKEN = r"[A-Za-z0-9_-]{22}"  # noqa: S105 - the shape of ``secrets.token_urlsafe(16)``
 _SESSION_TOKEN = re.compile(rf"{_TOKEN}$")
@@ -65,9 +65,9 @@ _PATTERNS = (
 
 
 def get_logger(name: str) -> BoundLogger:
-    """The logger of a module: ``get_logger(__name__).info("episode_failed", session=..., reason=...)``.
+    """Return the logger of a module: ``get_logger(__name__).info("episode_failed", session=..., reason=...)``.
 
-    Events are words that can be searched for; facts go into keyword arguments.
+    Events are names that can be searched for; facts go into keyword arguments.
     """
     logger: BoundLogger = structlog.wrap_logger(
         logging.getLogger(name),
@@ -88,14 +88,14 @@ def get_logger(name: str) -> BoundLogger:
 
 
 def redact(text: str) -> str:
-    """``text`` with API keys, bearer tokens and the secret part of session ids cut to a stump."""
+    """Return ``text`` with API keys, bearer tokens and the secret part of session ids shortened to a prefix."""
     for pattern in _PATTERNS:
         text = pattern.sub(lambda match: match[1] + _stump(match[2]), text)
     return text
 
 
 def redact_settings(text: str) -> str:
-    """YAML ``text`` with the values of keys and passwords cut to a stump."""
+    """Return YAML ``text`` with the values of keys and passwords shortened to a prefix."""
     return _SECRET_SETTING.sub(lambda match: match[1] + _stump(match[2]), redact(text))
 
 
@@ -122,7 +122,7 @@ def _redact_value(key: str, value: Any) -> Any:
 
 
 def _to_record(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tuple[str], dict[str, Any]]:  # noqa: ARG001
-    """Text for whoever reads log records, and the event itself for the formatters below."""
+    """Return the text for readers of log records, and the event itself for the formatters below."""
     facts = (f"{key}={value}" for key, value in event.items() if key not in {"event", "level", "logger", "timestamp"})
     return (" ".join((str(event.get("event", "")), *facts)),), {"extra": {_EVENT: event}}
 
@@ -132,9 +132,9 @@ def _to_record(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tupl
 
 @contextmanager
 def logging_to_stream(stream: TextIO | None = None, *, level: int = logging.INFO) -> Iterator[None]:
-    """Show log records to people on ``stream`` (standard error) while the block lasts; in colour at a terminal.
+    """Write log records to ``stream`` (standard error) for people while the block lasts, in colour on a terminal.
 
-    Other people's chatter below a warning is left out. On the way out, everything is as it was.
+    Records of other libraries below warnings are left out. Afterwards, the previous configuration is restored.
     """
     handler = _CurrentStderr() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(_PeopleFormatter(has_colors=_is_terminal(stream or sys.stderr)))
@@ -146,7 +146,7 @@ def logging_to_stream(stream: TextIO | None = None, *, level: int = logging.INFO
 def logging_to_file(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
     """Append log records to ``path`` as JSON lines while the block lasts. Raises ``OSError`` if it cannot be opened.
 
-    A disk that is full later costs records, and nothing else.
+    If the disk is full later, records are lost, without further errors.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LossyFile(path, encoding="utf-8")
@@ -156,11 +156,14 @@ def logging_to_file(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
 
 
 class _LossyFile(logging.FileHandler):
-    """Says once that it cannot write, where logging's own would print a traceback for each record, and fail at last."""
+    """A file handler that reports once that it cannot write.
+
+    The standard handler would print a traceback for each record, and raise an error when it is closed.
+    """
 
     _has_complained = False
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging calls it so
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is given by logging
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -174,7 +177,7 @@ class _LossyFile(logging.FileHandler):
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is at that moment: a live display puts itself in its place."""
+    """Writes to the current value of ``sys.stderr``, which a live display replaces."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -182,7 +185,7 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
 
 
 class _PeopleFormatter(logging.Formatter):
-    """One line a record, as ``structlog`` prints them."""
+    """Formats one line per record, as ``structlog`` prints them."""
 
     def __init__(self, *, has_colors: bool) -> None:
         super().__init__()
@@ -197,14 +200,14 @@ class _PeopleFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a record."""
+    """Formats one JSON object per record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(_event_of(record), default=str, ensure_ascii=False)
 
 
 def _event_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The structured event of ``record``; one is made of the records of others."""
+    """Return the structured event of ``record``; records of other libraries are converted to one."""
     event = getattr(record, _EVENT, None)
     if event is not None:
         return dict(event)
@@ -217,7 +220,7 @@ def _event_of(record: logging.LogRecord) -> dict[str, Any]:
 
 @contextmanager
 def _handling(handler: logging.Handler, level: int) -> Iterator[None]:
-    """Attach ``handler`` to the root logger and let our own events through to it."""
+    """Attach ``handler`` to the root logger, and let our events through to it."""
     handler.setLevel(level)
     with ExitStack() as undo:
         undo.callback(handler.close)
@@ -230,7 +233,7 @@ def _handling(handler: logging.Handler, level: int) -> Iterator[None]:
 
 
 def _set_level(undo: ExitStack, name: str, level: int) -> None:
-    """Set a level until ``undo``; a second scope can only let more through."""
+    """Set a level until ``undo``; nested scopes can only let more records through."""
     logger = logging.getLogger(name)
     undo.callback(logger.setLevel, logger.level)
     logger.setLevel(min(level, logger.level) if logger.level else level)
@@ -245,10 +248,10 @@ _transformers_lock = threading.RLock()
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Neither log lines, warnings nor progress bars of transformers, until the block ends. One thread at a time.
+    """Suppress log lines, warnings and progress bars of transformers in the block, for one thread at a time.
 
-    While it loads, transformers replaces functions of torch and of itself for the whole process. Two threads that do so
-    at once put each other's replacements back, and every model after them is loaded wrong.
+    While it loads a model, transformers replaces functions of torch and of itself for the whole process. If two threads
+    do so at once, each restores the other's replacements, and all models loaded later are wrong.
     """
     with _transformers_lock:
         yield from _quieted()

@@ -131,7 +131,7 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
         advantages=config.trainer.advantages,
         models=config.trained_models,
         intake=intake,
-        # Agents that come by themselves are answered as long as the run lasts.
+        # External agents are answered as long as the run lasts, even after the last step has its groups.
         limits=config.limits if intake is None else evolve(config.limits, max_groups=None),
         users=config.user_accounts,
         seed=config.seed,

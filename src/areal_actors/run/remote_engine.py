@@ -218,7 +218,7 @@ def _parse(body: Mapping[str, Any]) -> CompletionRequest:
     return parse_raw_request(body).request if "prompt" in body else parse_chat_request(body).request
 
 
-# ------------------------------------------------------------------------------------------------------- at home
+# -------------------------------------------------------------------------------------------------- the embedded engine
 
 
 class _AtHome:
@@ -278,7 +278,7 @@ def _generated(answer: Answer, model: str) -> GeneratedText:
     )
 
 
-# ----------------------------------------------------------------------------------------------------- elsewhere
+# ---------------------------------------------------------------------------------------------------- a running service
 
 
 class _OverHttp:

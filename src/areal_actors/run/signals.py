@@ -56,7 +56,6 @@ class Interrupts:
 
     async def _begin(self) -> None:
         """Start to receive signals, unless in another thread: Python delivers signals to the main thread only."""
-        # anyio raises on signal receivers outside the main thread.
         if not self._is_listening and threading.current_thread() is threading.main_thread():
             await self._tasks.start(self._listen)
             self._is_listening = True

@@ -1,6 +1,6 @@
-"""The words of the house: frozen values that every room shares; no behaviour beyond derived properties.
+"""Frozen values that all packages share. They have no behaviour beyond derived properties.
 
-Messages between actors live in ``messages``; settings live beside the component that they configure.
+Messages between actors are in ``messages``; settings are defined next to the component that they configure.
 """
 
 from __future__ import annotations

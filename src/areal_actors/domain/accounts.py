@@ -1,4 +1,4 @@
-"""People who use the service: their names, what they may use, and the keys that were issued to them."""
+"""Users of the service: their names, their quotas, and the keys issued to them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from attrs.validators import ge, optional
 __all__ = ["IssuedKey", "KeyId", "Quotas", "User", "UserKey"]
 
 KeyId = NewType("KeyId", str)
-"""Names a key without opening anything; it may be shown and logged."""
+"""Identifies a key without granting access; it may be displayed and logged."""
 
 
 @frozen(kw_only=True)
 class Quotas:
-    """What one user may use, all keys together; ``None`` is unlimited."""
+    """Limits of one user over all keys together; ``None`` is unlimited."""
 
     max_sessions: int | None = field(default=None, validator=optional(ge(0)))
-    """Sessions that are live at once."""
+    """Sessions that may be live at once."""
     max_requests_per_minute: int | None = field(default=None, validator=optional(ge(0)))
-    """Requests for completions in any 60 seconds."""
+    """Completion requests in any 60 seconds."""
     max_tokens_per_day: int | None = field(default=None, validator=optional(ge(0)))
     """Sampled tokens from one midnight (UTC) to the next."""
 
 
 @frozen(kw_only=True)
 class User:
-    """Somebody, by name. ``experiment`` and ``trial`` name what the user's sessions belong to."""
+    """A user by name. ``experiment`` and ``trial`` are those that the user's sessions belong to."""
 
     name: str
     experiment: str | None = None
@@ -47,16 +47,16 @@ class UserKey:
     revoked_at: float | None = None
 
     def is_valid(self, now: float) -> bool:
-        """Whether the key still opens something."""
+        """Return whether the key is neither revoked nor expired."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
 @frozen(kw_only=True)
 class IssuedKey:
-    """A key with its owner. ``secret`` is known only when it is made; afterwards, nobody can read it again."""
+    """A key with its owner. ``secret`` is set only when the key is created; it cannot be read again afterwards."""
 
     key: UserKey
     user: User
     secret: str | None = field(default=None, repr=False)
     num_tokens_today: int = 0
-    """Sampled by all of the user's keys since midnight (UTC)."""
+    """Tokens sampled with all of the user's keys since midnight (UTC)."""

@@ -1,4 +1,4 @@
-"""The branches of a tree row as rows of their own, which read like any other."""
+"""Unfolding of tree rows: each branch as a linear row."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Branch", "unfold", "unfold_group"]
 
 @frozen(kw_only=True)
 class Branch:
-    """One branch: a linear row, and the places int64 [T] of its tokens in the row that it was taken from."""
+    """One branch: a linear row, and the indices, int64 [T], of its tokens in the tree row."""
 
     row: Trajectory
     places: npt.NDArray[np.int64] = field(eq=False)
 
 
 def unfold(row: Trajectory) -> tuple[Branch, ...]:
-    """The branches of ``row``, in the order of their ends; a linear row is its only one.
+    """Return the branches of ``row``, in the order of their ends. A linear row is its only branch.
 
-    A token that several branches share is trained in the first of them and masked in the others. Branches in which
-    nothing is left to be trained are left out, unless the row trains nothing at all.
+    A token that several branches share is trained in the first of them and masked in the others. Branches with nothing
+    left to train are omitted, unless the row trains nothing at all.
     """
     if row.predecessors is None:
         return (Branch(row=row, places=np.arange(row.num_tokens)),)
@@ -64,7 +64,7 @@ def _branch(row: Trajectory, places: npt.NDArray[np.int64], is_done: npt.NDArray
 
 
 def unfold_group(group: Group) -> Group:
-    """The group with the branches of its rows in their place; itself if all of them are linear."""
+    """Return the group with each tree row replaced by its branches, or the group itself if all rows are linear."""
     rows = [row for episode in group.episodes for row in episode.trajectories]
     if all(row.predecessors is None for row in rows):
         return group

@@ -1,4 +1,4 @@
-"""Conversations as agents send them and read them, free of any dialect."""
+"""Conversations as agents send and read them, independent of any dialect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ InteractionId = NewType("InteractionId", str)
 
 @frozen(kw_only=True)
 class ToolCall:
-    """One call that the model asked for; ``arguments`` is the JSON text exactly as the model wrote it."""
+    """A call that the model requested; ``arguments`` is the JSON text exactly as the model wrote it."""
 
     id: str
     name: str
@@ -26,9 +26,9 @@ class ToolCall:
 
 @frozen(kw_only=True)
 class ChatMessage:
-    """One message of a conversation, whatever dialect it came in. List contents are joined to text at the border.
+    """One message of a conversation in any dialect. The proxy joins list contents to text.
 
-    ``content`` is ``None`` where there is none; ``reasoning`` is the thinking that preceded an answer.
+    ``content`` is ``None`` if there is none; ``reasoning`` is the thinking that preceded an answer.
     """
 
     role: str
@@ -43,7 +43,7 @@ class ChatMessage:
 class Tool:
     """A function that the model may call; ``parameters`` is its JSON schema.
 
-    ``is_strict`` asks for calls that satisfy all of the schema, or else for a refusal.
+    ``is_strict`` asks for calls that satisfy the whole schema, or else for a refusal.
     """
 
     name: str
@@ -62,11 +62,12 @@ class ToolChoice(StrEnum):
 
 @frozen(kw_only=True)
 class Credential:
-    """Who asks: a session named by its URL, a key, or both. At least one is present.
+    """The caller's credential: a session named by its URL, a key, or both. At least one is present.
 
-    ``is_capability`` tells that the session id stood in the URL's path, where knowing it is enough for completions; an
-    id from a query or a body needs its key beside it. ``has_control`` tells that naming the session is enough to reward
-    and end it, too: the administrator does, the user who started it, and code of this process. Others need its key.
+    With ``is_capability``, the session id was in the URL's path, where knowing it is enough for completions; an id from
+    a query or a body needs its key as well. With ``has_control``, naming the session is enough to reward and end it,
+    too: this holds for the administrator, the user who started the session, and code of this process. Others need its
+    key.
     """
 
     session: SessionId | None = None
@@ -77,10 +78,10 @@ class Credential:
 
 @frozen(kw_only=True)
 class Attempt:
-    """One sending of a request: what tells a retry from a second request that happens to be equal.
+    """One sending of a request: the information that tells a retry from a second request that happens to be equal.
 
-    ``fingerprint`` is a digest of the route and the body. ``number`` counts the sendings before this one, as the
-    client's SDK tells; ``idempotency_key`` is the client's own name for the request.
+    ``fingerprint`` is a digest of the route and the body. ``number`` counts the sendings before this one, as reported
+    by the client's SDK; ``idempotency_key`` is the client's name for the request.
     """
 
     fingerprint: str
@@ -90,18 +91,18 @@ class Attempt:
 
 @frozen(kw_only=True)
 class CompletionRequest:
-    """One request for an answer, free of any dialect.
+    """A request for an answer, independent of any dialect.
 
-    ``has_instructions`` tells that the first message is for this request alone: whoever follows its answer by
+    With ``has_instructions``, the first message applies to this request alone: a request that follows its answer by
     ``previous`` follows it without that message.
 
-    ``tool_choice`` is a ``ToolChoice`` or the name of the tool that must be called. ``response_format`` is what the
-    text of the answer must match, where it is no call. ``tag`` names the agent of a multi-agent episode that asks.
-    ``seed`` is the client's own seed where it gave one. ``id_prefix`` begins the ids of the answers, as the dialect
-    has it. ``previous`` names the answer that ``messages`` follow, where the client sent that instead of the history.
+    ``tool_choice`` is a ``ToolChoice`` or the name of the tool that must be called. ``response_format`` is the grammar
+    of the answer's text, if the answer is not a call. ``tag`` names the requesting agent of a multi-agent episode.
+    ``seed`` is the client's seed, if given. ``id_prefix`` is the dialect's prefix of the answers' ids. ``previous``
+    names the answer that ``messages`` follow, if the client sent that instead of the history.
 
-    A raw prompt has no messages and knows neither template nor tools: it is a text (``prompt``) or ids (``prompt_ids``)
-    to be continued as it is.
+    A raw prompt has no messages, template or tools: it is a text (``prompt``) or ids (``prompt_ids``) to be continued
+    unchanged.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -124,7 +125,7 @@ class CompletionRequest:
 
     @property
     def is_raw(self) -> bool:
-        """Whether a raw prompt is to be continued, in the place of a conversation."""
+        """Whether it continues a raw prompt instead of a conversation."""
         return self.prompt is not None or bool(self.prompt_ids)
 
 
@@ -139,9 +140,9 @@ class Usage:
 
 @frozen(kw_only=True)
 class Answer:
-    """One finished choice: what the client reads, and the interaction that remembers its tokens.
+    """One finished choice: the message for the client, and the interaction that stores its tokens.
 
-    ``stop_sequence`` is the stop string at which the text ends, where there was one.
+    ``stop_sequence`` is the stop string at which the text ended, if any.
     """
 
     interaction: InteractionId
@@ -153,7 +154,10 @@ class Answer:
 
 @frozen(kw_only=True)
 class AnswerStarted:
-    """The answer of choice ``choice`` begins. Said once, before its deltas: a stream is named from its first chunk."""
+    """The answer of choice ``choice`` begins.
+
+    Sent once, before its deltas, so that a stream has its id from the first chunk.
+    """
 
     interaction: InteractionId
     num_prompt_tokens: int = 0
@@ -162,7 +166,7 @@ class AnswerStarted:
 
 @frozen(kw_only=True)
 class TextDelta:
-    """More text of choice ``choice``. The deltas of an answer, joined, are its message."""
+    """More text of choice ``choice``. The deltas of an answer join to its message."""
 
     text: str
     choice: int = 0
@@ -170,7 +174,7 @@ class TextDelta:
 
 @frozen(kw_only=True)
 class ReasoningDelta:
-    """More thinking. An empty one says that the model thought nothing, in so many tags."""
+    """More reasoning text. An empty one means that the model wrote its reasoning tags with nothing between them."""
 
     text: str
     choice: int = 0

@@ -1,10 +1,10 @@
-"""Facts: what a service remembers beyond its own life, in the order in which it happened.
+"""Journal events: what a service remembers beyond its process, in the order in which it happened.
 
-A fact is written to the journal before its consequence is told to anybody: a turn before it is answered, a reward
-before it is acknowledged, the end of a session before it is confirmed. Read back in order, the facts restore the
-sessions and the groups that were not trained yet. How they are stored is in ``cache/journal``.
+An event is written to the journal before its consequence is reported: a turn before it is answered, a reward before it
+is acknowledged, the end of a session before it is confirmed. Read back in order, the events restore the sessions and
+the groups that were not trained yet. ``cache/journal`` defines how they are stored.
 
-Times are seconds since 1970 of the machine's wall clock, because they outlive every monotonic one.
+Times are seconds since 1970 of the machine's wall clock, because a monotonic clock does not survive a restart.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 
 @frozen(kw_only=True)
 class SessionStarted:
-    """A session was opened. Of its keys only digests are kept; ``user`` is the owner of the key that started it.
+    """A session was opened. Only digests of its keys are kept; ``user`` is the owner of the key that started it.
 
-    ``completion_digest`` is empty for a session that was opened by a version without completion keys.
+    ``completion_digest`` is empty for a session opened by a version without completion keys.
     """
 
     session: SessionId
@@ -50,11 +50,11 @@ class SessionStarted:
 
 @frozen(kw_only=True)
 class TurnEnded:
-    """An interaction completed, was cancelled or failed; what its tree needs to go on from there.
+    """An interaction completed, was cancelled or failed, with everything its tree needs to continue from it.
 
-    ``frame`` is the digest of what surrounded its messages, and ``prompt_digest`` that of its messages as its client
-    sent them; both as the tree's index keeps them. ``attempt`` and ``num_cached_tokens`` are there so that a retry is
-    answered as the first sending would have been. Said again of the same interaction, the later fact holds.
+    ``frame`` is the digest of the context of its messages, and ``prompt_digest`` that of its messages as the client
+    sent them; both as the tree's index stores them. With ``attempt`` and ``num_cached_tokens``, a retry is answered
+    exactly as the first sending would have been. If an interaction has several such events, the last one counts.
     """
 
     session: SessionId
@@ -64,17 +64,19 @@ class TurnEnded:
     ended_at: float
     attempt: Attempt | None = None
     siblings: tuple[InteractionId, ...] = ()
-    """All choices of its request, itself among them, where there is an ``attempt``."""
+    """All choices of its request, including itself, if there is an ``attempt``."""
     asked: tuple[str, int] | None = None
-    """The digest of its prompt and how often its session had asked that before, which named its random numbers;
-    ``None`` for a request with a seed of its own."""
+    """The digest of its prompt and how often its session had asked for that before, which keyed its random numbers.
+
+    ``None`` for a request with a seed.
+    """
     num_cached_tokens: int = 0
     stop_sequence: str | None = None
 
 
 @frozen(kw_only=True)
 class RewardSet:
-    """A reward was assigned, replacing an earlier one. ``scope`` says what it was set for."""
+    """A reward was assigned, replacing an earlier one. ``scope`` is what it was set for."""
 
     session: SessionId
     interaction: InteractionId
@@ -84,7 +86,7 @@ class RewardSet:
 
 @frozen(kw_only=True)
 class SessionEnded:
-    """A session takes no more completions. ``is_final``: it was finalized, so that no more rewards are awaited."""
+    """A session accepts no more completions. With ``is_final`` it was finalized, and no more rewards are expected."""
 
     session: SessionId
     ended_at: float
@@ -93,7 +95,7 @@ class SessionEnded:
 
 @frozen(kw_only=True)
 class SessionForgotten:
-    """A session was exported or given up; nobody will ask for it again."""
+    """A session was exported or given up, and is no longer needed."""
 
     session: SessionId
 
@@ -119,7 +121,7 @@ class GroupConsumed:
 
 @frozen(kw_only=True)
 class VersionSaved:
-    """The weights of ``version`` are safe on disk: what was consumed up to it need not be remembered any longer."""
+    """The weights of ``version`` are on disk; groups consumed up to it need not be remembered."""
 
     version: int
 

@@ -1,8 +1,8 @@
-"""Grammars: what an answer must look like, in words that every engine can translate into its own.
+"""Grammars of answers, in terms that every engine can translate into its own format.
 
 A grammar describes the text of a whole answer, up to its end-of-turn token. Engines turn it into a mask over the
-vocabulary, so that whatever is sampled matches; the log-probabilities are those under the mask. Tool and reasoning
-formats (``rendering``) and the dialects of the proxy compose grammars, ``engines`` compile them.
+vocabulary, so that all sampled tokens match; log-probabilities are those under the mask. Tool and reasoning formats
+(``rendering``) and the dialects of the proxy compose grammars; ``engines`` compile them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["Exactly", "FreeText", "Grammar", "InOrder", "JsonText", "MatchingReg
 
 @frozen(kw_only=True)
 class Exactly:
-    """This text and no other. The text of a special token (``<tool_call>``) may be sampled as that token."""
+    """Exactly this text. The text of a special token (``<tool_call>``) may be sampled as that token."""
 
     text: str
 
 
 @frozen(kw_only=True)
 class JsonText:
-    """A JSON value that satisfies ``schema``. ``{}`` is satisfied by every value.
+    """A JSON value that satisfies ``schema``. Every value satisfies ``{}``.
 
-    A keyword that an engine cannot hold is refused where ``is_strict``, and ignored otherwise.
+    A keyword that an engine cannot enforce is refused with ``is_strict``, and ignored otherwise.
     """
 
     schema: Mapping[str, Any] = field(factory=dict)
@@ -42,28 +42,28 @@ class MatchingRegex:
 
 @frozen(kw_only=True)
 class FreeText:
-    """Any text, also none, in which none of ``excluding`` occurs."""
+    """Any text, possibly empty, that contains none of ``excluding``."""
 
     excluding: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
 class InOrder:
-    """One part after the other."""
+    """The parts, one after the other."""
 
     parts: tuple[Grammar, ...]
 
 
 @frozen(kw_only=True)
 class OneOf:
-    """One of several parts; there is at least one."""
+    """One of the parts; there is at least one."""
 
     parts: tuple[Grammar, ...]
 
 
 @frozen(kw_only=True)
 class Repeated:
-    """``part``, ``at_least`` to ``at_most`` times (``None``: without bound), with ``separator`` between two of them."""
+    """``part``, ``at_least`` to ``at_most`` times (``None``: unbounded), with ``separator`` in between."""
 
     part: Grammar
     at_least: int = 1

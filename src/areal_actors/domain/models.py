@@ -8,11 +8,11 @@ from pathlib import Path
 from attrs import frozen
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-"""Names that a configuration allows; neither part can leave its directory, because neither begins with a dot."""
+"""Names that a configuration allows. Neither part can leave its directory, because neither begins with a dot."""
 
 
 def is_model_identifier(text: str) -> bool:
-    """Whether ``text`` has the form ``experiment/trial``. That there is such a model is another question."""
+    """Return whether ``text`` has the form ``experiment/trial``. It does not check that such a model exists."""
     return len(text) <= 255 and _IDENTIFIER.fullmatch(text) is not None  # noqa: PLR2004 - what file systems take
 
 
@@ -20,9 +20,9 @@ def is_model_identifier(text: str) -> bool:
 class TrainedModel:
     """Weights on disk under the name ``experiment/trial``.
 
-    ``path`` is a directory that transformers and inference servers load as it is. ``step`` is how long it was trained
-    and ``reward`` the mean reward of that step, where the directory tells. ``saved_at`` is in seconds since 1970; other
-    weights under the same name have another.
+    ``path`` is a directory that transformers and inference servers can load. ``step`` is the number of trained steps
+    and ``reward`` the mean reward of the last one, if the directory records them. ``saved_at`` is in seconds since
+    1970; it tells different weights under the same name apart.
     """
 
     name: str

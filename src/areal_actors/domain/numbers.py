@@ -1,4 +1,4 @@
-"""Named numbers that agents log of their episodes: whether a format was right, what a judge said."""
+"""Named numbers that agents log about their episodes, such as format checks or a judge's score."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from areal_actors.references import shorten
 __all__ = ["EVAL_SCOPE", "MAX_NUMBERS", "SCOPE", "average_numbers", "merge_numbers"]
 
 SCOPE, EVAL_SCOPE = "rollout", "eval-rollout"
-"""Under which names the numbers of training episodes and of evaluations are kept."""
+"""Name prefixes of the numbers of training episodes and of evaluations."""
 
 MAX_NUMBERS = 64
-"""How many names an episode may log."""
+"""Maximum number of names per episode."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -25,8 +25,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def merge_numbers(kept: Mapping[str, float], new: Mapping[Any, Any]) -> dict[str, float]:
     """Return ``kept`` with the numbers of ``new``; a name that was logged before gets its new value.
 
-    A number is a finite float, int or bool, or a numpy or torch scalar of one. Raises ``InvalidRequest`` naming the
-    first entry that is none, a name with other characters than letters, digits and ``_.-``, or more than
+    A number is a finite float, int or bool, or a numpy or torch scalar of one. Raises ``InvalidRequest`` for the first
+    value that is not a number, for a name with other characters than letters, digits and ``_.-``, and for more than
     ``MAX_NUMBERS`` names together.
     """
     result = dict(kept)
@@ -42,7 +42,7 @@ def merge_numbers(kept: Mapping[str, float], new: Mapping[Any, Any]) -> dict[str
 
 
 def average_numbers(episodes: Iterable[Mapping[str, float]], *, scope: str) -> dict[str, float]:
-    """Return the mean of each name over the episodes that logged it, and how many did: ``scope/name``, ``…/count``."""
+    """Return the mean of each name over the episodes that logged it, and their count: ``scope/name``, ``…/count``."""
     values: dict[str, list[float]] = {}
     for numbers in episodes:
         for name, value in numbers.items():

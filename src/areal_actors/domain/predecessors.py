@@ -1,14 +1,14 @@
-"""Several branches in one row: for each token the one before it, and what follows from that.
+"""Tree rows: several branches in one row, described by each token's predecessor.
 
-A row of T tokens is usually one sequence. The row of a tree holds each token once, however many branches go through
-it; ``predecessors`` int32 [T] names the index of the token before each one, -1 where a branch begins at a root. It is
-less than the token's own index, so ancestors stand first, and a token sees its ancestors and itself::
+A row of T tokens is usually one sequence. The row of a tree holds each token once, even if several branches share it.
+``predecessors`` int32 [T] is the index of the token before each one, -1 where a branch begins at a root. It is less
+than the token's own index, so ancestors come first, and a token attends to its ancestors and itself::
 
     ids            s  u  a  b  c  d          s u a b c    and    s u a d
     predecessors  -1  0  1  2  3  2
     positions      0  1  2  3  4  3
 
-Everything here works on runs, in which each token follows the one beside it: long rows have few of them.
+All functions work on runs, in which each token follows its neighbour in the row: long rows have few runs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Indices = npt.NDArray[np.int64]
 
 
 def is_tree_order(predecessors: npt.NDArray[Any]) -> bool:
-    """Whether each of ``predecessors`` [T] is -1 or the index of an earlier token."""
+    """Return whether each of ``predecessors`` [T] is -1 or the index of an earlier token."""
     return bool(((predecessors >= -1) & (predecessors < np.arange(len(predecessors)))).all())
 
 
 def tree_position_ids(predecessors: Ints) -> Ints:
-    """The number of ancestors of each token, int32 [T]."""
+    """Return the number of ancestors of each token, int32 [T]."""
     depths = np.zeros(len(predecessors), np.int32)
     for start, stop in _runs(predecessors):
         before = int(predecessors[start])
@@ -41,7 +41,7 @@ def tree_position_ids(predecessors: Ints) -> Ints:
 
 
 def tree_attention_mask(predecessors: Ints) -> npt.NDArray[np.bool_]:
-    """Whether token i sees token j, bool [T, T]: itself and its ancestors."""
+    """Return whether token i attends to token j, bool [T, T]: to itself and its ancestors."""
     seen = np.zeros((len(predecessors), len(predecessors)), np.bool_)
     for start, stop in _runs(predecessors):
         before = int(predecessors[start])
@@ -52,14 +52,14 @@ def tree_attention_mask(predecessors: Ints) -> npt.NDArray[np.bool_]:
 
 
 def branch_ends(predecessors: Ints) -> Indices:
-    """The tokens that no other one follows, in order, int64 [number of branches]."""
+    """Return the tokens without a successor, in order, int64 [number of branches]."""
     is_end = np.ones(len(predecessors), np.bool_)
     is_end[predecessors[predecessors >= 0]] = False
     return np.flatnonzero(is_end)
 
 
 def path_to(end: int, predecessors: Ints) -> Indices:
-    """The ancestors of token ``end``, the root first, and itself: int64 [depth + 1]."""
+    """Return the ancestors of token ``end``, root first, and the token itself: int64 [depth + 1]."""
     starts = _run_starts(predecessors)
     parts: list[Indices] = []
     while end >= 0:
@@ -75,7 +75,7 @@ def _runs(predecessors: Ints) -> list[tuple[int, int]]:
 
 
 def _run_starts(predecessors: Ints) -> Indices:
-    """Where tokens do not follow their neighbour; a root begins a run, too, if it is the first token."""
+    """Return where tokens do not follow their neighbour. The first token of the row always begins a run."""
     follows = predecessors == np.arange(-1, len(predecessors) - 1)
     follows[:1] = False
     return np.flatnonzero(~follows)

@@ -1,4 +1,4 @@
-"""The parts of a run that can live in processes of their own."""
+"""The parts of a run that can run in separate processes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a worker can be."""
+    """Roles of a worker."""
 
     PROXY = "proxy"
-    """HTTP in, messages out."""
+    """The HTTP proxy, which turns requests into messages."""
     SESSIONS = "sessions"
-    """What shares the journal: sessions, exports, capacity, intake, accounts."""
+    """The actors that share the journal: sessions, exports, capacity, intake, accounts."""
     GENERATION = "generation"
     """An engine."""
     TRAINER = "trainer"
-    """The policy and its optimiser."""
+    """The policy and its optimizer."""
     ROLLOUT = "rollout"
-    """Who runs agents on problems."""
+    """The runner of agents."""

@@ -19,7 +19,7 @@ from areal_actors.domain.tree import GroupId
 
 
 class UntrainedReason(StrEnum):
-    """Why sampled tokens are in no training row, or masked in it."""
+    """Reasons why sampled tokens are in no training row, or are masked in it."""
 
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -31,7 +31,7 @@ class UntrainedReason(StrEnum):
 
 @frozen(kw_only=True)
 class Untrained:
-    """Sampled tokens that no row trains, with the reason that the report shows."""
+    """Sampled tokens that no row trains, with the reason for the report."""
 
     interaction: InteractionId
     num_tokens: int
@@ -39,14 +39,14 @@ class Untrained:
 
 
 class Credit(StrEnum):
-    """Which reward the return of a turn draws on."""
+    """The reward that a turn's return draws on."""
 
     REWARDED = "rewarded"
-    """A reward that was set on the turn's answer, or on one that continues it."""
+    """A reward set on the turn's answer, or on one that continues it."""
     INHERITED = "inherited"
-    """The outcome of the episode, which was set on an answer that does not continue this one."""
+    """The outcome of the episode, set on an answer that does not continue this one."""
     NONE = "none"
-    """None: the return is 0."""
+    """No reward: the return is 0."""
 
 
 @frozen(kw_only=True)
@@ -55,9 +55,9 @@ class TurnInfo:
 
     ``depth`` counts the completed turns before it in its conversation, 0 for the first. It is the depth in the
     conversation tree, not the index within the row, so that it is the same in every export style. ``tag`` names the
-    agent that asked (``x-areal-agent``). ``finish`` is the engine's reason for stopping, ``None`` if unknown.
-    ``sampling`` is the distribution that the tokens were sampled from, ``None`` if unknown.
-    ``credit`` says which reward its return draws on, ``None`` if unknown.
+    requesting agent (``x-areal-agent``). ``finish`` is the engine's reason for stopping, ``None`` if unknown.
+    ``sampling`` is the distribution that the tokens were sampled from, ``None`` if unknown. ``credit`` is the reward
+    that its return draws on, ``None`` if unknown.
     """
 
     depth: int = 0
@@ -69,17 +69,17 @@ class TurnInfo:
 
 @frozen(kw_only=True)
 class Trajectory:
-    """One training row of T tokens: for each its id, whether it is trained, what sampled it, what it earned.
+    """One training row of T tokens: their ids, loss mask, sampling data and returns.
 
     ``input_ids`` int32 [T]; ``loss_mask`` int32 [T], 1 on sampled tokens that this row trains; ``logprobs`` float32
     [T], 0 off the mask; ``versions`` int32 [T], -1 on tokens that were not sampled; ``returns`` float32 [T], each
-    turn's own return on its sampled tokens; ``turns`` int32 [T], the index into ``interactions`` of the turn that
-    sampled the token, -1 elsewhere. ``reward`` is the return of the row's last interaction.
+    turn's return on its sampled tokens; ``turns`` int32 [T], the index into ``interactions`` of the turn that sampled
+    the token, -1 elsewhere. ``reward`` is the return of the row's last interaction.
 
-    ``predecessors`` int32 [T], where there are any, make the row a tree (see ``domain.predecessors``). ``raw_logprobs``
-    float32 [T], where the engine's are known, are those of the plain softmax on the mask, and 0 off it.
+    ``predecessors`` int32 [T], if set, make the row a tree (see ``domain.predecessors``). ``raw_logprobs`` float32 [T],
+    if the engine knows them, are those of the plain softmax on the mask, and 0 off it.
 
-    ``turn_infos`` are aligned with ``interactions``; empty where nothing is known about the turns, as in rows that a
+    ``turn_infos`` are aligned with ``interactions``; empty if nothing is known about the turns, as in rows that a
     workflow built from its own tensors.
     """
 
@@ -99,30 +99,30 @@ class Trajectory:
 
     @property
     def position_ids(self) -> Ints:
-        """How many tokens stand before each one in its branch, int32 [T]."""
+        """The number of tokens before each one in its branch, int32 [T]."""
         if self.predecessors is None:
             return np.arange(self.num_tokens, dtype=np.int32)
         return tree_position_ids(self.predecessors)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The length T of the row."""
         return len(self.input_ids)
 
     @property
     def num_trained_tokens(self) -> int:
-        """Tokens with ``loss_mask`` 1."""
+        """The number of tokens with ``loss_mask`` 1."""
         return int(self.loss_mask.sum())
 
     @property
     def head_version(self) -> int:
-        """The oldest weights that sampled a token of this row; -1 if none did."""
+        """The oldest version that sampled a token of this row; -1 if none did."""
         sampled = self.versions[self.versions >= 0]
         return int(sampled.min()) if len(sampled) else -1
 
     @property
     def tail_version(self) -> int:
-        """The newest weights that sampled a token of this row; -1 if none did."""
+        """The newest version that sampled a token of this row; -1 if none did."""
         return int(self.versions.max()) if len(self.versions) else -1
 
 
@@ -138,11 +138,10 @@ class Problem:
 class Episode:
     """One run of an agent on a problem. A failed one has a ``failure`` and no trajectories.
 
-    ``reward`` is the sum of the rewards that were assigned to its interactions, before any propagation.
-    ``is_rejected`` tells that its workflow threw it away on purpose; ``failure`` says so, too. ``cut_short`` says why
-    an episode ended too early that is trained all the same, as far as it went. ``is_restored`` is that of its session.
-    ``num_empty_turns`` counts its answers that were completed without a single sampled token, which no working engine
-    gives.
+    ``reward`` is the sum of the rewards assigned to its interactions, before any propagation. With ``is_rejected``, its
+    workflow discarded it on purpose; ``failure`` is set as well. ``cut_short`` is the reason why an episode ended early
+    that is nevertheless trained as far as it went. ``is_restored`` is that of its session. ``num_empty_turns`` counts
+    answers that were completed without a sampled token, which a working engine never produces.
     """
 
     session: SessionId
@@ -158,7 +157,7 @@ class Episode:
     cut_short: str | None = None
     is_restored: bool = False
     logged: Mapping[str, float] = field(factory=dict)
-    """Named numbers that the agent logged, also of a failed episode."""
+    """Named numbers that the agent logged, including those of a failed episode."""
 
 
 @frozen(kw_only=True)
@@ -176,14 +175,17 @@ class Group:
 
     @cached_property
     def head_version(self) -> int:
-        """The oldest weights that sampled a token of the group; -1 if there is none. Rows are long, and read once."""
+        """The oldest version that sampled a token of the group; -1 if there is none.
+
+        It is cached, because it is read repeatedly and rows are long.
+        """
         versions = [trajectory.head_version for episode in self.episodes for trajectory in episode.trajectories]
         return min((version for version in versions if version >= 0), default=-1)
 
 
 @frozen(kw_only=True)
 class DrawnProblem:
-    """What is known of a problem: how often it was drawn, and what share of its last group solved it."""
+    """Statistics of a problem: how often it was drawn, and the share of its last group that solved it."""
 
     row: int
     num_drawn: int
@@ -192,7 +194,7 @@ class DrawnProblem:
 
 @frozen(kw_only=True)
 class AssignedProblem:
-    """The problem that runs, or is to be run, at a position."""
+    """The problem that runs, or will run, at a position."""
 
     position: int
     row: int
@@ -200,7 +202,7 @@ class AssignedProblem:
 
 @frozen(kw_only=True)
 class PoolsState:
-    """What draws by difficulty follow from (``datasets.difficulty``)."""
+    """The state of draws by difficulty (``datasets.difficulty``)."""
 
     problems: tuple[DrawnProblem, ...] = ()
     assigned: tuple[AssignedProblem, ...] = ()
@@ -208,9 +210,9 @@ class PoolsState:
 
 @frozen(kw_only=True)
 class DataPosition:
-    """How far the problems have been consumed: all below ``next`` but for ``pending``, which are to be run first.
+    """How far the problems have been consumed: all below ``next`` except ``pending``, which run first.
 
-    ``pools`` is there where problems are drawn by difficulty.
+    ``pools`` is set if problems are drawn by difficulty.
     """
 
     next: int = 0

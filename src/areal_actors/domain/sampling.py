@@ -1,4 +1,4 @@
-"""Sampling: what is asked of an engine, and what it answers. The ``Engine`` protocol itself is ``engines/base.py``."""
+"""Sampling: requests to an engine and their results. The ``Engine`` protocol itself is in ``engines/base.py``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from areal_actors.domain.grammar import Grammar
 
 @frozen(kw_only=True)
 class SamplingDistribution:
-    """The settings that decide which distribution the tokens of a turn were sampled from.
+    """The settings that determine the distribution that a turn's tokens were sampled from.
 
     ``temperature``, ``top_p``, ``top_k`` and ``min_p`` are as in ``Sampling``. ``is_adjusted`` marks turns whose logits
-    were changed by penalties, a bias or a grammar as well, which nothing recomputes. ``logprobs_follow_truncation``
-    says whether the engine's log-probabilities are those after top-k, top-p and min-p, as ``EngineInfo`` does.
+    were also changed by penalties, a bias or a grammar, which the trainer cannot recompute.
+    ``logprobs_follow_truncation`` says whether the engine's log-probabilities are those after top-k, top-p and min-p,
+    as ``EngineInfo`` does.
     """
 
     temperature: float = 1.0
@@ -31,7 +32,7 @@ class SamplingDistribution:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token was taken, so that nothing was drawn at all."""
+        """Whether the most probable token was taken, without drawing."""
         return self.temperature == 0
 
     @property
@@ -41,16 +42,16 @@ class SamplingDistribution:
 
     @property
     def has_truncated_logprobs(self) -> bool:
-        """Whether truncation can be repeated on the trainer's logits, and the engine's log-probabilities follow it."""
+        """Whether the engine's log-probabilities are after truncation, and the trainer can repeat it on its logits."""
         return self.is_truncated and self.logprobs_follow_truncation and not self.is_adjusted
 
 
 @frozen(kw_only=True)
 class Sampling:
-    """How to sample. The neutral values are the defaults: temperature 1, no truncation, no penalty.
+    """Sampling settings. The defaults are neutral: temperature 1, no truncation, no penalty.
 
     ``temperature`` 0 takes the most probable token. ``top_k`` 0 and ``min_p`` 0 are off. ``stop`` strings end a
-    generation without changing the ids that were sampled; ``stop_token_ids`` come beside the renderer's own.
+    generation without changing the sampled ids; ``stop_token_ids`` are used in addition to the renderer's.
     ``top_logprobs`` asks for that many alternatives per token.
     """
 
@@ -70,7 +71,7 @@ class Sampling:
     def distribution(
         self, *, has_grammar: bool = False, logprobs_follow_truncation: bool = True
     ) -> SamplingDistribution:
-        """Return what training has to know about the distribution that these settings sample from."""
+        """Return the facts that training needs about the distribution that these settings sample from."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1.0)
         return SamplingDistribution(
             temperature=self.temperature,
@@ -84,9 +85,9 @@ class Sampling:
 
 @frozen(kw_only=True)
 class SampleKey:
-    """What seeds the random numbers of one generation, so that the order of arrival changes no sample.
+    """The seed of one generation's random numbers, so that the order of arrival does not change any sample.
 
-    ``seed`` is the run's (or the request's own), ``path`` names the generation within it: problem, group member, turn,
+    ``seed`` is that of the run or of the request; ``path`` names the generation within it: problem, group member, turn,
     choice. Two generations with equal keys, prompts, weights and settings sample equal tokens.
     """
 
@@ -95,7 +96,7 @@ class SampleKey:
 
 
 class FinishReason(StrEnum):
-    """Why an engine stopped sampling."""
+    """Reasons why an engine stopped sampling."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -112,12 +113,12 @@ class TopLogprob:
 
 @frozen(kw_only=True)
 class Completion:
-    """What an engine sampled for one prompt; all arrays have the length of ``token_ids``.
+    """The result of one generation; all arrays have the length of ``token_ids``.
 
     ``logprobs`` are of the distribution that was sampled from (after temperature, penalties and truncation) and
     ``raw_logprobs`` of the plain softmax, NaN where the engine does not know them; ``versions`` are those of the
-    weights that sampled each token. A stop token is included as it was sampled. ``top_logprobs`` holds a tuple per
-    token where the request asked for alternatives.
+    weights that sampled each token. A stop token is included if it was sampled. ``top_logprobs`` holds a tuple per
+    token if the request asked for alternatives.
     """
 
     token_ids: Ints = field(converter=as_ints, eq=array_equality)
@@ -130,12 +131,14 @@ class Completion:
 
 @frozen(kw_only=True)
 class EngineRequest:
-    """One generation. ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs, alone while it runs.
+    """One generation.
+
+    ``prompt`` int32 [T], T >= 1; ``id`` names it for ``abort`` and in logs, and is unique while it runs.
 
     ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are
-    added. With a ``grammar``, what is sampled matches it, and one of these ids ends it where it may end.
-    ``routing_key`` is equal for the requests of a session, whose prompts begin alike: where there are several engines,
-    they go to the same one, which has their prefix cached. Empty, the request goes anywhere.
+    added. With a ``grammar``, the sampled text matches it, and one of these ids ends it where the grammar allows.
+    ``routing_key`` is equal for all requests of a session, whose prompts begin alike: with several engines, they go to
+    the same one, which has their prefix cached. If it is empty, the request goes to any engine.
     """
 
     id: str
@@ -149,11 +152,11 @@ class EngineRequest:
 
 @frozen(kw_only=True)
 class Chunk:
-    """Tokens that were sampled since the last chunk, all under one version; the last chunk carries ``finish``.
+    """Tokens sampled since the last chunk, all under one version; the last chunk carries ``finish``.
 
-    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered as it was sampled. A raw
-    log-probability that the engine does not know is NaN.
-    ``num_cached_tokens`` of the prompt came from the prefix cache (set in the first chunk).
+    Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered if it was sampled. A raw
+    log-probability that the engine does not know is NaN. ``num_cached_tokens`` of the prompt came from the prefix cache
+    (set in the first chunk).
     """
 
     token_ids: Ints = field(converter=as_ints, eq=False)
@@ -166,13 +169,13 @@ class Chunk:
 
 
 class PauseMode(StrEnum):
-    """What happens to running generations when the engine pauses.
+    """Effect of a pause on running generations.
 
-    Those run that have been given a place; those that still queue for one, and new ones, wait in every mode.
+    A generation runs once it was given a place. Generations that queue for a place, and new ones, wait in every mode.
     """
 
     KEEP = "keep"
-    """They stop where they are and go on at ``resume``, under whatever weights are loaded then."""
+    """They stop where they are and continue at ``resume``, under the weights loaded by then."""
     WAIT = "wait"
     """They finish first."""
     ABORT = "abort"
@@ -181,11 +184,11 @@ class PauseMode(StrEnum):
 
 @frozen(kw_only=True)
 class Snapshot:
-    """Weights to load: in memory, as a directory of safetensors, or kept by whoever trains, to be asked for.
+    """Weights to load: in memory, as a directory of safetensors, or kept by the trainer and fetched on request.
 
-    ``state`` (parameter name to tensor, by the names of the model's state dict; shared, not copied) stays valid and
-    unchanged until ``Engine.load`` has returned. Tied weights may be left out. With ``is_kept`` an engine asks for what
-    its servers need (``messages.Weights``), as long as no newer version is published.
+    ``state`` (parameter name to tensor, with the names of the model's state dict; shared, not copied) stays valid and
+    unchanged until ``Engine.load`` has returned. Tied weights may be omitted. With ``is_kept`` an engine requests the
+    tensors that its servers need (``messages.Weights``), until a newer version is published.
     """
 
     version: int
@@ -195,21 +198,21 @@ class Snapshot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody could load it."""
+        """Whether there is nothing to load."""
         return self.state is None and self.path is None and not self.is_kept
 
 
 @frozen(kw_only=True)
 class EngineInfo:
-    """What an engine can do.
+    """The capabilities of an engine.
 
-    ``context_length`` bounds prompt plus output, ``vocab_size`` bounds the ids that it accepts.
+    ``context_length`` limits prompt plus output; ``vocab_size`` limits the ids that it accepts.
 
-    ``logprobs_follow_truncation`` tells whether reported log-probabilities are those after top-p, top-k and min-p.
-    ``knows_raw_logprobs`` tells whether it knows those of the plain softmax whatever was asked for; if not, they are
-    NaN wherever a temperature other than 1, a penalty or a bias moves what is sampled from.
-    ``samples_follow_keys`` tells whether equal keys, prompts and weights give equal tokens.
-    ``has_grammars`` tells whether it can hold what it samples to a grammar.
+    ``logprobs_follow_truncation`` says whether reported log-probabilities are those after top-p, top-k and min-p.
+    ``knows_raw_logprobs`` says whether it always knows those of the plain softmax; if not, they are NaN wherever a
+    temperature other than 1, a penalty or a bias changes the sampled distribution. ``samples_follow_keys`` says whether
+    equal keys, prompts and weights give equal tokens. ``has_grammars`` says whether it can constrain samples to a
+    grammar.
     """
 
     name: str
@@ -227,7 +230,7 @@ class EngineInfo:
 
 @frozen(kw_only=True)
 class EngineStatistics:
-    """Counters since the engine opened; ``running`` and ``waiting`` are of this moment."""
+    """Counters since the engine opened; ``running`` and ``waiting`` are current values."""
 
     running: int = 0
     waiting: int = 0

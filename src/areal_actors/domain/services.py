@@ -1,4 +1,4 @@
-"""Services that train on external agents, one per trial, as whoever starts them sees them."""
+"""Services that train on external agents, one per trial, as seen by the launcher that starts them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from areal_actors.domain.models import is_model_identifier
 
 
 class ServiceState(StrEnum):
-    """What a service is doing."""
+    """State of a service."""
 
     STOPPED = "stopped"
     """It has no process; the next request starts it."""
     STARTING = "starting"
     RUNNING = "running"
     BACKING_OFF = "backing_off"
-    """It has died, or could not start, and is started again in a moment."""
+    """It has died or could not start, and is restarted after a delay."""
     STOPPING = "stopping"
     FINISHED = "finished"
-    """It has trained for as many steps as it was to."""
+    """It has trained all of its steps."""
 
 
 def _check_name(trial: TrialId, _: Attribute[Any], __: str) -> None:
@@ -32,32 +32,35 @@ def _check_name(trial: TrialId, _: Attribute[Any], __: str) -> None:
 
 @frozen
 class TrialId:
-    """What is trained on its own, in a directory of its own. Raises ``ValueError`` for names that no directory has."""
+    """The name of a trial, which is trained separately in its own directory.
+
+    Raises ``ValueError`` for names that are not allowed as directories.
+    """
 
     experiment: str
     trial: str = field(validator=_check_name)
 
     @property
     def name(self) -> str:
-        """``experiment/trial``, as its model is called."""
+        """``experiment/trial``, the name of its model."""
         return f"{self.experiment}/{self.trial}"
 
     @property
     def home(self) -> str:
-        """What the ids and keys of its sessions begin with: short, and always the same."""
+        """The prefix of its sessions' ids and keys: a short digest of the name, so it never changes."""
         return blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 
 @frozen(kw_only=True)
 class ServiceView:
-    """A service from outside. ``last_used_at`` is in seconds since 1970; ``failure`` is why it ended last."""
+    """The public view of a service. ``last_used_at`` is in seconds since 1970; ``failure`` is why it ended last."""
 
     trial: TrialId
     state: ServiceState
     pid: int | None = None
     url: str | None = None
     num_requests: int = 0
-    """In flight now."""
+    """Requests in flight."""
     num_starts: int = 0
     last_used_at: float | None = None
     failure: str | None = None

@@ -1,4 +1,4 @@
-"""Conversation trees: what a session remembers of each request and its answer."""
+"""Conversation trees: the record of each request of a session and its answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GroupId = NewType("GroupId", str)
 
 
 class InteractionStatus(StrEnum):
-    """How far an interaction came. Only completed ones are trained by default."""
+    """The progress of an interaction. Only completed ones are trained by default."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -25,16 +25,16 @@ class InteractionStatus(StrEnum):
 
 
 class ForkReason(StrEnum):
-    """Why a turn does not extend the exact tokens of the turn before it."""
+    """Reasons why a turn does not extend the exact tokens of the turn before it."""
 
     ROOT = "root"
-    """Nothing of ours stands in its history."""
+    """Its history contains no answer of this session."""
     SIBLING = "sibling"
     """The prompt of another root was asked again."""
     TEMPLATE_REWROTE_HISTORY = "template_rewrote_history"
     CLIENT_EDITED_HISTORY = "client_edited_history"
     HISTORY_TRUNCATED = "history_truncated"
-    """The client left earlier messages out and kept an answer of ours."""
+    """The client omitted earlier messages and kept an answer of this session."""
     NEW_SYSTEM_PROMPT = "new_system_prompt"
     TOOLS_CHANGED = "tools_changed"
     TEMPLATE_OPTIONS_CHANGED = "template_options_changed"
@@ -42,30 +42,29 @@ class ForkReason(StrEnum):
 
 
 class RewardScope(StrEnum):
-    """What a reward was set for. The reward itself is kept on one answer in any case."""
+    """The target of a reward. The reward itself is always stored on one answer."""
 
     ANSWER = "answer"
-    """That answer, which was named by its id."""
+    """One answer, named by its id."""
     LAST = "last"
-    """The answer that had been completed last: the outcome of the episode while no other answer has a reward."""
+    """The last completed answer: the outcome of the episode while no other answer has a reward."""
     EPISODE = "episode"
-    """The whole episode: what an agent returned, or the final reward of ``finalize``."""
+    """The whole episode: the agent's return value, or the final reward of ``finalize``."""
 
 
 @frozen(kw_only=True)
 class Interaction:
     """One request and its answer within a session's tree.
 
-    Two parents: ``parent`` is the turn whose answer this one continues, and carries rewards; ``token_parent`` is the
-    one whose exact tokens are a prefix of this prompt, and carries packing and KV reuse. A fork has the first without
-    the second, and says why in ``fork``. ``prompt_suffix`` holds the prompt ids beyond the token parent's prompt and
-    output (the whole prompt where there is no token parent). ``messages`` are those beyond the conversational
-    parent's prompt and answer (all of them for a root); the first ``num_instructions`` of them take the place of the
-    parent's leading instructions (``None``: those stay). ``has_instructions`` tells that the first message of the whole
-    history was meant for this request alone. ``order`` counts requests, ``completed_order`` counts completions in a
-    session. ``reward`` is the number that was set, ``reward_scope`` what it was set for. ``failure`` says why a failed
-    one failed. ``sampling`` is the distribution that the answer is sampled from, ``None`` where it is
-    unknown.
+    There are two parents: ``parent`` is the turn whose answer this one continues, and carries rewards; ``token_parent``
+    is the one whose exact tokens are a prefix of this prompt, and carries packing and KV reuse. A fork has the first
+    without the second, and its reason in ``fork``. ``prompt_suffix`` holds the prompt ids beyond the token parent's
+    prompt and output (the whole prompt without a token parent). ``messages`` are those beyond the conversational
+    parent's prompt and answer (all of them for a root); the first ``num_instructions`` of them replace the parent's
+    leading instructions (``None``: those stay). With ``has_instructions``, the first message of the whole history
+    applied to this request alone. ``order`` counts requests, ``completed_order`` counts completions in a session.
+    ``reward`` is the number that was set, ``reward_scope`` its target. ``failure`` is the reason of a failed
+    interaction. ``sampling`` is the distribution that the answer is sampled from, ``None`` if unknown.
     """
 
     id: InteractionId
@@ -92,9 +91,9 @@ class Interaction:
 
 @frozen(kw_only=True)
 class SessionRecord:
-    """A session as it stands: what export, journal and report read. ``interactions`` are in order of request.
+    """The current state of a session, as read by export, journal and report. ``interactions`` are in order of request.
 
-    Which reward is the outcome of the episode follows from ``reward_scope`` alone: see ``outcome``.
+    The outcome of the episode follows from ``reward_scope`` alone: see ``outcome``.
     """
 
     id: SessionId
@@ -105,14 +104,14 @@ class SessionRecord:
     logged: Mapping[str, float] = field(factory=dict)
     """Named numbers that were logged over HTTP."""
     is_restored: bool = False
-    """Whether an earlier process began it, whose last weights may be lost: nobody can compute its tokens again."""
+    """Whether an earlier process began it. Its last weights may be lost, so its tokens may not be recomputable."""
 
     @property
     def outcome(self) -> Interaction | None:
-        """The answer whose reward is the outcome of the episode; ``None`` where rewards are those of answers only.
+        """The answer whose reward is the outcome of the episode; ``None`` if rewards belong to single answers only.
 
-        That is the last one whose reward was set for the episode. Without such a one, a reward that was set without
-        naming an answer is the outcome as long as it is the only reward of the session.
+        It is the last answer whose reward was set for the episode. Otherwise, a reward that was set without naming an
+        answer is the outcome as long as it is the only reward of the session.
         """
         rewarded = [t for t in self.interactions if t.reward is not None and t.status is InteractionStatus.COMPLETED]
         whole = [turn for turn in rewarded if turn.reward_scope is RewardScope.EPISODE]
@@ -123,6 +122,6 @@ class SessionRecord:
 
     @property
     def num_empty_turns(self) -> int:
-        """Answers that were completed and hold no token, not even one that ends them."""
+        """The number of answers that were completed without any token, not even one that ends them."""
         completed = [turn for turn in self.interactions if turn.status is InteractionStatus.COMPLETED]
         return sum(turn.completion is not None and not len(turn.completion.token_ids) for turn in completed)

@@ -1,4 +1,4 @@
-"""Turns that were cut by their length: where they are, and rows and episodes without them in the loss."""
+"""Turns that ended at their token limit: finding them, and removing them from the loss of rows and episodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["find_truncated", "mask_truncated", "withhold_truncated"]
 
 
 def find_truncated(row: Trajectory) -> dict[InteractionId, int]:
-    """Return the turns of ``row`` that ended at their limit of tokens, each with how many of them the row trains.
+    """Return the turns of ``row`` that ended at their token limit, with the number of their tokens that the row trains.
 
-    Turns of which nothing is known, as those of a workflow's own tensors, are none of them.
+    Turns without information, such as those of a workflow's own tensors, do not count as truncated.
     """
     cut = [index for index, info in enumerate(row.turn_infos) if info.finish is FinishReason.LENGTH]
     trained = row.turns[row.loss_mask == 1]
@@ -24,7 +24,10 @@ def find_truncated(row: Trajectory) -> dict[InteractionId, int]:
 
 
 def mask_truncated(row: Trajectory) -> Trajectory:
-    """Take the turns that were cut out of the loss; their returns stay. The row itself if there are none."""
+    """Return the row with truncated turns masked in the loss; returns stay.
+
+    Returns the row itself if there are none.
+    """
     cut = [index for index, info in enumerate(row.turn_infos) if info.finish is FinishReason.LENGTH]
     if not cut:
         return row
@@ -39,7 +42,7 @@ def mask_truncated(row: Trajectory) -> Trajectory:
 
 
 def withhold_truncated(episode: Episode) -> Episode:
-    """The episode as it is trained where such turns are masked: they are listed with their reason."""
+    """Return the episode with truncated turns masked and listed as untrained."""
     found = [entry for row in episode.trajectories for entry in find_truncated(row).items()]
     listed = tuple(
         Untrained(interaction=interaction, num_tokens=num_tokens, reason=UntrainedReason.TRUNCATED)

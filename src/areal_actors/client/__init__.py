@@ -1,4 +1,4 @@
-"""What talks to a proxy over HTTP: sessions, batches of them, and the HTTP clients of agents."""
+"""Clients of a proxy over HTTP: sessions, batches of sessions, and HTTP clients for agents."""
 
 from __future__ import annotations
 

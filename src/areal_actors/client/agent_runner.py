@@ -1,4 +1,4 @@
-"""``AgentRunner``: a coroutine function over a dataset, each item in a session of its own, many at a time."""
+"""``AgentRunner``: run a coroutine function over a dataset, each item in a separate session, many concurrently."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ AgentFunction = Callable[[Any], Awaitable[Any]]
 
 
 class AgentRunner:
-    """Runs an agent over items, and hands every episode to the proxy with its reward.
+    """Runs an agent over items, and reports every episode to the proxy with its reward.
 
     ::
 
         batch = await AgentRunner(max_concurrent=20).run(MyAgent().run, dataset)
 
     The agent returns a number, which finalizes its session; or a dict of numbers by completion id; or ``None``, if it
-    has set rewards or finalized by itself. Sessions are attributed as ``AgentSession`` says.
+    has set rewards or finalized the session itself. Requests are attributed to sessions as described for
+    ``AgentSession``.
     """
 
     def __init__(
@@ -59,19 +60,21 @@ class AgentRunner:
         random: Random | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Describe how to run.
+        """Create a runner.
 
         Args:
-            base_url: the proxy's URL, as of ``AgentSession``.
-            api_key: opens ``start_session``, as of ``AgentSession``.
-            max_concurrent: items in work at once. What the server has no room for waits until it has.
-            retries: how often, and after which waits, an item is tried whose attempt failed: three times without it.
+            base_url: the proxy's URL, as for ``AgentSession``.
+            api_key: the key for ``start_session``, as for ``AgentSession``.
+            max_concurrent: maximum number of items in progress. An item for which the server has no capacity waits for
+                it.
+            retries: how often, and after which waits, an item is tried again after a failed attempt; three attempts by
+                default.
             task_id: the readable prefix of session ids, before the item's number.
             is_quiet: show no progress.
-            stream: where progress is shown, in place of standard error.
-            http_client: sends what sessions have to say; left open.
+            stream: where progress is shown, instead of standard error.
+            http_client: sends the sessions' control requests; it is not closed.
             random: source of jitter.
-            environment: read when sessions start, in place of ``os.environ``.
+            environment: read when sessions start, instead of ``os.environ``.
 
         Raises:
             ConfigError: ``max_concurrent`` is less than 1.
@@ -90,16 +93,16 @@ class AgentRunner:
     async def run(
         self, agent: Callable[[Item], Awaitable[Any]], dataset: Iterable[Item] | AsyncIterable[Item]
     ) -> BatchResult:
-        """Run ``agent`` once for each item, which is taken when there is a place for it.
+        """Run ``agent`` once for each item; an item is taken from the dataset when it can start.
 
-        An item whose attempts all failed is a result with an ``error``; the others go on. A failed attempt's session
-        ends without a reward of the runner's, and the next attempt has a session of its own. Cancellation ends all
-        open sessions.
+        An item whose attempts all failed becomes a result with an ``error``; the other items continue. The session of a
+        failed attempt ends without a reward from the runner, and the next attempt uses a new session. Cancellation ends
+        all open sessions.
 
         Raises:
-            ConfigError: nothing names the proxy.
-            Unauthorized: the key opens no sessions. Items in work come to their end before.
-            DatasetError: the dataset itself failed. Items in work come to their end before.
+            ConfigError: no proxy is configured.
+            Unauthorized: the key cannot start sessions. Raised after the items in progress have finished.
+            DatasetError: iterating over the dataset failed. Raised after the items in progress have finished.
         """
         progress = create_batch_progress(is_quiet=self._is_quiet, stream=self._stream)
         progress.open(len(dataset) if isinstance(dataset, Sized) else None)
@@ -123,7 +126,7 @@ class AgentRunner:
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[httpx.AsyncClient]:
-        """One client for what all sessions have to say."""
+        """Provide one HTTP client for the control requests of all sessions."""
         if self._http_client is not None:
             yield self._http_client
             return
@@ -133,7 +136,7 @@ class AgentRunner:
 
 @define(eq=False, kw_only=True)
 class _Batch:
-    """One call of ``run``."""
+    """The state of one call of ``run``."""
 
     agent: AgentFunction
     sessions: Callable[[int], AgentSession]
@@ -142,7 +145,7 @@ class _Batch:
     random: Random
     results: dict[int, ItemResult] = field(factory=dict)
     obstacle: Exception | None = None
-    """What makes it useless to begin further items."""
+    """The error that makes it useless to start further items, or ``None``."""
 
     async def run(self, items: AsyncIterator[Any], max_concurrent: int) -> BatchResult:
         started_at = time.monotonic()
@@ -157,7 +160,7 @@ class _Batch:
     async def _feed(
         self, items: AsyncIterator[Any], places: anyio.Semaphore, begin: Callable[[int, Any], object]
     ) -> None:
-        """Take an item when there is a place for it, so that a dataset may be endless or made on the way."""
+        """Take an item when there is a place for it, so that a dataset may be infinite or generated on the fly."""
         index = 0
         while True:
             await places.acquire()
@@ -167,7 +170,7 @@ class _Batch:
                 item = await anext(items)
             except StopAsyncIteration:
                 return
-            except Exception as error:  # noqa: BLE001 - whatever a stranger's iterator raises
+            except Exception as error:  # noqa: BLE001 - user code may raise anything
                 self.obstacle = DatasetError(f"The dataset failed after {index} items: {describe(error)}.")
                 self.obstacle.__cause__ = error
                 return
@@ -176,7 +179,7 @@ class _Batch:
 
     async def _work(self, places: anyio.Semaphore, index: int, item: Any) -> None:
         begun = ItemResult(index=index, item=item, num_attempts=0)
-        # What stays if the agent raises the event loop's own cancellation while nobody cancels it.
+        # This result remains if the agent raises the event loop's cancellation error although it was not cancelled.
         self.results[index] = evolve(begun, num_attempts=1, error=EpisodeError(_CANCELLED_ITSELF))
         try:
             self.results[index] = await self._attempts(begun)
@@ -194,14 +197,16 @@ class _Batch:
             await anyio.sleep(self.retries.wait_seconds(result.num_attempts - 1, None, self.random))
 
     async def _attempt(self, result: ItemResult) -> ItemResult:
-        """Once, in a session of its own. A failure is a result."""
+        """Run one attempt in a new session. A failure is returned as a result, not raised."""
         session = self.sessions(result.index)
         started: SessionId | None = None
         try:
             async with session:
                 started = session.session_id
                 outcome = await self._episode(session, result.item)
-        except Exception as error:  # noqa: BLE001 - whatever an agent raises
+        except Exception as error:  # noqa: BLE001 - user code may raise anything
+            # Raised before a session started, these come from the configuration and every further item would fail the
+            # same way; raised later, they are the agent's own.
             if started is None and isinstance(error, (ConfigError, Unauthorized)):
                 self.obstacle = self.obstacle or error
             return evolve(result, session=started, error=error, outcome=None)
@@ -222,7 +227,7 @@ class _Batch:
 
 
 def _is_certain(error: Exception) -> bool:
-    """Whether the next attempt would fail in the same way: what was returned is of a kind that is no reward."""
+    """Return whether another attempt would fail in the same way: the agent returned a value that is not a reward."""
     return isinstance(error, EpisodeError)
 
 

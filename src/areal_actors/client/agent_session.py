@@ -1,7 +1,7 @@
-"""``AgentSession``: whatever the code inside the block asks the model is one trajectory, whichever library sends it.
+"""``AgentSession``: all model requests of the code inside the block form one trajectory, whichever library sends them.
 
-Who sends requests need not know of the session: ``attribution`` says how they are told apart. Batches are in
-``agent_runner``; ``OpenAIProxyClient`` is the client of those who hold the administrator's key and export rows.
+The code that sends requests need not know of the session: ``attribution`` assigns requests to sessions. Batches are in
+``agent_runner``; ``OpenAIProxyClient`` is the client for programs that hold the admin key and export rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from areal_actors.errors import ConfigError, InvalidRequest, NotFound, SessionEn
 __all__ = ["AgentSession", "Service", "find_service"]
 
 _IS_OVER = (NotFound, SessionEnded, Unauthorized)
-"""What ending a session meets that was ended and consumed before: it is forgotten, and its key with it."""
+"""Errors of ending a session that was already ended and consumed: it is forgotten, together with its key."""
 
 
 @frozen(kw_only=True)
 class Service:
-    """Where sessions are started, and with which key, if there is one."""
+    """The proxy at which sessions are started, and the key to do so, if there is one."""
 
     root: str
     """The proxy's URL, without ``/v1``."""
@@ -42,18 +42,20 @@ class Service:
 
 
 def find_service(base_url: str | None, api_key: str | None, environment: Mapping[str, str]) -> Service:
-    """What was given, else ``AREAL_BASE_URL`` with ``AREAL_API_KEY``, else the variables of OpenAI's clients.
+    """Return the proxy to use: from the arguments, else from the environment.
 
-    A key of OpenAI's own is not sent to a proxy that ``AREAL_BASE_URL`` names.
+    ``AREAL_BASE_URL`` with ``AREAL_API_KEY`` take precedence over the variables of OpenAI's clients. ``OPENAI_API_KEY``
+    is not sent to a proxy that ``AREAL_BASE_URL`` names.
 
     Raises:
-        ConfigError: nothing names a proxy.
+        ConfigError: neither names a proxy.
     """
     own = environment.get("AREAL_BASE_URL") or None
     found = base_url or own or environment.get("OPENAI_BASE_URL")
     if not found:
         raise ConfigError("base_url: nothing names the proxy; pass base_url, or set OPENAI_BASE_URL or AREAL_BASE_URL.")
     key = api_key or environment.get("AREAL_API_KEY") or None
+    # With ``AREAL_BASE_URL``, an ``OPENAI_API_KEY`` is probably a real key of OpenAI's and must not be sent elsewhere.
     if key is None and (base_url is not None or own is None):
         key = environment.get("OPENAI_API_KEY") or None
     return Service(root=parse_root(found), api_key=key)
@@ -69,12 +71,12 @@ class AgentSession:
             await session.finalize(1.0)
 
     Requests of httpx, httpx2, aiohttp and requests are attributed by a context variable, also in tasks that the block
-    starts and in threads of ``asyncio.to_thread`` and ``anyio.to_thread``. Others are passed ``base_url`` and
-    ``api_key``. Of sessions within each other the innermost counts. A session is used once.
+    starts and in threads of ``asyncio.to_thread`` and ``anyio.to_thread``. Other clients need to be passed ``base_url``
+    and ``api_key``. Among nested sessions, the innermost one is used. A session can be used once.
 
-    The session ends with the block. If the block fails or is cancelled it ends as well, without a final reward: rewards
-    that were set before stay, and none is added. A session that was finalized inside, by whatever client, is left as
-    it is.
+    The session ends with the block. If the block fails or is cancelled, the session ends as well, without a final
+    reward: rewards that were set before are kept, and none is added. A session that was finalized inside the block, by
+    any client, is left as it is.
     """
 
     def __init__(
@@ -89,17 +91,17 @@ class AgentSession:
         random: Random | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Describe a session; it starts with ``async with``.
+        """Create a session object; the session starts with ``async with``.
 
         Args:
-            base_url: the proxy's URL, with or without ``/v1``; see ``find_service`` for where it comes from otherwise.
-            api_key: opens ``start_session``; none is sent where none is found, and the server decides.
+            base_url: the proxy's URL, with or without ``/v1``; see ``find_service`` for the default.
+            api_key: the key for ``start_session``; if none is found, none is sent, and the server decides.
             task_id: becomes the readable prefix of the session's id.
             group_id: the group that the session belongs to.
-            http_client: sends what the session itself has to say; left open.
-            retries: how often that is tried again.
+            http_client: sends the session's control requests; it is not closed.
+            retries: how often control requests are retried.
             random: source of jitter.
-            environment: read when the block is entered, in place of ``os.environ``.
+            environment: read when the block is entered, instead of ``os.environ``.
         """
         self._given = (base_url, api_key)
         self._environment = os.environ if environment is None else environment
@@ -112,12 +114,12 @@ class AgentSession:
         self._is_ended = False
 
     async def __aenter__(self) -> Self:
-        """Start the session, after waiting for room if there is none.
+        """Start the session, after waiting for capacity if there is none.
 
         Raises:
-            ConfigError: nothing names the proxy.
-            Unauthorized: the key opens no sessions, or there is none and the server wants one.
-            Unavailable: nobody answers there.
+            ConfigError: no proxy is configured.
+            Unauthorized: the key cannot start sessions, or there is none and the server requires one.
+            Unavailable: the proxy does not answer.
         """
         if self._calls is not None:
             raise InvalidRequest("This AgentSession was used before; make another one for another trajectory.")
@@ -129,6 +131,8 @@ class AgentSession:
                 "rl/start_session",
                 self._arguments,
                 key=service.api_key,
+                # A repeated start could open a second session, and the first one would occupy capacity until it times
+                # out.
                 is_repeatable=False,
                 is_patient=True,
                 undo=self._abandon,
@@ -143,14 +147,17 @@ class AgentSession:
         return self
 
     async def _abandon(self, started: Mapping[str, Any]) -> None:
-        """End a session that was started for somebody who is gone."""
+        """End a session whose caller was cancelled before it started."""
         assert self._calls is not None
         await self._calls.post("rl/end_session", key=started["api_key"])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the session, unless it was ended; an error of the block is never hidden by one of the ending."""
+        """End the session unless it was ended.
+
+        An error of the block is never replaced by an error of ending the session.
+        """
         self._context.close()
         assert self._calls is not None
         end = None if self._is_ended else partial(self._end, {})
@@ -158,23 +165,23 @@ class AgentSession:
 
     @property
     def session_id(self) -> SessionId:
-        """The session's id; it opens the session for completions as a part of its URL, so keep it to yourself."""
+        """The session's id. Keep it secret: as a part of a URL, it gives access to completions in the session."""
         return self._open.session
 
     @property
     def api_key(self) -> str:
-        """The key that opens the session for everything: completions, rewards and its end."""
+        """The key with full access to the session: completions, rewards and its end."""
         return self._open.key
 
     @property
     def completion_key(self) -> str:
-        """The key for agents that are not trusted: it asks the model, and can neither reward nor end the session."""
+        """A key for untrusted agents: it can request completions, but can neither reward nor end the session."""
         _ = self._open
         return self._completion_key
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as ``base_url``; ends in ``/v1`` and names the session."""
+        """The ``base_url`` for an OpenAI client; it names the session and ends in ``/v1``."""
         _, calls = self._open, self._calls
         assert calls is not None
         return f"{calls.root}/{self.session_id}/v1"
@@ -186,7 +193,7 @@ class AgentSession:
         return self._attribution
 
     async def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Reward one interaction, named by the id of its completion; setting twice replaces.
+        """Reward one interaction, identified by the id of its completion; setting it again replaces the reward.
 
         Raises:
             NotFound: the session has no such interaction.
@@ -195,19 +202,19 @@ class AgentSession:
         await self._reward({"interaction_id": interaction_id}, reward)
 
     async def set_last_reward(self, reward: Any) -> InteractionId:
-        """Reward the last completed interaction; returns its id. Raises ``InvalidRequest`` if there is none."""
+        """Reward the last completed interaction and return its id. Raises ``InvalidRequest`` if there is none."""
         return await self._reward({}, reward)
 
     async def log(self, **numbers: float) -> None:
-        """Log named numbers of the session: ``log(format_ok=1.0)``. A name that is logged again gets the new value.
+        """Log named numbers of the session: ``log(format_ok=1.0)``. Logging a name again replaces its value.
 
-        Their means over the sessions of a step stand in its metrics as ``rollout/<name>``. Raises ``InvalidRequest``
-        for a value that is no finite number.
+        Their means over the sessions of a step appear in its metrics as ``rollout/<name>``. Raises ``InvalidRequest``
+        for a value that is not a finite number.
         """
         await self._post("log_metrics", {"metrics": merge_numbers({}, numbers)})
 
     async def finalize(self, reward: Any) -> int:
-        """Reward the last completed interaction and end the session; returns the number of its interactions.
+        """Reward the last completed interaction, end the session, and return the number of its interactions.
 
         Raises:
             RewardError: the reward is not a finite number.

@@ -1,10 +1,11 @@
-"""Which session a request belongs to: a context variable, and the one rule by which keys are attached.
+"""Attribution of requests to sessions: a context variable, and the rule by which keys are attached.
 
-``hooks`` brings every outgoing request here. A request is ours if its URL lies below the base URL of a session that is
-open around the code that sends it; it is given the key of that session. All others pass as they are.
+``hooks`` passes every outgoing request to this module. A request is attributed if its URL is below the base URL of a
+session that is open around the code that sends it; it then gets the key of that session. All other requests are
+unchanged.
 
-Context variables are copied into tasks, and into threads that ``asyncio.to_thread`` and ``anyio.to_thread`` start. What
-is started without a copy (``loop.run_in_executor``, a bare ``threading.Thread``) belongs to no session.
+Context variables are copied into tasks, and into threads that ``asyncio.to_thread`` and ``anyio.to_thread`` start. Code
+that is started without a copy (``loop.run_in_executor``, a bare ``threading.Thread``) belongs to no session.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ __all__ = ["Attribution", "Origin", "attribute", "attributed_to", "parse_root", 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _KEY_HEADER = "x-api-key"
 _TOKEN_LENGTH = 22
-"""What makes the id of a session unguessable: 16 random bytes in base64, after a hyphen, or a home's name and a dot."""
+"""Length of the random part of a session id: 16 random bytes in base64."""
 _OPENED_BY_OTHER_KEYS = frozenset({"start_session", "grant_capacity", "export_trajectories"})
-"""The last segments of routes that no session's key opens."""
+"""The last segments of routes that a session's key does not open."""
 
 
 @frozen(kw_only=True)
 class Origin:
-    """Where a server is: what two URLs of one server have in common, however they are written."""
+    """Scheme, host and port of a server: the common part of all URLs of one server, in canonical form."""
 
     scheme: str
     host: str
@@ -40,7 +41,7 @@ class Origin:
 
     @classmethod
     def of(cls, url: str) -> Origin | None:
-        """The origin of an absolute URL of HTTP; ``None`` for anything else."""
+        """Return the origin of an absolute HTTP URL, or ``None`` for anything else."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -53,7 +54,10 @@ class Origin:
 
 
 def _canonical(host: str) -> str:
-    """One name for this machine's many: ``localhost``, ``127.0.0.1``, ``::1``, and ``0.0.0.0``, which leads there."""
+    """Return one name for all names of this machine's loopback, and the host itself in lower case otherwise.
+
+    ``localhost``, ``127.0.0.1``, ``::1`` and ``0.0.0.0``, which reaches the loopback, become ``localhost``.
+    """
     host = host.lower().rstrip(".")
     try:
         address = ip_address(host)
@@ -63,10 +67,10 @@ def _canonical(host: str) -> str:
 
 
 def parse_root(base_url: str) -> str:
-    """The proxy's URL without ``/v1`` at its end, however often it stands there.
+    """Return the proxy's URL without any trailing ``/v1`` segments.
 
     Raises:
-        ConfigError: it is no absolute URL of HTTP.
+        ConfigError: it is not an absolute HTTP URL.
     """
     root = base_url.strip().rstrip("/")
     while root.endswith("/v1"):
@@ -78,29 +82,30 @@ def parse_root(base_url: str) -> str:
 
 @frozen(kw_only=True)
 class Attribution:
-    """An open session, as requests see it."""
+    """An open session, with the information to attribute requests to it."""
 
     session: SessionId
     key: str = field(repr=False)
     origin: Origin
     path: str
-    """What the proxy's URL has before its routes, such as ``/train`` behind another server; mostly nothing."""
+    """Path prefix of the proxy's URL, such as ``/train`` behind another server; usually empty."""
 
     @classmethod
     def to_session(cls, session: SessionId, key: str, root: str) -> Attribution:
-        """To ``session`` at the proxy whose URL is ``root`` (see ``parse_root``)."""
+        """Create the attribution to ``session`` at the proxy whose URL is ``root`` (see ``parse_root``)."""
         origin = Origin.of(root)
         assert origin is not None
         return cls(session=session, key=key, origin=origin, path=urlsplit(root).path.rstrip("/"))
 
     def covers(self, url: str) -> bool:
-        """Whether ``url`` is served by this session's proxy."""
+        """Return whether this session's proxy serves ``url``."""
         return Origin.of(url) == self.origin and f"{urlsplit(url).path}/".startswith(f"{self.path}/")
 
     def key_for(self, url: str) -> str | None:
-        """The key that a request to a covered ``url`` needs; ``None`` if it is to stay as it is.
+        """Return the key for a request to a covered ``url``, or ``None`` if the request should not be changed.
 
-        It is ours, unless the URL names a session: then it is the one of that session, if we know it.
+        If the URL names a session, it is the key of that session, if it is open in this process; otherwise it is this
+        session's key.
         """
         path = urlsplit(url).path.removeprefix(self.path)
         segments = [segment for segment in path.split("/") if segment and segment != "v1"]
@@ -113,21 +118,22 @@ class Attribution:
 
 
 def _is_session(segment: str) -> bool:
+    # The random token follows a hyphen, or the name of a controller process and a dot.
     return segment in _open_sessions or segment[-_TOKEN_LENGTH - 1 : -_TOKEN_LENGTH] in {"-", "."}
 
 
 _current: ContextVar[tuple[Attribution, ...]] = ContextVar("areal_actors_sessions", default=())
-"""The sessions around the code that runs, the innermost first. There may be several proxies among them."""
+"""The sessions around the running code, innermost first. They may belong to several proxies."""
 _open_sessions: dict[str, Attribution] = {}
-"""By id, for URLs that name a session; an entry belongs to the ``attributed_to`` that made it."""
+"""Open sessions by id, for URLs that name a session; ``attributed_to`` adds and removes its own entry."""
 
 
 def attribute(url: str, headers: Callable[[], MutableMapping[str, str]]) -> None:
-    """Write the session's key into the headers of a request to ``url``, if it is ours.
+    """Write the session's key into the headers of a request to ``url``, if the request belongs to a session.
 
     Args:
-        url: where the request goes.
-        headers: gives the headers to change, which compare names without case; asked only if there is something to
+        url: the URL of the request.
+        headers: returns the headers to change, a mapping with case-insensitive names; called only if there is a key to
             write.
     """
     session = next((session for session in _current.get() if session.covers(url)), None)
@@ -142,22 +148,22 @@ def attribute(url: str, headers: Callable[[], MutableMapping[str, str]]) -> None
 
 @contextmanager
 def attributed_to(session: Attribution) -> Iterator[None]:
-    """Inside, requests to the proxy belong to ``session``."""
+    """Attribute the requests to the proxy inside the block to ``session``."""
     _open_sessions[session.session] = session
     token = _current.set((session, *_current.get()))
     try:
         yield
     finally:
         _open_sessions.pop(session.session, None)
-        # A block may be left in another context than it was entered in, as generators of test fixtures are; there,
-        # nothing was set.
+        # A block may be left in another context than it was entered in, as generators of test fixtures are. The
+        # variable was never set there, and resetting it raises ValueError.
         with suppress(ValueError):
             _current.reset(token)
 
 
 @contextmanager
 def unattributed() -> Iterator[None]:
-    """Inside, requests are sent as they are: for those who bring the right key themselves."""
+    """Send the requests inside the block unchanged, for callers that supply the right key themselves."""
     token = _current.set(())
     try:
         yield

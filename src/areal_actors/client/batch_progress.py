@@ -1,4 +1,4 @@
-"""What people see of a batch: a bar at a terminal, a line now and then elsewhere, and the summary at the end."""
+"""Progress output of a batch: a bar at a terminal, occasional lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ _LINE_SECONDS = 10.0
 
 
 class BatchProgress(Protocol):
-    """Hears of a batch from its beginning to its end."""
+    """Receives the progress of one batch."""
 
     def open(self, total: int | None) -> None:
-        """It begins, with so many items, if that is known."""
+        """Start the output; ``total`` is the number of items, if it is known."""
 
     def hear(self, result: ItemResult) -> None:
-        """An item is done, well or not."""
+        """Record that an item is done, successfully or not."""
 
     def close(self, result: BatchResult | None) -> None:
-        """It is over; ``None`` if it did not come to its end."""
+        """Finish the output; ``result`` is ``None`` if the batch was interrupted."""
 
 
 def create_batch_progress(
     *, is_quiet: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> BatchProgress:
-    """A bar where ``stream`` (standard error) is a terminal, lines where it is not, or nothing."""
+    """Return a bar if ``stream`` is a terminal, else line output, or a progress without output if ``is_quiet``.
+
+    ``stream`` is standard error by default.
+    """
     if is_quiet:
         return BatchSilence()
     target = sys.stderr if stream is None else stream
@@ -41,20 +44,20 @@ def create_batch_progress(
 
 
 class BatchSilence:
-    """Says nothing."""
+    """A progress without output."""
 
     def open(self, total: int | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def hear(self, result: ItemResult) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self, result: BatchResult | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class PlainBatchProgress:
-    """A line for every item that failed, one every ten seconds for the rest, and the summary."""
+    """A line for every item that failed, one every ten seconds for the others, and the summary."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -64,12 +67,12 @@ class PlainBatchProgress:
         self._spoke_at = 0.0
 
     def open(self, total: int | None) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._total = total
         self._spoke_at = self._clock()
 
     def hear(self, result: ItemResult) -> None:
-        """Say what is worth a line."""
+        """Count the item, and print a line if it failed or if the last line is ten seconds old."""
         self._num_done += 1
         if result.error is not None:
             self._print(f"item {result.index} failed after {result.num_attempts} attempts: {describe(result.error)}")
@@ -78,24 +81,25 @@ class PlainBatchProgress:
             self._print(f"{self._num_done}{'' if self._total is None else f'/{self._total}'} items")
 
     def close(self, result: BatchResult | None) -> None:
-        """Say how it ended."""
+        """Print the summary."""
         self._print(f"{self._num_done} items done, then it stopped" if result is None else str(result))
 
     def _print(self, line: str) -> None:
+        # Errors may hold characters that the stream cannot encode; printing them must not fail the batch.
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
         self._stream.flush()
 
 
 class RichBatchProgress:
-    """A bar that is redrawn in place; failures scroll above it."""
+    """A progress bar that is redrawn in place; failures scroll above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._progress: Progress | None = None
 
     def open(self, total: int | None) -> None:
-        """Begin to draw."""
+        """Start drawing."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
@@ -112,7 +116,7 @@ class RichBatchProgress:
         self._progress.advance(self._progress.task_ids[0])
 
     def close(self, result: BatchResult | None) -> None:
-        """Draw the last frame, leave it there, and say how it ended."""
+        """Draw the last frame, leave it visible, and print the summary."""
         assert self._progress is not None
         self._progress.stop()
         self._print("It stopped before its end." if result is None else str(result))

@@ -1,4 +1,4 @@
-"""What came of a batch: one result for each item, in the order of the items, and their summary."""
+"""Results of a batch: one result for each item, in the order of the items, and their summary."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from areal_actors.errors import EpisodeError, RewardError
 __all__ = ["BatchResult", "ItemResult", "parse_outcome"]
 
 Outcome = float | Mapping[InteractionId, float] | None
-"""The final reward, rewards by completion, or ``None``: the function has said what there is to say by itself."""
+"""The final reward, rewards by completion id, or ``None`` if the function has set rewards or finalized itself."""
 
 
 @frozen(kw_only=True)
 class ItemResult:
-    """One item. ``session`` and ``outcome`` are those of the last attempt."""
+    """The result of one item. ``session`` and ``outcome`` are those of the last attempt."""
 
     index: int
     item: Any
     num_attempts: int
     session: SessionId | None = None
-    """``None`` if no session could be started."""
+    """The session's id, or ``None`` if no session could be started."""
     outcome: Outcome = None
     error: Exception | None = None
-    """Why it failed, after all its attempts; ``None`` if it did not."""
+    """The error of the last attempt, or ``None`` if it succeeded."""
 
     @property
     def is_failed(self) -> bool:
@@ -45,7 +45,7 @@ class ItemResult:
 
 @frozen(kw_only=True)
 class BatchResult:
-    """All items, in their order."""
+    """The results of all items, in their order."""
 
     results: tuple[ItemResult, ...]
     seconds: float
@@ -62,11 +62,11 @@ class BatchResult:
 
     @property
     def num_retries(self) -> int:
-        """Attempts beyond the first of each item."""
+        """The number of attempts beyond the first, over all items."""
         return sum(result.num_attempts - 1 for result in self.results)
 
     def __str__(self) -> str:
-        """The batch in one line."""
+        """Summarize the batch in one line."""
         parts = [f"{len(self.results) - len(self.failed)} of {len(self.results)} items in {self.seconds:.1f} s"]
         if self.rewards:
             parts.append(f"mean reward {fmean(self.rewards):.3f}")
@@ -79,15 +79,15 @@ class BatchResult:
 
 
 def describe(error: BaseException | None) -> str:
-    """An error in one line."""
+    """Return an error's type and message in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def parse_outcome(value: Any, *, name: str) -> Outcome:
-    """What the function ``name`` returned, as an outcome.
+    """Convert the return value of the function ``name`` to an outcome.
 
     Raises:
-        EpisodeError: it is neither a finite number, nor a dict of them by completion id, nor ``None``.
+        EpisodeError: it is neither a finite number, nor a dict of finite numbers by completion id, nor ``None``.
     """
     if value is None:
         return None

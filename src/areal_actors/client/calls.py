@@ -1,4 +1,4 @@
-"""The control requests of a client: by them sessions start, are rewarded, end and are exported."""
+"""Control requests of a client, which start, reward, end and export sessions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ _UNDO_SECONDS = 5.0
 
 
 class ControlCalls:
-    """Posts to one proxy. Between ``open`` and ``close`` all requests share a client, outside each has its own."""
+    """Sends POST requests to one proxy.
+
+    Between ``open`` and ``close`` all requests share one HTTP client; outside, each request creates its own.
+    """
 
     def __init__(
         self, root: str, *, http_client: httpx.AsyncClient | None, retries: RetryPolicy | None, random: Random | None
     ) -> None:
-        """``http_client`` is used where there is one, and left open."""
+        """Send requests with ``http_client`` if one is given; it is not closed."""
         self.root = root
         self._given = http_client
         self._own: httpx.AsyncClient | None = None
@@ -35,15 +38,15 @@ class ControlCalls:
         self._random = random or Random()  # noqa: S311 - jitter
 
     def open(self) -> None:
-        """Begin to share a client."""
+        """Create the shared client, unless one was given."""
         if self._given is None:
             self._own = create_http_client()
 
     async def close(self) -> None:
-        """Close the shared client, unless it was given. Closing twice is harmless."""
+        """Close the shared client, unless it was given. Closing it twice has no effect."""
         own, self._own = self._own, None
         if own is not None:
-            with anyio.CancelScope(shield=True):  # closes sockets; waits for nobody
+            with anyio.CancelScope(shield=True):  # only closes sockets, which does not block
                 await own.aclose()
 
     async def post(
@@ -57,9 +60,9 @@ class ControlCalls:
         is_patient: bool = False,
         undo: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
     ) -> dict[str, Any]:
-        """The answer to one request, which is sent under ``key`` whatever session surrounds the caller.
+        """Send one request with ``key``, regardless of the session around the caller, and return the answer.
 
-        If the caller is cancelled while the request is under way, its answer is awaited for a few seconds and given
+        If the caller is cancelled while the request is in progress, its answer is awaited for a few seconds and passed
         to ``undo``. Raises what ``send_with_retries`` raises.
         """
         url = f"{self.root}/{path}"
@@ -82,7 +85,7 @@ class ControlCalls:
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[httpx.AsyncClient]:
-        """The client in use; a passing one where none is shared."""
+        """Provide the HTTP client in use; a temporary one if none is shared."""
         open_client = self._given or self._own
         if open_client is not None:
             yield open_client
@@ -99,7 +102,7 @@ def _parse(response: httpx.Response) -> dict[str, Any]:
 async def _see_through(
     send: Callable[[], Awaitable[httpx.Response]], undo: Callable[[dict[str, Any]], Awaitable[Any]]
 ) -> httpx.Response:
-    """Send, and undo what a request did whose sender was cancelled before its answer came."""
+    """Send a request, and undo its effect if the caller is cancelled before the answer arrives."""
     outcome: list[httpx.Response | Exception] = []
     try:
         await _shielded(send, outcome)
@@ -114,14 +117,14 @@ async def _see_through(
 
 
 async def _shielded(send: Callable[[], Awaitable[httpx.Response]], outcome: list[httpx.Response | Exception]) -> None:
-    """Send to the end; after a cancellation, for a few seconds more. Cancellation goes on when that is over."""
+    """Complete the request; after a cancellation, wait for it a few seconds longer, then propagate the cancellation."""
     shield, is_over = anyio.CancelScope(shield=True), anyio.Event()
 
     async def run() -> None:
         with shield:
             try:
                 outcome.append(await send())
-            except Exception as error:  # noqa: BLE001 - raised by the one who waits, without the group around it
+            except Exception as error:  # noqa: BLE001 - raised by the waiting task, so that it is not wrapped in an exception group
                 outcome.append(error)
         is_over.set()
 

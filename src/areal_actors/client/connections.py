@@ -1,12 +1,11 @@
-"""Kept connections as a stack: what a request pays for its connection does not grow with the number of connections.
+"""A connection pool whose cost per request does not grow with the number of connections.
 
-httpx keeps its connections in one list and asks all of them, with two system calls each, whether they are still
-alive, for every request that begins and for every one that ends. With the hundred connections that a batch of episodes
-has, most of the time of a rollout goes there. Here every connection is an httpx transport of one connection, and a
-request takes the one that was used last; what HTTP is remains httpx's matter.
+httpx keeps its connections in one list and, for every request that begins or ends, checks with two system calls each
+whether they are still alive. With the hundred connections of a batch of episodes, most of the time of a rollout was
+spent there. In this pool, every connection is an httpx transport limited to one connection, and a request takes the
+most recently used one from a stack; httpx still implements HTTP.
 
-``httpx2``, the successor that newer SDKs take their clients from, has the same classes and the same list; what is
-written here is written for both.
+``httpx2``, the successor that newer SDKs use, has the same classes and the same list; this module supports both.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class _Idle:
 
 
 def create_stack_transport(library: ModuleType, *, max_connections: int, keep_seconds: float) -> Stack:
-    """A transport for the clients of ``library``, which is ``httpx`` or ``httpx2``; see ``Stack``."""
+    """Return a transport for the clients of ``library``, which is ``httpx`` or ``httpx2``; see ``Stack``."""
     transport: Stack = _transport_class(library)(library, max_connections=max_connections, keep_seconds=keep_seconds)
     return transport
 
@@ -46,11 +45,11 @@ def _stream_class(library: Any) -> Any:
 
 
 class Stack:
-    """Sends each request over the connection that became free last, or over a new one.
+    """A transport that sends each request over the most recently freed connection, or over a new one.
 
-    At most ``max_connections`` are open at once; further requests wait in line, for as long as the ``pool`` timeout of
-    the request allows (``httpx.PoolTimeout``). A connection that nobody used for ``keep_seconds`` is closed when
-    another one becomes free; one whose request failed, was cancelled or was not read to its end is closed at once.
+    At most ``max_connections`` are open at once; further requests wait for as long as the ``pool`` timeout of the
+    request allows (``httpx.PoolTimeout``). A connection that was not used for ``keep_seconds`` is closed when another
+    one becomes free; one whose request failed, was cancelled or was not read to its end is closed at once.
     """
 
     def __init__(self, library: Any, *, max_connections: int, keep_seconds: float) -> None:
@@ -61,14 +60,13 @@ class Stack:
 
     @cached_property
     def _verify(self) -> Any:
-        """Made once: reading the certificates of the system takes longer than a thousand requests on this machine.
-
-        And not before the first connection: an agent's process has a client for agents that may never use it.
-        """
+        """The SSL context, created once, at the first connection."""
+        # Reading the system's certificates takes longer than a thousand requests on this machine. Not created earlier,
+        # because the HTTP client that an agent's process gets may never be used.
         return self._library.create_ssl_context(trust_env=False)
 
     async def handle_async_request(self, request: Any) -> Any:
-        """Send ``request``; the connection is free again when the response is closed. Raises what the library does."""
+        """Send ``request``; closing the response frees the connection. Raises the library's exceptions."""
         await self._take_place(request)
         try:
             connection = self._idle.pop().connection if self._idle else self._connect()
@@ -85,7 +83,7 @@ class Stack:
         return response
 
     async def aclose(self) -> None:
-        """Close the connections that are idle; those in use are closed by whoever reads from them."""
+        """Close idle connections; connections in use are closed when their responses are."""
         self._keep_seconds = -1.0
         await self._close_expired()
 
@@ -104,7 +102,7 @@ class Stack:
 
     async def _give_back(self, connection: Any, *, is_usable: bool) -> None:
         self._places.release()
-        with anyio.CancelScope(shield=True):  # closing a socket does not wait for its peer
+        with anyio.CancelScope(shield=True):  # shielded is safe: closing a socket does not wait for its peer
             if is_usable:
                 self._idle.append(_Idle(anyio.current_time(), connection))
                 await self._close_expired()
@@ -112,20 +110,20 @@ class Stack:
                 await connection.aclose()
 
     async def _close_expired(self) -> None:
-        """Those that were used longest ago lie at the bottom."""
+        """Close connections that have been idle for too long."""
         oldest = anyio.current_time() - self._keep_seconds
+        # The least recently used connections are at the bottom of the stack.
         while self._idle and self._idle[0].since < oldest:
             await self._idle.popleft().connection.aclose()
 
 
 class _Borrowed:
-    """A response's body; when it is closed, its connection is given back.
-
-    An iterator rather than a generator: a reader that stops early would leave one to the garbage collector.
-    """
+    """The body of a response; closing it returns its connection."""
 
     def __init__(self, stream: Any, give_back: Callable[..., Awaitable[None]]) -> None:
         self._stream = stream
+        # An iterator instead of a generator: a reader that stops early would leave a generator to the garbage
+        # collector.
         self._parts = aiter(stream)
         self._give_back = give_back
         self._is_read = False
@@ -143,7 +141,7 @@ class _Borrowed:
         return part
 
     async def aclose(self) -> None:
-        """Free the connection. Closing twice is harmless."""
+        """Return the connection. Closing twice has no effect."""
         if self._is_closed:
             return
         self._is_closed = True

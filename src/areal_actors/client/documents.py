@@ -1,7 +1,7 @@
-"""Exported trajectories as a JSON document: what ``POST /export_trajectories`` answers, and how it is read back.
+"""Exported trajectories as a JSON document: the answer of ``POST /export_trajectories``, written and parsed.
 
-The document round-trips: the arrays that are read are those that were written, bit by bit, because a float32 is written
-with as many digits as tell it from its neighbours. Beside it stands the binary form, whose arrays are padded already.
+The document round-trips: the parsed arrays equal the written ones bit by bit, because a float32 is written with enough
+digits to distinguish it from its neighbours. There is also a binary form, whose arrays are already padded.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from areal_actors.errors import ExportError
 __all__ = ["ARRAYS_TYPE", "DOCUMENT_VERSION", "format_episode", "pack_arrays", "parse_episode"]
 
 DOCUMENT_VERSION = 2
-"""The newest version that is read. Documents without trees are written as version 1, which older clients read."""
+"""The newest version that can be read. Documents without trees are written as version 1, which older clients read."""
 
 ARRAYS_TYPE = "application/x-npz"
-"""What a client accepts that wants arrays instead of the document."""
+"""The media type in the ``Accept`` header of a client that wants arrays instead of the document."""
 
 _ARRAYS = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "turns")
 _OPTIONAL_ARRAYS = ("predecessors", "raw_logprobs")
 
 
 def format_episode(episode: Episode) -> dict[str, Any]:
-    """A document of ``episode``; arrays stay numpy arrays, which the JSON encoder writes as lists."""
+    """Return a document of ``episode``; arrays stay numpy arrays, which the JSON encoder writes as lists."""
     return {
         "version": DOCUMENT_VERSION if any(row.predecessors is not None for row in episode.trajectories) else 1,
         "session_id": episode.session,
@@ -59,7 +59,7 @@ def format_episode(episode: Episode) -> dict[str, Any]:
 
 
 def pack_arrays(episode: Episode) -> bytes:
-    """The rows as ``numpy.load`` reads them: the padded arrays of ``cache.arrays``, by name, without pickles."""
+    """Return the rows for ``numpy.load``: the padded arrays of ``cache.arrays``, by name, without pickles."""
     file = BytesIO()
     arrays: dict[str, Any] = to_arrays(episode.trajectories)
     np.savez(file, **arrays)
@@ -67,10 +67,10 @@ def pack_arrays(episode: Episode) -> bytes:
 
 
 def parse_episode(document: Mapping[str, Any]) -> Episode:
-    """The episode that a document describes.
+    """Return the episode that a document describes.
 
     Raises:
-        ExportError: the document is of another version, or not one of ours.
+        ExportError: the document has another version, or is not an exported session.
     """
     if document.get("version") not in (1, DOCUMENT_VERSION):
         raise ExportError(

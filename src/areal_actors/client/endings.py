@@ -1,4 +1,4 @@
-"""How the block of a client's session ends, whichever client it is."""
+"""The end of a session's block, for all session clients."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ async def end_block(
     error: BaseException | None,
     is_over: tuple[type[ArealError], ...] = (),
 ) -> None:
-    """End the session with ``end``, unless it was ended, and close ``calls``.
+    """End the session with ``end``, unless it is ``None`` because the session was already ended, and close ``calls``.
 
-    It takes ten seconds at most, cancelled or not. What ``is_over`` names is met where the session was ended before,
-    and is no error. Another one is raised, unless the block itself failed: its ``error`` is never hidden by one of the
-    ending.
+    This takes ten seconds at most, cancelled or not. The errors in ``is_over`` mean that the session was ended before,
+    and are ignored. Other errors are raised, unless the block itself failed: its ``error`` is never replaced by an
+    error of ending the session.
     """
     try:
         if end is not None:

@@ -1,12 +1,12 @@
-"""Where requests of other libraries are seen on their way out: httpx, httpx2, aiohttp and requests.
+"""Interception of outgoing requests of other libraries: httpx, httpx2, aiohttp and requests.
 
 Each library has one method that sends a single request over a connection, after redirects, authentication and base URLs
-were dealt with and before the next redirect is: that one is wrapped. So a redirect to another server never carries a
-session's key, and the objects that programs hold (clients, requests, their headers) are never changed. Outside of a
+were handled and before the next redirect; that method is wrapped. A redirect to another server therefore never carries
+a session's key, and the objects that programs hold (clients, requests, their headers) are never changed. Outside of a
 session the wrappers do nothing.
 
-``hooked`` installs them while it is open, once, however many are open at the same time; a library that is imported
-meanwhile is wrapped as soon as it was imported. What is not installed is not looked for.
+``hooked`` installs the wrappers while it is open, once, however many are open at the same time. A library that is
+imported in the meantime is wrapped right after its import; no library is imported for this purpose.
 """
 
 from __future__ import annotations
@@ -39,13 +39,11 @@ Wrap = Callable[[Method], Method]
 
 
 def _with_key(request: Any, copy: Callable[[Any], Any]) -> Any:
-    """A copy of ``request`` with the session's key, or the same request if it is not ours.
-
-    A copy, because the next request of a redirect is made from the one that the library holds.
-    """
+    """Return a copy of ``request`` with the session's key, or the same request if it belongs to no session."""
     copies: list[Any] = []
 
     def headers() -> MutableMapping[str, str]:
+        # A copy, because the library derives the next request of a redirect from the one that it holds.
         copies.append(copy(request))
         changed: MutableMapping[str, str] = copies[0].headers
         return changed
@@ -79,7 +77,7 @@ def _wrap_httpx_async(original: Callable[..., Awaitable[Any]]) -> Method:
 def _wrap_aiohttp(original: Callable[..., Awaitable[Any]]) -> Method:
     @wraps(original)
     async def send(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attribute(str(self.url), lambda: self.headers)  # they were made for this sending alone
+        attribute(str(self.url), lambda: self.headers)  # aiohttp creates these headers for this request only
         return await original(self, *args, **kwargs)
 
     return send
@@ -100,7 +98,7 @@ def _wrap_requests(original: Method) -> Method:
 
 @frozen
 class _Hook:
-    """A method of a library, by the class that has it, and what is put around it."""
+    """A method of a library, identified by its class, and the wrapper for it."""
 
     owner: str
     method: str
@@ -132,38 +130,39 @@ class _Installed:
 
     @property
     def is_outermost(self) -> bool:
-        """Whether nobody has put anything around it since."""
+        """Whether the method is still our wrapper, not wrapped again by other code."""
         return vars(self.owner).get(self.method) is self.wrapper
 
 
 class _Installation:
-    """All that is replaced in this process, and how many need it."""
+    """The replaced methods of this process, and the number of their users."""
 
     def __init__(self) -> None:
-        self._lock = RLock()  # an import may happen while libraries are being wrapped
+        self._lock = RLock()  # reentrant: an import may happen while libraries are being wrapped
         self._num_users = 0
         self._installed: dict[tuple[str, str], _Installed] = {}
         self._watcher = _ImportWatcher(self._install)
 
     def acquire(self) -> None:
-        """Wrap what is imported, and watch for the rest."""
+        """Wrap the libraries that are already imported, and watch for imports of the others."""
         with self._lock:
             self._num_users += 1
             if self._num_users == 1:
                 sys.meta_path.insert(0, self._watcher)
         for name in LIBRARIES:
             if name in sys.modules:
-                self._install(import_module(name))  # waits for another thread that is in the middle of importing it
+                self._install(import_module(name))  # waits for another thread that is importing it
 
     def release(self) -> None:
-        """Undo it after the last user."""
+        """Restore the original methods after the last user."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:
                 return
             sys.meta_path.remove(self._watcher)
             for name, done in tuple(self._installed.items()):
-                # What somebody else has wrapped since must stay; ours is idle there, and serves the next time.
+                # A method that other code has wrapped since must stay. Our wrapper inside it does nothing without a
+                # session, and is used again by the next user.
                 if done.is_outermost:
                     setattr(done.owner, done.method, done.original)
                     del self._installed[name]
@@ -197,7 +196,7 @@ def _find(module: ModuleType, path: str) -> type | None:
 
 
 class _ImportWatcher(MetaPathFinder):
-    """Tells when one of the libraries was imported; the other finders find it, and its own loader loads it."""
+    """Reports the import of one of the libraries; the other finders find it, and its own loader loads it."""
 
     def __init__(self, then: Callable[[ModuleType], None]) -> None:
         self._then = then
@@ -205,7 +204,7 @@ class _ImportWatcher(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The specification that the others find, with a loader that reports."""
+        """Return the spec that the other finders return, with a loader that reports the import."""
         if fullname not in _HOOKS:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
@@ -216,22 +215,22 @@ class _ImportWatcher(MetaPathFinder):
 
 
 class _ReportingLoader(Loader):
-    """Loads as ``inner`` does, leaves the module as ``inner`` would, and reports."""
+    """A loader that delegates to ``inner``, leaves the module as ``inner`` would, and reports the import."""
 
     def __init__(self, inner: Loader, then: Callable[[ModuleType], None]) -> None:
         self._inner = inner
         self._then = then
 
     def __getattr__(self, name: str) -> Any:
-        # Those who only look for a module ask its loader for files.
+        # Code that only inspects a module's spec asks its loader for files.
         return getattr(self._inner, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """What ``inner`` creates."""
+        """Return the module that ``inner`` creates."""
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, and report."""
+        """Execute the module, then report it."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         module.__loader__ = self._inner
@@ -244,7 +243,7 @@ _installation = _Installation()
 
 @contextmanager
 def hooked() -> Iterator[None]:
-    """Inside, requests of ``LIBRARIES`` are brought to ``attribute``, from whatever task or thread they come."""
+    """Pass requests of ``LIBRARIES`` to ``attribute`` inside the block, from every task and thread of the process."""
     _installation.acquire()
     try:
         yield

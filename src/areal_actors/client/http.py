@@ -1,4 +1,4 @@
-"""HTTP clients for agents and for ourselves, and the way back from an error response to an exception."""
+"""HTTP clients for agents and for internal use, and the conversion of error responses to exceptions."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ _BY_STATUS: Mapping[int, type[RequestError]] = {
 def create_http_client(
     *, max_connections: int = 1000, read_timeout_seconds: float = _READ_SECONDS
 ) -> httpx.AsyncClient:
-    """A client of httpx for requests to a proxy.
+    """Return an httpx client for requests to a proxy.
 
-    It waits an hour for an answer, because a request is held, not refused, while weights are updated; it keeps many
-    connections; and it ignores proxies of the environment, which would not find a server on this machine.
+    It waits up to an hour for an answer, because requests are held, not refused, while weights are updated; it keeps
+    many connections; and it ignores the environment's proxy settings, with which a server on this machine would not be
+    found.
     """
     client: httpx.AsyncClient = _create_client(httpx, max_connections, read_timeout_seconds)
     return client
@@ -61,11 +62,11 @@ def create_http_client(
 def create_agent_http_client(
     *, max_connections: int = 1000, read_timeout_seconds: float = _READ_SECONDS
 ) -> httpx.AsyncClient:
-    """A client to inject into agents as ``http_client``, of the library that the installed SDKs take.
+    """Return a client to pass to agents as ``http_client``, from the library that the installed SDKs accept.
 
-    ``openai`` 3 takes clients of ``httpx2`` and of ``httpx``, ``openai`` 2 and ``anthropic`` 0 those of ``httpx``
-    alone, ``anthropic`` 2 those of ``httpx2`` alone. It is one of ``httpx2``, which has the same methods, where every
-    SDK that is installed asks for that, and one of ``httpx`` otherwise.
+    ``openai`` 3 accepts clients of ``httpx2`` and of ``httpx``, ``openai`` 2 and ``anthropic`` 0 only those of
+    ``httpx``, ``anthropic`` 2 only those of ``httpx2``. The client is of ``httpx2``, which has the same methods, if
+    every installed SDK requires ``httpx2``, and of ``httpx`` otherwise.
     """
     client: httpx.AsyncClient = _create_client(_agents_library(), max_connections, read_timeout_seconds)
     return client
@@ -81,7 +82,8 @@ def _create_client(library: Any, max_connections: int, read_timeout_seconds: flo
 
 
 def _agents_library() -> ModuleType:
-    """What the installed SDKs name in their requirements; they are not imported, which would take a second."""
+    """Return the HTTP library that the installed SDKs require."""
+    # Read from package metadata: importing the SDKs would take a second.
     wanted = {_library_of(sdk) for sdk in ("openai", "anthropic")} - {None}
     return import_module("httpx2") if wanted == {"httpx2"} else httpx
 
@@ -95,7 +97,7 @@ def _library_of(sdk: str) -> str | None:
 
 
 def error_of(response: httpx.Response) -> RequestError:
-    """The exception that an error response stands for, of the class that was raised behind it where we know it."""
+    """Return the exception for an error response, of the class that the server raised, if it is known."""
     body = _body_of(response)
     message = body.get("message")
     text = message if isinstance(message, str) else f"HTTP {response.status_code}: {response.text[:200]}"
@@ -108,7 +110,7 @@ def error_of(response: httpx.Response) -> RequestError:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """The seconds that the server asks to wait; ``None`` if it names none."""
+    """Return the seconds that the server asks to wait, or ``None`` if it names none."""
     try:
         return max(0.0, float(response.headers["retry-after"]))
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Which requests to the proxy are worth repeating, and when."""
+"""Retries of requests to the proxy: which requests are repeated, and when."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class RetryPolicy:
     max_wait_seconds: float = field(default=8.0, validator=gt(0))
 
     def wait_seconds(self, attempt: int, asked: float | None, random: Random) -> float:
-        """How long to wait after failure number ``attempt`` (from 0); what the server asks for goes first."""
+        """Return the wait in seconds after failure number ``attempt`` (from 0).
+
+        A wait that the server asks for (``asked``) takes precedence.
+        """
         if asked is not None:
             return min(asked, self.max_wait_seconds) * random.uniform(1.0, 1.1)
         return float(min(self.first_wait_seconds * 2**attempt, self.max_wait_seconds) * random.uniform(0.5, 1.0))
@@ -44,12 +47,12 @@ async def send_with_retries(
 ) -> httpx.Response:
     """Send until there is an answer that another attempt would not change.
 
-    A request that may have arrived is sent again only if it ``is_repeatable``: if doing it twice is doing it once.
-    One that ``is_patient`` waits for room however often it is told that there is none, for the time that it is told.
+    A request that may have arrived is sent again only if it ``is_repeatable``, i.e. idempotent. A request that
+    ``is_patient`` waits for capacity without a limit of attempts, each time as long as the server asks.
 
     Raises:
-        RequestError: the answer was an error, after all attempts where it was worth several.
-        Unavailable: nobody answered.
+        RequestError: the answer was an error; after all attempts, if the error was worth retrying.
+        Unavailable: the proxy did not answer.
     """
     attempt = 0
     while True:

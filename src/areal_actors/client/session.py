@@ -1,4 +1,4 @@
-"""A session at the proxy, from start to export, over HTTP: what an episode in another process uses."""
+"""A session at the proxy over HTTP, from start to export, for episodes in other processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["OpenAIProxyClient"]
 
 
 class OpenAIProxyClient:
-    """One session. ``async with`` starts it and ends it; rewards are set inside, rows are exported inside or after.
+    """One session. ``async with`` starts and ends it; set rewards inside the block, export rows inside or after it.
 
     ::
 
@@ -29,7 +29,8 @@ class OpenAIProxyClient:
             await session.set_last_reward(reward)
         episode = await session.export_interactions(discount=0.9)
 
-    Nothing is sent twice that would count twice; what can be repeated is repeated, with back-off and a bound.
+    Requests that are not idempotent are never sent twice; the others are retried a limited number of times, with
+    back-off.
     """
 
     def __init__(
@@ -48,20 +49,20 @@ class OpenAIProxyClient:
         retries: RetryPolicy | None = None,
         random: Random | None = None,
     ) -> None:
-        """Describe a session; it starts with ``async with``.
+        """Create a session object; the session starts with ``async with``.
 
         Args:
             base_url: the proxy's URL, with or without ``/v1``.
-            admin_key: opens the routes that start and export sessions.
+            admin_key: the key for the routes that start and export sessions.
             task_id: becomes the readable prefix of the session's id.
-            api_key: a key of the caller's own for the session; a random one is issued without it.
+            api_key: a key for the session that the caller chooses; by default a random one is issued.
             group_id: the group that the session belongs to; sessions of a group are compared with one another.
-            group_size: how many sessions the group waits for; what the service has set without it.
-            position: which problem it is, in a service that trains; they are counted without it.
-            member: which member of its group the session is; they are counted without it.
+            group_size: how many sessions the group waits for; by default, the service's setting.
+            position: the index of the problem, in a service that trains; by default, problems are counted.
+            member: the index of the session in its group; by default, members are counted.
             seed: keys the session's samples together with ``position`` and ``member``.
-            http_client: used for all requests and left open; one of our own is made without it.
-            retries: how often to try again.
+            http_client: used for all requests and not closed; by default, the session creates one.
+            retries: how often requests are retried.
             random: source of jitter.
         """
         self._root = base_url.rstrip("/").removesuffix("/v1")
@@ -85,7 +86,7 @@ class OpenAIProxyClient:
         """Start the session.
 
         Raises:
-            CapacityExhausted: there was no room, for as long as the retries last.
+            CapacityExhausted: there was no capacity during all retries.
             Unauthorized: the admin key is wrong.
         """
         if self._session_id is not None:
@@ -104,40 +105,43 @@ class OpenAIProxyClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the session, unless it was ended; an error of the block is never hidden by one of the ending."""
+        """End the session unless it was ended.
+
+        An error of the block is never replaced by an error of ending the session.
+        """
         await end_block(self._calls, None if self._is_ended else self.end_session, error=error)
 
     @property
     def session_id(self) -> SessionId:
-        """The session's id; it opens the session for completions as a part of its URL, so keep it to yourself."""
+        """The session's id. Keep it secret: as a part of a URL, it gives access to completions in the session."""
         if self._session_id is None:
             raise InvalidRequest("The session has not started; use 'async with OpenAIProxyClient(...)'.")
         return self._session_id
 
     @property
     def api_key(self) -> str:
-        """The key that opens the session for everything: completions, rewards and its end."""
+        """The key with full access to the session: completions, rewards and its end."""
         _ = self.session_id
         return self._api_key
 
     @property
     def completion_key(self) -> str:
-        """The key for the agent: it asks the model, and can neither reward nor end the session."""
+        """The key for the agent: it can request completions, but can neither reward nor end the session."""
         _ = self.session_id
         return self._completion_key
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as ``base_url``; ends in ``/v1``."""
+        """The ``base_url`` for an OpenAI client; it names the session and ends in ``/v1``."""
         return f"{self._root}/{self.session_id}/v1"
 
     @property
     def session_url(self) -> str:
-        """The same as ``base_url``."""
+        """An alias of ``base_url``."""
         return self.base_url
 
     async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Reward one interaction, named by the id of its completion; setting twice replaces.
+        """Reward one interaction, identified by the id of its completion; setting it again replaces the reward.
 
         Raises:
             NotFound: the session has no such interaction.
@@ -146,23 +150,24 @@ class OpenAIProxyClient:
         await self._reward({"interaction_id": interaction_id}, reward)
 
     async def set_last_reward(self, reward: float) -> InteractionId:
-        """Reward the last completed interaction; returns its id. Raises ``InvalidRequest`` if there is none."""
+        """Reward the last completed interaction and return its id. Raises ``InvalidRequest`` if there is none."""
         return await self._reward({}, reward)
 
     async def log(self, **numbers: float) -> None:
-        """Log named numbers of the session. Raises ``InvalidRequest`` for a value that is no finite number."""
+        """Log named numbers of the session. Raises ``InvalidRequest`` for a value that is not a finite number."""
         await self._post(f"{self.session_id}/rl/log_metrics", {"metrics": merge_numbers({}, numbers)})
 
     async def _reward(self, which: Mapping[str, str], reward: float) -> InteractionId:
-        # Numpy and torch scalars are numbers to agents, and JSON has no NaN: the query has room for both.
+        # Sent in the query, which can carry NaN unlike JSON; ``float`` accepts numpy and torch scalars, which agents
+        # often return.
         query = {**which, "reward": repr(float(reward))}
         reply = await self._control("set_reward", query)
         return InteractionId(reply["interaction_id"])
 
     async def end_session(self, final_reward: float | None = None) -> int:
-        """End the session, with a reward for its last completed interaction if one is given; ending twice is harmless.
+        """End the session and return the number of its interactions. Ending it twice has no effect.
 
-        Returns the number of its interactions.
+        ``final_reward``, if given, rewards the last completed interaction.
         """
         query = {} if final_reward is None else {"final_reward": repr(float(final_reward))}
         reply = await self._control("end_session", query)
@@ -170,7 +175,7 @@ class OpenAIProxyClient:
         return int(reply["interaction_count"])
 
     async def export_interactions(self, *, discount: float | None = None, style: str | None = None) -> Episode:
-        """The session's training rows. Asking again, also with another discount, gives them again.
+        """Return the session's training rows. It can be called again, also with another discount.
 
         Raises:
             Unprocessable: there is no such style, or the rows cannot be built.

@@ -1,8 +1,8 @@
-"""Official SDK clients whose requests never leave the process: the proxy's own application behind an SDK, on an engine.
+"""Official SDK clients whose requests never leave the process: the proxy's application behind an SDK, on an engine.
 
 ``ArealOpenAI`` is an ``AsyncOpenAI`` and ``ArealAnthropic`` an ``AsyncAnthropic``: every endpoint works as it does over
-HTTP, streams and hang-ups included. Beside them they have what a trajectory needs: rewards, token data, training rows.
-The SDKs are no dependencies of this package; each is imported with the client that needs it.
+HTTP, including streams and disconnects. In addition, they have methods for trajectories: rewards, token data, training
+rows. The SDKs are not dependencies of this package; each is imported with the client that needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ArealAnthropic", "ArealOpenAI"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import the client that ``name`` stands for, and with it its SDK."""
+        """Import the client called ``name``, and with it its SDK."""
         from importlib import import_module
 
         homes = {"ArealOpenAI": "openai", "ArealAnthropic": "anthropic"}

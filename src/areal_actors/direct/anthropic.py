@@ -1,4 +1,4 @@
-"""``ArealAnthropic``: an ``AsyncAnthropic`` on an engine in this process. Needs ``anthropic``."""
+"""``ArealAnthropic``: an ``AsyncAnthropic`` on an engine in this process. Requires ``anthropic``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BASE_URL = "http://direct"
 
 
 class ArealAnthropic(HasRewards, anthropic.AsyncAnthropic):
-    """One trajectory, asked for through Anthropic's SDK.
+    """A client of Anthropic's SDK whose requests form one trajectory.
 
     ::
 
@@ -36,13 +36,13 @@ class ArealAnthropic(HasRewards, anthropic.AsyncAnthropic):
         direct: DirectSession | None = None,
         **options: Any,
     ) -> None:
-        """Begin a trajectory.
+        """Start a trajectory.
 
         Args:
-            engine: an engine, the ref of a generation actor, or what ``open_inference`` gives.
-            tokenizer: a fast tokenizer, a model's directory or a renderer; not needed where the engine brings one.
+            engine: an engine, the ref of a generation actor, or the result of ``open_inference``.
+            tokenizer: a fast tokenizer, a model's directory or a renderer; not needed if the engine has one.
             seed: keys the samples.
-            direct: a trajectory to share; made anew without it.
+            direct: a trajectory to share; by default, a new one.
             options: of ``AsyncAnthropic``, such as ``timeout`` or ``max_retries``.
 
         Raises:
@@ -56,14 +56,14 @@ class ArealAnthropic(HasRewards, anthropic.AsyncAnthropic):
         super().__init__(**options)
 
     def copy(self, **options: Any) -> Self:
-        """A client with other options and the same trajectory."""
+        """Return a client with other options and the same trajectory."""
         options["_extra_kwargs"] = {**options.get("_extra_kwargs", {}), "direct": self.direct}
         return super().copy(**options)
 
     with_options = copy
 
     async def request(self, *args: Any, **kwargs: Any) -> Any:
-        """Send a request, and remember the SDK's object of its answer."""
+        """Send a request, and keep the SDK's object of its answer."""
         answer = await super().request(*args, **kwargs)
         self.remember(answer)
         return answer

@@ -1,4 +1,4 @@
-"""Chat completions of OpenAI's SDK in which ``model`` may be left out: an engine in this process has but one."""
+"""Chat completions of OpenAI's SDK with an optional ``model``, because an engine in this process has only one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MODEL = "default"
 
 
 class _Completions(AsyncCompletions):
-    """The SDK's methods, as they are but for the default."""
+    """The SDK's methods with a default for ``model``."""
 
     async def create(self, *, model: str = _MODEL, **options: Any) -> Any:
         return await super().create(model=model, **options)
@@ -25,9 +25,9 @@ class _Completions(AsyncCompletions):
 
 
 class Chat(AsyncChat):
-    """``client.chat``."""
+    """The ``client.chat`` resource."""
 
     @property
     def completions(self) -> AsyncCompletions:
-        """``client.chat.completions``."""
+        """The ``client.chat.completions`` resource."""
         return _Completions(self._client)

@@ -1,11 +1,11 @@
-"""An actor without a life of its own: its handlers run in the tasks of those who ask.
+"""A ref to an actor that is not running: its handlers run in the tasks of the callers.
 
-A client that is made in the middle of somebody's coroutine has no task group to start actors in. The session manager
-needs none: it waits only for its engine, and between two waits it leaves its trees whole. Here its handlers are called
-as they are; its lifespan, mailbox and supervision do not exist.
+A client that is created in the middle of a coroutine has no task group to start actors in. The session manager does not
+need one: it waits only for its engine, and its trees are consistent whenever it waits. The ref calls its handlers
+directly; lifespan, mailbox and supervision do not exist.
 
-Not for everybody: a stream's generator runs in its reader's task, so that a reader must not open a cancel scope before
-one item and close it before the next. The proxy does neither.
+This is not safe in general: a stream's generator runs in its reader's task, so a reader must not open a cancel scope
+before one item and close it after the next. The proxy does not do that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 
 class InlineRef(Ref[P]):
-    """A ref to ``actor`` that calls its handlers. A serial handler runs alone among the serial ones."""
+    """A ref to ``actor`` that calls its handlers. Serial handlers exclude each other."""
 
     __slots__ = ("_actor", "_address", "_counters", "_handlers", "_turn")
 
@@ -48,7 +48,7 @@ class InlineRef(Ref[P]):
         return self._address
 
     async def ask(self, message: Message[P, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """Call the handler. Raises as ``Ref.ask`` does, except that nothing can have stopped."""
+        """Call the handler. Raises as ``Ref.ask`` does, except for errors of a stopped actor, which cannot occur."""
         handler = self._handler(message)
         reply: R
         try:
@@ -65,11 +65,11 @@ class InlineRef(Ref[P]):
         return reply
 
     async def tell(self, message: Message[P, Any]) -> None:
-        """Call the handler and wait for its end; raises what it raises."""
+        """Call the handler, wait until it has finished, and raise its errors."""
         await self.ask(message)
 
     def tell_nowait(self, message: Message[P, Any]) -> None:
-        """Not possible here: there is no mailbox that could keep the message."""
+        """Raise ``ProtocolError``: there is no mailbox to store the message."""
         raise ProtocolError(f"{self.name} has no mailbox; use tell for {type(message).__name__}.")
 
     def stream(
@@ -78,7 +78,7 @@ class InlineRef(Ref[P]):
         *,
         buffer_size: int = 16,  # noqa: ARG002 - nothing is buffered: the reader drives the handler
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """Drive the handler's generator from the reader's task."""
+        """Return the handler's stream, whose generator runs in the reader's task."""
         return self._stream(message)
 
     @asynccontextmanager
@@ -91,10 +91,10 @@ class InlineRef(Ref[P]):
                 await generator.aclose()
 
     async def stop(self, *, grace: float | None = None) -> None:
-        """Nothing runs that could be stopped."""
+        """Do nothing: no task is running."""
 
     def statistics(self) -> ActorStatistics:
-        """What has been asked; there is never a queue."""
+        """Return counts of the handled messages; the queue is always empty."""
         counters = self._counters
         return ActorStatistics(
             name=self.name,
@@ -123,7 +123,7 @@ class InlineRef(Ref[P]):
 
 
 class _Counted:
-    """Counts one handler, however it ends."""
+    """Counts one handler call, however it ends."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
@@ -138,7 +138,7 @@ class _Counted:
 
 
 class _Items(AsyncIterator[Item]):
-    """The generator's items, its errors as they would arrive from an actor."""
+    """The generator's items; its errors are converted as if they came from an actor."""
 
     def __init__(self, generator: AsyncGenerator[Item, None], name: str) -> None:
         self._generator = generator

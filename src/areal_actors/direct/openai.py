@@ -1,4 +1,4 @@
-"""``ArealOpenAI``: an ``AsyncOpenAI`` on an engine in this process. Needs ``openai``, version 2 or 3."""
+"""``ArealOpenAI``: an ``AsyncOpenAI`` on an engine in this process. Requires ``openai``, version 2 or 3."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BASE_URL = "http://direct/v1"
 
 
 class ArealOpenAI(HasRewards, openai.AsyncOpenAI):
-    """One trajectory, asked for through OpenAI's SDK.
+    """A client of OpenAI's SDK whose requests form one trajectory.
 
     ::
 
@@ -38,13 +38,13 @@ class ArealOpenAI(HasRewards, openai.AsyncOpenAI):
         direct: DirectSession | None = None,
         **options: Any,
     ) -> None:
-        """Begin a trajectory.
+        """Start a trajectory.
 
         Args:
-            engine: an engine, the ref of a generation actor, or what ``open_inference`` gives.
-            tokenizer: a fast tokenizer, a model's directory or a renderer; not needed where the engine brings one.
+            engine: an engine, the ref of a generation actor, or the result of ``open_inference``.
+            tokenizer: a fast tokenizer, a model's directory or a renderer; not needed if the engine has one.
             seed: keys the samples.
-            direct: a trajectory to share; made anew without it.
+            direct: a trajectory to share; by default, a new one.
             options: of ``AsyncOpenAI``, such as ``timeout`` or ``max_retries``.
 
         Raises:
@@ -59,18 +59,18 @@ class ArealOpenAI(HasRewards, openai.AsyncOpenAI):
 
     @property
     def chat(self) -> AsyncChat:
-        """As in ``AsyncOpenAI``; ``model`` may be left out."""
+        """The chat resource, as in ``AsyncOpenAI``, but ``model`` is optional."""
         return Chat(self)
 
     def copy(self, **options: Any) -> Self:
-        """A client with other options and the same trajectory."""
+        """Return a client with other options and the same trajectory."""
         options["_extra_kwargs"] = {**options.get("_extra_kwargs", {}), "direct": self.direct}
         return super().copy(**options)
 
     with_options = copy
 
     async def request(self, *args: Any, **kwargs: Any) -> Any:
-        """Send a request, and remember the SDK's object of its answer."""
+        """Send a request, and keep the SDK's object of its answer."""
         answer = await super().request(*args, **kwargs)
         self.remember(answer)
         return answer

@@ -1,4 +1,4 @@
-"""The session behind a direct client: one trajectory, its rewards, and its way to training rows."""
+"""The session behind a direct client: one trajectory, its rewards, and its training rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["DirectSession", "EngineLike", "TokenizerLike"]
 
 
 class _Serving(Protocol):
-    """Something that serves a model already, such as what ``open_inference`` gives."""
+    """An object that already serves a model, such as the result of ``open_inference``."""
 
     @property
     def generation(self) -> Ref[Generation]: ...
@@ -45,13 +45,13 @@ TokenizerLike = Any
 """A fast tokenizer of transformers, the directory of a model, or a ``Renderer``."""
 
 _renderers: WeakKeyDictionary[Any, Renderer] = WeakKeyDictionary()
-"""Renderers of tokenizers that were met before: a client is made per episode, and a renderer takes long to make."""
+"""Cache of renderers by tokenizer: a client is created per episode, and creating a renderer is slow."""
 
 
 class DirectSession:
-    """One trajectory on an engine. ``app`` is the proxy's application in front of it, ``api_key`` opens it there.
+    """One trajectory on an engine. ``app`` is the proxy's application in front of it, and ``api_key`` its key there.
 
-    ``discount`` is the one that was applied last. ``completions`` holds the SDK's objects by interaction.
+    ``discount`` is the last one that was applied. ``completions`` holds the SDK's objects by interaction.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class DirectSession:
         )
 
     async def app(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """The proxy, as an ASGI application."""
+        """Serve a request: the proxy as an ASGI application."""
+        # Not in ``__init__``, which cannot wait for the engine's description.
         if not self._is_ready:
             await self._manager.learn_engine()
             self._is_ready = True
@@ -98,16 +99,16 @@ class DirectSession:
         return self._manager.tree(self._id)
 
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward one interaction, or the last completed one; setting twice replaces.
+        """Reward one interaction, or the last completed one; setting it again replaces the reward.
 
         Raises:
             NotFound: there is no such interaction.
-            RewardError: the reward is no finite number, or nothing was completed yet.
+            RewardError: the reward is not a finite number, or no interaction was completed yet.
         """
         self.tree.set_reward(None if interaction_id is None else InteractionId(interaction_id), reward)
 
     def apply_discount(self, discount: float) -> dict[str, float]:
-        """Let what is read from now on have the returns under ``discount``, which are the result.
+        """Use the returns under ``discount`` in all later reads, and return them by interaction.
 
         Raises:
             RewardError: the discount is not finite.
@@ -117,7 +118,7 @@ class DirectSession:
         return {str(name): value for name, value in returns.items()}
 
     def interaction(self, interaction_id: str) -> InteractionWithTokenLogpReward:
-        """One interaction with its ancestors, without a row.
+        """Return one interaction with its ancestors, without a row.
 
         Raises:
             NotFound: there is no such interaction, or it was not completed.
@@ -125,9 +126,9 @@ class DirectSession:
         return self._views(self.discount).view(InteractionId(interaction_id))
 
     def rows(self, *, style: str, discount: float | None) -> dict[str, InteractionWithTokenLogpReward]:
-        """The training rows in a style of export, each by the interaction that it ends, in order.
+        """Return the training rows in an export style, in order, each by the interaction that it ends with.
 
-        Without a ``discount`` (here or applied before), every turn keeps the reward that was assigned to it.
+        Without a ``discount`` (here or applied before), every turn keeps its assigned reward.
         """
         discount = self.discount if discount is None else discount
         views = self._views(discount)
@@ -149,7 +150,7 @@ _ONE = CapacityLimits(max_concurrent=1, batch_size=1)
 
 
 def _key_of(engine: EngineLike) -> SampleKey | None:
-    """The key of this client within an episode, where the engine is that of an episode."""
+    """Return the sample key of this client within an episode, or ``None`` if the engine is not an episode's."""
     return engine.next_client_key() if isinstance(engine, EpisodeEngine) else None
 
 

@@ -1,11 +1,11 @@
-"""From an SDK's HTTP client straight into an ASGI application, without a socket.
+"""A transport from an SDK's HTTP client directly into an ASGI application, without a socket.
 
-The transport that httpx ships for this runs the application to its end before the caller sees a byte, and knows no
-hang-up. Here the response begins when the application begins it, its body arrives as it is sent, and closing it early
-is a disconnect, which the application sees as it would see a closed connection.
+The ASGI transport of httpx runs the application to its end before the caller sees a byte, and does not support
+disconnects. In this one, the response starts when the application starts it, its body arrives as it is sent, and
+closing it early is a disconnect, which the application sees as it would see a closed connection.
 
-The official SDKs are split between ``httpx`` and its successor ``httpx2``, which have the same classes; what is written
-here is written for both, over the module that the installed SDK uses.
+The official SDKs are split between ``httpx`` and its successor ``httpx2``, which have the same classes; this module
+supports both, using the module that the installed SDK uses.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ App = Callable[
 ]
 
 _BUFFERED = 16
-"""Chunks that the application may be ahead of its reader."""
+"""Number of chunks that the application may be ahead of its reader."""
 _END_SECONDS = 5.0
-"""How long a reader that leaves waits for the application to notice."""
+"""How long a reader that closes the response early waits for the application to finish."""
 
 
 def http_library_of(sdk: ModuleType) -> ModuleType:
-    """``httpx`` or ``httpx2``: the library whose clients the installed ``openai`` or ``anthropic`` takes."""
+    """Return ``httpx`` or ``httpx2``: the library whose clients the installed ``openai`` or ``anthropic`` accepts."""
     classes = sdk.DefaultAsyncHttpxClient.__mro__
     client = next(kind for kind in classes if kind.__name__ == "AsyncClient")
     return sys.modules[client.__module__.partition(".")[0]]
 
 
 def create_http_client(app: App, library: ModuleType) -> Any:
-    """An ``AsyncClient`` of ``library`` that sends every request to ``app``."""
+    """Return an ``AsyncClient`` of ``library`` that sends every request to ``app``."""
     return library.AsyncClient(transport=_transport_class(library)(app), trust_env=False)
 
 
 class _Call:
-    """One request on its way through the application."""
+    """One request that the application handles."""
 
     def __init__(self, scope: MutableMapping[str, Any], body: bytes) -> None:
         self.status = 500
@@ -64,7 +64,7 @@ class _Call:
         self._send, self.chunks = anyio.create_memory_object_stream[bytes](_BUFFERED)
 
     async def run(self, app: App) -> None:
-        """Let the application answer; lets no exception out."""
+        """Run the application on the request; never raises an ``Exception``."""
         try:
             await app(self._scope, self._receive, self._answer)
         except Exception as error:  # noqa: BLE001 - raised where the response is read
@@ -75,7 +75,7 @@ class _Call:
             self._ended.set()
 
     async def hang_up(self) -> None:
-        """Disconnect, and wait until the application has let go of what it did for this request."""
+        """Disconnect, and wait until the application has finished handling the request."""
         self._gone.set()
         self.chunks.close()
         with anyio.move_on_after(_END_SECONDS, shield=True):
@@ -94,16 +94,17 @@ class _Call:
             self.started.set()
             return
         if message.get("body"):
-            with suppress(anyio.BrokenResourceError):  # the reader has gone: servers drop what is sent then, too
+            with suppress(anyio.BrokenResourceError):  # the reader has gone; servers drop this, too
                 await self._send.send(message["body"])
         if not message.get("more_body", False):
             self._send.close()
 
 
 class _Body:
-    """The body of a response, as the application sends it; an iterator, so that nothing is left to a collector."""
+    """The body of a response, as the application sends it."""
 
     def __init__(self, call: _Call, stop: Callable[[], object], request: Any, library: Any) -> None:
+        # An iterator instead of a generator, so that nothing is left to the garbage collector.
         self._call, self._stop, self._request, self._library = call, stop, request, library
         self._seconds = _read_seconds(request)
 
@@ -122,16 +123,16 @@ class _Body:
             raise self._library.ReadTimeout(text, request=self._request) from None
 
     async def aclose(self) -> None:
-        """Hang up. Closing twice is harmless."""
+        """Disconnect. Closing twice has no effect."""
         await _end(self._call, self._stop)
 
 
 @cache
 def _transport_class(library: Any) -> Any:
-    """The transport, made of the base classes of ``library``."""
+    """Return the transport class, derived from the base classes of ``library``."""
 
     class Body(_Body, library.AsyncByteStream):  # type: ignore[misc]
-        """What the library takes as a stream."""
+        """The body, as a stream type of the library."""
 
     class DirectTransport(library.AsyncBaseTransport):  # type: ignore[misc]
         """Sends requests to an application in this process."""

@@ -1,4 +1,4 @@
-"""Users, their keys and their quotas: the windows, the book of who may do what now, and the file that it is kept in."""
+"""Users, their keys and their quotas: quota windows, the in-memory account book, and the file that stores it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Who may do what now: users, keys and what they have used, in memory. Pure but for its own state; it never waits.
+"""The account book: users, keys and their usage, in memory. Its methods change only its own state and never wait.
 
-Wall-clock times (expiry, days) and monotonic times (rates) come in as parameters.
+Wall-clock times (expiry, days) and monotonic times (rates) are parameters.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from areal_actors.errors import InvalidRequest, NotFound, QuotaExceeded, Unautho
 __all__ = ["AccountBook", "Claim"]
 
 _INVALID = "This key is not valid (any more); ask whoever runs this service for another."
-"""One text for unknown, revoked and expired keys: it tells a stranger nothing."""
+"""One message for unknown, revoked and expired keys, so that it reveals nothing to strangers."""
 
 
 @frozen(kw_only=True)
 class Claim:
-    """What a new key is asked for. What is ``None`` stays as it is for a user who is known already."""
+    """The requested properties of a new key. For a user who exists already, ``None`` leaves a property unchanged."""
 
     user: str
     experiment: str | None = None
@@ -36,7 +36,7 @@ class Claim:
 
 
 class AccountBook:
-    """The one owner of accounts within a process."""
+    """The single owner of accounts within a process."""
 
     def __init__(self) -> None:
         self._users: dict[str, User] = {}
@@ -52,7 +52,10 @@ class AccountBook:
         return bool(self._keys)
 
     def load(self, contents: Contents) -> None:
-        """Become what the file says; what was counted and is not in the file yet stays counted."""
+        """Replace users, keys and saved usage by the contents of the file.
+
+        Usage that is not saved yet stays counted.
+        """
         self._users = {user.name: user for user in contents.users}
         self._keys = {}
         self._by_digest = {}
@@ -61,7 +64,7 @@ class AccountBook:
         self._saved = Counter(contents.usage)
 
     def put(self, key: UserKey, user: User | None = None) -> None:
-        """Know a key, and its user."""
+        """Add a key, and its user if given."""
         self._keys[key.id] = self._by_digest[key.digest] = key
         if user is not None:
             self._users[user.name] = user
@@ -69,7 +72,7 @@ class AccountBook:
     # ---------------------------------------------------------------------------------------------------- keys
 
     def issue(self, claim: Claim, now: float) -> IssuedKey:
-        """Make a key; nothing is remembered of it before ``put``. Raises ``InvalidRequest`` for a bad claim."""
+        """Create a key. It is not stored until ``put`` is called. Raises ``InvalidRequest`` for an invalid claim."""
         name = parse_user_name(claim.user)
         if claim.expires_at is not None and claim.expires_at <= now:
             raise InvalidRequest("The key would have expired already; name a time to come.", param="expires_at")
@@ -81,14 +84,14 @@ class AccountBook:
         return IssuedKey(key=key, user=user, secret=secret, num_tokens_today=self.tokens_on(name, day_of(now)))
 
     def describe(self, key: KeyId, now: float) -> IssuedKey:
-        """A key and its owner, without its secret. Raises ``NotFound``."""
+        """Return a key and its owner, without its secret. Raises ``NotFound``."""
         known = self._keys.get(key)
         if known is None:
             raise NotFound(f"There is no key {key}; GET /keys lists those that there are.")
         return self._describe(now, known)
 
     def describe_all(self, now: float) -> tuple[IssuedKey, ...]:
-        """Every key, oldest first."""
+        """Return every key, oldest first."""
         return tuple(map(partial(self._describe, now), self._keys.values()))
 
     def _describe(self, now: float, key: UserKey) -> IssuedKey:
@@ -101,28 +104,28 @@ class AccountBook:
     # --------------------------------------------------------------------------------------------------- using
 
     def knows(self, secret: str) -> bool:
-        """Whether a key with this secret was ever issued."""
+        """Return whether a key with this secret was ever issued."""
         return digest_of(secret) in self._by_digest
 
     def authenticate(self, secret: str, now: float) -> IssuedKey:
-        """The key with this secret. Raises ``Unauthorized`` unless it is valid now."""
+        """Return the key with this secret. Raises ``Unauthorized`` unless it is valid now."""
         digest = digest_of(secret)
         key = self._by_digest.get(digest)
-        # Only digests are compared, so timing tells nothing about keys.
+        # Only digests are compared, so timing reveals nothing about keys.
         is_same = key is not None and hmac.compare_digest(key.digest, digest)
         if key is None or not is_same or not key.is_valid(now):
             raise Unauthorized(_INVALID)
         return self._describe(now, key)
 
     def check(self, key: KeyId, now: float) -> IssuedKey:
-        """The key with this id. Raises ``Unauthorized`` unless it is valid now."""
+        """Return the key with this id. Raises ``Unauthorized`` unless it is valid now."""
         known = self._keys.get(key)
         if known is None or not known.is_valid(now):
             raise Unauthorized(_INVALID)
         return self._describe(now, known)
 
     def admit(self, user: User, *, now: float, monotonic: float) -> None:
-        """Count a request. Raises ``QuotaExceeded`` if the user has no room for it; it counts for nothing then."""
+        """Count a request. Raises ``QuotaExceeded`` if it exceeds the user's quotas; it is not counted then."""
         limit = user.quotas.max_tokens_per_day
         if limit is not None and self.tokens_on(user.name, day_of(now)) >= limit:
             raise QuotaExceeded(
@@ -141,7 +144,7 @@ class AccountBook:
     # --------------------------------------------------------------------------------------------------- usage
 
     def tokens_on(self, user: str, day: int) -> int:
-        """What a user has sampled on a day."""
+        """Return the number of tokens that a user has sampled on a day."""
         return self._saved[user, day] + self._unsaved[user, day]
 
     def note_sampled(self, user: str, num_tokens: int, now: float) -> None:
@@ -150,18 +153,19 @@ class AccountBook:
 
     @property
     def unsaved(self) -> Mapping[tuple[str, int], int]:
-        """What is counted and not in the file: a copy."""
+        """A copy of the usage that is counted but not in the file yet."""
         return {place: number for place, number in self._unsaved.items() if number}
 
     def note_saved(self, tokens: Mapping[tuple[str, int], int]) -> None:
-        """So much is in the file now."""
+        """Record that this usage is in the file now."""
         self._saved.update(tokens)
         self._unsaved.subtract(tokens)
+        # Unary plus drops the entries that are zero, so that the counter does not grow with users and days.
         self._unsaved = +self._unsaved
 
 
 def _updated(user: User, claim: Claim) -> User:
-    """``user`` with what ``claim`` names."""
+    """Return ``user`` with the properties that ``claim`` sets."""
     given = {name: value for name, value in asdict(claim.quotas).items() if value is not None}
     return evolve(
         user,

@@ -1,8 +1,8 @@
 """The file of users and keys: a small SQLite database that several processes may open at once.
 
-The command line writes to it while a service runs; the service asks ``has_changed`` and reads again. It is written in
-WAL mode with full synchronisation: what a method has done when it returns survives a killed process and a power cut.
-The file lies on a local disk, readable by its owner alone, and is not created before there is something to keep.
+The command line writes to it while a service runs; the service calls ``has_changed`` and reads it again. It is in WAL
+mode with full synchronisation: when a method returns, its changes survive a killed process and a power failure. The
+file must be on a local disk, is readable only by its owner, and is created with the first write.
 
 ::
 
@@ -10,7 +10,7 @@ The file lies on a local disk, readable by its owner alone, and is not created b
     keys(id, user, digest, created_at, expires_at, revoked_at)       digest: SHA-256; the key itself is nowhere
     usage(user, day, tokens)                                         day: days since 1970, UTC
 
-Everything here blocks; it belongs on a thread of its own.
+Everything in this module blocks; run it on a worker thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VERSION = 1
 _BUSY_SECONDS = 10.0
 """How long a writer waits for another process that writes."""
 _KEPT_DAYS = 31
-"""Days of usage that are kept, for whoever wants to look."""
+"""Number of days of usage that are kept, for inspection."""
 
 _SCHEMA = """
 CREATE TABLE users (
@@ -57,7 +57,7 @@ INSERT INTO usage VALUES (?, ?, ?) ON CONFLICT (user, day) DO UPDATE SET tokens 
 
 @frozen(kw_only=True)
 class Contents:
-    """What the file says. ``usage`` is the number of sampled tokens by user and day."""
+    """The contents of the file. ``usage`` is the number of sampled tokens by user and day."""
 
     users: tuple[User, ...] = ()
     keys: tuple[UserKey, ...] = ()
@@ -65,7 +65,7 @@ class Contents:
 
 
 class AccountStore:
-    """An open file, or one that is not there yet. Used from one thread."""
+    """An open file, or one that does not exist yet. Must be used from one thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,13 +73,13 @@ class AccountStore:
         self._seen: tuple[int, int] | None = None
 
     def close(self) -> None:
-        """Close the file; using the store again opens it again."""
+        """Close the file; the store opens it again when it is used again."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def read(self) -> Contents:
-        """Everything. Raises ``ConfigError`` for a file that holds no keys."""
+        """Return everything in the file. Raises ``ConfigError`` for a file that is not a database of keys."""
         with self._explaining():
             connection = self._open(create=False)
             if connection is None:
@@ -89,13 +89,13 @@ class AccountStore:
                 return _read(connection)
 
     def has_changed(self) -> bool:
-        """Whether somebody else has written since the last ``read``. Costs microseconds."""
+        """Return whether another process has written since the last ``read``. Takes microseconds."""
         with self._explaining():
             connection = self._open(create=False)
             return connection is not None and self._stamp(connection) != self._seen
 
     def put_key(self, user: User, key: UserKey) -> None:
-        """Keep a new key, and its user as it is now."""
+        """Save a new key, and the current properties of its user."""
         quotas = user.quotas
         row = (user.name, user.experiment, user.trial)
         limits = (quotas.max_sessions, quotas.max_requests_per_minute, quotas.max_tokens_per_day)
@@ -105,12 +105,12 @@ class AccountStore:
             connection.execute(_PUT_KEY, (key.id, key.user, key.digest, *times))
 
     def revoke(self, key: KeyId, at: float) -> None:
-        """Keep that a key opens nothing any more; the first time counts."""
+        """Save that a key is revoked. If it was revoked before, the first time is kept."""
         with self._writing() as connection:
             connection.execute("UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (at, key))
 
     def add_usage(self, tokens: Mapping[tuple[str, int], int]) -> None:
-        """Add to what users have sampled on a day."""
+        """Add to the numbers of tokens that users have sampled on a day, and delete usage older than 31 days."""
         with self._writing() as connection:
             connection.executemany(_ADD_USAGE, [(user, day, number) for (user, day), number in tokens.items()])
             newest = max(day for _, day in tokens)
@@ -125,7 +125,7 @@ class AccountStore:
         return self._connection
 
     def _stamp(self, connection: sqlite3.Connection) -> tuple[int, int]:
-        """Changes whenever another connection writes."""
+        """Return a value that changes whenever another connection writes."""
         return int(connection.execute("PRAGMA data_version").fetchone()[0]), id(connection)
 
     @contextmanager
@@ -138,7 +138,7 @@ class AccountStore:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Words for what SQLite says."""
+        """Convert errors of SQLite to errors with clear messages."""
         try:
             yield
         except (sqlite3.OperationalError, OSError) as error:
@@ -152,14 +152,14 @@ class AccountStore:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # before SQLite makes it, for everybody to read
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # first, because SQLite would let all users read it
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
     try:
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = OFF")  # a user's row is replaced, which would count as its loss
+        connection.execute("PRAGMA foreign_keys = OFF")  # replacing a user's row would count as deleting it
         with _transaction(connection, "BEGIN IMMEDIATE"):
             _prepare(connection)
-        connection.execute("PRAGMA journal_mode = WAL")  # once it is known to be ours
+        connection.execute("PRAGMA journal_mode = WAL")  # after _prepare, which rejects foreign files
     except BaseException:
         connection.close()
         raise

@@ -1,4 +1,4 @@
-"""Time windows of quotas: any 60 seconds for requests, one day of UTC for tokens. Pure but for what they count."""
+"""Time windows of quotas: any 60 seconds for requests, one UTC day for tokens. They read no clock."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ _DAY_SECONDS = 86_400
 
 
 class RateWindow:
-    """At most so many events in any ``seconds``, whichever way the window is laid.
+    """A limit on the number of events in any period of ``seconds`` (a sliding window).
 
-    It keeps the times of the events that still count, because a counter that is reset each minute lets twice as many
-    through around the reset. Times come from any monotonic clock.
+    Times may come from any monotonic clock.
     """
 
     def __init__(self, *, seconds: float = 60.0) -> None:
         self._seconds = seconds
+        # The times of the events that still count. A counter that is reset each minute would let twice as many through
+        # around the reset.
         self._times: deque[float] = deque()
 
     def try_enter(self, now: float, limit: int) -> float:
         """Count an event if there is room for it.
 
-        Returns 0 if there was, and otherwise the seconds after which there will be, if nothing else comes first; with
-        a ``limit`` of 0 there never is, and a whole window is returned.
+        Returns 0 if there was room, and otherwise the seconds after which there will be, if no other event comes first.
+        With a ``limit`` of 0 there never is room, and the length of the window is returned.
         """
         while self._times and self._times[0] + self._seconds <= now:
             self._times.popleft()
@@ -39,10 +40,10 @@ class RateWindow:
 
 
 def day_of(now: float) -> int:
-    """The day of UTC at ``now``, in days since 1970."""
+    """Return the UTC day at ``now``, in days since 1970."""
     return math.floor(now / _DAY_SECONDS)
 
 
 def seconds_to_midnight(now: float) -> float:
-    """How long the day of UTC still lasts."""
+    """Return the seconds until the end of the UTC day."""
     return (day_of(now) + 1) * _DAY_SECONDS - now

@@ -112,6 +112,7 @@ class AnthropicStream:
         if self._open == _THINKING:
             last = self._delta({"type": "signature_delta", "signature": sign_thought(said)})
         elif self._open == _TOOL_USE:
+            # Only the complete text shows whether the input is a JSON object; see ``format_input``.
             last = self._delta({"type": "input_json_delta", "partial_json": orjson.dumps(format_input(said)).decode()})
         events = last + _event("content_block_stop", index=self._num_blocks)
         self._open = None

@@ -177,6 +177,7 @@ class ChatStream:
             extra["interaction_id"] = answer.interaction
         if self._parsed.has_logprobs:
             extra["logprobs"] = _format_logprobs(answer.completion, self._decode)
+        # An answer without deltas still needs the chunk with the role.
         return self._head(index, has_text=True) + self._chunk(index, {}, finish_reason, **extra)
 
     def _head(self, choice: int, *, has_text: bool) -> bytes:

@@ -223,6 +223,7 @@ class Exchange:
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
         """Send server-sent events; the first call starts the response."""
+        # Created here, because most requests are not streamed.
         self._sending = self._sending or anyio.Lock(fast_acquire=True)
         async with self._sending:  # a keep-alive may be sent concurrently
             if not self.is_started:

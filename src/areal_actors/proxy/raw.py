@@ -135,6 +135,7 @@ def _format_logprobs(completion: Completion, decode: Decode | None) -> dict[str,
     tops = completion.top_logprobs or ((),) * len(ids)
     alternatives = []
     for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+        # As in OpenAI's endpoint, the sampled token is always listed, in addition to the most probable ones.
         alternatives.append({**{_token(other.token_id, decode): other.logprob for other in top}, token: logprob})
     offsets = [0]
     for token in tokens:

@@ -159,6 +159,7 @@ class ResponseStream:
 
     def _open(self, kind: str, *, call_id: str = "", name: str = "") -> _Item:
         for item in self._items:
+            # A message waits for its log-probabilities, which arrive only with the finished answer.
             if item.kind != "msg" or not self._envelope.parsed.has_logprobs:
                 self._close(item)
         assert self._interaction is not None

@@ -74,6 +74,8 @@ def _listen(family: int, address: tuple[object, ...], *, is_shared: bool) -> soc
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted sockets inherit it
+            # Keep-alive probes detect a vanished peer on a silent connection, the user timeout one on a connection with
+            # data that is not acknowledged.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_SECONDS)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED_SECONDS * 1000)
         listener.bind(address)

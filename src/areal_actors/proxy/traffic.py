@@ -47,6 +47,7 @@ class Traffic:
                 self._exchanges.discard(exchange)
                 if self._emptied is not None and not self._exchanges:
                     self._emptied.set()
+        # Only the body timeout and ``cut`` cancel this scope, and both set a reason.
         if exchange.lifetime.cancelled_caught and exchange.reason is not None:
             raise exchange.reason
 

@@ -231,6 +231,7 @@ class Visitors:
         try:
             yield
         finally:
+            # Shielded below: a client that disconnects is charged for what was sampled until then.
             if user is not None and self.accounts is not None and visit.num_used:
                 with anyio.move_on_after(_FORGET_SECONDS, shield=True):
                     await self.accounts.tell(TokensSampled(user=user, num_tokens=visit.num_used))

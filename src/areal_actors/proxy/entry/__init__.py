@@ -1,8 +1,7 @@
-"""One entry point for several proxies: each request is forwarded to the proxy where its session lives.
+"""One entry point for several proxies: each request is forwarded to the proxy that has its session.
 
-A host starts them, too, and asks whose key it is (``hosting``).
-
-``targets`` decides where to, ``forwarding`` carries bytes, ``server`` is the actor that listens.
+A host also starts services on demand, and selects the service by the user's key (``hosting``). ``targets`` selects the
+proxy, ``forwarding`` transfers requests and answers, and ``server`` has the actors that listen.
 """
 
 from __future__ import annotations

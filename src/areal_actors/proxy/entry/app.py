@@ -1,7 +1,7 @@
-"""The application behind the entry point: whose request it is, and whereto it is forwarded.
+"""The application of the entry point: it finds the session of a request and forwards the request to that proxy.
 
-Nothing of what passes is understood here, but for the names of homes in paths, keys and the one field that an export
-names its session in. So whatever the proxies learn to serve, is served through here as well.
+It reads only the controller names in paths and keys, and the field in which an export names its session. All other
+content is passed on unread, so new routes of the proxies need no changes here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["create_entry_app"]
 
 
 def create_entry_app(config: EntryConfig, *, client: httpx.AsyncClient, traffic: Traffic | None = None) -> Starlette:
-    """The application; ``client`` is used for all requests to the proxies and left open."""
+    """Create the application; ``client`` sends all requests to the proxies and is not closed."""
     targets = Targets(config.backends, down_seconds=config.down_seconds)
     return Starlette(routes=[_Entry(config, targets, client, traffic)])
 
@@ -37,7 +37,7 @@ class _Entry(EveryPath):
         self._client = client
 
     async def serve(self, exchange: Exchange) -> None:
-        """Report health, or forward."""
+        """Report health, or forward the request."""
         config = self._config
         body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
         if segments_of(exchange)[-1:] == ["health"]:
@@ -55,7 +55,7 @@ class _Entry(EveryPath):
         )
 
     def _choose(self, exchange: Exchange, body: bytes) -> tuple[Backend, ...]:
-        """The home of the session that the request names, else those that may serve it, in order."""
+        """Return the proxy of the session that the request names, else the proxies that may serve it, in order."""
         key = read_key(exchange.headers)
         segments = segments_of(exchange)
         home = self._targets.home(*segments, exchange.query.get("session_id"), key)
@@ -69,7 +69,7 @@ class _Entry(EveryPath):
         return self._targets.in_turn(now) if is_new else self._targets.by_key(key or "", now)
 
     async def _report_health(self, exchange: Exchange) -> None:
-        """200 while at least one proxy can serve."""
+        """Answer 200 while at least one proxy can serve, 503 otherwise."""
         statuses: dict[str, str] = {}
 
         async def ask(backend: Backend) -> None:

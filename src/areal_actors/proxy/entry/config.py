@@ -26,19 +26,19 @@ def _check_backends(_: Any, attribute: Attribute[Any], value: Mapping[str, str])
 
 @frozen(kw_only=True)
 class EntryConfig:
-    """Where the entry point listens, and the proxies behind it."""
+    """Settings of the entry point: its address, its limits, and the proxies behind it."""
 
     backends: Mapping[str, str] = field(validator=_check_backends)
-    """URLs of the proxies by their names; each proxy has its own as proxy.name."""
+    """URLs of the proxies by their names; each proxy has the same name in its setting proxy.name."""
     host: str = "127.0.0.1"
     port: int = field(default=8080, validator=[ge(0), le(65535)])
-    """0 takes any free port."""
+    """Port to listen on; 0 takes any free port."""
     public_host: str | None = None
-    """Name under which agents reach this machine, where it is not ``host``."""
+    """Name under which agents reach this machine, if it differs from ``host``."""
     max_body_bytes: int = field(default=16 * 2**20, validator=gt(0))
     body_timeout_seconds: float = field(default=60.0, validator=gt(0))
     connect_timeout_seconds: float = field(default=5.0, validator=gt(0))
     down_seconds: float = field(default=2.0, validator=gt(0))
-    """A proxy that could not be reached is given no new session for so long."""
+    """How long a proxy that could not be reached is tried last."""
     drain_seconds: float = field(default=2.0, validator=ge(0))
-    """How long requests in flight may go on when the entry point stops."""
+    """How long requests in flight may continue when the entry point stops."""

@@ -1,8 +1,9 @@
-"""Carrying one request to a proxy and its answer back, byte by byte.
+"""Forwarding of one request to a proxy, and of its answer back, byte by byte.
 
-The request is read whole before it is sent on, as the proxy itself would: so a client that is slow, or leaves half-way,
-costs a proxy nothing, and a request that reached nobody can be sent to another. The answer is passed on as it comes, so
-that a stream stays one. When the client leaves, the connection to the proxy is closed, and the proxy aborts.
+The request is read completely before it is sent on, as the proxy itself would do: a client that is slow or disconnects
+then costs the proxy nothing, and a request that reached no proxy can be sent to another one. The answer is passed on as
+it arrives, so that streams are preserved. When the client disconnects, the connection to the proxy is closed, and the
+proxy aborts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-"""What concerns one connection only (RFC 9110, section 7.6.1)."""
+"""Headers that concern a single connection (RFC 9110, section 7.6.1)."""
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _OWN = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 
@@ -45,17 +46,18 @@ async def forward(
     on_unreachable: Callable[[Backend], None],
     key: str | None = None,
 ) -> None:
-    """Send the request to the first of ``backends`` that can be connected to, and pass its answer on.
+    """Send the request to the first of ``backends`` that accepts a connection, and pass its answer on.
 
-    With ``key``, that is sent in the place of the client's own.
+    ``key``, if given, is sent instead of the client's own key.
 
     Raises:
-        Unavailable: none of them can be connected to, or the answer broke off.
+        Unavailable: none of them accepts a connection, or the answer was interrupted.
     """
     for backend in backends:
         request = _request(exchange, body, backend, client, key)
         try:
             response = await client.send(request, stream=True)
+        # Only without a connection is it certain that the request was not executed, so that another proxy may be tried.
         except (httpx.ConnectError, httpx.ConnectTimeout):
             on_unreachable(backend)
             continue
@@ -76,7 +78,7 @@ def _request(
     if key is not None:
         headers = [(name, value) for name, value in headers if name not in _KEYS]
         headers.append((b"authorization", f"Bearer {key}".encode()))
-    # The path as it came: httpx would decode and encode it again.
+    # The raw path unchanged: httpx would decode and encode it again.
     url = httpx.URL(backend.url).copy_with(raw_path=target)
     return client.build_request(exchange.method, url, headers=headers, content=body)
 
@@ -91,5 +93,5 @@ async def _pass_on(exchange: Exchange, response: httpx.Response, backend: Backen
     except httpx.HTTPError as error:
         raise Unavailable(f"The answer of proxy {backend.name} broke off; ask again.") from error
     finally:
-        with anyio.CancelScope(shield=True):  # closes a socket, waits for nobody
+        with anyio.CancelScope(shield=True):  # only closes a socket, which does not block
             await response.aclose()

@@ -1,8 +1,8 @@
-"""The application of a host: whose request it is, which trial that is, and whereto it is forwarded.
+"""The application of a host: it finds the trial of a request and forwards the request to that trial's service.
 
-A user's key names its trial, an id or a key of a session names its home. The service is borrowed from the launcher for
-the length of the request, so that it is there, and is not stopped meanwhile. The host's own routes are few: keys,
-services, health.
+A user's key determines the trial; a session's id or key names its controller process. The launcher lends the service
+for the duration of the request, so that it is running and is not stopped in the meantime. The host itself serves only
+the routes for keys, services and health.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Handle = Callable[[Exchange], Awaitable[None]]
 
 @frozen(kw_only=True)
 class HostPeers:
-    """Whom a host asks, and what a user gets whose key names no experiment or no trial."""
+    """The actors that a host asks, and the default for users whose key names no experiment or no trial."""
 
     hosting: Ref[Hosting]
     accounts: Ref[Accounts]
@@ -56,7 +56,7 @@ class HostPeers:
 def create_host_app(
     peers: HostPeers, *, config: ProxyConfig, client: httpx.AsyncClient, traffic: Traffic | None = None
 ) -> Starlette:
-    """The application; ``client`` is used for all requests to services and left open. ``config`` bounds bodies."""
+    """Create the application; ``client`` sends all requests to services and is not closed. ``config`` limits bodies."""
     return Starlette(routes=[_Host(peers, config, client, traffic)])
 
 
@@ -72,13 +72,13 @@ class _Host(EveryPath):
         self._keys = KeysEndpoint(accounts=peers.accounts, gatekeeper=self._gatekeeper, config=config)
 
     async def serve(self, exchange: Exchange) -> None:
-        """Answer what is the host's own, and pass on the rest."""
+        """Answer the host's own routes, and forward all other requests."""
         await (self._own(exchange) or self._pass_on)(exchange)
 
     # ---------------------------------------------------------------------------------------------- own routes
 
     def _own(self, exchange: Exchange) -> Handle | None:
-        """Who answers here, by method and path; ``None`` for what is forwarded."""
+        """Return the handler of a host's own route, by method and path, or ``None`` for requests that are forwarded."""
         match exchange.method, *(segment for segment in segments_of(exchange) if segment != "v1"):
             case "GET", "health":
                 return self._report_health
@@ -120,12 +120,12 @@ class _Host(EveryPath):
                 body=body,
                 backends=(Backend(service.trial.name, service.url),),
                 client=self._client,
-                on_unreachable=lambda _: None,  # the launcher sees it die
+                on_unreachable=lambda _: None,  # the launcher notices that the service exited
                 key=service.admin_key if self._gatekeeper.is_admin(key) else None,
             )
 
     async def _lender(self, names: list[str], key: str | None) -> AbstractAsyncContextManager[Any]:
-        """Who lends the service of this request: the session that it names, else the user whose key it is."""
+        """Return the stream that lends the service: by the session that the request names, else by the user's key."""
         hosting = self._peers.hosting
         for name in names:
             if (home := home_of(name)) is not None:
@@ -150,7 +150,8 @@ class _Host(EveryPath):
 
 
 def _unknown(names: list[str], key: str | None) -> RequestError:
-    """Why nobody has this: as services say it, a session that is named is not there, and a key alone is wrong."""
+    """Return the error for a request that no service can be found for."""
+    # As services do: a named session that does not exist is not found; a key alone is unauthorized.
     if any(name != key and home_of(name) is not None for name in names):
         return NotFound("There is no such session here (any more); start one with the key of a user.")
     if key is None:
@@ -159,7 +160,7 @@ def _unknown(names: list[str], key: str | None) -> RequestError:
 
 
 def _names(exchange: Exchange, key: str | None, body: bytes) -> list[str]:
-    """What may name a session, as services look for it: the path, ``session_id``, the key."""
+    """Return the texts that may name a session, in the order in which services look: path, ``session_id``, key."""
     segments = segments_of(exchange)
     named = [*segments, exchange.query.get("session_id")]
     if segments and segments[-1] in _NAMING:

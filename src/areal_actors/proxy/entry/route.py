@@ -1,4 +1,4 @@
-"""What the applications of this room share: one route for every path, and how it tells a client that it failed."""
+"""Shared parts of the entry point's and the host's application: a route for every path, and its error handling."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 
 
 class EveryPath(BaseRoute):
-    """Admits each request, serves it, and answers for what goes wrong."""
+    """A route that admits each request, serves it, and formats failures."""
 
     def __init__(self, traffic: Traffic | None) -> None:
         self._traffic = Traffic() if traffic is None else traffic
@@ -34,23 +34,23 @@ class EveryPath(BaseRoute):
         """Answer one request."""
 
     def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
-        """Whatever is HTTP."""
+        """Match every HTTP request."""
         return (Match.FULL if scope["type"] == "http" else Match.NONE), {}
 
     async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """See ``serve``."""
+        """Admit and serve one request; see ``serve``."""
         exchange = Exchange(scope, receive, send)
         try:
             with self._traffic.admitted(exchange):
                 await self.serve(exchange)
         except HungUp:
             return
-        except Exception as error:  # noqa: BLE001 - the last line: the client gets an answer, the log the story
+        except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
             await _answer_failure(exchange, root_cause(error))
 
 
 def segments_of(exchange: Exchange) -> list[str]:
-    """The parts of the path."""
+    """Return the non-empty segments of the path."""
     path: str = exchange.scope["path"]
     return [segment for segment in path.split("/") if segment]
 
@@ -60,12 +60,12 @@ def _is_anthropic(exchange: Exchange) -> bool:
 
 
 async def _answer_failure(exchange: Exchange, error: BaseException) -> None:
-    """Say what went wrong, in the words of whose client asks."""
+    """Send an error in the dialect of the client that asked."""
     failure = describe_failure(error, exchange.request_id)
     if failure.is_unforeseen:
         _log.error("request_failed", request=exchange.request_id, exc_info=error)
     if exchange.is_started:
-        # Without an end the server cuts the connection, which is what a client of the proxy itself would see.
+        # If the response is not completed, the server closes the connection, as the proxy itself would do.
         _log.warning("answer_cut_off", request=exchange.request_id, reason=failure.message)
         return
     words = format_anthropic_failure(failure) if _is_anthropic(exchange) else format_openai_failure(failure)

@@ -1,4 +1,4 @@
-"""The entry point, and a host, as actors: they bind, serve and drain as the proxy does."""
+"""The entry point and the host as actors: they bind, serve and drain as the proxy does."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["EntryServer", "HostServer"]
 
 
 class EntryServer(Actor[Serving]):
-    """Forwards to several proxies. It holds no key: theirs open what they open.
+    """Forwards requests to several proxies. It has no keys; the proxies check theirs.
 
     Raises:
-        ConfigError: when it is spawned, if its address cannot be used.
+        ConfigError: at spawn, if the address cannot be used.
     """
 
     def __init__(self, config: EntryConfig) -> None:
@@ -36,7 +36,7 @@ class EntryServer(Actor[Serving]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Bind, and serve while the actor lives."""
+        """Bind the socket and serve it in the background until the actor stops."""
         async with _served(
             context, self._config, partial(create_entry_app, self._config), section="entry"
         ) as self._url:
@@ -44,15 +44,17 @@ class EntryServer(Actor[Serving]):
 
     @DescribeEndpoint.handler
     async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
-        """Where the entry point listens; it has no key of its own."""
+        """Return the URL at which the entry point listens; it has no key."""
         return Endpoint(url=self._url, admin_key="")
 
 
 class HostServer(Actor[Serving]):
-    """Forwards to services that are borrowed for each request. ``config`` says where to listen; its key is of no use.
+    """Forwards requests to services that are borrowed for each request.
+
+    ``config`` has the address to listen on; its admin key is not used.
 
     Raises:
-        ConfigError: when it is spawned, if its address cannot be used.
+        ConfigError: at spawn, if the address cannot be used.
     """
 
     def __init__(self, peers: HostPeers, *, config: ProxyConfig) -> None:
@@ -62,7 +64,7 @@ class HostServer(Actor[Serving]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Bind, and serve while the actor lives."""
+        """Bind the socket and serve it in the background until the actor stops."""
         async with _served(
             context, self._config, partial(create_host_app, self._peers, config=self._config), section="host"
         ) as self._url:
@@ -70,7 +72,7 @@ class HostServer(Actor[Serving]):
 
     @DescribeEndpoint.handler
     async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
-        """Where the host listens, and the key that manages it."""
+        """Return the URL at which the host listens, and its admin key."""
         return Endpoint(url=self._url, admin_key=self._peers.admin_key)
 
 
@@ -82,7 +84,7 @@ class _CreateApp(Protocol):
 async def _served(
     context: Context, config: EntryConfig | ProxyConfig, create_app: _CreateApp, *, section: str
 ) -> AsyncIterator[str]:
-    """Bind, and serve an app that forwards with a client of its own, while the block lasts; gives the URL."""
+    """Bind a socket and serve an application with a new HTTP client for the duration of the block; yields the URL."""
     listener = listen(config.host, config.port, section=section)
     async with create_http_client() as client:
         try:
@@ -93,4 +95,4 @@ async def _served(
             context.tasks.start_soon(serve)
             yield url
         finally:
-            listener.close()  # detached once it is served
+            listener.close()  # the server detaches the socket once it serves it, so this closes only an unserved one

@@ -27,6 +27,7 @@ def take(path: Path) -> int | None:
     """
     import fcntl  # does not exist on Windows, where this module must be importable
 
+    # O_CLOEXEC: a child that inherited the descriptor would hold the lock after this process has ended.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -99,6 +99,7 @@ def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> 
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
+    # A file that calls sys.exit() when it is imported must not end the run.
     except (Exception, SystemExit) as failure:
         del sys.modules[module_name]
         raise error(f"Importing {path} raised {type(failure).__name__}: {failure}") from failure

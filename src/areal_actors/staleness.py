@@ -123,6 +123,7 @@ def leaves_time(
     for admitted in sorted(finished.keys() | waiting.keys()):
         num_ready += finished[admitted]
         num_all += finished[admitted] + waiting[admitted]
+        # Places in the steps after this one, up to the last step that may train these groups.
         num_later_places = (admitted - oldest) * batch_size
         if num_ready < min(batch_size, num_all - num_later_places):
             return False

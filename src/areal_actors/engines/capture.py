@@ -116,6 +116,7 @@ def _complaints(sampled: _Sampled, *, vocab_size: int, version: int) -> Iterator
         return
     if {num} != {len(sampled.logprobs), len(sampled.raw_logprobs)}:
         yield CaptureFault.MISSING_TOKENS, f"it gave {num} ids and {len(sampled.logprobs)} log-probabilities"
+    # Fewer tokens are fine after a stop token; with LENGTH, all of them were promised.
     if num > SELF_TEST_TOKENS or (sampled.finish is FinishReason.LENGTH and num < SELF_TEST_TOKENS):
         yield CaptureFault.MISSING_TOKENS, f"it was asked for {SELF_TEST_TOKENS} tokens and gave {num}"
     if sampled.token_ids.min() < 0 or sampled.token_ids.max() >= vocab_size:

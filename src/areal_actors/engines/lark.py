@@ -53,6 +53,7 @@ class _Translation:
     _markers: re.Pattern[str] | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        # Longest first: the alternatives of a regular expression are tried in order.
         texts = sorted(self.tokens, key=len, reverse=True)
         self._markers = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
 

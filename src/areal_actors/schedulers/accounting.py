@@ -74,6 +74,7 @@ class Inventory:
             SchedulerError: the message names the resources wanted, those of the machine, and how to fix it.
         """
         total = _total(wanted)
+        # Sharing does not create GPUs: a single worker still needs as many devices as it asks for.
         if self._is_shared and not any(one.gpus > len(self.machine.gpus) for one in wanted):
             return
         if not _fits(total, self.machine):
@@ -135,6 +136,7 @@ def _memory_mib() -> int | None:
 def _find_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
     """Return the GPUs in ``CUDA_VISIBLE_DEVICES``, or all devices of the NVIDIA driver if it is not set."""
     given = environment.get("CUDA_VISIBLE_DEVICES")
+    # An empty variable hides all GPUs; only if it is not set, /dev decides.
     if given is not None:
         return tuple(name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1")
     found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
@@ -150,6 +152,7 @@ def _total(wanted: Iterable[Resources]) -> Resources:
 
 
 def _fits(wanted: Resources, machine: Machine) -> bool:
+    # Unknown memory, of the worker or of the machine, does not restrict placement.
     has_memory = wanted.memory_mib is None or machine.memory_mib is None or wanted.memory_mib <= machine.memory_mib
     return wanted.cpus <= machine.cpus and wanted.gpus <= len(machine.gpus) and has_memory
 

@@ -106,6 +106,7 @@ class Bootstrap:
             restarts = known if num_restarts is None else num_restarts
             return cls(
                 name=str(words["name"]),
+                # Each restart by the cluster since the message was written is another incarnation.
                 life=int(words["life"]) + restarts - known,
                 addresses=tuple(map(str, words["addresses"])),
                 secret=bytes.fromhex(words["secret"]),

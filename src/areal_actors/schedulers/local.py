@@ -86,6 +86,7 @@ class LocalScheduler:
         share: Share | None = None
         with anyio.CancelScope(shield=True):
             try:
+                # stop() cancels this scope only: a process that has started ends through follow().
                 with placement.starting:
                     share = await self._acquire(placement)
                     command = self._command(placement.spec)
@@ -226,5 +227,6 @@ def _environment(spec: WorkerSpec, share: Share) -> dict[str, str]:
     if "PYTHONPATH" in inherited:  # relative paths would break in another working directory
         paths = inherited["PYTHONPATH"].split(os.pathsep)
         inherited["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths if path)
+    # A value that the user has set takes precedence.
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.total.cpus))}
     return inherited | threads | {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} | dict(spec.environment)

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     signal.alarm(0)  # cancel an alarm that the worker set before exec
     seconds, module = float(arguments[0]), arguments[1]
+    # Set by look_for_next_home() before its exec. The module that replaces this process must not inherit it.
     lost = os.environ.pop(FORMER_VARIABLE, None)
     former = None if lost is None else int(lost)
     try:
@@ -89,6 +90,7 @@ def read_home(bootstrap: str) -> Bootstrap:
 
 def check_directory(directory: Path) -> None:
     """Raise ``SchedulerError`` if this node cannot write to ``directory``."""
+    # One name per host and process, because many jobs may run this check at the same time.
     probe = directory / "exit" / f".probe-{os.uname().nodename}-{os.getpid()}"
     try:
         probe.write_bytes(b"written")
@@ -112,6 +114,7 @@ class _Search:
                 self._check_wanted()
                 heard = self._hear()
                 if heard > newest:
+                    # A later controller may need time until it has written its address.
                     newest, patience.deadline = heard, anyio.current_time() + seconds
                 told = read_home(str(self.path))
                 if newest > told.epoch:
@@ -121,6 +124,7 @@ class _Search:
                     if not said and (self.former is None or told.epoch > self.former):
                         return
                     if not said:
+                        # A controller that still answers has replaced this worker since its lease expired.
                         raise SchedulerError("home answers, and has done without this worker meanwhile")
                 await anyio.sleep(_RETRY_SECONDS)
         raise SchedulerError(

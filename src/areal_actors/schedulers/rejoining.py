@@ -86,6 +86,7 @@ def look_for_next_home(bootstrap: Bootstrap, module: str) -> NoReturn:
     for number in _IGNORED:  # ignored signals stay ignored across exec
         signal.signal(number, signal.SIG_DFL)
     for path in Path("/proc/self/fd").iterdir():
+        # Devices, sockets and files close at the exec; only the standard streams remain.
         if int(path.name) > 2:  # noqa: PLR2004 - the standard streams
             _close_on_exec(int(path.name))
     for stream in (sys.stdout, sys.stderr):

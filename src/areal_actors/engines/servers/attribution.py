@@ -49,6 +49,7 @@ class Attribution:
         if is_settled and not delta.spans:
             self._check_label(delta)
             versions = np.full(num_all, self.version)
+        # Tokens that were passed on already carry self.version, so the server's spans must agree.
         if (versions == _UNKNOWN).any() or (versions[: self.num_delivered] != self.version).any():
             raise EngineError(
                 f"The server names the weights {[(s.version, s.start, s.end) for s in delta.spans]} for {num_all} "
@@ -57,6 +58,7 @@ class Attribution:
         return self._pass_on(whole, versions[self.num_delivered :])
 
     def _check_label(self, delta: Delta) -> None:
+        # A server may restart between two health checks; its tokens are then of weights that nothing published.
         if delta.server_version not in (None, str(self.version)):
             raise EngineError(
                 f"The server has weights {delta.server_version!r} where version {self.version} was loaded; it has been "

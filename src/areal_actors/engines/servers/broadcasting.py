@@ -79,6 +79,8 @@ class Broadcasts:
             try:
                 for number, bucket in enumerate(buckets):
                     wanted = SendBucket(group=group, version=version, number=number)
+                    # Only the last bucket carries the label: after a partial update, the server still reports the old
+                    # one.
                     label = str(version) if number == len(buckets) - 1 else None
                     await self._pass_on(client, bucket, wanted, label)
             finally:

@@ -241,6 +241,7 @@ class ServerEngine:
                     break
                 run.fail(error, max_failures=self._config.max_failures)
                 await anyio.sleep(_BACK_OFF_SECONDS * 2**run.num_failures)
+            # The server may be lost after the last token and before it reports the finish.
             if not run.is_over and (finish := run.find_end()) is not None:
                 run.is_over = True
                 yield empty_chunk(finish, version=self.version)
@@ -255,6 +256,7 @@ class ServerEngine:
         Returns ``None`` if the run was aborted meanwhile.
         """
         while not run.is_aborted:
+            # A gateway chooses the server itself, so every server behind it must have the current weights.
             if self._pool.is_held or (self._gateway is not None and self._pool.is_doubtful):
                 await self._pool.changed.wait()
                 continue

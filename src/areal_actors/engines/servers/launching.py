@@ -137,6 +137,7 @@ def choose_ports(config: ServerConfig) -> tuple[int, ...]:
     # Another program that listens on a port could be mistaken for our server.
     wanted = range(config.port, config.port + config.num_servers) if config.port else [0] * config.num_servers
     with ExitStack() as stack:
+        # All sockets stay open until every port is chosen, so that no port is chosen twice.
         return tuple(_bind(stack.enter_context(socket.socket()), port) for port in wanted)
 
 

@@ -123,6 +123,7 @@ class ServerPool:
                 await self.pause()
             refusals = await self._each(lambda server: self._update(server, weights))
             if refusals:
+                # Servers that accepted the new weights get the old ones back.
                 await self._each(lambda server: self._update(server, self.weights))
                 raise refusals[0]
             self.weights = weights

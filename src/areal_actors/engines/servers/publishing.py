@@ -97,12 +97,14 @@ class Publisher:
             if self._lock is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 with suppress(OSError):  # without locks, leftovers of killed processes are never removed
+                    # A lock instead of the process id, because processes in several containers may have the same id.
                     self._lock = take(_lock_of(self._own))
             partial.mkdir(parents=True)
             save_file(tensors, partial / _FILE, metadata={"format": "pt"})
             for name in _COPIED:
                 if (self.model / name).is_file():
                     shutil.copyfile(self.model / name, partial / name)
+            # Servers must never see an incomplete directory.
             partial.rename(target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)

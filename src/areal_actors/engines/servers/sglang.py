@@ -263,6 +263,7 @@ def _parse(client: httpx.AsyncClient, request: EngineRequest, event: Mapping[str
     found = _last(meta.get("output_token_logprobs") or (), num_new)
     if [entry[1] for entry in found] != list(ids):
         raise ValueError(f"log-probabilities of other tokens than {ids}")
+    # Rounding may make log-probabilities slightly positive.
     logprobs = [min(entry[0], 0.0) for entry in found]
     is_plain = _is_plain(request)
     tops = _last(meta.get("output_top_logprobs") or (), num_new) if request.sampling.top_logprobs else ()

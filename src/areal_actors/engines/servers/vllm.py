@@ -367,5 +367,6 @@ def _is_plain(request: EngineRequest) -> bool:
     sampling, neutral = request.sampling, Sampling()
     names = ["frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
     if sampling.temperature:
+        # A greedy request is sent without truncation, and its distribution is the plain softmax.
         names += ["temperature", "top_p", "top_k", "min_p"]
     return request.grammar is None and all(getattr(sampling, name) == getattr(neutral, name) for name in names)

@@ -307,6 +307,7 @@ class _Stream:
 def _create_poster() -> Callable[[Callable[[], None]], None]:
     """Return a function with which another thread schedules a call on this event loop without waiting for it."""
     native: Any = anyio.lowlevel.current_token().native_token
+    # asyncio has call_soon_threadsafe, trio has run_sync_soon.
     post = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
 
     def run_soon(function: Callable[[], None]) -> None:

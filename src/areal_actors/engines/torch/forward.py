@@ -114,6 +114,7 @@ def _deviation(forward: Forward, probe: _Probe) -> float:
         expected = torch.cat([probe.logprobs[row, start:stop] for row, start, stop in parts])
         worst = max(worst, float((actual - expected).abs().max().nan_to_num(torch.inf)))
 
+    # Prefill row 0, prefill row 1 in two chunks, then decode both rows together.
     compare([(0, 0, half), (1, 0, 2)], None)
     compare([(1, 2, half)], None)
     for at in range(half, length):

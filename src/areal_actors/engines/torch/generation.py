@@ -65,6 +65,7 @@ class StopScanner:
     def is_complete(self, token_id: int) -> bool:
         """Add ``token_id``, and return whether the text now contains a stop string."""
         self._window.append(token_id)
+        # Trim rarely, so that most tokens do not shift the list.
         if len(self._window) > 2 * self._keep:
             del self._window[: -self._keep]
         text = self._decode(self._window)

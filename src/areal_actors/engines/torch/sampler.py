@@ -71,6 +71,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Draw:
     if any(row.sampling.temperature == 0 for row in rows):
         drawn = torch.where(is_greedy, logprobs.argmax(dim=-1), drawn)
     picked = drawn[:, None]
+    # Rounding may make log-probabilities slightly positive.
     taken = logprobs.gather(1, picked)[:, 0].clamp(max=0.0)
     return Draw(
         token_ids=drawn.tolist(),
@@ -160,6 +161,7 @@ def _num_kept(values: torch.Tensor, sampling: Sampling) -> int:
     kept = len(values) if sampling.top_k == 0 else min(sampling.top_k, len(values))
     if sampling.top_p < 1.0:
         mass = probabilities[:kept].sum() if sampling.top_k else probabilities.new_ones(())
+        # A token survives if the mass before it is below top_p, so the token that crosses the bound is kept.
         before = probabilities[:kept].cumsum(0) - probabilities[:kept]
         kept = int((before < sampling.top_p * mass).sum())
     if sampling.min_p > 0.0:

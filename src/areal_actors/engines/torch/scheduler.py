@@ -119,6 +119,7 @@ class Scheduler:
         slot.owner, slot.tokens, slot.ready, slot.logits = generation, generation.context.copy(), num_cached, logits
         slot.used = self._tick()
         generation.slot, generation.base = slot, generation.length
+        # Count once: generations are admitted again after the weights changed.
         if generation.num_cached is None:
             generation.num_cached = min(num_cached, generation.num_prompt)
         (self.decoding if logits is not None else self.prefilling).append(generation)
@@ -197,6 +198,7 @@ class Scheduler:
         generation.slot = None
         slot.owner = None
         slot.used = self._tick()
+        # The cached logits follow the last token of the former contents.
         if num_ready != len(slot.tokens):
             slot.logits = None
         slot.tokens, slot.ready = generation.tokens[:num_ready].copy(), num_ready

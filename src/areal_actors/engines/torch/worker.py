@@ -213,6 +213,7 @@ class Worker:
             for each in [*self._scheduler.running, *(g for g in self._scheduler.waiting if len(g.output))]:
                 self._finish(each, FinishReason.ABORT)
         self._end_pause()
+        # A pause that was still waiting has been answered above; the new one replaces it.
         self._pause = pause
 
     def _settle_pause(self) -> None:
@@ -235,6 +236,7 @@ class Worker:
             reply.error = error
         else:
             self._version = snapshot.version
+            # Keys and values of the old weights are invalid: everything that runs is computed again.
             for each in self._scheduler.running:
                 self._steps.drop_tail(each)
             self._scheduler.forget_all()

@@ -22,7 +22,7 @@ from areal_actors.schedulers.slurm.settings import SlurmConfig
 __all__ = ["Traits", "Verdict", "judge", "traits_of"]
 
 Traits = Mapping[str, str]
-"""What a job was submitted with, by name: its options, and digests of its script and of each variable."""
+"""The properties of a submission, by name: its options, and digests of its script and of each variable."""
 
 _SESSION = re.compile(
     r"SSH_.*|XDG_.*|DBUS_.*|GPG_.*|SUDO_.*|TMUX.*|STY|SCREEN.*|TERM|TERM_.*|COLORTERM|LS_COLORS|LINES|COLUMNS"
@@ -73,6 +73,7 @@ def judge(
         stopped: names of jobs that their former controller had begun to end.
     """
     verdicts = [_judge_one(record, rows, wanted.get(record.worker), stopped) for record in records]
+    # Of several jobs for one worker, keep the newest.
     newest = {one.record.worker: one for one in sorted(verdicts, key=_age) if not one.why}
     return tuple(
         one
@@ -95,9 +96,11 @@ def _judge_one(record: JobRecord, rows: Sequence[JobRow], wanted: Traits | None,
 def _find_obstacle(record: JobRecord, alive: Sequence[JobRow]) -> str:
     if not alive:
         return "it is not in the queue any more"
+    # Two jobs of one name, or another number: the record does not identify the job.
     if len(alive) > 1 or record.job not in (None, alive[0].job):
         return f"its name is that of {', '.join(f'job {row.job}' for row in alive)}"
     row = alive[0]
+    # A COMPLETING job counts as running, but its processes are ending.
     is_certain = row.course in (Course.WAITING, Course.RUNNING) and row.state != "COMPLETING"
     return "" if is_certain else f"it is {row.state}"
 

@@ -29,11 +29,14 @@ from areal_actors.schedulers.slurm.queue import (
 
 __all__ = ["Doubtful", "Refused", "SlurmCommands", "Submitted", "clean_environment"]
 
+# Variables that act as options, variables of the job in which the controller runs, and our own secrets.
 _FOREIGN = re.compile(
     r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SINFO|SCONTROL|SSTAT|PMI|PMIX|PMI2)_.*"
     r"|PMI\w*|(CUDA|HIP|ROCR|GPU)_(VISIBLE_DEVICES|DEVICE_ORDINAL)|ZE_AFFINITY_MASK|AREAL_BOOTSTRAP|AREAL_ADMIN_KEY"
 )
+# These locate the cluster and authenticate the user.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
+# Errors after which the job may or may not have been accepted.
 _UNSURE = re.compile(
     r"timed out|unable to contact|zero bytes|connection (refused|reset)|communication|protocol authentication"
     r"|slurm_(receive|send)_?|temporarily unable|resource temporarily unavailable|munge",
@@ -115,6 +118,7 @@ class SlurmCommands:
         if job is not None:
             return Submitted(job=job)
         why = answer.errors or answer.output or f"sbatch ended with status {answer.status} and said nothing"
+        # Success without a job number is doubtful as well: there may be a job.
         return Doubtful(why=why) if answer.status == 0 or _UNSURE.search(why) else Refused(why=why)
 
     async def test(self, arguments: Sequence[str], script: str) -> str:
@@ -150,8 +154,10 @@ class SlurmCommands:
             f"--name={','.join(names)}",
         )  # fmt: skip
         found = parse_queue(rows)
+        # Unreadable output is not an empty queue: the jobs may still exist.
         if rows.strip() and not found:
             raise SchedulerError(f"squeue said what cannot be read: {rows.strip()[:200]!r}")
+        # Do not rely on the filter of squeue.
         return tuple(row for row in found if row.name in names)
 
     async def cancel(self, job: int) -> None:
@@ -174,6 +180,7 @@ class SlurmCommands:
         """Start a requeued job after a few seconds instead of the two minutes that Slurm makes it wait."""
         # Not at once: a node that has just ended a job considers a launch revoked if it is dated no later than that
         # end. The two clocks count whole seconds, so the job would fail before it starts.
+        # When requeued jobs started at once on the same node, half of them failed with "Job credential revoked".
         await self._ask("scontrol", "update", f"JobId={job}", f"StartTime=now+{_CLEAR_SECONDS}")
 
     async def release(self, job: int) -> Refused | None:

@@ -105,6 +105,7 @@ class SlurmFiles:
             try:
                 yield
             except OSError as error:
+                # A file system without locks must not be mistaken for one that another controller has locked.
                 if error.errno not in NO_LOCKS:
                     raise
                 raise SchedulerError(

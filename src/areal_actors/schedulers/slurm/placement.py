@@ -164,6 +164,7 @@ class SlurmPlacement:
         if self._view is None or self.is_gone:
             return
         self._silence = ""
+        # A job that cannot be requeued, or is no longer wanted, gets no time to come back.
         patience = self._config.lost_seconds if self._config.max_requeues and not self._is_unwanted else 0.0
         self._view = observe(self._view, row, now=now, patience=patience)
         if self._view.course is Course.ENDED:
@@ -286,6 +287,7 @@ class SlurmPlacement:
                     why = str(error)
                 await self._wait_gone(_ASK_AGAIN_SECONDS)
                 view, waited = self._view, anyio.current_time() - began
+                # The node of a COMPLETING job may have crashed, and then never confirms the end.
                 if view is not None and view.state == "COMPLETING" and waited >= self._config.completing_seconds:
                     self._leave(view)
         if self._final is None:

@@ -115,7 +115,7 @@ class ExitStatus:
 
 @frozen(kw_only=True)
 class JobReport:
-    """What slurmctld knows about a job."""
+    """The state of a job as reported by slurmctld."""
 
     state: str
     exit: ExitStatus
@@ -132,6 +132,7 @@ def parse_job(text: str) -> JobReport | None:
 
     Its ``ExitCode`` has the form status:signal.
     """
+    # Match only at the start of a word, because names of jobs may contain the same text.
     found = dict(re.findall(r"(?<!\S)(JobState|ExitCode|Restarts|BatchHost|Reason)=(\S*)", text))
     code = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", found.get("ExitCode", ""))
     if code is None or "JobState" not in found:

@@ -44,6 +44,7 @@ async def cancel_records(
         records = await to_thread.run_sync(files.read_records)
     records = [one for one in records if one.ended is None]
     for record in records:
+        # Before any cancellation: a job that starts meanwhile, or asks for a requeue, must see the mark.
         await to_thread.run_sync(files.mark_stopped, record.name)
     left = {record.name: record for record in records}
     why = ""
@@ -78,6 +79,7 @@ async def _close(files: SlurmFiles, left: dict[str, JobRecord], rows: Sequence[J
     """Close the records of jobs that have ended, and remove them from ``left``."""
     for name, record in list(left.items()):
         states = [row.course for row in rows if row.name == name]
+        # If the cluster restarts a doubtful job, its stop mark prevents it from doing anything.
         if all(state in (Course.ENDED, Course.DOUBTFUL) for state in states):
             ended = next((row.state for row in rows if row.name == name), "cancelled")
             await to_thread.run_sync(files.write_record, evolve(record, ended=f"found and ended: {ended}"))

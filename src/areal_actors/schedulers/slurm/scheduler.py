@@ -111,6 +111,7 @@ class SlurmScheduler:
         logs = files.path.parent / "logs" / "workers"
         await to_thread.run_sync(partial(logs.mkdir, parents=True, exist_ok=True))
         self = cls(config, files=files, logs=logs, commands=commands, jitter=jitter, module=module)
+        # Lock first: two controllers must never take over the same jobs.
         with files.hold():
             await self._take_over(wanted)
             async with self._watching():
@@ -138,6 +139,7 @@ class SlurmScheduler:
             SchedulerError: the cluster rejects the job or does not answer; or, at the end, the job may still be
                 running.
         """
+        # Names of jobs consist of worker and incarnation, and must be unique.
         if any((one.spec.name, one.spec.life) == (spec.name, spec.life) for one in self._placements.values()):
             raise SchedulerError(f"{spec.name} has been placed in its life {spec.life} already; give it the next one")
         if await self.is_ousted() and self._ousted is not None:
@@ -158,7 +160,7 @@ class SlurmScheduler:
                 self._left.add(placement.name)
                 self._prune()
 
-    # ------------------------------------------------------------------------------------------- a former home's jobs
+    # --------------------------------------------------------------------------------------- a former controller's jobs
 
     async def _take_over(self, wanted: Sequence[WorkerSpec]) -> None:
         self._epoch = await to_thread.run_sync(self._files.begin_epoch)
@@ -295,6 +297,7 @@ class SlurmScheduler:
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
         while not await self.is_ousted():
+            # 25 % of jitter in both directions: many controllers must not poll at the same moment.
             await anyio.sleep(self._config.poll_seconds * (0.75 + self._jitter() / 2))
             await self.look()
         scope.cancel()
@@ -328,6 +331,7 @@ class SlurmScheduler:
                 rows = await self._commands.list_jobs([one.name for one in living])
                 await self._cancel_strays(rows)
             except SchedulerError as error:
+                # A queue that cannot be read says nothing about the jobs: none is given up or replaced.
                 self._num_silences += 1
                 logger.warning("the state of %d jobs is not known: %s", len(living), error)
                 for one in living:

@@ -129,6 +129,7 @@ def create_arguments(request: JobRequest, config: SlurmConfig) -> tuple[str, ...
         f"--time={config.time_minutes}",
         f"--signal=B:USR1@{config.margin_seconds}",
         "--requeue" if can_requeue else "--no-requeue",
+        # A job that is requeued must not overwrite its log.
         "--open-mode=append",
         f"--output={_file_pattern(request.log)}",
         f"--chdir={request.working_directory}",

@@ -60,10 +60,12 @@ async def take_over(
     records, stopped = await to_thread.run_sync(_read, files)
     if not records:
         return {}
+    # If no worker is wanted, all jobs are ended anyway, and the queue need not be read.
     rows = await _read_queue(commands, records, seconds=config.cancel_timeout_seconds) if wanted else ()
     verdicts = judge(records, rows, wanted, stopped=stopped)
     _tell_ended(verdicts)
     ended = [one.record for one in verdicts if one.why]
+    # Half of the time, so that processes that have released their role are still waiting afterwards.
     deadline = anyio.current_time() + config.rejoin_seconds / 2
     await cancel_records(files, commands, records=ended, timeout_seconds=config.cancel_timeout_seconds)
     waiting = _Handover(files, commands, epoch, [one for one in verdicts if not one.why])

@@ -40,7 +40,7 @@ _ADVICE = {
 
 @frozen(kw_only=True)
 class JobView:
-    """What is known about a job.
+    """The observed state of a job.
 
     ``has_run`` tells whether it has run since it last waited; ``doubtful_since`` is the time at which its state became
     uncertain.
@@ -84,6 +84,7 @@ def observe(view: JobView, row: JobRow | None, *, now: float, patience: float) -
 
 def _doubt(view: JobView, row: JobRow | None, *, now: float, patience: float) -> JobView:
     since = now if view.doubtful_since is None else view.doubtful_since
+    # Absence from the queue alone never ends a job; SlurmPlacement looks for other evidence.
     is_over = row is not None and now - since >= patience
     return evolve(
         view,

@@ -1,4 +1,6 @@
-"""Training: advantages, objectives, packed forward passes, AdamW, checkpoints and exports. Knows no actor, no engine.
+"""Training: advantages, objectives, packed forward passes, AdamW, checkpoints and exports.
 
-Nothing is re-exported: ``training.config`` is read by programs that never load torch.
+Imports no actor and no engine.
+
+Nothing is re-exported: ``training.config`` is imported by programs that never load torch.
 """

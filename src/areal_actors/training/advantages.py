@@ -1,7 +1,8 @@
-"""From groups to advantages: statistics over the members of a group. Pure numpy.
+"""Computation of advantages from groups, by statistics over the members of a group. Pure numpy.
 
-Groups are those that the rows carry, never a stride over the batch, so members may fail and episodes may differ in
-rows. Failed episodes are in no statistic; an episode whose rows were withheld keeps its reward in the baseline.
+Groups are taken from the rows, not from a stride over the batch, so members may fail and episodes may differ in their
+number of rows. Failed episodes enter no statistic; an episode whose rows were withheld keeps its reward in the
+baseline.
 
 Write R_t for the return of the turn that sampled token t, and G for the values of its group in the chosen
 ``StatisticsUnit``. With mean and std over G (the population's, not the sample's)::
@@ -25,10 +26,10 @@ In ``turn_kind``, a member all of whose turns have one return (that of an outcom
 value for every kind, whether it has such turns or not. Another member without turns of a kind is not in its G. If that
 leaves no other member, G has the mean over all turns of each member.
 
-``rloo`` with ``turn_kind`` is the default, because its expected update is the gradient of what the returns say, for
-sessions of every shape. What is subtracted from R_t depends on the other members, and on the agent and the depth of the
-turn, which were settled before its tokens were sampled; E[grad log p(a_t) · b] is 0 for every such b. The others lack
-this:
+``rloo`` with ``turn_kind`` is the default, because its expected update is the gradient of the expected returns, for
+sessions of every shape. The baseline subtracted from R_t depends on the other members, and on the agent and the depth
+of the turn, which were fixed before its tokens were sampled; E[grad log p(a_t) · b] is 0 for every such b. The other
+choices do not have this property:
 
 * A mean over all members contains the member itself. With one final reward that only shrinks the update by 1 - 1/n.
   Where R_t is not the episode's total (``turn_discount`` below 1, several rewards) the update becomes c - 1/n times the
@@ -39,8 +40,8 @@ this:
 * ``turn_depth`` gives a turn that is alone at its depth the advantage 0, so that the update is biased against turns
   that only long episodes have; and a member with several turns at a depth is in its own baseline.
 
-A group of equal values carries no signal: the methods with a group baseline give it 0, however turns discounted it.
-A member alone has nothing to be compared with, and has the advantage 0.
+A group of equal values carries no signal: the methods with a group baseline give it the advantage 0, whatever the
+discount of turns. A single member cannot be compared with others, and has the advantage 0.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ __all__ = ["GroupAdvantages", "compute_advantages", "has_zero_variance"]
 Doubles = npt.NDArray[np.float64]
 
 _EQUAL = 1e-9
-"""Values closer than this, relative to the largest, are one value: sums of float32 returns differ in the last bits."""
+"""Relative difference below which values count as equal: sums of float32 returns differ in the last bits."""
 
 
 @frozen(kw_only=True)
@@ -74,7 +75,7 @@ class GroupAdvantages:
 
 
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tuple[GroupAdvantages, ...]:
-    """Advantages of every token of every group, aligned with ``groups``.
+    """Return the advantages of every token of every group, aligned with ``groups``.
 
     Raises ``ValueError`` for a reward or return that is not finite, naming the session.
     """
@@ -94,9 +95,10 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
 
 
 def has_signal(group: Group, config: AdvantageConfig) -> bool:
-    """Whether something can be learnt from the group. One whose numbers are not finite is left for the step to refuse.
+    """Return whether anything can be learned from the group.
 
-    Penalties in the reward are not part of it.
+    Penalties in the reward are not considered. A group with numbers that are not finite counts as one with signal, so
+    that the step rejects it.
     """
     unfolded = unfold_group(group)
     try:
@@ -107,9 +109,9 @@ def has_signal(group: Group, config: AdvantageConfig) -> bool:
 
 
 def has_zero_variance(group: Group, config: AdvantageConfig | None = None) -> bool:
-    """Whether the group does not say what was better: all values are equal that ``config`` has it compare.
+    """Return whether all values are equal that ``config`` compares, so that the group does not say what was better.
 
-    Those are its values in the configured unit; for a custom normalisation, and one without group statistics, the
+    These are its values in the configured unit; for a custom normalisation, and one without group statistics, the
     rewards of its episodes.
     """
     config = config or AdvantageConfig()
@@ -133,7 +135,7 @@ def _has_zero_variance(group: Group, centred: Sequence[Doubles], config: Advanta
 
 
 def _centred(group: Group, config: AdvantageConfig) -> list[Doubles]:
-    """For each row float64 [T]: the return minus its baseline, divided by the group's std where the method says so."""
+    """Return for each row float64 [T]: the return minus its baseline, divided by the group's std if configured."""
     if config.normalisation in _UNGROUPED:
         return [row.returns.astype(np.float64) for row in _rows(group)]
     baseline = _BASELINES[config.unit]
@@ -187,7 +189,7 @@ def _turn_kind_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]:
 
 
 def _kind_transforms(members: Sequence[_Member], kind: _Kind, config: AdvantageConfig) -> list[_Transform]:
-    """For each member: what turns a return of its turns of ``kind`` into an advantage."""
+    """Return for each member the function that maps a return of its turns of ``kind`` to an advantage."""
     found = [member.value_of(kind) for member in members]
     if sum(value is not None for value in found) <= 1:
         found = [member.mean for member in members]
@@ -199,14 +201,14 @@ def _kind_transforms(members: Sequence[_Member], kind: _Kind, config: AdvantageC
         transforms = [_difference(float(baseline), values) for baseline in _leave_one_out(values)]
     else:
         transforms = _transforms(values, config)
-    by_member: list[_Transform] = [np.zeros_like for _ in members]  # one without turns of the kind asks for none
+    by_member: list[_Transform] = [np.zeros_like for _ in members]  # a member without turns of the kind uses none
     for index, transform in zip(present, transforms, strict=True):
         by_member[index] = transform
     return by_member
 
 
 def _difference(baseline: float, values: Doubles) -> _Transform:
-    """Returns minus ``baseline``, 0 where they differ by rounding only."""
+    """Return a function that subtracts ``baseline`` from returns, and gives 0 if they differ by rounding only."""
     scale = _EQUAL * max(1.0, float(np.abs(values).max()))
 
     def transform(returns: Doubles) -> Doubles:
@@ -217,7 +219,7 @@ def _difference(baseline: float, values: Doubles) -> _Transform:
 
 
 _Kind: TypeAlias = tuple[str | None, int]
-"""The agent that asked, and the depth in its conversation."""
+"""The agent that made the request, and the depth in its conversation."""
 _TurnKey: TypeAlias = tuple[SessionId, InteractionId]
 
 
@@ -232,7 +234,10 @@ class _TurnReturn:
 
 
 def _turns_of(row: Trajectory) -> list[_TurnReturn]:
-    """The turns that a row trains. Where a row does not know the depth of its turns, it is their index in the row."""
+    """Return the turns that a row trains.
+
+    If a row does not know the depth of its turns, it is their index in the row.
+    """
     trained = np.flatnonzero(row.loss_mask == 1)
     indices, first = np.unique(row.turns[trained], return_index=True)
     result: list[_TurnReturn] = []
@@ -245,7 +250,7 @@ def _turns_of(row: Trajectory) -> list[_TurnReturn]:
 
 @frozen
 class _Member:
-    """The returns of one member's turns. ``constant`` is the one return that all of them have, if they do."""
+    """The returns of one member's turns. ``constant`` is the return that all of them share, if they do."""
 
     by_kind: Mapping[_Kind, float]
     mean: float
@@ -265,7 +270,7 @@ class _Member:
         )
 
     def value_of(self, kind: _Kind) -> float | None:
-        """Its value in the statistics of a kind, ``None`` if it has none."""
+        """Return its value in the statistics of a kind, ``None`` if it has none."""
         return self.by_kind.get(kind, self.constant)
 
 
@@ -286,11 +291,11 @@ _BASELINES: dict[StatisticsUnit, Callable[[Group, AdvantageConfig], list[Doubles
     StatisticsUnit.TURN_KIND: _turn_kind_baseline,
 }
 _UNGROUPED = (Normalisation.NONE, Normalisation.REINFORCE_PLUS_PLUS)
-"""Without a baseline that is the group's."""
+"""Methods without a group baseline."""
 
 
 def _transforms(values: Doubles, config: AdvantageConfig) -> list[_Transform]:
-    """For each value of a group: what turns a return of its owner into an advantage."""
+    """Return for each value of a group the function that maps a return of its owner to an advantage."""
     if _is_constant(values):
         return [np.zeros_like for _ in values]
     baselines = (
@@ -313,7 +318,7 @@ def _leave_one_out(values: Doubles) -> Doubles:
 
 
 def _batch_scale(groups: Sequence[Group], centred: list[list[Doubles]], config: AdvantageConfig) -> _Transform:
-    """The last normalisation, over all trained tokens of the batch, for the methods that have one."""
+    """Return the final normalisation over all trained tokens of the batch, for the methods that have one."""
     if config.normalisation not in (Normalisation.REINFORCE_PLUS_PLUS, Normalisation.GROUP_MEAN_BATCH_STD):
         return lambda values: values
     tokens = [

@@ -1,7 +1,7 @@
-"""Settings that cannot act in a configuration, and settings that bias what is learned, as sentences for people.
+"""Readable warnings about settings that have no effect, and settings that bias what is learned.
 
-A setting that is ignored silently makes a wrong experiment. Only what differs from its default is reported: that was
-set on purpose.
+A setting that is silently ignored makes a wrong experiment. Only settings that differ from their defaults are reported,
+because those were set on purpose.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNDIVIDED = (Normalisation.DR_GRPO, Normalisation.RLOO, Normalisation.NONE)
 
 
 def inert_settings(config: TrainerConfig) -> list[str]:
-    """Return a sentence for each setting below ``trainer`` that was set and cannot act: its name, why, what to do."""
+    """Return a sentence for each setting below ``trainer`` that has no effect: its name, the reason, and what to do."""
     num_updates = config.num_epochs * config.num_minibatches
     return [
         *_clips(config.objective, num_updates),
@@ -65,6 +65,7 @@ def _clips(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
                 f"objective.{name} has no effect: is_decoupled clips around the weights before the update, and with "
                 "one update per step those are the policy itself; leave is_decoupled out, or raise num_minibatches."
             )
+    # ``dual_clip`` has a default, so only another value shows that it was set.
     has_dual_clip = objective.surrogate in (Surrogate.PPO, Surrogate.GSPO) and centre is Centre.BEHAVIOUR
     if objective.dual_clip not in (ObjectiveConfig().dual_clip, None) and not has_dual_clip:
         yield (

@@ -1,8 +1,8 @@
-"""From the losses of tokens to one number: a weight for each trained token, fixed before the forward pass.
+"""Aggregation of the losses of tokens: a weight for each trained token, fixed before the forward pass.
 
-The loss is the weighted sum over all trained tokens of an update. Because the weights know the whole update, splitting
-it into micro-batches, padding, and the order of rows change nothing. With N trained tokens, n_r of them in row r (of R
-rows), n_e in episode e (of E), n_g in group g (of K)::
+The loss is the weighted sum over all trained tokens of an update. Because the weights are computed from the whole
+update, splitting it into micro-batches, padding, and the order of rows change nothing. With N trained tokens, n_r of
+them in row r (of R rows), n_e in episode e (of E), n_g in group g (of K)::
 
     token_mean      1 / N                   DAPO, arXiv:2503.14476
     sequence_mean   1 / (R · n_r)           GRPO, arXiv:2402.03300
@@ -11,9 +11,9 @@ rows), n_e in episode e (of E), n_g in group g (of K)::
     fixed_length    1 / (R · fixed_length)  Dr. GRPO, arXiv:2503.20783: no length in the denominator
     episode_sum     1 / (E · fixed_length)  the same for episodes of several rows
 
-Only ``episode_sum`` keeps the direction of the policy gradient where the policy decides how long its answers are or how
-many turns it takes: every other denominator depends on that, so that it is correlated with what it divides. (That of
-``fixed_length`` counts rows, which are turns in the export style ``individual``.)
+Only ``episode_sum`` keeps the direction of the policy gradient if the policy decides how long its answers are or how
+many turns it takes: every other denominator depends on that, so it is correlated with the sum that it divides. (The
+denominator of ``fixed_length`` counts rows, which are turns in the export style ``individual``.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Indices = npt.NDArray[np.int64]
 def token_weights(
     aggregation: Aggregation, *, rows: Indices, episodes: Indices, groups: Indices, fixed_length: int
 ) -> npt.NDArray[np.float32]:
-    """Weights float32 [N] of N trained tokens, given the row, episode and group that each belongs to (int64 [N])."""
+    """Return weights float32 [N] of N trained tokens, given the row, episode and group of each (int64 [N])."""
     if len(rows) == 0:
         return np.zeros(0, dtype=np.float32)
     match aggregation:

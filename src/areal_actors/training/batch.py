@@ -1,4 +1,4 @@
-"""The rows of one update and its trained tokens, flattened: what objectives see of a batch.
+"""The rows of one update and their trained tokens, flattened: the view of a batch that objectives get.
 
 Token t of a row is predicted at position t - 1, so its log-probability under any weights is read there: ``sources``
 holds t - 1, ``positions`` t. Padding exists only inside a forward pass (``packing.py``); everything here is flat, in
@@ -26,13 +26,13 @@ __all__ = ["Batch", "TrainingRow"]
 _array = cmp_using(eq=np.array_equal, class_name="array")
 
 _LOGPROB_SLACK = 1e-3
-"""How far above 0 rounding may lift the log-probability of a certain token."""
+"""Amount by which rounding may lift the log-probability of a certain token above 0."""
 
 
 _PLAIN_SLACK = 0.01
-"""Engines compute both log-probabilities from the same logits, so they are further apart only where they differ."""
+"""Largest difference due to rounding between an engine's two log-probabilities, which come from the same logits."""
 _FORCED_NATS = 0.5
-"""A token with log-probability 0 as sampled, and less than this without grammar and temperature, was forced."""
+"""A token with log-probability 0 as sampled and below minus this under the plain softmax was forced."""
 
 
 @frozen(kw_only=True)
@@ -40,9 +40,9 @@ class TrainingRow:
     """One trajectory with its advantages (float32 [T]); ``episode`` and ``group`` are indices within the batch.
 
     ``proximal`` and ``reference`` are log-probabilities float32 [T] under the policy that ratios are taken to and under
-    the frozen reference, where they were computed. ``temperature`` is for turns that do not say what they were sampled
-    at. Creating a row raises ``ExportError`` if its arrays do not fit together, and ``CaptureViolation`` if a trained
-    token has no version or a log-probability that cannot be one.
+    the frozen reference, if they were computed. ``temperature`` applies to turns that do not record the one they were
+    sampled at. Creating a row raises ``ExportError`` if its arrays do not fit together, and ``CaptureViolation`` if a
+    trained token has no version or an impossible log-probability.
     """
 
     trajectory: Trajectory
@@ -54,7 +54,7 @@ class TrainingRow:
     temperature: float = 1.0
 
     def __attrs_post_init__(self) -> None:
-        """Check what every later index relies on."""
+        """Check the invariants that indexing relies on."""
         row = self.trajectory
         lengths = {len(row.input_ids), len(row.loss_mask), len(row.logprobs), len(row.versions), len(self.advantages)}
         if len(lengths) != 1:
@@ -62,7 +62,7 @@ class TrainingRow:
         if row.num_tokens and row.loss_mask[0]:
             raise ExportError(f"Session {row.session} trains the first token of a row, which nothing predicts.")
         _check_capture(row)
-        _ = self.distributions  # settings that cannot be are refused before anything is computed
+        _ = self.distributions  # refuse impossible settings before anything is computed
 
     @property
     def positions(self) -> Indices:
@@ -71,16 +71,17 @@ class TrainingRow:
 
     @property
     def distributions(self) -> Distributions:
-        """What the n trained tokens were sampled from."""
+        """The distributions that the n trained tokens were sampled from."""
         return Distributions.create(self.trajectory, self.positions, temperature=self.temperature)
 
     @property
     def centre(self) -> Floats:
-        """What a clip around the behaviour policy is around, float32 [T]: the distribution that the trainer computes.
+        """Log-probabilities float32 [T] that a clip around the behaviour policy is centred on.
 
-        Where that is not the one that was sampled from (penalties, a bias or a grammar changed the logits, too, or the
-        row does not say), and the trainer computes the plain softmax, it is the engine's plain log-probability: the
-        ratio to the other one would begin off 1 whatever the weights are, and be clipped for what nothing changed.
+        They belong to the distribution that the trainer computes. If the tokens were sampled from another one
+        (penalties, a bias or a grammar also changed the logits, or the row does not say), and the trainer computes the
+        plain softmax, these are the engine's plain log-probabilities. The ratio to the sampled ones would differ from 1
+        before any update, and would be clipped although the weights had not changed.
         """
         row = self.trajectory
         if row.raw_logprobs is None:
@@ -94,8 +95,9 @@ class TrainingRow:
     def is_plain(self) -> npt.NDArray[np.bool_]:
         """Whether the n trained tokens were sampled from the distribution that the trainer computes, bool [n].
 
-        Where the row does not say, it shows: engines compute both log-probabilities from the same logits, so those of
-        the plain softmax differ where something else was at work, and a forced token has the log-probability 0.
+        If the row does not record it, it is inferred: engines compute both log-probabilities from the same logits, so a
+        value that differs from the plain softmax shows that the logits were changed, and a forced token has the
+        log-probability 0.
         """
         row, where = self.trajectory, self.positions
         sampled = row.logprobs[where]
@@ -107,11 +109,11 @@ class TrainingRow:
         return found
 
     def comparable(self, raw_logprobs: Floats, logprobs: Floats) -> tuple[Floats, Floats]:
-        """Pairs of log-probabilities, the engine's and the trainer's, that must agree: float32 [n] each.
+        """Return pairs of log-probabilities, the engine's and the trainer's, that must agree: float32 [n] each.
 
-        ``raw_logprobs`` and ``logprobs`` [n] are what the trainer found for the trained tokens under the plain softmax
-        and under the distributions that they were sampled from. The former are compared where the engine knows its own,
-        the latter where nothing but the temperature was at work. NaN where nothing can be compared.
+        ``raw_logprobs`` and ``logprobs`` [n] are what the trainer computed for the trained tokens under the plain
+        softmax and under the distributions that they were sampled from. The plain ones are compared if the engine
+        reported its own, the others if only the temperature changed the logits. NaN if nothing can be compared.
         """
         row = self.trajectory
         unknown = np.full(len(raw_logprobs), np.nan, dtype=np.float32)
@@ -125,20 +127,26 @@ class TrainingRow:
 
     @property
     def is_inert(self) -> bool:
-        """Whether no trained token has an advantage."""
+        """Whether all advantages of trained tokens are 0."""
         return not self.advantages[self.positions].any()
 
 
 @define(kw_only=True, frozen=True, slots=False)
 class Batch:
-    """The rows of one update. Arrays are [N] over trained tokens; ``offsets`` int64 [R + 1] bounds those of a row."""
+    """The rows of one update.
+
+    Arrays are [N] over trained tokens; ``offsets`` int64 [R + 1] bounds the tokens of each row.
+    """
 
     rows: tuple[TrainingRow, ...]
     weights: Floats = field(eq=False)
 
     @classmethod
     def create(cls, rows: Sequence[TrainingRow], *, aggregation: Aggregation, fixed_length: int = 1) -> Batch:
-        """The batch of ``rows`` with each token's share in the loss. Rows that train nothing are left out."""
+        """Return the batch of ``rows`` with each token's weight in the loss.
+
+        Rows without trained tokens are left out.
+        """
         kept = tuple(row for row in rows if row.trajectory.num_trained_tokens)
         counts = [len(row.positions) for row in kept]
         owners = {
@@ -150,12 +158,12 @@ class Batch:
 
     @cached_property
     def offsets(self) -> Indices:
-        """Where the tokens of each row begin; the last entry is N."""
+        """Index of the first token of each row, int64 [R + 1]; the last entry is N."""
         return np.concatenate([[0], np.cumsum([len(row.positions) for row in self.rows])]).astype(np.int64)
 
     @cached_property
     def advantages(self) -> Floats:
-        """Float32 [N]."""
+        """Advantage of each token, float32 [N]."""
         return as_floats(self._gather(lambda row: row.advantages))
 
     @cached_property
@@ -170,22 +178,22 @@ class Batch:
 
     @cached_property
     def is_plain(self) -> npt.NDArray[np.bool_]:
-        """Whether ``behaviour`` is of that distribution, bool [N]."""
+        """Whether each token was sampled from the distribution that the trainer computes, bool [N]."""
         return np.concatenate([np.zeros(0, dtype=bool), *(row.is_plain for row in self.rows)])
 
     def tokens_of(self, rows: Sequence[int]) -> Indices:
-        """Indices into the token arrays of the tokens of ``rows``, row by row."""
+        """Return indices into the token arrays of the tokens of ``rows``, row by row."""
         spans = [np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
         return np.concatenate([np.zeros(0, dtype=np.int64), *spans])
 
     @cached_property
     def proximal(self) -> Floats | None:
-        """Log-probabilities under the weights before the update, float32 [N], where all rows have them."""
+        """Log-probabilities under the weights before the update, float32 [N]; ``None`` unless all rows have them."""
         return self._optional([row.proximal for row in self.rows])
 
     @cached_property
     def reference(self) -> Floats | None:
-        """Log-probabilities under the reference, float32 [N], where all rows have them."""
+        """Log-probabilities under the reference, float32 [N]; ``None`` unless all rows have them."""
         return self._optional([row.reference for row in self.rows])
 
     def _optional(self, arrays: Sequence[Floats | None]) -> Floats | None:

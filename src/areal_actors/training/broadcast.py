@@ -1,9 +1,9 @@
-"""A group of processes to which weights are broadcast: this one is its first rank, the others are those of a server.
+"""A process group for broadcasting weights: this process is its first rank, the others are those of a server.
 
-The others join by ``torch.distributed`` as an inference server does that is given a host, a port and a name. On this
-side the group is registered nowhere: it is not the default group, which is the gang's, and does not end with it. Every
-method but ``cancel`` blocks, and none for longer than its time: what waits is looked at again and again, so that
-``cancel`` ends it from any thread. The one exception is the meeting of ``gloo`` itself, which has a time of its own.
+The others join through ``torch.distributed``, as an inference server does that is given a host, a port and a name. On
+this side the group is not registered: it is not the default group, which belongs to the gang, and does not end with it.
+Every method except ``cancel`` blocks, but not beyond its timeout: waits are polled, so that ``cancel`` ends them from
+any thread. The only exception is the connection setup of ``gloo``, which has a separate timeout.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _POLL_SECONDS = 0.0005
 _MAX_POLL_SECONDS = 0.01
 _LEAVING_POLL_SECONDS = 0.05
 _MEETING_SECONDS = 60.0
-"""How long those may take to connect to one another that have come."""
+"""Time for the processes that joined to connect to each other."""
 
 
 @define(eq=False, kw_only=True)
 class BroadcastGroup:
-    """One group. Tensors are sent from ``source``. Made by ``open``.
+    """One group. Tensors are sent from ``source``. Created by ``open``.
 
-    After any error it is of no more use; it has to be closed in the end, whatever happened.
+    After any error it cannot be used again; it always has to be closed.
     """
 
     name: str
@@ -60,8 +60,8 @@ class BroadcastGroup:
     ) -> BroadcastGroup:
         """Listen for the ``num_ranks`` processes of a server on ``machine``, whose tensors are on ``device``.
 
-        Weights come from ``source``; with both of them on GPUs, they go by nccl, by gloo otherwise. Raises
-        ``EngineError`` if there is no address to listen at.
+        Weights are sent from ``source``; by nccl if both are on GPUs, otherwise by gloo. Raises ``EngineError`` if
+        there is no address to listen on.
         """
         is_fast = device == "cuda" and source.type == "cuda" and dist.is_nccl_available()
         host = address_towards(machine)
@@ -82,21 +82,21 @@ class BroadcastGroup:
         )
 
     def join(self) -> None:
-        """Meet the others. Raises ``EngineError`` if they do not come in time, or not all of them."""
+        """Connect to the others. Raises ``EngineError`` if not all of them join in time."""
         store = self._store
         if store is None:
             raise self._closed()
         with self._guard():
             self._wait(lambda: store.num_keys() > 0, f"Nobody has joined {self.name} at {self.host}:{self.port}")
             prefixed = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
-            # As torch names it, which makes one of a kind for all devices, and calls it by the first.
+            # torch uses this prefix: it creates one backend for all devices and names it after the first.
             device = dist.Backend.backend_capability[self.backend][0]
             self._group = self._create(PrefixStore(f"{device}/", prefixed))
             if self._is_closed:
                 raise self._closed()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcast ``tensors``, which are on the CPU. Raises ``EngineError`` if they were not taken in time."""
+        """Broadcast ``tensors``, which are on the CPU. Raises ``EngineError`` if they were not received in time."""
         group = self._group
         if self._is_closed or group is None:
             raise self._closed()
@@ -104,7 +104,7 @@ class BroadcastGroup:
             sent = [tensor.to(self.source, non_blocking=True) for tensor in tensors]
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
-            options.timeout = timedelta(seconds=2 * self.timeout_seconds)  # we give up before
+            options.timeout = timedelta(seconds=2 * self.timeout_seconds)  # our own wait ends first
             for tensor in sent:
                 self._works.append(group.broadcast([tensor], options))
             for work in self._works:
@@ -113,20 +113,23 @@ class BroadcastGroup:
             self._works = []
 
     def cancel(self) -> None:
-        """Have whatever waits here end in a moment, from any thread. Does not block; the group can but be closed."""
+        """Make every wait of this group end soon, from any thread.
+
+        Does not block; afterwards the group can only be closed.
+        """
         self._is_closed = True
 
     def close(self) -> None:
-        """Leave; the others learn it as soon as they look. Twice is fine.
+        """Leave the group; the others notice at their next operation. Closing twice is allowed.
 
-        Blocks while a bucket is half taken: a group of gloo whose threads are at work would be freed with the
-        interpreter held, and everything in this process would wait for a server that is lost.
+        Blocks while a bucket is partly received: freeing a gloo group whose threads are working holds the interpreter
+        lock, and everything in this process would wait for a server that is lost.
         """
         self._is_closed = True
         group, self._group, self._store = self._group, None, None
         works, self._works = self._works, []
         if group is not None:
-            with suppress(RuntimeError):  # it may be over at this moment
+            with suppress(RuntimeError):  # the group may be gone at this moment
                 group.abort()
         while not all(work.is_completed() for work in works):
             time.sleep(_LEAVING_POLL_SECONDS)
@@ -135,7 +138,7 @@ class BroadcastGroup:
         size, longest = self.num_ranks + 1, timedelta(seconds=self.timeout_seconds)
         if self.backend == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = 2 * longest  # noqa: SLF001 - its watchdog ends the process; we end the wait before
+            nccl._timeout = 2 * longest  # noqa: SLF001 - its watchdog ends the process, so our wait must end first
             with torch.cuda.device(self.source):
                 return dist.ProcessGroupNCCL(store, 0, size, nccl)
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -155,7 +158,7 @@ class BroadcastGroup:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """What fails in the block makes the group useless; errors of torch become ours."""
+        """Cancel the group if the block fails, and convert errors of torch to ``EngineError``."""
         try:
             yield
         except (RuntimeError, ValueError, OSError) as error:
@@ -171,9 +174,9 @@ class BroadcastGroup:
 
 
 def address_towards(machine: str) -> str:
-    """The address by which ``machine`` reaches this host; of loopback, if it is this host. Nothing is sent.
+    """Return the address by which ``machine`` reaches this host: a loopback address if it is this host.
 
-    Raises ``EngineError`` if there is no way to it.
+    Nothing is sent. Raises ``EngineError`` if there is no route to it.
     """
     if machine == socket.gethostname() or is_loopback(machine):
         return "127.0.0.1"

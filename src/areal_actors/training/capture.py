@@ -1,18 +1,18 @@
-"""The gate before an update: groups that cannot be what the engine sampled stop the run, by name.
+"""The check before an update: groups that cannot be what the engine sampled stop the run, by name.
 
-What cannot be true of a single token is refused at once (``check_groups``): ids that the model does not have, columns
-of different lengths, log-probabilities that are none, versions that were never published. What can only be judged on
-many is judged on the rows of a step (``CaptureWatch``): tokens that the present weights sampled must have the
-log-probabilities that the training pass itself computes for them, which costs nothing more. Plain log-probabilities
-are compared, those of the softmax at temperature 1: truncation, penalties and grammars move what was sampled from, and
-leave these as they are. So a forced token, whose log-probability is 0, is no reason for an alarm. Where the engine does
-not know them (servers at another temperature), those at the temperature of the turn are compared, unless something else
-was at work. Which differences rounding explains is in ``capture_noise.py``: it depends on the data types and on the
+Errors of a single token are rejected at once (``check_groups``): ids that the model does not have, columns of different
+lengths, impossible log-probabilities, versions that were never published. Errors that only show in many tokens are
+judged on the rows of a step (``CaptureWatch``): tokens that the current weights sampled must have the log-probabilities
+that the training pass itself computes for them, so the check costs no extra pass. Plain log-probabilities are compared,
+those of the softmax at temperature 1: truncation, penalties and grammars change the sampling distribution, but not
+these. A forced token, whose log-probability is 0, therefore causes no false alarm. If the engine does not report them
+(servers at another temperature), those at the temperature of the turn are compared, unless something else changed the
+logits. ``capture_noise.py`` describes which differences rounding explains; it depends on the data types and on the
 entropy of the step.
 
-Rows that do not say their plain log-probabilities (of workflows that make tensors by themselves), tokens of which the
-engine knew neither, and tokens of older weights, cannot be recomputed; of the last, whole answers of one and
-the same log-probability are bad.
+Rows without plain log-probabilities (of workflows that build tensors themselves), tokens for which the engine reported
+neither, and tokens of older weights cannot be recomputed; of the last, whole answers with a single repeated
+log-probability are bad.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ __all__ = ["CaptureGate", "CaptureWatch"]
 _MIN_TOKENS = 4
 """Shorter answers may have equal log-probabilities by accident, or by rounding."""
 _MAX_EXCESS_OF_CONSTANTS = 0.3
-"""Equal values of different tokens are rounding only where the trainer computes nearly equal ones, such as 0."""
+"""Equal values of different tokens count as rounding only if the trainer computes nearly equal ones, such as 0."""
 _MAX_EVIDENCE = 64
-"""Rows that are kept for people."""
+"""Maximum number of rows that are kept as evidence for people to inspect."""
 _WHAT_TO_DO = "The weights were not changed."
 
 
 @frozen(kw_only=True)
 class CaptureGate:
-    """Checks of the rows of a step. ``noise`` knows the model and the data types; the others are as configured."""
+    """Checks of the rows of a step.
+
+    ``noise`` knows the model and the data types; the other fields are as configured.
+    """
 
     noise: NoiseModel
     tolerance: float | None
@@ -50,18 +53,18 @@ class CaptureGate:
 
     @classmethod
     def create(cls, config: CaptureConfig, *, vocab_size: int, engine_dtype: str, trainer_dtype: str) -> CaptureGate:
-        """The gate that ``config`` describes."""
+        """Return the gate that ``config`` describes."""
         noise = NoiseModel(vocab_size=vocab_size, engine_dtype=engine_dtype, trainer_dtype=trainer_dtype)
         return cls(noise=noise, tolerance=config.tolerance, max_bad_fraction=config.max_bad_fraction)
 
     def excesses(self, rows: Sequence[Comparison]) -> list[float]:
-        """Return how much each row of a step differs as a share of what is allowed: more than 1 is too much."""
+        """Return each row's difference as a share of what is allowed: more than 1 is too much."""
         if self.tolerance is None:
             return self.noise.excesses(rows)
         return [row.mean_gap / self.tolerance for row in rows]
 
     def explain(self, rows: Sequence[Comparison]) -> str:
-        """Say what is likely to have made ``rows`` differ, in which data types, and which settings matter."""
+        """Describe why ``rows`` probably differ, with the data types and the settings that matter."""
         noise = self.noise
         return (
             f"The engine computes in {noise.engine_dtype}, the trainer in {noise.trainer_dtype}. "
@@ -71,7 +74,7 @@ class CaptureGate:
         )
 
     def check_groups(self, groups: Sequence[Group], *, version: int, max_staleness: int | None = None) -> None:
-        """Raise ``CaptureViolation`` for what cannot be true of groups that train ``version``, before anything else."""
+        """Raise ``CaptureViolation`` for impossible values in groups that train ``version``, before anything else."""
         for group in groups:
             for episode in group.episodes:
                 self._check_episode(episode, version)
@@ -126,13 +129,13 @@ class CaptureGate:
             yield CaptureFault.WRONG_VERSION, f"has a token of version {wrong}, and {version} is the newest"
 
     def watch(self, *, version: int) -> CaptureWatch:
-        """Begin to compare the rows of a step that trains ``version``."""
+        """Return a comparison of the rows of a step that trains ``version``."""
         return CaptureWatch(gate=self, version=version)
 
 
 @define(kw_only=True)
 class _Seen:
-    """One row, and once it was recomputed, what is compared; ``recomputed`` float32 on the trained tokens."""
+    """One row, and once it was recomputed, the compared values; ``recomputed`` float32 on the trained tokens."""
 
     row: Trajectory
     compared: Comparison | None = None
@@ -142,20 +145,20 @@ class _Seen:
 
 @define(kw_only=True)
 class CaptureWatch:
-    """The rows of one step, compared with what the trainer computes for them, as passes come."""
+    """Comparison of the rows of one step with what the trainer computes for them, collected pass by pass."""
 
     gate: CaptureGate
     version: int
     _seen: dict[int, _Seen] = field(factory=dict, init=False)
 
     def expect(self, rows: Sequence[TrainingRow]) -> None:
-        """All rows of the step, also those that no pass computes."""
+        """Set the rows of the step, including those that no pass computes."""
         self._seen = {id(row.trajectory): _Seen(row=row.trajectory, is_constant=_is_constant(row)) for row in rows}
 
     def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], raw_logprobs: Floats, logprobs: Floats) -> None:
-        """Log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row.
+        """Add the log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row.
 
-        The former are the plain ones, the latter those of the distributions that the tokens were sampled from.
+        ``raw_logprobs`` are the plain ones, ``logprobs`` those of the distributions that the tokens were sampled from.
         """
         bounds = np.cumsum([len(rows[index].positions) for index in indices])[:-1]
         parts = zip(indices, np.split(raw_logprobs, bounds), np.split(logprobs, bounds), strict=True)
@@ -172,13 +175,14 @@ class CaptureWatch:
                 seen.recomputed = recomputed
 
     def judge(self) -> None:
-        """Raise ``CaptureViolation`` if too many of the rows cannot have been sampled as they say."""
+        """Raise ``CaptureViolation`` if too many of the rows cannot have been sampled as recorded."""
         compared = [(seen, seen.compared) for seen in self._seen.values() if seen.compared is not None]
         alone = [seen for seen in self._seen.values() if seen.compared is None and _is_judged_alone(seen.row)]
         excesses = self.gate.excesses([comparison for _, comparison in compared]) if compared else []
         bad = [
             (seen, it, excess)
             for (seen, it), excess in zip(compared, excesses, strict=True)
+            # ``not <=`` and not ``>``: an excess of nan is bad.
             if not excess <= (_MAX_EXCESS_OF_CONSTANTS if seen.is_constant else 1)
         ]
         constant = [seen for seen in alone if seen.is_constant]
@@ -211,7 +215,7 @@ class CaptureWatch:
         )
 
     def _judge_together(self, compared: Sequence[tuple[_Seen, Comparison]]) -> None:
-        """Raise for what all rows share, though each by itself might be rounding."""
+        """Raise ``CaptureViolation`` for a difference that all rows share, even if each row alone could be rounding."""
         rows = [comparison for _, comparison in compared]
         what = self.gate.noise.systematic_gap(rows) if rows else None
         if what is not None:
@@ -230,14 +234,14 @@ def _excess_of(found: tuple[_Seen, float]) -> float:
 
 
 def _is_judged_alone(row: Trajectory) -> bool:
-    """Whether its plain log-probabilities are known, and there are enough of them."""
+    """Return whether all plain log-probabilities are known, and there are enough of them."""
     if row.raw_logprobs is None or row.num_trained_tokens < _MIN_TOKENS:
         return False
     return not bool(np.isnan(row.raw_logprobs[row.loss_mask == 1]).any())
 
 
 def _is_constant(row: TrainingRow) -> bool:
-    """Whether different tokens have the same log-probability, all of them, bit by bit."""
+    """Return whether different tokens all have exactly the same log-probability."""
     if not _is_judged_alone(row.trajectory):
         return False
     assert row.trajectory.raw_logprobs is not None
@@ -260,7 +264,7 @@ def _violation(
 
 
 def _describe(row: Trajectory, kind: CaptureFault, recomputed: Floats | None) -> dict[str, Any]:
-    """A row as plain JSON; numbers that JSON does not know are texts."""
+    """Return a row as plain JSON; numbers that JSON cannot represent become strings."""
     columns = ("input_ids", "loss_mask", "versions", "returns", "turns", "logprobs", "raw_logprobs", "predecessors")
     found = {name: getattr(row, name) for name in columns} | {"recomputed": recomputed}
     return {

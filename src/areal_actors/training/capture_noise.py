@@ -1,15 +1,15 @@
-"""How far an honest engine's log-probabilities are from the trainer's, and what larger differences look like.
+"""Expected differences between a correct engine's log-probabilities and the trainer's, and causes of larger ones.
 
-Engine and trainer run other kernels over the same weights, so their logits differ by rounding. Rounding is relative:
-its size is a share of the spread of the logits, and that spread follows from the entropy. With V ids and the recomputed
-log-probabilities t of the sampled tokens, and means over the tokens of a step::
+Engine and trainer run different kernels over the same weights, so their logits differ by rounding. Rounding is
+relative: its size is a share of the spread of the logits, and that spread follows from the entropy. With V ids and the
+recomputed log-probabilities t of the sampled tokens, and means over the tokens of a step::
 
     spread = sqrt(2 (log V + mean t)) / mean(1 - exp t)
     bound of one token = share * spread * (1 - exp t)
 
 For Gaussian logits of standard deviation s the entropy is log V - s^2 / 2 while many ids matter, and where few do,
 1 - sum p^2 is sqrt(2 log V) / s (the random energy model of Derrida): the formula gives s in both cases. A token whose
-probability p is near 1 hardly moves with its logit, which is the last factor. Nothing else of a model is needed.
+probability p is near 1 hardly moves with its logit, hence the last factor. Nothing else about a model is needed.
 
 The root mean square of difference / (1 - p), as a share of ``spread``, measured on 384 to 1,024 tokens each with the
 embedded engine (a step is many such rows)::
@@ -20,15 +20,16 @@ embedded engine (a step is many such rows)::
     float32, `tiny`                   1.6e-6  0.8e-6                  0.5e-6          0.4e-6  0.3e-6  0.3e-6
 
 While the differences themselves grow from 0.003 to 0.6 nats, their share of the spread stays within a factor of 4, and
-``share`` allows 0.06 in bfloat16 and 6e-4 in float32. A lost, doubled or foreign token moves what follows by about the
-spread itself, 16 times the bound in bfloat16, also where the weights are nearly uniform and the difference is a few
-hundredths of a nat. Where few ids matter, 1 - p is a poor estimate of the spread, which is why the bound is capped.
+``share`` allows 0.06 in bfloat16 and 6e-4 in float32. A lost, doubled or foreign token moves the values that follow
+by about the spread itself, 16 times the bound in bfloat16, even if the weights are nearly uniform and the difference is
+a few hundredths of a nat. If few ids matter, 1 - p is a poor estimate of the spread, so the bound is capped.
 
 A row is bad if the root mean square of difference / bound exceeds 1 + 2 / sqrt(n): a row of one token is allowed 3
-bounds. What all tokens share shows in many tokens before it shows in one row. Over the rows that are not bad, the mean
-of difference / bound must be within 0.25, and the slope of the differences over t (another temperature) within 2 % in
-bfloat16 and 0.02 % in float32, with 6 standard errors added to each. An honest engine's mean is -0.04 to 0.01: the
-expected difference of two distributions that differ by rounding is half their squared difference, and no more.
+bounds. A difference that all tokens share is detected over many tokens before it is detected in one row. Over the rows
+that are not bad, the mean of difference / bound must be within 0.25, and the slope of the differences over t (another
+temperature) within 2 % in bfloat16 and 0.02 % in float32, with 6 standard errors added to each. A correct engine's mean
+is -0.04 to 0.01: the expected difference of two distributions that differ by rounding is only half their squared
+difference.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ Doubles = npt.NDArray[np.float64]
 _MAX_MEAN = 0.25
 _NUM_STANDARD_ERRORS = 6.0
 _MIN_TOKENS = 64
-"""A mean and a slope over fewer tokens say less than the rows themselves."""
+"""Minimum number of tokens for a mean and a slope; with fewer, single rows are more informative."""
 _TRACKED, _UNTRACKED = 0.9, 0.3
-"""Correlations with what was recomputed, above and below which values are said to follow it or not to."""
+"""Correlations with the recomputed values: above the first, values follow them; below the second, they do not."""
 _LINE, _CONSTANT = 0.5, 0.8
-"""Shares of the squared differences that a line over t explains, from which a temperature or a constant is named."""
+"""Shares of the squared differences that a line over t must explain for a temperature or a constant to be named."""
 _FAR = 2.0
-"""Bounds that a token is off where a row is said to break; before, it is off by a small share of what comes after."""
+"""Deviation in bounds from which a row is said to break; before it, deviations must be a small share of those after."""
 _SMALL = 0.15
 _FEW = 3
-"""Tokens over which correlations mean nothing."""
+"""Number of tokens below which correlations are meaningless."""
 _SPREAD_OF_FEW = 0.3
-"""Squared spread that is added for an estimate from one token; for one from n, an n-th of it."""
+"""Squared spread added for an estimate from one token; an n-th of it is added for an estimate from n tokens."""
 
 
 @frozen(kw_only=True)
@@ -80,7 +81,7 @@ def _as_doubles(values: npt.ArrayLike) -> Doubles:
 
 @frozen(kw_only=True)
 class Comparison:
-    """The tokens of a row that can be compared, in their order: log-probabilities [n], n >= 1."""
+    """The comparable tokens of a row, in their order: log-probabilities [n], n >= 1."""
 
     reported: Doubles = field(converter=_as_doubles, eq=False)
     recomputed: Doubles = field(converter=_as_doubles, eq=False)
@@ -98,7 +99,7 @@ class Comparison:
 
 @frozen(kw_only=True)
 class NoiseModel:
-    """The differences that rounding explains between an engine and a trainer of ``vocab_size`` ids."""
+    """The differences that rounding explains between an engine and a trainer of a model with ``vocab_size`` ids."""
 
     vocab_size: int
     engine_dtype: str
@@ -120,7 +121,7 @@ class NoiseModel:
         return [scale * _doubts(row.recomputed) + rounding.floor for row in rows]
 
     def excesses(self, rows: Sequence[Comparison]) -> list[float]:
-        """Return for each row how much it differs as a share of what is allowed: more than 1 is not rounding."""
+        """Return each row's difference as a share of what is allowed: more than 1 is not rounding."""
         return [
             float(np.sqrt(np.square(row.differences / bounds).mean()) / (1 + 2 / np.sqrt(len(bounds))))
             for row, bounds in zip(rows, self.bounds(rows), strict=True)
@@ -141,7 +142,7 @@ class NoiseModel:
         return None
 
     def likely_cause(self, rows: Sequence[Comparison]) -> str:
-        """Name what usually makes such differences. ``rows`` are the bad ones."""
+        """Name the usual cause of such differences. ``rows`` are the bad ones."""
         bounds = self.bounds(rows)
         reported, recomputed = (np.concatenate([getattr(row, n) for row in rows]) for n in ("reported", "recomputed"))
         follows, fit = _correlation(reported, recomputed), _Fit.of(rows, bounds)
@@ -181,10 +182,10 @@ class NoiseModel:
         return next((cause for is_likely, cause in causes if is_likely), default)
 
     def _spread(self, rows: Sequence[Comparison]) -> float:
-        """Standard deviation of the logits over the vocabulary, in nats."""
+        """Return the standard deviation of the logits over the vocabulary, in nats."""
         recomputed = np.concatenate([row.recomputed for row in rows])
         deficit = np.log(self.vocab_size) + recomputed.mean()
-        # Forced tokens are no samples: their mean may be below that of a uniform choice, and they spread themselves.
+        # Forced tokens are not samples: their mean may be below that of a uniform choice, and they add to the spread.
         squared = max(2 * deficit, float(recomputed.var()) + min(deficit, 0.0) ** 2)
         squared += _SPREAD_OF_FEW / len(recomputed)
         return float(np.sqrt(squared) / max(float(_doubts(recomputed).mean()), 1e-3))
@@ -192,7 +193,7 @@ class NoiseModel:
 
 @frozen(kw_only=True)
 class _Fit:
-    """Weighted least squares of the differences over t: their mean, slope and what a line explains of them."""
+    """Weighted least squares of the differences over t: mean, slope, and the share of them that a line explains."""
 
     mean: float
     """Mean of difference / bound."""
@@ -201,7 +202,7 @@ class _Fit:
     """Mean difference in nats."""
     slope: float
     slope_error: float
-    """Robust to unequal variances."""
+    """Standard error, robust to unequal variances."""
     explained: float
 
     @classmethod
@@ -227,12 +228,15 @@ class _Fit:
 
 
 def _doubts(logprobs: Doubles) -> Doubles:
-    """1 - p: how much a log-probability moves with its logit."""
+    """Return 1 - p: how much a log-probability moves with its logit."""
     return -np.expm1(np.minimum(logprobs, 0.0))
 
 
 def _breaks(rows: Sequence[Comparison], bounds: Sequence[Doubles]) -> bool:
-    """Whether rows are honest up to some token, to a small part of what they differ by afterwards."""
+    """Return whether rows are accurate up to some token and far off from there.
+
+    Accurate means a small part of the later deviations.
+    """
     before, after = [], []
     for row, bound in zip(rows, bounds, strict=True):
         deviations = np.abs(row.differences / bound)
@@ -247,7 +251,7 @@ def _breaks(rows: Sequence[Comparison], bounds: Sequence[Doubles]) -> bool:
 
 
 def _shifted_correlation(rows: Sequence[Comparison]) -> float:
-    """The larger correlation of reported values with what was recomputed for the token before, and after."""
+    """Return the larger correlation of reported values with those recomputed for the previous, and the next token."""
     long = [row for row in rows if len(row.reported) >= _FEW]
     if not long:
         return 0.0

@@ -1,4 +1,4 @@
-"""Checkpoints: directories of safetensors and one JSON document, written whole or not at all. No pickle.
+"""Checkpoints: directories of safetensors and one JSON document, written completely or not at all. No pickle.
 
 ::
 
@@ -8,9 +8,9 @@
         rng.safetensors          states of torch's generators
         checkpoint.json          step, sizes of the files above, and the caller's counters
 
-Which one is the latest is found by looking, so no pointer can be wrong. A directory whose document is missing, cannot
-be read, or names sizes that the files do not have is incomplete and ignored. What the numbers in a checkpoint mean is
-known by ``trainer.py`` and its caller; exports for other programs are in ``weights.py``.
+The latest checkpoint is found by listing the directory, so no pointer can be out of date. A directory whose document is
+missing, unreadable, or names sizes that the files do not have is incomplete and ignored. ``trainer.py`` and its caller
+define the meaning of the counters; exports for other programs are in ``weights.py``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NAME = re.compile(r"step-(\d{8,})(" + re.escape(REPLACED) + r")?")
 
 @frozen(kw_only=True)
 class Checkpoint:
-    """A complete checkpoint on disk. ``counters`` is what its writer gave to remember."""
+    """A complete checkpoint on disk. ``counters`` are those that its writer passed."""
 
     path: Path
     step: int
     counters: Mapping[str, Any] = field(factory=dict)
 
     def load(self, part: str) -> dict[str, Tensor]:
-        """The tensors of ``part`` ("model", "optimizer", "rng"), on the CPU.
+        """Return the tensors of ``part`` ("model", "optimizer", "rng"), on the CPU.
 
         Raises ``CheckpointError`` if they cannot be read.
         """
@@ -67,7 +67,8 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Write a checkpoint of ``step`` and remove all but the last ``num_kept``.
 
-    ``counters`` must be JSON. Raises ``CheckpointError`` if it cannot be written; older checkpoints are untouched then.
+    ``counters`` must be JSON. Raises ``CheckpointError`` if it cannot be written; older checkpoints are untouched in
+    that case.
     """
     sweep(root)
     path = root / f"step-{step:08d}"
@@ -84,7 +85,7 @@ def save_checkpoint(
 
 
 def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:
-    """All complete checkpoints in ``root``, oldest first; none if it does not exist."""
+    """Return all complete checkpoints in ``root``, oldest first; none if it does not exist."""
     names = sorted(root.glob("step-*"), key=lambda path: path.name) if root.is_dir() else []
     found: dict[int, Checkpoint] = {}
     for path in names:
@@ -95,7 +96,7 @@ def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:
 
 
 def find_latest(root: Path) -> Checkpoint | None:
-    """The complete checkpoint of the highest step, or ``None``."""
+    """Return the complete checkpoint of the highest step, or ``None``."""
     return next(reversed(find_checkpoints(root)), None)
 
 

@@ -1,6 +1,6 @@
-"""The trainer's settings. What they do is told beside the code that reads them; defaults are those of the CPU recipe.
+"""The trainer's settings. The code that reads a setting documents its effect; defaults are those of the CPU recipe.
 
-Every class is frozen and checks itself when it is made. ``config.py`` of the library composes them; nothing here
+Every class is frozen and validates itself when it is created. ``config.py`` of the library composes them; nothing here
 imports torch.
 """
 
@@ -48,14 +48,17 @@ _above_one_or_none: Any = optional(gt(1))
 
 
 class Layout(StrEnum):
-    """How rows become a forward pass. Both give the same loss and gradient; ``tree`` computes shared prefixes once."""
+    """How rows become a forward pass.
+
+    Both layouts give the same loss and gradient; ``tree`` computes shared prefixes once.
+    """
 
     FLAT = "flat"
     TREE = "tree"
 
 
 class ComputeDtype(StrEnum):
-    """In what the forward and backward pass compute; the weights that the optimiser keeps are float32 in any case."""
+    """The data type of forward and backward passes; the weights that the optimiser keeps are always float32."""
 
     AUTO = "auto"
     """bfloat16 autocast on CUDA and on CPUs with bfloat16 instructions, float32 elsewhere; or ``$AREAL_AUTO_DTYPE``."""
@@ -64,7 +67,7 @@ class ComputeDtype(StrEnum):
 
 
 class Normalisation(StrEnum):
-    """From returns to advantages; formulas in ``advantages.py``."""
+    """How returns become advantages; formulas in ``advantages.py``."""
 
     RLOO = "rloo"
     GRPO = "grpo"
@@ -75,19 +78,25 @@ class Normalisation(StrEnum):
 
 
 class StatisticsUnit(StrEnum):
-    """What counts as one value in the statistics of a group."""
+    """The unit that counts as one value in the statistics of a group."""
 
     TURN_KIND = "turn_kind"
     """One value per episode, the mean return of its turns of the same agent at the same depth of their conversation."""
     EPISODE = "episode"
-    """One value per episode, its total reward. Biased where returns are no totals: ``turn_discount`` below 1, or
-    several rewards in an episode."""
+    """One value per episode, its total reward.
+
+    Biased if returns differ from totals: ``turn_discount`` below 1, or several rewards in an episode.
+    """
     ROW = "row"
-    """One value per training row, the return of its last turn. A long episode weighs more, and is compared with
-    itself."""
+    """One value per training row, the return of its last turn.
+
+    A long episode weighs more, and is compared with itself.
+    """
     TURN_DEPTH = "turn_depth"
-    """One value per turn, its return, compared with turns at the same depth of their conversation. Biased where
-    episodes reach different depths: a turn that is alone at its depth has the advantage 0."""
+    """One value per turn, its return, compared with turns at the same depth of their conversation.
+
+    Biased if episodes reach different depths: a turn that is alone at its depth has the advantage 0.
+    """
 
 
 class Surrogate(StrEnum):
@@ -106,7 +115,7 @@ class Surrogate(StrEnum):
 
 
 class Centre(StrEnum):
-    """Which policy a surrogate's ratio is taken to."""
+    """The policy that a surrogate's ratio is taken to."""
 
     POLICY = "policy"
     """The policy itself, without a gradient: the ratio is 1, and its gradient that of the log-probability."""
@@ -117,7 +126,7 @@ class Centre(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How the losses of tokens become one number; formulas in ``aggregation.py``."""
+    """How the losses of tokens are combined into one number; formulas in ``aggregation.py``."""
 
     TOKEN_MEAN = "token_mean"  # noqa: S105
     SEQUENCE_MEAN = "sequence_mean"
@@ -128,14 +137,14 @@ class Aggregation(StrEnum):
 
 
 class Level(StrEnum):
-    """Whether an importance weight belongs to a token or to its whole row."""
+    """The unit of an importance weight: one token, or its whole row."""
 
     TOKEN = "token"  # noqa: S105
     SEQUENCE = "sequence"
 
 
 class OutOfRange(StrEnum):
-    """What happens to an importance weight outside its bounds."""
+    """The treatment of an importance weight outside its bounds."""
 
     CLAMP = "clamp"
     """It is set to the nearer bound (truncated importance sampling)."""
@@ -152,14 +161,14 @@ class KlEstimator(StrEnum):
 
 
 class KlPlace(StrEnum):
-    """Where the distance to the reference is punished."""
+    """The place where the distance to the reference is penalised."""
 
     LOSS = "loss"
     REWARD = "reward"
 
 
 class Decay(StrEnum):
-    """What the learning rate does after the warm-up."""
+    """The schedule of the learning rate after the warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -167,27 +176,27 @@ class Decay(StrEnum):
 
 
 class PublishBy(StrEnum):
-    """How new weights reach whoever generates."""
+    """How new weights reach the engines."""
 
     MEMORY = "memory"
     """By reference: the engine is in the trainer's process."""
     DISK = "disk"
     """As a directory of safetensors that engines elsewhere can read."""
     DISTRIBUTED = "distributed"
-    """Broadcast to the processes of SGLang servers; on disk only for one that cannot be reached so."""
+    """Broadcast to the processes of SGLang servers; written to disk only for a server that it cannot reach."""
 
 
 @frozen(kw_only=True)
 class AdvantageConfig:
     """How returns become advantages.
 
-    The default compares each turn with turns of its kind in the other episodes of the group, without a bias for
-    sessions of any shape; ``grpo`` with ``episode`` is GRPO as it was published. ``std_floor`` bounds the standard
-    deviation that is divided by. ``drop_zero_variance`` is the dynamic sampling of DAPO: other groups take the place of
-    groups without signal, whose values in ``unit`` are all equal, until the batch is full; without it they stay in the
-    denominators and contribute 0. ``max_refills`` bounds this: a step replaces at most so many times the groups of a
-    batch, and trains without those that come after. A custom ``normalisation`` (``file.py:name``) replaces the
-    estimator; ``unit`` and ``std_floor`` are not read then.
+    The default compares each turn with turns of its kind in the other episodes of the group, and is unbiased for
+    sessions of any shape; ``grpo`` with ``episode`` is GRPO as published. ``std_floor`` is a lower bound on the
+    standard deviation that is divided by. ``drop_zero_variance`` is the dynamic sampling of DAPO: groups without
+    signal, whose values in ``unit`` are all equal, are replaced by other groups until the batch is full; without it
+    they stay in the denominators and contribute 0. ``max_refills`` limits this: a step replaces at most this many times
+    the groups of a batch, and then trains without further ones. A custom ``normalisation`` (``file.py:name``) replaces
+    the estimator; ``unit`` and ``std_floor`` are ignored in that case.
     """
 
     normalisation: Normalisation | FunctionReference = field(
@@ -217,10 +226,10 @@ class BehaviourConfig:
 class KlConfig:
     """A penalty on the distance to the frozen reference model; ``coefficient`` 0 needs no reference.
 
-    ``estimator`` ``None`` takes k1 in the reward and k3 in the loss. k2 and k3 in the reward do not pull towards the
-    reference. ``is_unbiased`` weighs each token's estimate in the loss by the bounded ratio policy/behaviour, and takes
-    the gradient through that ratio, so that the expected gradient is that of KL(policy || reference), for stale rows
-    too (DeepSeek-V3.2, arXiv:2512.02556); without it, the estimate is differentiated as GRPO published it.
+    ``estimator`` ``None`` means k1 in the reward and k3 in the loss. k2 and k3 in the reward do not pull towards the
+    reference. ``is_unbiased`` weights each token's estimate in the loss by the bounded ratio policy/behaviour, and
+    takes the gradient through that ratio, so that the expected gradient is that of KL(policy || reference), for stale
+    rows too (DeepSeek-V3.2, arXiv:2512.02556); without it, the estimate is differentiated as GRPO published it.
     """
 
     coefficient: float = field(default=0.0, validator=_not_negative)
@@ -249,22 +258,22 @@ class OverlongConfig:
 
 @frozen(kw_only=True)
 class ObjectiveConfig:
-    """What is minimised.
+    """The loss that training minimises.
 
-    ``clip_low`` and ``clip_high`` bound the trust region in the surrogate's own unit; ``None`` takes its default:
-    0.2 and 0.5 of probability for dppo, ratios 1 - 0.2 to 1 + 0.28 for ppo, 1 - 0.0003 to 1 + 0.0004 for gspo, and up
-    to 1 + 4 for cispo (no lower bound). ``dual_clip`` bounds the loss of tokens with a negative advantage where ppo or
-    gspo compare with the behaviour policy: ratios above it have no gradient; ``None`` switches it off.
+    ``clip_low`` and ``clip_high`` bound the trust region in the surrogate's own unit; ``None`` takes its default: 0.2
+    and 0.5 of probability for dppo, ratios 1 - 0.2 to 1 + 0.28 for ppo, 1 - 0.0003 to 1 + 0.0004 for gspo, and up to 1
+    + 4 for cispo (no lower bound). ``dual_clip`` bounds the loss of tokens with a negative advantage if ppo or gspo
+    compare with the behaviour policy: ratios above it have no gradient; ``None`` switches it off.
 
     ``is_decoupled`` takes the policy before the update as the centre of the clip of ppo, gspo and cispo and corrects
     for the behaviour policy by an importance weight; otherwise the behaviour policy itself is the centre. ``None``
-    decouples ppo and gspo where a step makes several updates, and not where it makes one: the policy before the only
-    update is the policy itself, and a clip around it cannot act. dppo always compares with the behaviour policy.
-    A custom ``surrogate`` (``file.py:name``) has its clip within, and is decoupled unless ``is_decoupled`` is false.
+    decouples ppo and gspo if a step makes several updates, and not if it makes one: the policy before the only update
+    is the policy itself, and a clip around it has no effect. dppo always compares with the behaviour policy. A custom
+    ``surrogate`` (``file.py:name``) implements its own clip, and is decoupled unless ``is_decoupled`` is false.
 
     ``fixed_length`` is the number of tokens by which the aggregations ``episode_sum`` and ``fixed_length`` divide.
-    ``masks_truncated`` leaves answers that were cut at their limit of tokens out of the loss (overlong filtering of
-    DAPO); their rewards stay in the baselines.
+    ``masks_truncated`` leaves answers that were cut at their token limit out of the loss (overlong filtering of DAPO);
+    their rewards stay in the baselines.
     """
 
     surrogate: Surrogate | FunctionReference = field(default=Surrogate.DPPO, validator=builtin_or_reference(Surrogate))
@@ -310,12 +319,12 @@ _CLIPS: dict[str, tuple[float, float]] = {
     Surrogate.CISPO: (1.0, 4.0),
     Surrogate.REINFORCE: (0.0, 0.0),
 }
-"""Defaults of ``clip_low`` and ``clip_high``, each in its surrogate's unit; reinforce reads none."""
+"""Defaults of ``clip_low`` and ``clip_high``, each in its surrogate's unit; reinforce has no clip."""
 
 
 @frozen(kw_only=True)
 class OptimizerConfig:
-    """AdamW, its schedule and the bound on the gradient.
+    """AdamW, its learning rate schedule and gradient clipping.
 
     The rate rises linearly over ``num_warmup_steps`` updates to ``learning_rate``, then follows ``decay`` down to
     ``final_fraction`` of it at ``num_decay_steps``. ``max_grad_norm`` ``None`` does not clip.
@@ -335,11 +344,12 @@ class OptimizerConfig:
 
 @frozen(kw_only=True)
 class CaptureConfig:
-    """The gate before each update: rows that cannot be what the engine sampled stop the run.
+    """The check before each update: rows that cannot be what the engine sampled stop the run.
 
-    Rows that the present weights sampled are compared with what the trainer computes for them. By default the bound
-    follows from the data types of engine and trainer and from the entropy of the step. ``tolerance``, in nats, bounds
-    instead the mean absolute difference of a row. At most ``max_bad_fraction`` of the rows may exceed the bound.
+    Rows that the current weights sampled are compared with what the trainer computes for them. By default the bound
+    follows from the data types of engine and trainer and from the entropy of the step. If ``tolerance`` is set, it
+    bounds the mean absolute difference of a row in nats instead. At most ``max_bad_fraction`` of the rows may exceed
+    the bound.
     """
 
     enabled: bool = True
@@ -348,7 +358,7 @@ class CaptureConfig:
 
 
 class GangBackend(StrEnum):
-    """What the processes of a gang talk through."""
+    """The library through which the processes of a gang communicate."""
 
     AUTO = "auto"
     """``nccl`` where there is a GPU, ``gloo`` elsewhere."""
@@ -360,10 +370,10 @@ class GangBackend(StrEnum):
 
 @frozen(kw_only=True)
 class GangConfig:
-    """Several processes that hold a part of the weights each, and compute a part of each step.
+    """Training by several processes, each of which holds a part of the weights and computes a part of each step.
 
-    ``num_processes`` counts the first one, the run itself. A process that is not answered within ``timeout_seconds`` in
-    the middle of a step takes the others for lost.
+    ``num_processes`` includes the first one, the run itself. A process that waits longer than ``timeout_seconds`` for
+    the others in the middle of a step considers them lost.
     """
 
     num_processes: int = field(default=1, validator=[instance_of(int), _positive])
@@ -375,11 +385,11 @@ class GangConfig:
 class TrainerConfig:
     """One training step: how groups become updates.
 
-    ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row goes alone). ``temperature`` is for rows
-    that do not say what they were sampled at (tensors that a workflow made by itself); all others know it, turn by
-    turn. ``num_epochs`` and ``num_minibatches`` are passes over a batch and updates per pass. ``device`` "auto" takes
-    CUDA where there is one; the processes of a gang take theirs by its backend. ``skips_inert_rows`` leaves out of the
-    forward pass what cannot change the gradient.
+    ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row gets a pass to itself). ``temperature``
+    applies to rows that do not record the one they were sampled at (tensors that a workflow builds itself); all others
+    record it for each turn. ``num_epochs`` is the number of passes over a batch and ``num_minibatches`` the number of
+    updates per pass. ``device`` "auto" takes CUDA if there is a GPU; the processes of a gang choose theirs by its
+    backend. ``skips_inert_rows`` leaves rows that cannot change the gradient out of the forward pass.
     """
 
     objective: ObjectiveConfig = field(factory=ObjectiveConfig)
@@ -396,12 +406,14 @@ class TrainerConfig:
     num_minibatches: int = field(default=1, validator=_positive)
     skips_inert_rows: bool = True
     metrics: tuple[FunctionReference, ...] = field(default=(), validator=deep_iterable(builtin_or_reference(())))
-    """Functions of yours (file.py:name) whose numbers stand in the metrics of each step as custom/<name>."""
+    """Your own functions (file.py:name), whose numbers appear in the metrics of each step as custom/<name>."""
     publish: PublishBy = PublishBy.MEMORY
-    """How new weights reach whoever generates. Engines in other processes read them from a disk that they share, or,
-    where they have SGLang servers, can be sent them."""
+    """How new weights reach the engines.
+
+    Engines in other processes read them from a shared disk, or, on SGLang servers, can receive them by broadcast.
+    """
     publish_keep: int = field(default=2, validator=[instance_of(int), _positive])
-    """Published versions that stay on the disk; a replica that joins reads the last one."""
+    """Number of published versions to keep on disk; a replica that joins reads the latest."""
     publish_bucket_mib: int = field(default=512, validator=[instance_of(int), _positive])
-    """How much of the weights is broadcast at once; trainer and servers have room for so much more on their devices."""
+    """Size of the parts in which weights are broadcast; trainer and servers each need this much free device memory."""
     seed: int = 0

@@ -1,7 +1,7 @@
-"""Custom functions of a training step: advantages, policy losses and metrics, checked wherever they are called.
+"""Custom functions of a training step: advantages, policy losses and metrics, with checks of everything they return.
 
 Each is named in the configuration (``references``), tried on ``example_groups`` before a run starts, and checked again
-on the data of every step, before the step changes the weights. torch is imported once a policy loss is tried.
+on the data of every step, before the step changes the weights. torch is imported only when a policy loss is tried.
 """
 
 from __future__ import annotations
@@ -52,25 +52,28 @@ _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
 class AdvantageEstimator(Protocol):
-    """From the groups of a step to the advantages of their rows. A pure function."""
+    """Computes the advantages of the rows of a step from its groups. A pure function."""
 
     def __call__(self, groups: Sequence[Group], /) -> Sequence[Sequence[npt.ArrayLike]]:
-        """For each group, for each of its ``rows`` of T tokens: T numbers, or one number for all tokens of the row.
+        """Return for each group, for each of its ``rows`` of T tokens: T numbers, or one number for all tokens.
 
-        What stands off the row's ``loss_mask`` is ignored.
+        Values outside the row's ``loss_mask`` are ignored.
         """
         ...
 
 
 def load_estimator(config: AdvantageConfig) -> CustomFunction | None:
-    """The estimator that ``normalisation`` names, ``None`` if that is a built-in one."""
+    """Return the custom estimator that ``normalisation`` names, ``None`` if it names a built-in one."""
     return None if isinstance(config.normalisation, Normalisation) else load_function(config.normalisation)
 
 
 def estimate_advantages(
     groups: Sequence[Group], config: AdvantageConfig, custom: CustomFunction | None
 ) -> tuple[GroupAdvantages, ...]:
-    """Advantages by ``custom``, or those of ``compute_advantages`` without it. Raises ``CustomFunctionError``."""
+    """Return the advantages by ``custom``, or by ``compute_advantages`` if it is ``None``.
+
+    Raises ``CustomFunctionError`` if ``custom`` fails or returns something else than finite numbers for each row.
+    """
     if custom is None:
         return compute_advantages(groups, config)
     found = custom(tuple(groups))
@@ -130,7 +133,7 @@ class CustomSurrogate:
     function: CustomFunction
 
     def __call__(self, logprobs: Tensor, terms: Terms) -> PolicyLoss:
-        """Losses of the tokens. Raises ``CustomFunctionError`` for what cannot be one finite loss for each."""
+        """Return the losses of the tokens. Raises ``CustomFunctionError`` unless there is one finite loss for each."""
         import torch
 
         from areal_actors.training.surrogates import PolicyLoss
@@ -164,12 +167,15 @@ class CustomSurrogate:
 
 
 def load_surrogate(reference: str) -> CustomSurrogate:
-    """The policy loss that a reference leads to. Raises ``CustomFunctionError``."""
+    """Return the policy loss that ``reference`` names. Raises ``CustomFunctionError`` if it cannot be loaded."""
     return CustomSurrogate(function=load_function(reference))
 
 
 def try_surrogate(surrogate: CustomSurrogate) -> None:
-    """Call it with tokens of two rows, on-policy and off, and with those of one. Raises ``CustomFunctionError``."""
+    """Call it with tokens of two rows, on-policy and off, and with a row of one token.
+
+    Raises ``CustomFunctionError``.
+    """
     import torch
 
     from areal_actors.training.terms import Terms
@@ -194,8 +200,8 @@ def try_surrogate(surrogate: CustomSurrogate) -> None:
 
 
 def _num_changes(tensor: Tensor) -> int:
-    """How often the tensor was changed in place, which torch counts for autograd and shows nowhere else."""
-    return tensor._version  # noqa: SLF001 - there is no public name
+    """Return how often the tensor was changed in place, which torch counts for autograd."""
+    return tensor._version  # noqa: SLF001 - the counter has no public name
 
 
 def _tensors(terms: Terms) -> list[Tensor | None]:
@@ -207,10 +213,10 @@ def _tensors(terms: Terms) -> list[Tensor | None]:
 
 @frozen(kw_only=True)
 class StepInputs:
-    """What a step is given, before it changes the weights of ``version``.
+    """The inputs of a step, before it changes the weights of ``version``.
 
     ``groups`` are those that were rolled out, with the rewards of their agents. ``rows`` are the trained rows with
-    their advantages; ``episode`` and ``group`` of a row count the successful episodes and the groups.
+    their advantages; ``episode`` and ``group`` of a row are indices into the successful episodes and the groups.
     """
 
     version: int
@@ -219,20 +225,23 @@ class StepInputs:
 
 
 class Metric(Protocol):
-    """From what a step is given to named numbers."""
+    """Computes named numbers from the inputs of a step."""
 
     def __call__(self, step: StepInputs, /) -> Mapping[str, float]:
-        """Finite numbers by name; they stand in the metrics as ``custom/<name>``. A name may be missing in a step."""
+        """Return finite numbers by name, which appear in the metrics as ``custom/<name>``.
+
+        A name may be missing in a step.
+        """
         ...
 
 
 def load_metrics(references: Sequence[str]) -> tuple[CustomFunction, ...]:
-    """The metrics that references lead to. Raises ``CustomFunctionError``."""
+    """Return the metrics that ``references`` name. Raises ``CustomFunctionError`` if one cannot be loaded."""
     return tuple(map(load_function, references))
 
 
 def measure(metrics: Sequence[CustomFunction], step: StepInputs) -> dict[str, float]:
-    """The numbers of all ``metrics``. Raises ``CustomFunctionError`` for one that returns anything else."""
+    """Return the numbers of all ``metrics``. Raises ``CustomFunctionError`` for one that returns anything else."""
     result: dict[str, float] = {}
     for metric in metrics:
         found = metric(step)
@@ -278,10 +287,10 @@ def try_metric(metric: CustomFunction) -> None:
 
 
 def example_groups() -> tuple[Group, ...]:
-    """Small groups of every kind that a step may have.
+    """Return small groups of every kind that a step may have.
 
-    Four single answers with different rewards; a chain of two turns in a row beside a failed episode; a branch (two
-    rows) and two roots (two rows) with equal rewards; an episode alone.
+    Four single answers with different rewards; a chain of two turns in a row next to a failed episode; a branch (two
+    rows) and two roots (two rows) with equal rewards; a group of one episode.
     """
     single = [_episode("single", member, float(member % 3), [[2]]) for member in range(4)]
     failed = Episode(session=SessionId("example-chain-1"), member=1, failure="an example of a failed episode")
@@ -299,7 +308,7 @@ def example_groups() -> tuple[Group, ...]:
 
 
 def _episode(kind: str, member: int, reward: float, rows: Sequence[Sequence[int]]) -> Episode:
-    """An episode whose rows have turns of so many sampled tokens, each after two tokens that were read."""
+    """Return an episode whose rows have turns with these numbers of sampled tokens, each after two prompt tokens."""
     session = SessionId(f"example-{kind}-{member}")
     made = tuple(_row(session, index, lengths, reward) for index, lengths in enumerate(rows))
     return Episode(

@@ -1,7 +1,7 @@
-"""Directories that appear whole or not at all: written beside their place, synced, renamed.
+"""Directories that are written completely or not at all: written under a temporary name, synced, then renamed.
 
-A crash leaves either the old directory or the new one, never half of one; what was being written is found by its name
-and swept away by the next writer.
+A crash leaves either the old directory or the new one, never a mixture. A partial directory is recognised by its name
+and removed by the next writer.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from areal_actors.errors import CheckpointError
 __all__ = ["REPLACED", "atomic_directory", "sweep"]
 
 REPLACED = ".replaced"
-"""Suffix of a directory that was moved aside for its successor: whole, and valid until the successor is in place."""
+"""Suffix of a directory that was moved aside: complete, and valid until its replacement is in place."""
 
 _PARTIAL = ".partial"
 
 _NOT_SYNCED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
-"""What network file systems say that sync no directories: it is another thing for each of them."""
+"""Errors with which network file systems refuse to sync a directory; the number differs between them."""
 
 
 @contextmanager
 def atomic_directory(path: Path, *, num_bytes: int) -> Iterator[Path]:
-    """Give a fresh directory to write to, and make it ``path`` if the block succeeds; an existing ``path`` is replaced.
+    """Yield a new directory, and rename it to ``path`` if the block succeeds, replacing an existing ``path``.
 
-    Raises ``CheckpointError``, naming ``path`` and ``num_bytes``, if the disk has no room or refuses to write; what
-    was at ``path`` is still there then.
+    Raises ``CheckpointError``, naming ``path`` and ``num_bytes``, if the disk is full or cannot be written; the
+    previous content of ``path`` is kept in that case.
     """
     partial = path.with_name(f".{path.name}{_PARTIAL}")
     try:
@@ -51,7 +51,7 @@ def atomic_directory(path: Path, *, num_bytes: int) -> Iterator[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove what crashed writers left in ``root``."""
+    """Remove the partial directories that crashed writers left in ``root``."""
     for path in root.glob(f".*{_PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -69,6 +69,8 @@ def _install(partial: Path, path: Path) -> None:
     replaced = path.with_name(path.name + REPLACED)
     if path.exists():
         shutil.rmtree(replaced, ignore_errors=True)
+        # A directory that is not empty cannot be replaced by one rename, so the old one is moved aside first; if the
+        # process dies in between, readers use the directory with this suffix.
         path.rename(replaced)
     partial.rename(path)
     _sync_one(path.parent)
@@ -85,7 +87,7 @@ def _sync_one(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except PermissionError:  # of a file system that syncs nothing that was opened for reading
+    except PermissionError:  # some file systems sync no file that was opened for reading
         pass
     except OSError as error:
         if error.errno not in _NOT_SYNCED or not path.is_dir():

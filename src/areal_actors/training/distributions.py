@@ -1,12 +1,13 @@
-"""The distributions that trained tokens were sampled from, which the trainer computes again, token by token.
+"""Sampling distributions of trained tokens, which the trainer recomputes token by token.
 
-Engines divide the logits by the temperature, then keep the ``top_k`` most probable tokens, of these the fewest whose
-probabilities add up to ``top_p``, and of these the ones with at least ``min_p`` times the largest probability; what is
-kept is normalised again. The trainer does the same with its own logits, so that on-policy ratios are 1 whatever was
-asked for, and the gradient is that of the distribution that was sampled from.
+Engines divide the logits by the temperature, then keep the ``top_k`` most probable tokens, of these the smallest set
+whose probabilities add up to ``top_p``, and of these the tokens with at least ``min_p`` times the largest probability;
+the rest is renormalised. The trainer does the same with its own logits, so that on-policy ratios are 1 for any sampling
+settings, and the gradient is that of the distribution that was sampled from.
 
-Where the engine's log-probabilities do not follow truncation (SGLang), the trainer's do not either. Where penalties, a
-bias or a grammar changed the logits, too, only the temperature is applied: what else was done is not known here.
+If the engine's log-probabilities do not reflect truncation (SGLang), the trainer does not apply it either. If
+penalties, a bias or a grammar also changed the logits, only the temperature is applied, because the other changes are
+not known here.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ __all__ = [
 ]
 
 _NUM_CANDIDATES = 1024
-"""Truncation looks at that many most probable tokens before it sorts the whole vocabulary, as the torch engine does."""
+"""Number of most probable tokens examined before the whole vocabulary is sorted, as in the torch engine."""
 
 _Table = npt.NDArray[np.float64]
 
 
 @frozen(kw_only=True)
 class Distributions:
-    """How the logits of n tokens become the distributions that they were sampled from.
+    """The transformations from the logits of n tokens to the distributions that the tokens were sampled from.
 
-    ``settings`` float64 [n, 4] are temperature, top-p, top-k and min-p of each token; ``top_p`` 1, ``top_k`` 0 and
+    ``settings`` float64 [n, 4] holds temperature, top-p, top-k and min-p of each token; ``top_p`` 1, ``top_k`` 0 and
     ``min_p`` 0 are off.
     """
 
@@ -51,9 +52,10 @@ class Distributions:
 
     @classmethod
     def create(cls, row: Trajectory, positions: Sequence[int] | npt.NDArray[Any], *, temperature: float) -> Self:
-        """Return those of the tokens of ``row`` at ``positions``; ``temperature`` is for turns that do not say theirs.
+        """Return the distributions of the tokens of ``row`` at ``positions``.
 
-        Raises ``ExportError`` for a turn without a description, or with settings that nothing can be sampled with.
+        ``temperature`` applies to turns that do not record theirs. Raises ``ExportError`` for a turn without a
+        description, or with settings that nothing can be sampled with.
         """
         default = (temperature, 1.0, 0.0, 0.0)
         table = np.array([*(_settings(info.sampling, default) for info in row.turn_infos), default])
@@ -73,22 +75,22 @@ class Distributions:
 
     @classmethod
     def join(cls, parts: Sequence[Distributions]) -> Self:
-        """Return the parts one after another."""
+        """Return the concatenation of ``parts``."""
         return cls(settings=np.concatenate([np.zeros((0, 4)), *(part.settings for part in parts)]))
 
     @property
     def temperatures(self) -> _Table:
-        """Float64 [n]."""
+        """The temperature of each token, float64 [n]."""
         return self.settings[:, 0]
 
     @property
     def has_temperatures(self) -> bool:
-        """Whether a temperature is not 1."""
+        """Whether any temperature differs from 1."""
         return bool((self.temperatures != 1.0).any())
 
     @property
     def is_truncated(self) -> npt.NDArray[np.bool_]:
-        """Whether something was cut off, for each token: bool [n]."""
+        """Whether truncation applies to each token, bool [n]."""
         _, top_p, top_k, min_p = self.settings.T
         truncated: npt.NDArray[np.bool_] = (top_p < 1) | (top_k > 0) | (min_p > 0)
         return truncated
@@ -97,7 +99,10 @@ class Distributions:
 def _settings(
     sampling: SamplingDistribution | None, default: tuple[float, float, float, float]
 ) -> tuple[float, float, float, float]:
-    """What is recomputed of a turn. Greedy tokens have the plain softmax's log-probability, as engines report it."""
+    """Return the settings that are recomputed for a turn.
+
+    Greedy tokens get the log-probability of the plain softmax, as engines report it.
+    """
     if sampling is None:
         return default
     if sampling.is_greedy:
@@ -108,9 +113,9 @@ def _settings(
 
 
 def truncation_bounds(logits: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest of the ``logits`` [n, V] that truncation keeps, [n]; the settings are [n] each.
+    """Return the smallest of the ``logits`` [n, V] that truncation keeps, [n]; the settings are [n] each.
 
-    Of tokens with equal logits at the bound all are kept.
+    Tokens with logits equal to the bound are all kept.
     """
     size = logits.shape[-1]
     normaliser = logits.logsumexp(-1)
@@ -127,7 +132,7 @@ def truncation_bounds(logits: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tenso
 
 
 def _num_kept(values: Tensor, normaliser: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """How many of the descending ``values`` [n, m] are kept, int64 [n]: at least one."""
+    """Return how many of the descending ``values`` [n, m] are kept, int64 [n], at least one."""
     probabilities = (values - normaliser[:, None]).double().exp()
     ends = probabilities.cumsum(-1)
     num = values.shape[-1]
@@ -143,18 +148,21 @@ def _num_kept(values: Tensor, normaliser: Tensor, top_p: Tensor, top_k: Tensor, 
 
 
 def tokens_of(row: Trajectory, is_chosen: Callable[[SamplingDistribution | None], bool]) -> npt.NDArray[np.bool_]:
-    """Mark the tokens, bool [T], of turns with a distribution that ``is_chosen``; ``None`` is an unknown one."""
+    """Mark the tokens, bool [T], of turns whose distribution ``is_chosen``; it gets ``None`` for unknown ones."""
     turns = np.where(row.turns < len(row.turn_infos), row.turns, -1)
     return np.array([*(is_chosen(info.sampling) for info in row.turn_infos), is_chosen(None)])[turns]
 
 
 def is_recomputed(sampling: SamplingDistribution | None) -> bool:
-    """Whether the trainer computes exactly what the engine's log-probabilities are of."""
+    """Return whether the trainer computes exactly the distribution that the engine's log-probabilities belong to."""
     return sampling is not None and not sampling.is_adjusted
 
 
 def is_comparable(sampling: SamplingDistribution | None) -> bool:
-    """Whether they agree to the last digits, too: where truncation is followed, rounding may move its bound."""
+    """Return whether the log-probabilities of engine and trainer also agree numerically.
+
+    If truncation is applied, rounding may move its bound, so they may not.
+    """
     return is_recomputed(sampling) and sampling is not None and not sampling.has_truncated_logprobs
 
 
@@ -165,10 +173,10 @@ def num_greedy_tokens(group: Group) -> int:
 
 
 def withhold_greedy(group: Group) -> Group:
-    """Mask the tokens that were taken at temperature 0: they are context, and have no part in the loss.
+    """Mask the tokens that were taken at temperature 0: they stay as context and have no part in the loss.
 
-    Nothing was drawn there: the distribution is a point mass, whose log-probability is 0 whatever the weights, and so
-    is its policy gradient. To train them as samples of the softmax would reinforce whatever is most probable.
+    Such a token was not sampled: its distribution is a point mass, whose log-probability is 0 for any weights, and so
+    is its policy gradient. Training it as a sample of the softmax would reinforce whichever token is most probable.
     """
     if not num_greedy_tokens(group):
         return group

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of trained tokens from one forward pass.
 
-Only positions that predict a trained token meet the output head: with a vocabulary of 50,000 the logits of a whole row
-would outweigh everything else. The head and the log-softmax run in chunks, forward and backward, so that memory is
-bounded by the chunk whatever the number of tokens.
+Only positions that predict a trained token go through the output head: with a vocabulary of 50,000 the logits of a
+whole row would need more memory than everything else. The head and the log-softmax run in chunks, forward and backward,
+so that memory is bounded by the chunk for any number of tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from areal_actors.training.tree_attention import tree_mask
 __all__ = ["TokenScores", "score_pack", "score_tokens"]
 
 _CHUNK_BYTES = 64 << 20
-"""Float32 logits held at a time. Larger chunks were not faster on CPU."""
+"""Size of the float32 logits held at a time. Larger chunks were not faster on CPU."""
 
 
 @frozen(kw_only=True)
 class TokenScores:
-    """Float32 [n] for the trained tokens of a pack, in its order: log-probabilities and the entropies around them.
+    """Scores float32 [n] of the trained tokens of a pack, in its order: log-probabilities and entropies.
 
-    Both are of the distributions that the tokens were sampled from. ``raw_logprobs`` are those of the plain softmax,
+    Both belong to the distributions that the tokens were sampled from. ``raw_logprobs`` are those of the plain softmax,
     without a gradient. ``is_outside`` (bool [n]) marks tokens that truncation would cut off under these weights: their
-    log-probability and entropy are those before it, so that every ratio is finite.
+    log-probability and entropy are computed without truncation, so that every ratio is finite.
     """
 
     logprobs: Tensor = field(eq=False)
@@ -62,10 +62,10 @@ def score_tokens(
     *,
     distributions: Distributions | None = None,
 ) -> TokenScores:
-    """Scores of ``targets`` int64 [n] given ``hidden`` [n, H] and the head ``weight`` [V, H] (and ``bias`` [V]).
+    """Return the scores of ``targets`` int64 [n] for ``hidden`` [n, H], head ``weight`` [V, H] and ``bias`` [V].
 
     Without ``distributions`` the targets were sampled from the plain softmax. Temperatures and truncation cost nothing
-    where no token has them.
+    if no token has them.
     """
     shaping = _Shaping.create(distributions, device=hidden.device)
     apply = cast("Any", _Scores.apply)
@@ -75,11 +75,11 @@ def score_tokens(
 
 @frozen(eq=False)
 class _Shaping:
-    """What is done to logits [n, V] before the softmax, on their device; ``None`` where nothing is.
+    """Changes to logits [n, V] before the softmax, on their device; ``None`` if there are none.
 
     ``temperatures`` float32 [n] divide them. ``bounds`` float32 [n] are the smallest divided logits that truncation
-    keeps, -inf where it is off; they are found in the forward pass and kept, so that the backward pass cuts alike.
-    ``settings`` float64 [n, 4] and ``is_truncated`` bool [n] are as in ``Distributions``.
+    keeps, -inf if it is off; they are found in the forward pass and kept, so that the backward pass truncates
+    identically. ``settings`` float64 [n, 4] and ``is_truncated`` bool [n] are as in ``Distributions``.
     """
 
     settings: Tensor
@@ -108,7 +108,7 @@ class _Shaping:
             logits.div_(self.temperatures[part, None])
 
     def find_bounds(self, logits: Tensor, part: slice, targets: Tensor) -> Tensor:
-        """Write down what truncation keeps of divided ``logits``; returns whether it would cut the target off, [m]."""
+        """Store the bounds of truncation for divided ``logits``; return which targets it would cut off, bool [m]."""
         chosen = self.is_truncated[part].nonzero().squeeze(-1)
         is_outside = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         if self.bounds is None or not len(chosen):
@@ -126,7 +126,7 @@ class _Shaping:
             logits.masked_fill_(logits < self.bounds[part, None], -torch.inf)
 
     def scale(self, gradients: Tensor) -> Tensor:
-        """Gradients [n] with respect to something of the divided logits, as those of the logits are made of them."""
+        """Convert gradients [n] with respect to the divided logits to gradients with respect to the logits."""
         return gradients if self.temperatures is None else gradients / self.temperatures
 
 
@@ -142,7 +142,7 @@ class _Scores(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - torch passes them by position
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shaping: _Shaping | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Float32 [n] log-probabilities, entropies, and plain log-probabilities; bool [n] of those outside."""
+        """Return log-probabilities, entropies, plain log-probabilities (float32 [n]) and ``is_outside`` (bool [n])."""
         weight_c, hidden_c = _compute_dtype(weight), _compute_dtype(hidden)
         logprobs = torch.empty(len(targets), device=hidden.device)
         entropies, normalisers, raw = (torch.empty_like(logprobs) for _ in range(3))
@@ -157,6 +157,7 @@ class _Scores(torch.autograd.Function):
             normaliser = logits.logsumexp(-1)
             logprobs[part] = _pick(logits, targets[part]) - normaliser
             logits.sub_(normaliser[:, None])
+            # Truncated logits are -inf, and 0 times -inf would be nan.
             entropies[part] = -(logits.exp().mul_(logits.clamp_(min=-1e4))).sum(-1)
             normalisers[part] = normaliser
         ctx.save_for_backward(hidden_c, weight_c, bias, targets, normalisers, entropies)
@@ -167,7 +168,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias; the logits are computed again, chunk by chunk."""
+        """Return gradients of hidden states, weight and bias; the logits are recomputed, chunk by chunk."""
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         shaping: _Shaping | None = ctx.shaping
         grad_logprobs, grad_entropies = gradients[:2]
@@ -194,7 +195,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, entropies: Tensor) -> Tensor:
-    """-p (g_logprob + g_entropy (log p + H)), in place: all of the gradient but the target's own entry."""
+    """Return -p (g_logprob + g_entropy (log p + H)), in place: the gradient without the target's own entry."""
     probabilities = logprobs_NV.exp()
     if not grad_entropies.any():
         return probabilities.mul_(-grad_logprobs[:, None])
@@ -205,7 +206,7 @@ def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Ten
 
 
 def _pick(logits: Tensor, targets: Tensor) -> Tensor:
-    """The entries [n] of ``logits`` [n, V] at ``targets`` [n]."""
+    """Return the entries [n] of ``logits`` [n, V] at ``targets`` [n]."""
     return logits.gather(-1, targets[:, None]).squeeze(-1)
 
 
@@ -222,7 +223,7 @@ def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
 
 
 def _compute_dtype(tensor: Tensor) -> Tensor:
-    """What autocast would make of an operand; inside an autograd function it does not act by itself."""
+    """Cast an operand as autocast would, which has no effect by itself inside an autograd function."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 

@@ -1,11 +1,12 @@
-"""Several processes that train one policy: how they find one another, add up what they know, and notice a loss.
+"""Several processes that train one policy: rendezvous, collective operations, and detection of lost ranks.
 
-Each of them, a *rank*, holds a part of the weights (``sharding``) and computes its share of the passes (``shares``);
-all do the same things in the same order, which whoever leads them sees to. What they exchange is numbers alone, by
-``torch.distributed``: a rank that is killed breaks the others' connections at once, and one that is stuck is given up
-after a time, both as ``GangError``. A gang that has lost one of its ranks is of no more use.
+Each process, a *rank*, holds a part of the weights (``sharding``) and computes its share of the passes (``shares``);
+all ranks do the same things in the same order, which their leader ensures. They exchange only numbers, through
+``torch.distributed``. If a rank is killed, the connections of the others break at once; if one hangs, the others give
+up after a timeout. Both raise ``GangError``, and a gang that has lost a rank cannot be used any more.
 
-A process has one gang at a time, since ``torch.distributed`` has one group. ``Gang.alone`` is one that needs nobody.
+A process has one gang at a time, since ``torch.distributed`` has one default group. ``Gang.alone`` is a gang of one
+process.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ Doubles = npt.NDArray[np.float64]
 
 
 def open_store(host: str, config: GangConfig) -> TCPStore:
-    """Where the ranks meet: listens at ``host`` of this machine, and nowhere else; ``port`` is any free one."""
-    # A socket that is bound already: by itself the store would listen at all addresses of the machine.
+    """Open the store where the ranks meet; it listens on ``host`` only, on any free port."""
+    # Pass a socket that is already bound: otherwise the store would listen on all addresses of the machine.
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -56,7 +57,7 @@ def open_store(host: str, config: GangConfig) -> TCPStore:
 
 
 def connect_store(host: str, port: int, config: GangConfig) -> TCPStore:
-    """The store that rank 0 has opened. Raises ``GangError`` if nobody answers there."""
+    """Connect to the store that rank 0 has opened. Raises ``GangError`` if nothing answers there."""
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
         return TCPStore(host, port, config.num_processes, is_master=False, timeout=timeout)
@@ -65,25 +66,26 @@ def connect_store(host: str, port: int, config: GangConfig) -> TCPStore:
 
 
 class Gang:
-    """One rank's view of its gang. Made by ``alone`` and ``form``."""
+    """One rank's view of its gang. Created by ``alone`` and ``form``."""
 
     def __init__(self, *, rank: int, size: int, device: torch.device | None) -> None:
         self.rank, self.size = rank, size
         self.device = device
-        """Where this rank computes; ``None`` for a gang of one leaves the model where it is."""
+        """The device on which this rank computes; ``None`` for a gang of one, which leaves the model where it is."""
         self._threads_before: int | None = None
         self._is_closed = False
 
     @classmethod
     def alone(cls) -> Gang:
-        """One process, which exchanges nothing."""
+        """Return a gang of one process, which exchanges nothing."""
         return cls(rank=0, size=1, device=None)
 
     @classmethod
     def form(cls, store: TCPStore, *, rank: int, config: GangConfig) -> Gang:
-        """Meet the other ranks at ``store``; returns once all are there. To be closed.
+        """Join the other ranks at ``store`` and return once all have joined. The gang has to be closed.
 
-        Raises ``GangError`` if they are not there in time, and ``ConfigError`` for a backend that this machine has not.
+        Raises ``GangError`` if they do not join in time, and ``ConfigError`` for a backend that this machine does not
+        have.
         """
         backend = _backend(config)
         gang = cls(rank=rank, size=config.num_processes, device=_device(backend, rank))
@@ -95,31 +97,36 @@ class Gang:
                 world_size=gang.size,
                 timeout=timedelta(seconds=config.timeout_seconds),
             )
-        if backend is GangBackend.GLOO and is_loopback(store.host):  # the cores of one machine are shared
+        if backend is GangBackend.GLOO and is_loopback(store.host):  # all ranks are on one machine
             gang._threads_before = torch.get_num_threads()
+            # Ranks on one machine would otherwise each start as many threads as there are cores.
             torch.set_num_threads(max(1, gang._threads_before // gang.size))
         return gang
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to exchange anything with."""
+        """Whether this gang has only one rank."""
         return self.size == 1
 
     def share(self, packs: Sequence[Pack]) -> tuple[int | None, ...]:
-        """Indices of the ``packs`` that this rank computes; ``None`` is a pass that only keeps the others company."""
+        """Return the indices of the ``packs`` that this rank computes.
+
+        ``None`` is a pass over nothing, made only because all ranks have to take part in the collective calls.
+        """
         return deal([pack.input_ids.size for pack in packs], num_ranks=self.size)[self.rank]
 
     def sum(self, values: Doubles) -> Doubles:
-        """The sum over the ranks of arrays [n], the same bits on each of them."""
+        """Return the sum over the ranks of arrays [n]; the bits are the same on every rank."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Doubles) -> Doubles:
-        """The largest of the ranks' values, for arrays [n]."""
+        """Return the elementwise maximum over the ranks of arrays [n]."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def require_equal(self, digests: Sequence[int], names: Sequence[str]) -> None:
-        """Raise ``GangError`` on all ranks if one of ``digests`` (below 2**52) is another on another rank."""
+        """Raise ``GangError`` on all ranks if one of ``digests`` (below 2**52) differs between ranks."""
         own = np.array(digests, dtype=np.float64)
+        # One reduction gives both extremes: the minimum is the negated maximum of the negated values.
         extremes = self.max(np.concatenate([own, -own]))
         differing = [
             name for name, low, high in zip(names, -extremes[len(own) :], extremes, strict=False) if low < high
@@ -132,16 +139,17 @@ class Gang:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """What is done together. A gang of which one rank failed by itself is over, for this rank as well.
+        """Run a block that all ranks execute together; any error that only this rank saw closes the gang.
 
-        The others learn it when this process ends, or when their time runs out. Raises ``GangError`` for connections
-        that broke and time that ran out.
+        The other ranks notice when this process ends, or when their timeout expires. Raises ``GangError`` for
+        connections that broke and timeouts that expired. An ``ArealError`` passes through and leaves the gang open,
+        because all ranks raise it.
         """
         if self._is_closed:
             raise GangError(f"The gang of rank {self.rank} is closed; resume from the last checkpoint with a new one.")
         try:
             yield
-        except ArealError:  # a verdict, which all ranks come to
+        except ArealError:  # every rank raises it, so the gang is still in step
             raise
         except BaseException as error:
             self.close()
@@ -150,20 +158,21 @@ class Gang:
             raise GangError(f"Rank {self.rank} of {self.size} has lost the others: {_first_line(error)}") from error
 
     def abort(self) -> None:
-        """Wake this rank, from any thread, where it waits for one that is gone: nccl does not see that by itself."""
-        with suppress(RuntimeError, ValueError):  # it may be over at this moment
+        """Wake this rank, from any thread, if it waits for a rank that is gone; nccl does not notice that by itself."""
+        with suppress(RuntimeError, ValueError):  # the group may be destroyed at this moment
             if not self.is_alone and not self._is_closed:
-                distributed_c10d._get_default_group().abort()  # noqa: SLF001 - no other way to end what hangs
+                distributed_c10d._get_default_group().abort()  # noqa: SLF001 - no public way to end a collective call that hangs
 
     def close(self) -> None:
-        """Leave. Twice is fine."""
+        """Leave the gang. Closing twice is allowed."""
         if self.is_alone or self._is_closed:
             return
         self.abort()
         self._is_closed = True
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Groups are numbered, and a number is used up by one that nobody came to: the next would not be found.
+        # Groups are numbered, and a group that no rank joined uses up a number: the ranks of the next one would not
+        # meet.
         distributed_c10d._world.group_count = 0  # noqa: SLF001
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
@@ -178,7 +187,7 @@ class Gang:
 
 
 def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method that all ranks call, of what has a ``gang``: see ``Gang.guard``."""
+    """Wrap a method that all ranks call, of an object with a ``gang``, in ``Gang.guard``."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -198,7 +207,7 @@ def _backend(config: GangConfig) -> GangBackend:
 
 
 def _device(backend: GangBackend, rank: int) -> torch.device:
-    """A GPU of its own for each rank of a machine, dealt out in order."""
+    """Return the device of ``rank``: the CPU for gloo, otherwise one GPU per rank of a machine, assigned in order."""
     if backend is GangBackend.GLOO:
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -208,9 +217,9 @@ def _device(backend: GangBackend, rank: int) -> torch.device:
 
 @contextmanager
 def _gloo_at(host: str) -> Iterator[None]:
-    """Have gloo listen where the other ranks find this one, and there only: at the interface that leads to ``host``.
+    """Make gloo listen only where the other ranks find this one: at the interface that leads to ``host``.
 
-    Left alone, it takes the address of the machine's name, which may be one of loopback.
+    By default it takes the address of the machine's name, which may be a loopback address.
     """
     name = "GLOO_SOCKET_IFNAME"
     interface = None if sys.platform != "linux" or name in os.environ else interface_to(host)
@@ -225,7 +234,7 @@ def _gloo_at(host: str) -> Iterator[None]:
 
 
 def _is_of_connections(error: BaseException) -> bool:
-    """Gloo's errors have no class of their own."""
+    """Return whether ``error`` reports a broken connection; gloo's errors have no class, only a message."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 

@@ -1,4 +1,4 @@
-"""Which of its network interfaces a machine uses for whom."""
+"""Lookup of the network interface through which this machine reaches a host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from areal_actors.core.remote.addresses import is_loopback, own_address
 __all__ = ["interface_to"]
 
 _SIOCGIFADDR = 0x8915
-"""Linux's question for the address of an interface."""
+"""The Linux ioctl that returns the address of an interface."""
 
 
 def interface_to(host: str) -> str | None:
-    """The interface by which this machine reaches ``host``, which may be itself; ``None`` if that cannot be found out.
+    """Return the interface through which this machine reaches ``host``; ``None`` if that cannot be determined.
 
-    Nothing is sent.
+    ``host`` may be this machine itself. Nothing is sent.
     """
     if is_loopback(host):
         return "lo"
@@ -33,8 +33,8 @@ def interface_to(host: str) -> str | None:
 
 
 def _addresses(interface: str) -> Iterator[str]:
-    """Those of an interface of Linux; of IPv4, the first one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, suppress(OSError):  # it may have none
+    """Yield the addresses of a Linux interface; of its IPv4 addresses only the first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, suppress(OSError):  # it may have no IPv4 address
         told = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         yield socket.inet_ntoa(told[20:24])
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Giving memory back between steps: what a step computed with is of no use until the next one."""
+"""Release of free memory between steps: what a step allocated is unused until the next one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["release_free_memory"]
 
 
 def release_free_memory() -> None:
-    """Return what the allocator keeps to the system. Does nothing where the C library is not glibc.
+    """Return free memory from the allocator to the system. Does nothing if the C library is not glibc.
 
-    glibc keeps freed blocks below 32 MiB for reuse; after a step of a language model these are gigabytes, which the
-    engine and the rest of the machine could use.
+    glibc keeps freed blocks below 32 MiB for reuse; after a step of a language model these add up to gigabytes, which
+    the engine and the rest of the machine could use.
     """
     trim = _malloc_trim()
     if trim is not None:

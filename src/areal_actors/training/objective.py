@@ -1,7 +1,8 @@
-"""The objective: policy loss, behaviour correction, distance to the reference and entropy, by the tokens' weights.
+"""The objective: policy loss, behaviour correction, distance to the reference and entropy, weighted by token.
 
-``Objective`` is the protocol that the trainer calls; ``PolicyObjective`` is the house's own, made of the parts in
-``surrogates.py`` and ``penalties.py``. An objective is pure: log-probabilities in, a loss and sums of statistics out.
+``Objective`` is the protocol that the trainer calls; ``PolicyObjective`` is the built-in implementation, composed of
+the parts in ``surrogates.py`` and ``penalties.py``. An objective is pure: log-probabilities in, a loss and sums of
+statistics out.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class TokenSums:
     """Sums over tokens, which add up over passes; ``importance_max`` and ``behaviour_gap_max`` combine by maximum.
 
     ``behaviour_gap`` is |log π - log π_behaviour|: before the first update of on-policy rows it is the engine's error.
-    It and the KL sums are over the ``num_plain`` tokens that were sampled from the distribution that the trainer
-    computes. Others, as those that a grammar forced, have a log-probability of another function.
+    It and the KL sums cover the ``num_plain`` tokens that were sampled from the distribution that the trainer computes.
+    The log-probabilities of other tokens, such as those that a grammar forced, belong to another distribution.
     """
 
     num_tokens: int = 0
@@ -77,7 +78,7 @@ class ObjectiveLoss:
 
 
 class Objective(Protocol):
-    """What is minimised."""
+    """A loss to minimise."""
 
     @property
     def needs_every_row(self) -> bool:
@@ -85,15 +86,15 @@ class Objective(Protocol):
         ...
 
     def __call__(self, scores: TokenScores, terms: Terms) -> ObjectiveLoss:
-        """The loss of the tokens of one pass, which ``scores`` (with gradient) and ``terms`` describe alike."""
+        """Return the loss of the tokens of one pass; ``scores`` (with gradient) and ``terms`` have the same order."""
         ...
 
 
 @frozen(kw_only=True)
 class PolicyObjective:
-    """``Σ_t weight_t · (w_t · policy_loss_t + kl_coefficient · KL_t - entropy_coefficient · H_t)``.
+    """Implements ``Σ_t weight_t · (w_t · policy_loss_t + kl_coefficient · KL_t - entropy_coefficient · H_t)``.
 
-    ``correction`` gives w_t; without it w_t is 1. The reference term applies where ``terms`` carry a reference; for
+    ``correction`` gives w_t; without it w_t is 1. The reference term applies if ``terms`` carry a reference; for
     ``is_kl_unbiased`` see ``KlConfig``.
     """
 
@@ -121,11 +122,11 @@ class PolicyObjective:
         return ObjectiveLoss(loss=(losses * terms.weights).sum(), sums=self._sums(scores, terms, policy.is_clipped))
 
     def _distances(self, logprobs: Tensor, terms: Terms, reference: Tensor) -> Tensor:
-        """Estimates [n] of the distance to the reference, with the gradient that pulls towards it.
+        """Return estimates [n] of the distance to the reference, whose gradient pulls towards it.
 
-        With the ratio r = π/π_behaviour, r k1 and r k3 are in expectation KL(π || reference), so the gradient goes
-        through r, too: on-policy, that of k3 is then log(π/reference) ∇log π, and without r it would be that of
-        KL(reference || π). k2 alone has the right gradient already; there r is a number.
+        With the ratio r = π/π_behaviour, r k1 and r k3 are in expectation KL(π || reference), so the gradient also goes
+        through r: on-policy, that of k3 is then log(π/reference) ∇log π, and without r it would be that of KL(reference
+        || π). k2 alone already has the right gradient, so r is a constant there.
         """
         estimates = estimate_kl(logprobs, reference, self.kl_estimator)
         if not self.is_kl_unbiased:
@@ -136,7 +137,7 @@ class PolicyObjective:
         return ratio * estimates
 
     def _bounded_ratio(self, logprobs: Tensor, terms: Terms) -> Tensor:
-        """Weights [n] policy/behaviour up to the cap, without a gradient."""
+        """Return the ratios [n] policy/behaviour up to the cap, without a gradient."""
         bounds = (self.correction or BehaviourCorrection()).bounds
         return bounded_exp(logprobs.detach() - terms.behaviour).clamp(max=bounds.cap)
 
@@ -146,7 +147,7 @@ class PolicyObjective:
             return TokenSums()
         logprobs, is_plain = scores.logprobs.detach(), terms.is_plain
         correction = self.correction or BehaviourCorrection()
-        # Without a correction the ratio to the behaviour policy is in the surrogate; it is what is reported then.
+        # Without a correction the ratio to the behaviour policy is part of the surrogate, and that ratio is reported.
         importance = correction.raw(terms if self.correction else evolve(terms, proximal=logprobs))
         outside = (importance > correction.bounds.cap) | (importance < correction.bounds.floor)
         gap = ((logprobs - terms.plain).abs() * is_plain).float()

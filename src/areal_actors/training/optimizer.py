@@ -1,7 +1,6 @@
-"""AdamW with a schedule and a bound on the gradient. The weights it keeps are float32, whole or spread over ranks.
+"""AdamW with a learning rate schedule and gradient clipping. Its weights are float32, whole or sharded over ranks.
 
-An update either happens whole or not at all: a gradient that is not finite raises ``TrainingDiverged`` before anything
-moved.
+An update is atomic: a gradient that is not finite raises ``TrainingDiverged`` before anything changes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """The rate of update ``step``, counted from 0. Warm-up does not start at 0: every update moves the weights."""
+    """Return the rate of update ``step``, counted from 0.
+
+    Warm-up does not start at a rate of 0, so every update moves the weights.
+    """
     if step < config.num_warmup_steps:
         return config.learning_rate * (step + 1) / config.num_warmup_steps
     progress = min((step - config.num_warmup_steps) / config.num_decay_steps, 1.0)
@@ -48,21 +50,21 @@ class Optimizer:
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
-            fused=True,  # one pass over the weights; on two cores twice as fast as the loop over tensors
+            fused=True,  # one pass over the weights: twice as fast on two cores as the loop over tensors
         )
         self.num_updates = 0
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients to ``None``."""
         self._adam.zero_grad(set_to_none=True)
 
     def step(self) -> float:
-        """Clip the gradient and update once; returns the norm before the clip. An absent gradient counts as 0.
+        """Clip the gradient and update once; return the norm before clipping. An absent gradient counts as 0.
 
-        A gradient that is 0 everywhere is no update: the moments of earlier steps and weight decay would move the
-        weights although nothing was learned. Weights, moments, count and schedule stay as they are then.
+        A gradient that is 0 everywhere makes no update: the moments of earlier steps and weight decay would move the
+        weights although nothing was learned. Weights, moments, count and schedule stay unchanged.
 
-        Raises ``TrainingDiverged`` if the norm is not finite; weights and moments are then as they were.
+        Raises ``TrainingDiverged`` if the norm is not finite; weights and moments are then unchanged.
         """
         norm = gather(torch.nn.utils.get_total_norm(self._gradients()))
         if not torch.isfinite(norm):
@@ -86,7 +88,7 @@ class Optimizer:
         return learning_rate(self.num_updates, self._config)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Moments and counts by ``<what>/<parameter>``, shared with the optimiser; none before the first update."""
+        """Return moments and counts by ``<what>/<parameter>``, shared with the optimiser; empty before an update."""
         return {
             f"{what}/{name}": state[what]
             for name, parameter in self._parameters.items()
@@ -95,7 +97,7 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_updates: int) -> None:
-        """Take moments over from ``state`` (copied).
+        """Load moments from ``state`` (copied).
 
         Raises ``CheckpointError`` for moments of tensors that the model does not have in that shape.
         """
@@ -114,14 +116,14 @@ class Optimizer:
         self.num_updates = num_updates
 
     def _gradients(self) -> list[Tensor]:
-        """All gradients; an absent one is made 0, so that leaving out passes without effect changes no update."""
+        """Return all gradients; an absent one is set to 0, so that skipping passes without effect changes no update."""
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Matrices decay; biases and norms do not, as there is nothing to keep small in them."""
+        """Return the parameter groups: matrices decay, biases and norms do not, as decay has no use there."""
         matrices = [p for p in self._parameters.values() if p.ndim > 1]
         vectors = [p for p in self._parameters.values() if p.ndim <= 1]
         return [

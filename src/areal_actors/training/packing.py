@@ -1,4 +1,4 @@
-"""From rows to forward passes: padded rows side by side, or token tries that compute a shared prefix once.
+"""Packing of rows into forward passes: padded rows, or token tries that compute a shared prefix once.
 
 In the ``tree`` layout the rows of a group are merged while their ids agree. A trie of U nodes becomes one packed row
 of U tokens; a node's position is its depth, and it attends to its ancestors and itself::
@@ -8,10 +8,10 @@ of U tokens; a node's position is its depth, and it attends to its ancestors and
     row 2   s u x                d attends to s u a d; x to s u x
 
 A token that several rows train is one node and still one term per row: each row has its own weight and advantage. Nodes
-below which nothing is trained are not computed at all, as nothing reads their predictions (in both layouts).
+below which nothing is trained are not computed, as their predictions are not used (in both layouts).
 
-Where rows diverge is found by sorting them, so a trie costs vector operations per row and not a dictionary per token;
-the sorted order also makes ancestors precede descendants, hence the mask is lower triangular.
+The points where rows diverge are found by sorting them, so a trie costs vector operations per row instead of a
+dictionary per token; the sorted order also makes ancestors precede descendants, hence the mask is lower triangular.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from areal_actors.training.distributions import Distributions
 __all__ = ["Pack", "Segment", "Trie", "build_trie", "pack_flat", "pack_tree", "visible"]
 
 _PAD = 0
-"""What fills the end of short rows. Any id does: no real token attends to it, and nothing reads what it predicts."""
+"""Token id that pads short rows. Any id would do: no real token attends to it, and its predictions are not read."""
 
 
 @frozen(kw_only=True)
 class Segment:
-    """Nodes without a branch: queries ``start`` to ``stop`` attend to ``ancestors`` and causally to themselves.
+    """A run of nodes without a branch: queries ``start`` to ``stop`` attend to ``ancestors``, and causally to the run.
 
     ``ancestors`` int64 [A] are the nodes above the first one, from the root down.
     """
@@ -45,7 +45,7 @@ class Segment:
     ancestors: Indices = field(eq=False)
 
     def shifted(self, offset: int) -> Segment:
-        """The same run with all nodes moved by ``offset``."""
+        """Return the same run with all nodes moved by ``offset``."""
         return Segment(start=self.start + offset, stop=self.stop + offset, ancestors=self.ancestors + offset)
 
 
@@ -64,19 +64,19 @@ class Trie:
 
     @property
     def num_nodes(self) -> int:
-        """U."""
+        """Number of nodes, U."""
         return len(self.ids)
 
 
 @frozen(kw_only=True)
 class Pack:
-    """One forward pass: R rows of L positions and where in it the trained tokens are predicted.
+    """One forward pass: R rows of L positions, and the positions in it that predict the trained tokens.
 
-    ``input_ids`` and ``position_ids`` int64 [R, L]. Rows are plain causal ones where ``segments`` is ``None``;
-    otherwise R is 1 and the segments, which cover all L positions, say what attends to what. ``rows`` names the batch
-    rows inside; for their trained tokens, row by row, ``sources`` int64 [n] is the index into R·L that predicts the
-    token, and ``targets`` int64 [n] its id. ``num_tokens`` counts what is not padding. ``distributions`` are those that
-    the targets were sampled from, the plain softmax where it is ``None``.
+    ``input_ids`` and ``position_ids`` are int64 [R, L]. If ``segments`` is ``None``, rows are plain causal ones;
+    otherwise R is 1 and the segments, which cover all L positions, define which positions attend to which. ``rows``
+    names the batch rows inside; for their trained tokens, row by row, ``sources`` int64 [n] is the index into R·L that
+    predicts the token, and ``targets`` int64 [n] its id. ``num_tokens`` excludes padding. ``distributions`` are those
+    that the targets were sampled from; ``None`` means the plain softmax.
     """
 
     input_ids: Indices = field(eq=False)
@@ -90,26 +90,26 @@ class Pack:
 
 
 def pack_flat(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
-    """Forward passes of the rows ``indices``, right-padded, at most ``max_tokens`` positions each.
+    """Return forward passes of the rows ``indices``, right-padded, at most ``max_tokens`` positions each.
 
-    A longer row goes alone. Every one of these rows must train a token.
+    A longer row gets a pass to itself. Every one of these rows must train a token.
     """
     bins = _fill_bins([_needed(rows[index]) for index in indices], max_tokens=max_tokens)
     return [_flat_pack(rows, [indices[slot] for slot in slots]) for slots in bins]
 
 
 def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
-    """Forward passes of tries of the rows ``indices``, at most ``max_tokens`` positions each (a longer row goes alone).
+    """Return forward passes of tries of the rows ``indices``, at most ``max_tokens`` positions each.
 
-    Only rows of the same group are merged. A group whose trie exceeds the bound is cut into several. Every one of these
-    rows must train a token.
+    A longer row gets a pass to itself. Only rows of the same group are merged. A group whose trie exceeds the bound is
+    split into several. Every one of these rows must train a token.
     """
     tries = [trie for members in _by_group(rows, indices) for trie in _tries(rows, members, max_tokens=max_tokens)]
     return [_tree_pack(rows, chosen) for chosen in _fill_row(tries, max_tokens=max_tokens)]
 
 
 def visible(segments: Sequence[Segment]) -> npt.NDArray[np.bool_]:
-    """Bool [L, L]: whether query i attends to key j, for segments that cover L positions."""
+    """Return the attention mask, bool [L, L], of segments that cover L positions: whether query i attends to key j."""
     length = max(segment.stop for segment in segments)
     result = np.zeros((length, length), dtype=bool)
     for segment in segments:
@@ -120,7 +120,7 @@ def visible(segments: Sequence[Segment]) -> npt.NDArray[np.bool_]:
 
 
 def build_trie(sequences: Sequence[Ints], rows: Sequence[int]) -> Trie:
-    """Merge ``sequences`` (int32 [T_i], none empty) by equal prefixes; ``rows`` are the names they get.
+    """Merge ``sequences`` (int32 [T_i], none empty) by equal prefixes; ``rows`` are their names in the result.
 
     The result lists the sequences in lexicographic order, so that neighbours share the most.
     """
@@ -153,7 +153,7 @@ def build_trie(sequences: Sequence[Ints], rows: Sequence[int]) -> Trie:
 
 
 def _tries(rows: Sequence[TrainingRow], members: list[int], *, max_tokens: int) -> Iterator[Trie]:
-    """The tries of one group, each within the bound: rows in lexicographic order, cut where the next would not fit."""
+    """Yield the tries of one group, each within the bound: rows in lexicographic order, cut where one does not fit."""
     sequences = {index: _input_ids(rows[index]) for index in members}
     ordered = sorted(members, key=lambda index: _sort_key(sequences[index]))
     current: list[int] = []
@@ -204,7 +204,7 @@ def _flat_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
 
 
 def _tree_pack(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
-    """Tries one after another in a single row, none of which sees another."""
+    """Concatenate tries in a single row; tokens of one trie do not attend to another."""
     offsets = np.cumsum([0, *(trie.num_nodes for trie in tries)])
     indices = [index for trie in tries for index in trie.rows]
     sources = [
@@ -229,7 +229,10 @@ def _tree_pack(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
 
 
 def _fill_bins(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Items by falling length, each bin padded to its first: close lengths share a pass, and padding stays small."""
+    """Return bins of items in descending length, each padded to its first item.
+
+    Items of similar length share a pass, so padding stays small.
+    """
     bins: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= max_tokens:
@@ -240,7 +243,10 @@ def _fill_bins(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
 
 
 def _fill_row(tries: Sequence[Trie], *, max_tokens: int) -> list[list[Trie]]:
-    """Tries in their order, cut where the next would not fit: nothing is padded, so no order is better than another."""
+    """Return passes of tries in their order, cut before one that does not fit.
+
+    Nothing is padded, so no other order would be better.
+    """
     passes: list[list[Trie]] = []
     size = 0
     for trie in tries:
@@ -253,7 +259,7 @@ def _fill_row(tries: Sequence[Trie], *, max_tokens: int) -> list[list[Trie]]:
 
 
 def _needed(row: TrainingRow) -> int:
-    """Tokens that must be computed: those that predict a trained token, and what they attend to."""
+    """Return the number of tokens to compute: those that predict a trained token, and those that they attend to."""
     return int(row.positions[-1])
 
 

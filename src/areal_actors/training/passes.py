@@ -1,8 +1,8 @@
-"""Forward and backward passes of one update, over one process or a gang: what goes in and comes out is the same.
+"""Forward and backward passes of one update, on one process or a gang, with the same inputs and outputs.
 
-Every rank is given all passes, computes its share of them, and learns what the others found. Where it has fewer than
-the others it computes one token that nothing depends on, since a pass over weights that are spread over ranks needs
-all of them. What the passes are for is known by ``trainer.py``.
+Every rank gets all passes, computes its share of them, and receives the results of the others. A rank with fewer passes
+than the others computes one token that nothing depends on, since a pass over sharded weights needs all ranks.
+``trainer.py`` decides what the passes are for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from areal_actors.training.terms import Terms
 __all__ = ["Accumulated", "PassScores", "Passes", "Scorer"]
 
 _MAXIMA = ("importance_max", "behaviour_gap_max")
-"""What of ``TokenSums`` does not add up."""
+"""Fields of ``TokenSums`` that combine by maximum instead of sum."""
 _MAX_NAMED = 2
 _NOTHING = np.zeros(0, dtype=np.int64)
 _COMPANY = Pack(
@@ -42,18 +42,18 @@ _COMPANY = Pack(
     targets=_NOTHING,
     num_tokens=0,
 )
-"""A pass that trains nothing."""
+"""A pass that trains nothing, for ranks that take part in the collective calls only."""
 
 
 class Scorer(torch.nn.Module):
-    """A model as the trainer uses it. Calling it is what ranks gather its weights for."""
+    """A model as the trainer calls it. The ranks gather its weights when this module is called."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The fields of ``TokenScores``, in a form that hooks on gradients see."""
+        """Return the fields of ``TokenScores`` as a tuple, in which gradient hooks find the tensors."""
         found = score_pack(self.model, pack)
         assert found.is_outside is not None
         return found.logprobs, found.entropies, found.raw_logprobs, found.is_outside
@@ -61,9 +61,9 @@ class Scorer(torch.nn.Module):
 
 @frozen(kw_only=True)
 class PassScores:
-    """What a pass computed for its n trained tokens, float32 [n].
+    """Log-probabilities that a pass computed for its n trained tokens, float32 [n].
 
-    ``logprobs`` are of the distributions that the tokens were sampled from, ``raw_logprobs`` of the plain softmax.
+    ``logprobs`` belong to the distributions that the tokens were sampled from, ``raw_logprobs`` to the plain softmax.
     """
 
     logprobs: Floats = field(eq=False)
@@ -72,7 +72,7 @@ class PassScores:
 
 @frozen(kw_only=True)
 class Accumulated:
-    """What the passes of an update found; ``num_outside`` tokens are beyond what truncation keeps."""
+    """The results of the passes of an update; ``num_outside`` tokens are outside what truncation keeps."""
 
     loss: float
     sums: TokenSums
@@ -82,7 +82,7 @@ class Accumulated:
 
 @frozen(kw_only=True)
 class Passes:
-    """Computes packs in ``dtype``. All ranks of ``gang`` do the same with the same packs."""
+    """Computes packs in ``dtype``. All ranks of ``gang`` make the same calls with the same packs."""
 
     gang: Gang
     dtype: torch.dtype
@@ -99,6 +99,7 @@ class Passes:
             pack = _COMPANY if index is None else packs[index]
             scores = self._score(scorer, pack)
             if index is None:
+                # The backward pass of sharded weights is collective, too: without it the other ranks would wait.
                 torch.autograd.backward(0.0 * scores.logprobs.sum())
                 continue
             result = _apply(objective, scores, batch, pack)
@@ -115,7 +116,7 @@ class Passes:
 
     @torch.no_grad()
     def score(self, scorer: Scorer, packs: Sequence[Pack]) -> tuple[PassScores, ...]:
-        """The scores of the trained tokens of each pack.
+        """Return the scores of the trained tokens of each pack.
 
         Raises ``CaptureViolation`` as ``accumulate`` does.
         """
@@ -154,22 +155,22 @@ class Passes:
         return TokenSums(num_tokens=num_tokens, **rest)
 
     def _share_scores(self, found: Sequence[npt.NDArray[np.float32]]) -> tuple[PassScores, ...]:
-        """The scores [2, n] of all passes, of which each rank has some."""
+        """Return the scores [2, n] of all passes, of which each rank has computed some."""
         flat = self._fill_in([values.reshape(-1) for values in found])
         halves = (np.split(values, 2) for values in flat)
         return tuple(PassScores(logprobs=logprobs, raw_logprobs=raw) for logprobs, raw in halves)
 
     def _fill_in(self, parts: Sequence[Floats]) -> tuple[Floats, ...]:
-        """Arrays of which each rank has some, and zeros in the place of the others: all of them, exactly."""
+        """Combine arrays of which each rank has some, with zeros in place of the others; the result is exact."""
         if self.gang.is_alone:
             return tuple(parts)
-        whole = np.concatenate([np.zeros(0, dtype=np.float32), *parts]).astype(np.float64)  # holds every float32
+        whole = np.concatenate([np.zeros(0, dtype=np.float32), *parts]).astype(np.float64)  # exact in float64
         bounds = np.cumsum([len(part) for part in parts])[:-1]
         return tuple(np.split(self.gang.sum(whole).astype(np.float32), bounds)) if parts else ()
 
 
 def _pair(scores: TokenScores) -> npt.NDArray[np.float32]:
-    """Log-probabilities and plain ones, [2, n]."""
+    """Return log-probabilities and plain ones, float32 [2, n]."""
     pair: npt.NDArray[np.float32] = torch.stack([scores.logprobs.detach(), scores.raw_logprobs]).cpu().numpy()
     return pair
 

@@ -1,8 +1,8 @@
 """Penalties: distance to the reference model, in the loss or in the reward, and overlong episodes.
 
-The penalty on length makes new groups from old ones, before advantages are computed; it changes no group in place. The
-distance in the reward is taken from the advantages after they were normalised: divided by the standard deviation of a
-group, it would have unit variance in a group of equal rewards, whatever its coefficient.
+The length penalty creates new groups before advantages are computed; it changes no group in place. The distance in the
+reward is subtracted from the advantages after they were normalised: divided by the standard deviation of a group, it
+would have unit variance in a group of equal rewards, whatever its coefficient.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from areal_actors.training.config import KlEstimator, OverlongConfig
 __all__ = ["estimate_kl", "kl_costs", "overlong_penalty", "penalise_overlong"]
 
 _MAX_DIFFERENCE = 20.0
-"""Bound on a log-ratio within k3, whose exponential would otherwise overflow on one absurd token."""
+"""Bound on a log-ratio within k3, whose exponential would otherwise overflow on a single extreme token."""
 
 
 def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimates [n] of KL(policy || reference) from tokens that the policy sampled.
+    """Return estimates [n] of KL(policy || reference) from tokens that the policy sampled.
 
     With d = log π - log π_reference::
 
     k1 = d                      unbiased, of high variance; in the loss its expected gradient is 0
     k2 = d² / 2                 its gradient is that of the KL; biased as a value
-    k3 = exp(-d) - 1 + d        unbiased, never negative; the one of GRPO (arXiv:2402.03300)
+    k3 = exp(-d) - 1 + d        unbiased, never negative; used by GRPO (arXiv:2402.03300)
 
     In the reward, only k1 has the gradient of the KL: that of k3 there is grad KL(policy || reference) minus
     grad KL(reference || policy), which vanish together near the reference.
@@ -47,23 +47,24 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> 
 
 
 def kl_costs(row: Trajectory, estimates: Floats, *, coefficient: float) -> Floats:
-    """Return what the trained tokens of ``row`` pay for the distance to the reference, float32 [T], 0 off the mask.
+    """Return the cost to each trained token of ``row`` of the distance to the reference, float32 [T], 0 off the mask.
 
-    ``estimates`` are KL estimates [T]. A token pays for itself and for what follows in its row, which it can change.
+    ``estimates`` are KL estimates [T]. A token is charged for its own estimate and for those that follow in its row,
+    which it influences.
     """
     paid = coefficient * estimates.astype(np.float64) * (row.loss_mask == 1)
     return as_floats(paid[::-1].cumsum()[::-1] * (row.loss_mask == 1))
 
 
 def penalise_overlong(groups: Sequence[Group], config: OverlongConfig) -> tuple[Group, ...]:
-    """Groups whose long episodes have lower rewards and returns; the groups themselves where the penalty is off."""
+    """Return groups whose long episodes have lower rewards and returns; unchanged groups if the penalty is off."""
     if config.max_tokens is None:
         return tuple(groups)
     return tuple(evolve(group, episodes=tuple(_pay_length(e, config) for e in group.episodes)) for group in groups)
 
 
 def overlong_penalty(num_tokens: int, config: OverlongConfig) -> float:
-    """The soft overlong punishment of DAPO (arXiv:2503.14476), at most 0 and at least ``-scale``."""
+    """Return the soft overlong punishment of DAPO (arXiv:2503.14476), at most 0 and at least ``-scale``."""
     if config.max_tokens is None:
         return 0.0
     excess = num_tokens - (config.max_tokens - config.buffer_tokens)
@@ -77,7 +78,10 @@ def _pay_length(episode: Episode, config: OverlongConfig) -> Episode:
 
 
 def _pay_row(row: Trajectory, costs: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Trajectory:
-    """The row with ``costs`` [T] taken from its trained tokens' returns; its reward pays what its last one pays."""
+    """Return the row with ``costs`` [T] subtracted from the returns of its trained tokens.
+
+    The reward is reduced by the cost of the last trained token.
+    """
     trained = np.flatnonzero(row.loss_mask)
     last = float(costs[trained[-1]]) if len(trained) else 0.0
     return evolve(row, returns=as_floats(row.returns - costs * (row.loss_mask == 1)), reward=row.reward - last)

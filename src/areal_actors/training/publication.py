@@ -1,4 +1,4 @@
-"""How new weights reach whoever generates: by reference within the process, or as a directory that others read.
+"""Publication of new weights to the engines: by reference within the process, or as a directory that others read.
 
 ::
 
@@ -6,8 +6,8 @@
         model.safetensors        the weights, in the engine's dtype, by the names of the model's checkpoints
         config.json              the model's, so that an engine may also be started from here
 
-A directory appears whole or not at all (``directories``); the last few are kept, because an engine may still read the
-one before. Who is told of a snapshot is known by the trainer actor.
+A directory is written completely or not at all (``directories``); the last few are kept, because an engine may still
+read the previous one. The trainer actor decides which engines are notified of a snapshot.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ _NAME = re.compile(r"version-(\d{8,})")
 
 
 class Publishable(Protocol):
-    """What can be published: a policy with a version. ``model`` is a transformers causal LM."""
+    """A policy with a version that can be published. ``model`` is a transformers causal LM."""
 
     @property
     def version(self) -> int:
-        """Of the weights as they are."""
+        """Version of the current weights."""
         ...
 
     @property
     def model(self) -> Any:
-        """Whose configuration is written."""
+        """The model whose configuration is written."""
         ...
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The weights by name."""
+        """Return the weights by name."""
         ...
 
 
 class Publisher(Protocol):
-    """Makes a snapshot that engines can load."""
+    """Creates snapshots that engines can load."""
 
     def publish(self, policy: Publishable) -> Snapshot:
-        """A snapshot of the weights as they are. Blocks for as long as it takes."""
+        """Return a snapshot of the current weights. Blocks until it is complete."""
         ...
 
 
 class MemoryPublisher:
-    """Lends the weights themselves: for an engine in this process, and only until the next step."""
+    """Lends the weights themselves: for an engine in this process, valid only until the next step."""
 
     def publish(self, policy: Publishable) -> Snapshot:
-        """The weights, shared."""
+        """Return a snapshot that shares the weights."""
         return Snapshot(version=policy.version, state=policy.state_dict())
 
 
@@ -84,16 +84,19 @@ class DiskPublisher:
     num_kept: int = field(default=2, validator=ge(1))
 
     def publish(self, policy: Publishable) -> Snapshot:
-        """Write the weights; versions that are newer, of a run that was resumed before them, are removed.
+        """Write the weights and remove newer versions, which a run left that was resumed from an earlier one.
 
-        Raises ``CheckpointError`` if they cannot be written; the versions before are untouched then.
+        Raises ``CheckpointError`` if they cannot be written; older versions are untouched in that case.
         """
         tensors = to_checkpoint_tensors(policy.model, policy.state_dict(), dtype=self.dtype)
         path = self.write(policy.version, policy.model, tensors)
         return Snapshot(version=policy.version, path=path)
 
     def write(self, version: int, model: Any, tensors: Mapping[str, Tensor]) -> Path:
-        """As ``publish``, of tensors that have the names and the dtype of checkpoints already; where they are now."""
+        """Write tensors that already have the names and the dtype of checkpoints, and return their directory.
+
+        Otherwise the same as ``publish``.
+        """
         sweep(self.root)
         path = self.root.absolute() / f"version-{version:08d}"
         with atomic_directory(path, num_bytes=sum(tensor.nbytes for tensor in tensors.values())) as partial:
@@ -110,9 +113,9 @@ class DiskPublisher:
 
 
 def create_publisher(by: PublishBy, *, root: Path, dtype: str, num_kept: int) -> Publisher:
-    """What publishes ``by`` memory, or by disk; ``dtype`` (such as ``bfloat16``) is the engine's.
+    """Return a publisher ``by`` memory or by disk; ``dtype`` (such as ``bfloat16``) is the engine's.
 
-    What is broadcast lies on a shelf first, and is published by that (``shelf``).
+    Weights that are broadcast are published by ``shelf`` instead.
     """
     if by is PublishBy.MEMORY:
         return MemoryPublisher()

@@ -1,7 +1,7 @@
-"""Models whose weights are spread over the ranks of a gang, by FSDP2, and their tensors whole.
+"""Sharding of a model over the ranks of a gang by FSDP2, and conversion from and to whole tensors.
 
-Each rank keeps a part of every weight, gradient and moment, and gathers the weights of a layer while it computes with
-them. Gradients are added up over the ranks, never averaged: the weights of tokens are shares of the whole batch.
+Each rank holds a part of every weight, gradient and moment, and gathers the weights of a layer while it computes with
+them. Gradients are summed over the ranks, never averaged: the weights of tokens are shares of the whole batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["free_gathered", "gather", "scatter", "shard"]
 
 
 def shard(scorer: torch.nn.Module, gang: Gang) -> None:
-    """Spread the weights below ``scorer`` over the ranks, which hold the same ones and all do this.
+    """Shard the weights below ``scorer`` over the ranks; all ranks hold the same weights and all call this.
 
     Layers are gathered one at a time, and everything else (embeddings, head, norms) with ``scorer`` itself.
     """
@@ -30,22 +30,25 @@ def shard(scorer: torch.nn.Module, gang: Gang) -> None:
     for module in (*_layers(scorer), scorer):
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo knows no other way not to divide
+        sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other way to sum without dividing
 
 
 def free_gathered(scorer: torch.nn.Module) -> None:
-    """After a pass without gradient: forget what it gathered, which the next update would leave behind."""
+    """Free the weights gathered by a pass without gradient, which would otherwise stay until the next update."""
     if isinstance(scorer, FSDPModule):
         scorer.reshard()
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, which all ranks have to ask for; the tensor itself where it is whole."""
+    """Return the whole of a sharded tensor, or the tensor itself if it is not sharded. All ranks have to call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def scatter(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of ``whole``, which all ranks have, laid out ``like`` another tensor of its shape."""
+    """Return this rank's part of ``whole``, laid out like ``like``, a tensor of the same shape.
+
+    All ranks have ``whole``.
+    """
     whole = whole.to(like.device)
     if not isinstance(like, DTensor):
         return whole
@@ -53,6 +56,6 @@ def scatter(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def _layers(scorer: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """What transformers says must not be split: a decoder's layers."""
+    """Yield the decoder layers, the modules that transformers says must not be split."""
     names = {name for module in scorer.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     yield from [module for module in scorer.modules() if type(module).__name__ in names]

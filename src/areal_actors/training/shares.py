@@ -1,7 +1,9 @@
-"""Which process of a gang computes which forward pass. Pure, so that all of them know without asking.
+"""Assignment of forward passes to the processes of a gang.
 
-Passes that run at the same time wait for the slowest of them, layer by layer; so they are dealt out by size, in rounds
-of one pass for each process. In the last round some may have none.
+A pure function, so all ranks compute it without communication.
+
+Passes that run at the same time wait for the slowest of them, layer by layer. They are therefore assigned by size, in
+rounds of one pass for each process. In the last round some processes may have none.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ __all__ = ["deal"]
 
 
 def deal(sizes: Sequence[int], *, num_ranks: int) -> tuple[tuple[int | None, ...], ...]:
-    """For each rank which of the passes of these ``sizes`` it computes, round by round; ``None`` where it has none.
+    """Return for each rank the indices of the passes that it computes, round by round.
 
-    Every pass is in one share, once, and all shares are of one length.
+    ``sizes`` are the sizes of the passes; ``None`` stands for a round in which the rank has no pass. Every pass is in
+    exactly one share, and all shares have the same length.
     """
     by_size = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     order = [*by_size, *[None] * (-len(by_size) % num_ranks)]

@@ -1,8 +1,8 @@
-"""The weights that were published last, kept for servers that ask for them: in memory, and as a directory on demand.
+"""The weights that were published last, kept for servers that request them: in memory, and as a directory on demand.
 
-What the trainer lends changes with its next step; so each publication is copied, in the engine's dtype and to the
-memory of the host. Who asks for it is known by the actor around this (``actors.weights``), how it is broadcast by
-``broadcast``.
+The tensors that the trainer lends change in its next step, so each publication is copied, in the engine's dtype and to
+the memory of the host. The actor around this (``actors.weights``) knows which servers request the weights, and
+``broadcast`` how they are sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["KeptWeights", "Shelf", "ShelfPublisher", "pack_buckets"]
 
 @frozen(kw_only=True, eq=False)
 class KeptWeights:
-    """A version: its tensors on the CPU, in buckets of bounded size, and how it is written."""
+    """One version: its tensors on the CPU, in buckets of bounded size, and a function that writes it."""
 
     version: int
     write: Callable[[], Path]
@@ -34,28 +34,28 @@ class KeptWeights:
     buckets: tuple[TensorBucket, ...]
 
     def tensors_of(self, number: int) -> list[Tensor]:
-        """Those of a bucket, in its order."""
+        """Return the tensors of a bucket, in its order."""
         return [self.tensors[name] for name in self.buckets[number].names]
 
 
 @define(eq=False, kw_only=True)
 class Shelf:
-    """Where one version lies at a time. ``put`` is called on the trainer's thread, ``write`` on one other.
+    """Storage for one version at a time. ``put`` is called on the trainer's thread, ``write`` on one other thread.
 
-    Directories are written below ``root``, and the last ``num_kept`` of them stay.
+    Directories are written below ``root``, and the last ``num_kept`` of them are kept.
     """
 
     root: Path
     bucket_bytes: int
     num_kept: int = 1
     device: torch.device = field(factory=lambda: torch.device("cpu"))
-    """Where the trainer has its weights."""
+    """The device that holds the trainer's weights."""
     _kept: KeptWeights | None = field(default=None, init=False)
     _written: tuple[KeptWeights, Path] | None = field(default=None, init=False)
 
     def put(self, policy: Publishable, dtype: torch.dtype) -> None:
-        """Keep the weights as they are, in ``dtype``, and forget those before. Blocks while they are copied."""
-        self._kept = self._written = None  # two versions may be more than there is memory for
+        """Copy the weights in ``dtype``, and drop the previous ones. Blocks during the copy."""
+        self._kept = self._written = None  # drop the old copy first: memory may not hold two versions
         disk = DiskPublisher(root=self.root, dtype=dtype, num_kept=self.num_kept)
         tensors = to_checkpoint_tensors(policy.model, policy.state_dict(), dtype=dtype, is_copied=True)
         self.device = next(policy.model.parameters()).device
@@ -67,7 +67,7 @@ class Shelf:
         )
 
     def take(self, version: int) -> KeptWeights:
-        """The weights, if they are of ``version``. Raises ``EngineError`` if they are not."""
+        """Return the weights. Raises ``EngineError`` if they are not of ``version``."""
         kept = self._kept
         if kept is None or kept.version != version:
             present = "none is" if kept is None else f"version {kept.version} is"
@@ -75,7 +75,7 @@ class Shelf:
         return kept
 
     def write(self, version: int) -> Path:
-        """The directory of ``version``, which is written unless it is there. Blocks.
+        """Return the directory of ``version``, writing it unless it exists. Blocks.
 
         Raises ``EngineError`` if the version is not kept, and ``CheckpointError`` if it cannot be written.
         """
@@ -87,22 +87,22 @@ class Shelf:
 
 @frozen(kw_only=True)
 class ShelfPublisher:
-    """Publishes by keeping: whoever is told of the version asks for it, and until the next one it is there.
+    """Publishes by keeping a copy, which servers request once they are notified of the version.
 
-    ``dtype``, such as ``bfloat16``, is the engine's.
+    The copy stays until the next one. ``dtype``, such as ``bfloat16``, is the engine's.
     """
 
     shelf: Shelf
     dtype: str = "float32"
 
     def publish(self, policy: Publishable) -> Snapshot:
-        """Copy the weights."""
+        """Copy the weights to the shelf."""
         self.shelf.put(policy, getattr(torch, self.dtype))
         return Snapshot(version=policy.version, is_kept=True)
 
 
 def pack_buckets(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[TensorBucket]:
-    """The tensors in their order, in buckets of at most ``max_bytes``; a larger one goes alone."""
+    """Yield buckets of at most ``max_bytes`` of the tensors in their order; a larger tensor gets a bucket to itself."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""What one training step reports: plain numbers, ready for metrics files and displays."""
+"""The statistics that a training step reports: plain numbers, ready for metrics files and displays."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ __all__ = ["DataStatistics", "StepStatistics", "describe_data"]
 
 @frozen(kw_only=True)
 class DataStatistics:
-    """What a step was given. Staleness is the trainer's version minus that of the weights that sampled a trained token.
+    """The statistics of the data that a step was given.
 
-    ``num_tokens`` counts the tokens of all rows; ``num_trained_tokens`` those with a loss.
+    Staleness is the trainer's version minus that of the weights that sampled a trained token. ``num_tokens`` counts the
+    tokens of all rows; ``num_trained_tokens`` those with a loss.
     """
 
     num_groups: int = 0
@@ -29,14 +30,14 @@ class DataStatistics:
     num_episodes: int = 0
     num_failed_episodes: int = 0
     num_rejected_episodes: int = 0
-    """Those of the failed ones that their workflow threw away on purpose."""
+    """Failed episodes that their workflow rejected on purpose."""
     num_rows: int = 0
     num_tokens: int = 0
     num_trained_tokens: int = 0
     reward_mean: float = 0.0
-    """Mean of what the episodes earned, as their agents said it: before any penalty."""
+    """Mean reward of the episodes, as reported by their agents, before any penalty."""
     penalty_mean: float = 0.0
-    """Mean of what penalties took from an episode: overlong, and the distance to the reference in the reward."""
+    """Mean over the episodes of all penalties: overlong, and the distance to the reference in the reward."""
     advantage_mean: float = 0.0
     advantage_std: float = 0.0
     staleness_mean: float = 0.0
@@ -44,25 +45,25 @@ class DataStatistics:
     temperature_mean: float = 1.0
     temperature_min: float = 1.0
     temperature_max: float = 1.0
-    """Of the trained tokens, as their log-probabilities are computed."""
+    """Largest temperature of the trained tokens, as used to compute their log-probabilities."""
     num_greedy_tokens: int = 0
     """Tokens taken at temperature 0, which are not trained."""
     num_adjusted_tokens: int = 0
-    """Trained tokens whose logits were changed by penalties, a bias or a grammar, which is not recomputed."""
+    """Trained tokens whose logits were changed by penalties, a bias or a grammar, which are not recomputed."""
 
 
 @frozen(kw_only=True)
 class StepStatistics:
-    """What a step did. ``version`` is that of the weights after it.
+    """The statistics of a step. ``version`` is that of the weights after it.
 
-    ``loss``, ``grad_norm`` are means over its updates; the rest are means over the tokens that were computed (nan if
-    none was). ``num_updates`` counts those that moved the weights: one without any gradient does not.
+    ``loss`` and ``grad_norm`` are means over its updates; the rest are means over the tokens that were computed (nan if
+    there were none). ``num_updates`` counts the updates that moved the weights: one without any gradient does not.
     ``approximate_kl`` estimates KL(behaviour || policy) by k3, ``reference_kl`` KL(policy || reference). ``importance``
     is the ratio to the behaviour policy before its bounds. ``behaviour_gap`` is |log π - log π_behaviour|. Distances
-    and gap leave out tokens that were not sampled from the distribution that the trainer computes.
-    ``outside_fraction`` is the share of tokens that truncation (top-k, top-p, min-p) would cut off under the present
-    weights; they are scored before it. ``num_packed_tokens`` counts the tokens of all forward passes with gradient,
-    without padding.
+    and gap leave out tokens that were not sampled from the distribution that the trainer computes. ``outside_fraction``
+    is the share of tokens that truncation (top-k, top-p, min-p) would cut off under the current weights; they are
+    scored before truncation. ``num_packed_tokens`` counts the tokens of all forward passes with gradient, without
+    padding.
     """
 
     version: int
@@ -85,7 +86,7 @@ class StepStatistics:
     num_packed_tokens: int
     seconds: float
     custom: Mapping[str, float] = field(factory=dict)
-    """The numbers of custom metrics."""
+    """The numbers returned by custom metrics."""
 
     @classmethod
     def create(
@@ -104,7 +105,7 @@ class StepStatistics:
         seconds: float,
         custom: Mapping[str, float] | None = None,
     ) -> StepStatistics:
-        """The statistics of a step from its sums."""
+        """Return the statistics of a step, given its sums over tokens."""
         num_tokens, num_plain = sums.num_tokens or float("nan"), sums.num_plain or float("nan")
         return cls(
             version=version,
@@ -139,9 +140,9 @@ def describe_data(
     num_greedy_tokens: int = 0,
     penalty: float = 0.0,
 ) -> DataStatistics:
-    """Count and average what a step was given, under the trainer's ``version`` before it.
+    """Return counts and averages of the data of a step, under the trainer's ``version`` before it.
 
-    ``groups`` are those that the agents made; ``penalty`` is the sum of what was taken from their episodes.
+    ``groups`` are those that the agents made; ``penalty`` is the sum of all penalties on their episodes.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     rewards = [episode.reward for episode in episodes if episode.failure is None]

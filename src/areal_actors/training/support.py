@@ -1,7 +1,7 @@
-"""What a model must be so that the trainer's short cuts are exact: tried out on a few tokens before any training.
+"""Checks that the trainer's shortcuts are exact for a model, made on a few tokens before any training.
 
-The trainer applies the output head itself, and it packs rows with masks and positions of its own. Architectures that
-would quietly compute something else are refused here, with what to change.
+The trainer applies the output head itself, and packs rows with its own masks and positions. Architectures that would
+silently compute something else are rejected here, with advice on what to change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["attention_window", "require_plain_head", "require_tree_support"]
 _TOLERANCE = 1e-3
 """Log-probabilities of a float32 model agree to 1e-5; a wrong mask or position is off by more than this."""
 _NUM_TRIED = 48
-"""Length of the rows that are tried: a window that no setting names is found out if it is shorter."""
+"""Length of the test rows: a window that no setting names is detected if it is shorter."""
 
 
 def require_plain_head(model: Any) -> None:
@@ -41,19 +41,19 @@ def require_plain_head(model: Any) -> None:
 
 
 def attention_window(config: Any) -> int | None:
-    """Return how many tokens back the attention of a transformers configuration reaches; ``None``: all of them.
+    """Return how many tokens back the attention of a transformers configuration reaches; ``None`` means all of them.
 
-    Phi-3, Mixtral, Starcoder2 and Mistral 7B v0.1 have a window in every layer and name no ``layer_types``.
+    Phi-3, Mixtral, Starcoder2 and Mistral 7B v0.1 have a window in every layer and no ``layer_types``.
     """
     window = getattr(config.get_text_config(), "sliding_window", None)
     return int(window) if window else None
 
 
 def require_tree_support(model: Any, *, max_length: int | None = None) -> None:
-    """Check that the model scores two rows in one trie as it scores them apart.
+    """Check that the model scores two rows in one trie as it scores them separately.
 
-    Rows have up to ``max_length`` tokens; ``None``: as many as the context of the model. Raises ``ConfigError`` for
-    attention that takes no mask, sees only a window that is shorter than such rows, or is none.
+    Rows have up to ``max_length`` tokens; ``None`` means the context length of the model. Raises ``ConfigError`` if the
+    attention accepts no mask, if its window is shorter than such rows, or if a layer has no attention.
     """
     config = model.config
     takes_mask = config._attn_implementation in ("sdpa", "eager", TREE_ATTENTION)  # noqa: SLF001

@@ -1,7 +1,7 @@
 """Policy losses per token, and the weight that corrects for rows sampled by older policies.
 
-Three policies meet in an asynchronous run: *behaviour* sampled the token, *proximal* are the weights before the update,
-and the policy itself is being changed. With u_t the ratio to the centre (``Centre``) and w_t the importance weight of
+An asynchronous run has three policies: *behaviour* sampled the token, *proximal* is the policy before the update, and
+the policy itself is being updated. With u_t the ratio to the centre (``Centre``) and w_t the importance weight of
 the centre::
 
     u_t = π(t) / π_centre(t)              w_t = bounded(π_centre(t) / π_behaviour(t))
@@ -15,7 +15,7 @@ the centre::
 
 Decoupled PPO (arXiv:2110.00641, used for asynchronous training in arXiv:2505.24298) separates the centre of the clip
 from the policy that sampled. Its trust region is that of one step's updates: with a single update the centre is the
-policy itself, and the clip does not act, however old the rows are.
+policy itself, and the clip has no effect, however old the rows are.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ __all__ = [
 ]
 
 _MAX_EXPONENT = 20.0
-"""Bound on the exponent of a ratio: e^20 is far beyond any clip, and still a float32 number after it was squared."""
+"""Bound on the exponent of a ratio: e^20 is far beyond any clip, and its square is still a float32 number."""
 
 
 @frozen(kw_only=True)
 class PolicyLoss:
-    """Losses [n], and whether a clip or mask acted on each token (bool [n]). All but cispo's stop its gradient."""
+    """Losses [n], and whether a clip or mask acted on each token (bool [n]).
+
+    All but the clip of cispo stop its gradient.
+    """
 
     losses: Tensor = field(eq=False)
     is_clipped: Tensor = field(eq=False)
@@ -57,7 +60,7 @@ class SurrogateLoss(Protocol):
     """A policy loss per token."""
 
     def __call__(self, logprobs: Tensor, terms: Terms) -> PolicyLoss:
-        """Losses of tokens with log-probabilities ``logprobs`` [n] (with gradient) under the policy."""
+        """Return the losses of tokens with log-probabilities ``logprobs`` [n] (with gradient) under the policy."""
         ...
 
 
@@ -65,24 +68,25 @@ class SurrogateLoss(Protocol):
 class ProbabilityRegion:
     """DPPO with the binary total variation, arXiv:2602.04879: a trust region in differences of probabilities.
 
-    A token has no gradient where its advantage would move its probability further away from that of the policy that
-    sampled, and it is already more than the bound away: ``A_t > 0`` and ``π(t) - π_behaviour(t) > clip_high``, or
-    ``A_t < 0`` and ``π_behaviour(t) - π(t) > clip_low``. What would bring it back keeps its gradient.
+    A token has no gradient if its advantage would move its probability further away from that of the behaviour policy,
+    and it is already more than the bound away: ``A_t > 0`` and ``π(t) - π_behaviour(t) > clip_high``, or ``A_t < 0``
+    and ``π_behaviour(t) - π(t) > clip_low``. Updates that would bring it back keep their gradient.
 
-    Why not the ratio: it is the estimate of one sample, far too strict for rare tokens (from 0.001 to 0.002 is a ratio
-    of 2 and moves nothing) and lax for likely ones (from 0.99 to 0.8). Rounding in bfloat16 moves log-probabilities by
-    0.05 to 0.07, so a ratio clip of 0.2 masks honest tokens of fresh rows; their probabilities move by less than 0.07.
+    The ratio is not used, because it is an estimate from one sample, far too strict for rare tokens (from 0.001 to
+    0.002 is a ratio of 2 and moves almost no probability) and lax for likely ones (from 0.99 to 0.8). Rounding in
+    bfloat16 moves log-probabilities by 0.05 to 0.07, so a ratio clip of 0.2 masks correct tokens of fresh rows; their
+    probabilities move by less than 0.07.
 
-    Why the upper bound is wider: rows that are four versions old, of a job whose policy is another one after six
-    updates, learn as fast with it as without a bound (mean reward over 25 steps 0.78 and 0.79), and slower with 0.2
-    (0.71). The lower bound costs nothing there, and pushing tokens of bad rows down is what makes training diverge.
+    The upper bound is wider because rows that are four versions old, in a job whose policy changes completely within
+    six updates, learn as fast with it as without a bound (mean reward over 25 steps 0.78 and 0.79), and slower with 0.2
+    (0.71). The lower bound costs nothing there, and pushing down the tokens of bad rows is what makes training diverge.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.5
 
     def __call__(self, logprobs: Tensor, terms: Terms) -> PolicyLoss:
-        """See the class."""
+        """Return the losses, masked outside the trust region."""
         moved = logprobs.detach().exp() - terms.plain.exp()
         is_masked = ((terms.advantages > 0) & (moved > self.clip_high)) | (
             (terms.advantages < 0) & (moved < -self.clip_low)
@@ -97,7 +101,7 @@ class ClippedRatio:
 
     ``loss_t = -min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t)`` with u_t the token's ratio to the centre.
     With ``dual_clip`` c (arXiv:1912.09729) the loss of a negative advantage is at most ``-c A_t``, without a gradient
-    beyond: one token that the behaviour policy found absurd does not outweigh all others.
+    beyond: a single token that was extremely unlikely under the behaviour policy does not outweigh all others.
     """
 
     clip_low: float = 0.2
@@ -105,7 +109,7 @@ class ClippedRatio:
     dual_clip: float | None = None
 
     def __call__(self, logprobs: Tensor, terms: Terms) -> PolicyLoss:
-        """See the class."""
+        """Return the clipped losses."""
         ratio = bounded_exp(logprobs - terms.proximal)
         return _clipped(ratio, terms.advantages, low=1 - self.clip_low, high=1 + self.clip_high, dual=self.dual_clip)
 
@@ -123,7 +127,7 @@ class ClippedSequenceRatio:
     dual_clip: float | None = None
 
     def __call__(self, logprobs: Tensor, terms: Terms) -> PolicyLoss:
-        """See the class."""
+        """Return the clipped losses, with one ratio per row."""
         ratio = bounded_exp(sequence_mean(logprobs - terms.proximal, terms))
         return _clipped(ratio, terms.advantages, low=1 - self.clip_low, high=1 + self.clip_high, dual=self.dual_clip)
 
@@ -133,14 +137,14 @@ class ClippedWeight:
     """CISPO, arXiv:2506.13585: ``loss_t = -clip(u_t, 1 - clip_low, 1 + clip_high) A_t log π(t)``.
 
     The clipped ratio has no gradient, so every token keeps that of its log-probability, also over several updates.
-    The paper sets no lower bound (``clip_low`` 1), and an upper one of which it says only that it is tuned.
+    The paper sets no lower bound (``clip_low`` 1), and says of the upper one only that it is tuned.
     """
 
     clip_low: float = 1.0
     clip_high: float = 4.0
 
     def __call__(self, logprobs: Tensor, terms: Terms) -> PolicyLoss:
-        """See the class."""
+        """Return the losses, weighted by the clipped ratios."""
         ratio = bounded_exp(logprobs.detach() - terms.proximal)
         weights = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return PolicyLoss(losses=-weights * terms.advantages * logprobs, is_clipped=weights != ratio)
@@ -148,10 +152,10 @@ class ClippedWeight:
 
 @frozen(kw_only=True)
 class Reinforce:
-    """The plain policy gradient: ``loss_t = -A_t log π(t)``, no ratio and no clip."""
+    """The plain policy gradient: ``loss_t = -A_t log π(t)``, without ratio or clip."""
 
     def __call__(self, logprobs: Tensor, terms: Terms) -> PolicyLoss:
-        """See the class."""
+        """Return the losses; none is clipped."""
         losses = -terms.advantages * logprobs
         return PolicyLoss(losses=losses, is_clipped=torch.zeros_like(losses, dtype=torch.bool))
 
@@ -167,14 +171,14 @@ class BehaviourCorrection:
     bounds: BehaviourConfig = field(factory=BehaviourConfig)
 
     def raw(self, terms: Terms) -> Tensor:
-        """Weights [n] before the bounds."""
+        """Return the weights [n] before the bounds."""
         log_weights = terms.proximal - terms.behaviour
         if self.bounds.level is Level.SEQUENCE:
             log_weights = sequence_sum(log_weights, terms)
         return bounded_exp(log_weights)
 
     def __call__(self, terms: Terms) -> Tensor:
-        """Weights [n], bounded."""
+        """Return the bounded weights [n]."""
         weights, bounds = self.raw(terms), self.bounds
         if bounds.out_of_range is OutOfRange.CLAMP:
             return weights.clamp(bounds.floor, bounds.cap)
@@ -182,7 +186,7 @@ class BehaviourCorrection:
 
 
 def bounded_exp(exponent: Tensor) -> Tensor:
-    """``exp`` of a difference of log-probabilities, never infinite."""
+    """Return ``exp`` of a difference of log-probabilities, never infinite."""
     return exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp()
 
 

@@ -1,7 +1,7 @@
-"""Writing safetensors files without holding the interpreter: gigabytes must not stop the agents being served.
+"""Writing of safetensors files with the interpreter lock released, so that gigabytes do not block serving the agents.
 
-The library's own writer keeps the interpreter lock until the last byte is written; ``file.write`` gives it up. Files
-are read by the library (``safetensors.torch.load_file``), which checks them.
+The library's writer holds the interpreter lock until the last byte is written; ``file.write`` releases it. Files are
+read by the library (``safetensors.torch.load_file``), which validates them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors`` to ``path`` as a safetensors file. Raises ``OSError`` as writing does."""
+    """Write ``tensors`` to ``path`` as a safetensors file. Raises ``OSError`` if writing fails."""
     header: dict[str, object] = {}
     offset = 0
     for name, tensor in tensors.items():
@@ -39,7 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         offset += tensor.nbytes
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # data begin aligned, so that readers may map them
+    encoded += b" " * (-len(encoded) % 8)  # align the data, so that readers can map it
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for tensor in tensors.values():

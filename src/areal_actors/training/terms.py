@@ -1,6 +1,6 @@
-"""What an objective is told about the tokens of one forward pass, and sums over the tokens of a row.
+"""The inputs of an objective for the tokens of one forward pass, and sums over the tokens of a row.
 
-Everything is flat: one entry per trained token. A row is never split over passes, so sequence-level terms are complete.
+Everything is flat: one entry per trained token. A row is never split over passes, so sequence-level sums are complete.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ class Terms:
     """Tensors [n] over the trained tokens of one pass.
 
     ``advantages``, ``weights`` (share in the loss), ``behaviour`` (log-probabilities when sampled), ``proximal`` (those
-    that ratios are taken to; see ``Centre``) and ``reference`` (those of the frozen model, where there is one) are
+    that ratios are taken to; see ``Centre``) and ``reference`` (those of the frozen model, if there is one) are
     float32; ``rows`` int64 numbers each token's row from 0 to ``num_rows`` - 1. None of them carries a gradient.
 
-    ``plain`` float32 are the sampler's log-probabilities under the distribution that the trainer computes, and
-    ``is_plain`` bool says where ``behaviour`` is of that distribution: not for tokens that a grammar forced.
+    ``plain`` float32 holds the sampler's log-probabilities under the distribution that the trainer computes, and
+    ``is_plain`` bool says whether ``behaviour`` belongs to that distribution, which it does not for tokens that a
+    grammar forced.
     """
 
     advantages: Tensor = field(eq=False)
@@ -38,11 +39,11 @@ class Terms:
 
 
 def sequence_sum(values: Tensor, terms: Terms) -> Tensor:
-    """The sum of ``values`` [n] over each token's row, at each token: [n]."""
+    """Return the sum of ``values`` [n] over each token's row, at each token: [n]."""
     totals = values.new_zeros(terms.num_rows).index_add(0, terms.rows, values)
     return totals.index_select(0, terms.rows)
 
 
 def sequence_mean(values: Tensor, terms: Terms) -> Tensor:
-    """The mean of ``values`` [n] over each token's row, at each token: [n]."""
+    """Return the mean of ``values`` [n] over each token's row, at each token: [n]."""
     return sequence_sum(values, terms) / sequence_sum(values.new_ones(len(values)), terms)

@@ -1,8 +1,8 @@
-"""The trainer: groups in, an update of the weights out. It owns the model, the optimiser and the version.
+"""The trainer: turns groups into updates of the weights. It owns the model, the optimiser and the version.
 
-One step: penalties in the reward, advantages, rows, then for each update the forward passes, the objective, the
-backward passes and AdamW. Everything blocks; an actor runs it on a thread. Rewards, staleness limits and publication
-of weights are decided elsewhere. In a gang each rank has a trainer of its own, and all are asked for the same.
+One step computes penalties in the reward, advantages and rows, then for each update the forward passes, the objective,
+the backward passes and AdamW. Everything blocks; an actor runs it on a thread. Rewards, staleness limits and
+publication of weights are decided elsewhere. In a gang each rank has a trainer, and all of them get the same calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["PolicyTrainer"]
 
 @frozen(kw_only=True)
 class _Update:
-    """What one update did."""
+    """The results of one update."""
 
     loss: float
     sums: TokenSums
@@ -59,12 +59,13 @@ class _Update:
 class PolicyTrainer:
     """Trains a transformers causal language model from groups of episodes.
 
-    The model is taken over: its weights become float32, and it stays in evaluation mode, since a ratio of probabilities
-    under two different dropout masks means nothing. ``reference`` is a frozen model for KL penalties. ``objective``
-    replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None``: as the model does.
+    The trainer takes ownership of the model: its weights become float32, and it stays in evaluation mode, since a ratio
+    of probabilities under two different dropout masks is meaningless. ``reference`` is a frozen model for KL penalties.
+    ``objective`` replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means
+    the limit of the model.
 
-    Raises ``ConfigError`` if the layout does not fit the model or a KL penalty lacks its reference, and
-    ``ModelError`` if the model changes its logits after its head.
+    Raises ``ConfigError`` if the layout does not fit the model or a KL penalty lacks its reference, and ``ModelError``
+    if the model changes its logits after its head.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PolicyTrainer:
         self._num_updates_before = 0
 
     def expect_engine(self, *, dtype: str) -> None:
-        """Say what the engine computes in, which bounds how far its log-probabilities may be from the trainer's."""
+        """Set the engine's data type, which bounds how far its log-probabilities may be from the trainer's."""
         self.engine_dtype = dtype
         self.gate = CaptureGate.create(
             self.config.capture,
@@ -104,12 +105,12 @@ class PolicyTrainer:
         )
 
     def join(self, gang: Gang) -> None:
-        """Hold a part of the weights from now on, and compute a part of each step.
+        """Shard the weights over ``gang`` and compute a part of each step from now on.
 
-        All ranks of ``gang`` do so, with the same weights, version and configuration; from then on all of them have to
-        be asked for the same things in the same order: steps, log-probabilities, weights and checkpoints.
+        All ranks of ``gang`` call this, with the same weights, version and configuration; from then on all of them have
+        to receive the same calls in the same order: steps, log-probabilities, weights and checkpoints.
 
-        Raises ``GangError`` if they do not hold the same.
+        Raises ``GangError`` if the ranks differ.
         """
         with gang.guard():
             moments = self._optimizer.state_dict()
@@ -130,12 +131,12 @@ class PolicyTrainer:
     def train_step(self, groups: Sequence[Group], *, max_staleness: int | None = None) -> StepStatistics:
         """Update the weights from ``groups`` and advance ``version`` by one.
 
-        Groups older than ``max_staleness`` versions are not to be there.
+        Groups older than ``max_staleness`` versions are a ``CaptureViolation``.
 
-        Raises ``TrainingDiverged`` if a loss or gradient is not finite: the update at fault was not made, and the
-        version stays. Raises ``CaptureViolation`` or ``ExportError`` for rows that cannot be true, before anything
-        changed, and ``CustomFunctionError`` for a custom function that fails: before anything changed, but for a policy
-        loss that fails in a later update of the step (``is_within_step``).
+        Raises ``TrainingDiverged`` if a loss or gradient is not finite: the failing update was not made, and the
+        version stays. Raises ``CaptureViolation`` or ``ExportError`` for invalid rows, before anything changed, and
+        ``CustomFunctionError`` for a custom function that fails: before anything changed, except for a policy loss that
+        fails in a later update of the step (``is_within_step``).
         """
         started = time.perf_counter()
         if self.config.capture.enabled:
@@ -177,13 +178,13 @@ class PolicyTrainer:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether a step failed after its first update: the weights are of no version then."""
+        """Whether a step failed after its first update, so that the weights belong to no version."""
         return self._optimizer.num_updates != self._num_updates_before
 
     def _update(self, batch: Batch, watch: CaptureWatch | None) -> _Update:
-        """One update of the weights; with a ``watch`` only of rows that are what they say.
+        """Update the weights once; with a ``watch`` only if the rows pass its check.
 
-        Only the first update of a step is watched: after it, no row is of the present weights any more.
+        Only the first update of a step is watched: after it, no row was sampled by the current weights any more.
         """
         packs, num_skipped = self._packs(batch)
         self._optimizer.zero_grad()
@@ -204,9 +205,11 @@ class PolicyTrainer:
         )
 
     def _watch(self, rows: Sequence[TrainingRow], groups: Sequence[Group]) -> CaptureWatch | None:
-        """Compare what the present weights can have sampled: of restored sessions, others of that number may have."""
+        """Return a comparison of the rows that the current weights sampled; ``None`` if the check is disabled."""
         if not self.config.capture.enabled:
             return None
+        # Restored sessions carry version numbers of an earlier process, whose weights of that number may have been
+        # others.
         restored = {episode.session for group in groups for episode in group.episodes if episode.is_restored}
         watch = self.gate.watch(version=self.version)
         watch.expect([row for row in rows if row.trajectory.session not in restored])
@@ -227,26 +230,27 @@ class PolicyTrainer:
 
     @guarded
     def logprobs(self, trajectories: Sequence[Trajectory], *, is_raw: bool = False) -> list[Floats]:
-        """Log-probabilities of the trained tokens under the present weights, float32 [T] for each row, 0 off the mask.
+        """Return log-probabilities of the trained tokens under the current weights.
 
-        They are under the distributions that the turns were sampled from: where these weights sampled the rows, they
-        equal ``Trajectory.logprobs`` but for rounding, unless penalties, a bias or a grammar were at work. With
-        ``is_raw`` they are those of the plain softmax, and equal ``Trajectory.raw_logprobs``.
+        They are float32 [T] for each row, 0 off the mask, under the distributions that the turns were sampled from: for
+        rows that these weights sampled, they equal ``Trajectory.logprobs`` up to rounding, unless penalties, a bias or
+        a grammar changed the logits. With ``is_raw`` they are those of the plain softmax, and equal
+        ``Trajectory.raw_logprobs``.
         """
         branches = [unfold(row) for row in trajectories]
         rows = [self._unweighted(branch.row) for found in branches for branch in found]
         scored = iter(self._score_rows(self._scorer, rows, is_raw=is_raw))
         result = [np.zeros(row.num_tokens, dtype=np.float32) for row in trajectories]
         for values, found in zip(result, branches, strict=True):
-            for branch in found:  # a token is scored in one branch, and 0 in the others
+            for branch in found:  # each token is scored in one branch only, and is 0 in the others
                 values[branch.places] += next(scored)
         return result
 
     @guarded
     def state_dict(self) -> dict[str, Tensor]:
-        """All weights by name, shared with the model: they change with the next ``train_step``.
+        """Return all weights by name, shared with the model: they change with the next ``train_step``.
 
-        In a gang they are gathered, on the CPU and for the first rank alone; the others have none.
+        In a gang they are gathered on the CPU of the first rank; the others get an empty dictionary.
         """
         if self.gang.is_alone:
             return dict(self.model.state_dict())
@@ -258,9 +262,9 @@ class PolicyTrainer:
     def save(self, directory: Path, *, counters: Mapping[str, Any] | None = None, num_kept: int = 2) -> Checkpoint:
         """Write a checkpoint below ``directory``, with the caller's JSON ``counters``, and keep the last ``num_kept``.
 
-        In a gang the first rank does so, and the others call ``help_save``. Gangs of any size write the same files.
+        In a gang the first rank calls this, and the others call ``help_save``. Gangs of any size write the same files.
 
-        Raises ``CheckpointError`` if it cannot be written; older ones are untouched then.
+        Raises ``CheckpointError`` if it cannot be written; older ones are untouched in that case.
         """
         own = {"num_updates": self._optimizer.num_updates, "caller": dict(counters or {})}
         parts = self.help_save() | {"rng": generator_states()}
@@ -268,25 +272,26 @@ class PolicyTrainer:
 
     @guarded
     def help_save(self) -> dict[str, dict[str, Tensor]]:
-        """Gather what a checkpoint holds, with all ranks; it is whole on the first one, and empty on the others."""
+        """Gather the contents of a checkpoint from all ranks; return them on the first rank, and nothing on others."""
         model = self._gather(distinct_tensors(self.model))
         return {"model": model, "optimizer": self._gather(self._optimizer.state_dict())}
 
     def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors, on the CPU in a gang; for its first rank."""
+        """Return whole tensors; in a gang on the CPU, and only on its first rank."""
         if self.gang.is_alone:
             return dict(tensors)
         whole = {}
         for name, tensor in tensors.items():
-            found = gather(tensor)  # one after another: the other ranks have no room for all of them
+            found = gather(tensor)  # one tensor at a time: the other ranks have no memory for all of them
             if self.gang.rank == 0:
                 whole[name] = found.detach().to("cpu", copy=True)
         return whole
 
     def restore(self, directory: Path) -> Mapping[str, Any] | None:
-        """Go on from the latest complete checkpoint below ``directory``, exactly; returns its caller's counters.
+        """Continue from the latest complete checkpoint below ``directory``; return the caller's counters.
 
-        Returns ``None`` and changes nothing if there is none. Raises ``CheckpointError`` if it does not fit the model.
+        The state is restored exactly. Returns ``None`` and changes nothing if there is no checkpoint. Raises
+        ``CheckpointError`` if it does not fit the model.
         """
         checkpoint = find_latest(directory)
         if checkpoint is None:
@@ -302,7 +307,7 @@ class PolicyTrainer:
     # -------------------------------------------------------------------------------------------- from groups
 
     def _prepare(self, groups: Sequence[Group]) -> tuple[list[TrainingRow], int, float]:
-        """Return rows with their advantages, how many groups had no variance, and the sum of all penalties."""
+        """Return rows with their advantages, the number of groups without variance, and the sum of all penalties."""
         penalised = penalise_overlong(
             [withhold_greedy(unfold_group(group)) for group in groups], self.config.objective.overlong
         )
@@ -347,11 +352,11 @@ class PolicyTrainer:
         return [row for row in rows if row.trajectory.num_trained_tokens]
 
     def _unweighted(self, row: Trajectory) -> TrainingRow:
-        """A row that is scored and not trained."""
+        """Return a row that is scored but not trained."""
         return TrainingRow(trajectory=row, advantages=np.zeros(row.num_tokens), temperature=self.config.temperature)
 
     def _distances(self, rows: Sequence[TrainingRow]) -> list[Floats]:
-        """KL estimates float32 [T] between the present weights and the reference, which the rows have."""
+        """Return KL estimates float32 [T] between the current weights and the reference, which the rows carry."""
         estimator = self.config.objective.kl.resolve_estimator()
         return [
             estimate_kl(torch.tensor(now), torch.tensor(row.reference), estimator).numpy()
@@ -361,11 +366,11 @@ class PolicyTrainer:
     # ---------------------------------------------------------------------------------------------- from rows
 
     def _with_baselines(self, rows: list[TrainingRow], watch: CaptureWatch | None) -> list[TrainingRow]:
-        """Rows with the log-probabilities that their loss compares with, unless its own forward pass gives them."""
+        """Return rows with the log-probabilities that their loss compares with, unless the forward pass gives them."""
         if self._centre is Centre.BEHAVIOUR:
             return [evolve(row, proximal=row.centre) for row in rows]
         if self._num_updates == 1:
-            return rows  # its own forward pass gives them: the weights before the only update are the policy
+            return rows  # the forward pass gives them: the weights before the only update are the policy
         scored = self._score_rows(self._scorer, rows, watch)
         if self._centre is Centre.POLICY:
             return rows  # scored for the watch alone, which has to see all rows before the weights change
@@ -373,11 +378,11 @@ class PolicyTrainer:
 
     @property
     def _num_updates(self) -> int:
-        """Updates of a step, at most."""
+        """Maximum number of updates in a step."""
         return self.config.num_epochs * self.config.num_minibatches
 
     def _updates(self, rows: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
-        """The rows of each update: groups dealt out evenly, in an order drawn from seed, version and epoch only."""
+        """Yield the rows of each update: groups split evenly, in an order derived from seed, version and epoch only."""
         members: dict[int, list[TrainingRow]] = {}
         for row in rows:
             members.setdefault(row.group, []).append(row)
@@ -395,7 +400,7 @@ class PolicyTrainer:
         return Batch.create(rows, aggregation=aggregation, fixed_length=self.config.objective.fixed_length)
 
     def _packs(self, batch: Batch) -> tuple[list[Pack], int]:
-        """The forward passes of an update, and how many rows it does without."""
+        """Return the forward passes of an update, and how many rows it skips."""
         skips = self.config.skips_inert_rows and not self._objective.needs_every_row
         chosen = [index for index, row in enumerate(batch.rows) if not (skips and row.is_inert)]
         return self._pack(batch.rows, chosen), len(batch.rows) - len(chosen)
@@ -409,7 +414,7 @@ class PolicyTrainer:
     def _score_rows(
         self, scorer: Scorer, rows: Sequence[TrainingRow], watch: CaptureWatch | None = None, *, is_raw: bool = False
     ) -> list[Floats]:
-        """Log-probabilities float32 [T] of each row's trained tokens by ``scorer``; ``is_raw``: plain ones."""
+        """Return log-probabilities float32 [T] of each row's trained tokens by ``scorer``, plain with ``is_raw``."""
         result: list[Floats] = [np.zeros(row.trajectory.num_tokens, dtype=np.float32) for row in rows]
         packs = self._pack(rows, [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens])
         for pack, found in zip(packs, self._passes.score(scorer, packs), strict=True):
@@ -426,7 +431,7 @@ class PolicyTrainer:
         return Passes(gang=self.gang, dtype=self._dtype)
 
     def _choose_dtype(self) -> torch.dtype:
-        """The format of forward and backward passes; weights and moments are float32 whatever it is."""
+        """Return the data type of forward and backward passes; weights and moments are always float32."""
         dtype: torch.dtype = getattr(torch, choose_dtype(self.config.dtype, str(self.model.device)))
         return dtype
 
@@ -437,7 +442,10 @@ class PolicyTrainer:
     # ------------------------------------------------------------------------------------------------- checks
 
     def _require_within_window(self, rows: Sequence[TrainingRow]) -> None:
-        """Rows of a workflow may be longer than the engine's context, which the check at the start went by."""
+        """Raise ``ConfigError`` for rows that are longer than the model's attention window.
+
+        A workflow may make rows longer than the engine's context, on which the check at the start is based.
+        """
         window = attention_window(self.model.config)
         longest = max((row.trajectory.num_tokens for row in rows), default=0)
         if window is not None and longest > window:

@@ -1,12 +1,13 @@
-"""Attention over a packed trie, segment by segment: what a mask would forbid is not computed.
+"""Attention over a packed trie, segment by segment, without computing what a mask would forbid.
 
 Half of the attention of a padded causal row is masked, and far more of a trie's: eight answers to one prompt do not
-see each other. So each segment attends, in a call of its own, to its ancestors and itself. All keys are gathered by
-one index and all queries split once, because the backward pass of many small slices would spend its time on filling
-and adding zeros.
+attend to each other. So each segment attends, in a separate call, to its ancestors and itself. All keys are gathered by
+one index and all queries split once, because the backward pass of many small slices would spend its time on filling and
+adding zeros.
 
-transformers finds this by name. The plan travels on the mask that is passed as ever; an architecture that makes a
-mask of its own loses the plan and gets the ordinary attention over that mask, which is slower and as exact.
+transformers finds this implementation by name. The plan is attached to the mask that is passed as usual; an
+architecture that creates its own mask loses the plan and gets the ordinary attention over that mask, which is slower
+and equally exact.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from areal_actors.training.packing import Segment, visible
 __all__ = ["TREE_ATTENTION", "AttentionPlan", "tree_mask", "use_tree_attention"]
 
 TREE_ATTENTION = "areal_tree"
-"""The name under which transformers knows this attention."""
+"""Name under which this attention is registered with transformers."""
 
 
 @frozen(kw_only=True)
 class AttentionPlan:
-    """How to attend: ``keys`` int64 [K] for all segments one after another, and the sizes and masks of each.
+    """A plan of attention: ``keys`` int64 [K] of all segments, concatenated, and the sizes and masks of each segment.
 
-    ``masks`` are additive float32 [queries, keys], or ``None`` where plain causal attention is meant.
+    ``masks`` are additive float32 [queries, keys], or ``None`` for plain causal attention.
     """
 
     keys: Tensor = field(eq=False)
@@ -45,7 +46,7 @@ class AttentionPlan:
 
     @classmethod
     def create(cls, segments: Sequence[Segment]) -> AttentionPlan:
-        """The plan for ``segments``."""
+        """Return the plan for ``segments``."""
         keys = [np.concatenate([segment.ancestors, np.arange(segment.start, segment.stop)]) for segment in segments]
         return cls(
             keys=torch.from_numpy(np.concatenate(keys)),
@@ -56,13 +57,13 @@ class AttentionPlan:
 
 
 def use_tree_attention(model: Any) -> None:
-    """Let ``model`` attend by plan where that is faster: on CPU, if its attention is sdpa. Else nothing changes."""
+    """Make ``model`` attend by plan if that is faster: on CPU, if its attention is sdpa. Otherwise nothing changes."""
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":  # noqa: SLF001
         model.set_attn_implementation(TREE_ATTENTION)
 
 
 def tree_mask(segments: Sequence[Segment], device: torch.device) -> Tensor:
-    """An additive float32 mask [1, 1, L, L] for ``segments``, which on the CPU carries the plan."""
+    """Return an additive float32 mask [1, 1, L, L] for ``segments``, which carries the plan on the CPU."""
     seen = torch.from_numpy(visible(segments)).to(device)
     mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
     if device.type == "cpu":
@@ -78,7 +79,7 @@ def _tree_attention_forward(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: ``query`` [1, H, L, D], ``key`` and ``value`` [1, K, L, D]; returns [1, L, H, D]."""
+    """Attend as transformers calls it: ``query`` [1, H, L, D], ``key``, ``value`` [1, K, L, D]; return [1, L, H, D]."""
     plan: AttentionPlan | None = getattr(attention_mask, "tree_plan", None)
     if plan is None or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

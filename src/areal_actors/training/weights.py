@@ -1,4 +1,4 @@
-"""Weights in and out of a model: from a checkpoint, and as a directory that transformers and inference servers load."""
+"""Loading of weights from a checkpoint, and export as a directory that transformers and inference servers load."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def export_model(
 ) -> None:
     """Write ``model`` (a transformers causal LM) in ``dtype`` with config, generation config and tokenizer files.
 
-    Tokenizer files are copied as they are from ``tokenizer_directory``; ``documents`` are written beside them as JSON,
-    by their names. An existing ``directory`` is replaced when
-    the new one is complete. Raises ``CheckpointError`` if it cannot be written.
+    Tokenizer files are copied unchanged from ``tokenizer_directory``; ``documents`` are written next to them as JSON,
+    by their names. An existing ``directory`` is replaced when the new one is complete. Raises ``CheckpointError`` if it
+    cannot be written.
     """
     state = _converted(model.state_dict(), dtype)
     num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in state.values()}.values())
@@ -59,30 +59,31 @@ def export_model(
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:
-    """Each tensor of the model once: tied weights have one name."""
+    """Return each tensor of the model once: tied weights appear under one name."""
     names = tied_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if names[name] == name}
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """For each tensor of the model the name that it has in ``distinct_tensors``."""
+    """Return for each tensor of the model its name in ``distinct_tensors``."""
     tensors = model.state_dict(keep_vars=True)
     first = {_identity(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: first[_identity(tensor)] for name, tensor in tensors.items()}
 
 
 def digest(tensors: Mapping[str, Tensor], text: str = "") -> int:
-    """A number below 2**48 that is another one for other tensors, names or ``text``."""
+    """Return a number below 2**48, a hash of tensors, names and ``text``."""
     found = sha256(text.encode())
     for name, tensor in tensors.items():
         found.update(name.encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    # 48 bits: ``Gang.require_equal`` compares digests as float64, which is exact only below 2**53.
     return int.from_bytes(found.digest()[:6], "big")
 
 
 @torch.no_grad()
 def load_weights(model: Any, checkpoint: Checkpoint) -> None:
-    """Give ``model`` the weights of a checkpoint. Raises ``CheckpointError`` if they are another model's."""
+    """Load the weights of a checkpoint into ``model``. Raises ``CheckpointError`` if they belong to another model."""
     own, saved = distinct_tensors(model), checkpoint.load("model")
     misfits = [name for name in own.keys() | saved.keys() if name not in own or name not in saved]
     misfits += [name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape]
@@ -93,12 +94,15 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
 
 
 def _identity(tensor: Tensor) -> int:
-    """The same for tensors with the same contents; those that are spread over ranks have no address of their own."""
+    """Return a key that is equal for tensors with the same storage; sharded tensors have no data address."""
     return id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
 def _converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors in ``dtype`` on the CPU; names that shared one tensor still do, so that tied weights are written once."""
+    """Return tensors in ``dtype`` on the CPU.
+
+    Names that shared one tensor still do, so that tied weights are written once.
+    """
     converted: dict[int, Tensor] = {}
     for tensor in state.values():
         target = dtype if tensor.is_floating_point() else tensor.dtype

@@ -1,9 +1,8 @@
-"""What was said, sampled and earned: sessions, their conversation trees, rewards and training rows.
+"""Token capture and rewards: sessions, their conversation trees, rewards and training rows.
 
-All of it is plain code on frozen values, without waiting: ``canonical`` and ``links`` find parents, ``tree`` owns the
-interactions of a session and ``session`` the sessions, ``prompts`` plans exact prompts, ``rewards`` propagates,
-``export`` and ``arrays`` make training rows of it. ``journal`` is what
-waits, for a disk.
+All of this is plain code on frozen values that never waits: ``canonical`` and ``links`` find parents, ``tree`` owns the
+interactions of a session and ``session`` the sessions, ``prompts`` plans exact prompts, ``rewards`` propagates rewards,
+``export`` and ``arrays`` build training rows. Only ``journal`` waits, for the disk.
 """
 
 from __future__ import annotations

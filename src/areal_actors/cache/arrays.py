@@ -1,4 +1,4 @@
-"""Training rows as padded arrays, and as tensors at the very last step.
+"""Training rows as padded arrays, and as tensors in the last step.
 
 ==================  =========  ========  ============================  =======
 name                dtype      shape     off the row's own tokens      padding
@@ -18,10 +18,10 @@ name                dtype      shape     off the row's own tokens      padding
 ``min_ps``          float32    [B, T]    0 where not cut off           0
 ==================  =========  ========  ============================  =======
 
-``predecessors`` and ``position_ids`` are there where a row is a tree: the former are indices into the row (see
-``domain.predecessors``), which say what a token may attend to. ``temperatures`` are there where a row knows what it was
-sampled at, -1 in turns that do not say, 0 in greedy ones; the last three where something was cut off and the
-log-probabilities follow that. Rows are padded on the right to the longest of them.
+``predecessors`` and ``position_ids`` are present if a row is a tree: the former are indices into the row (see
+``domain.predecessors``) and determine what a token may attend to. ``temperatures`` are present if a row knows its
+sampling temperature: -1 in turns of unknown temperature, 0 in greedy ones. The last three are present if sampling was
+truncated and the log-probabilities are those after truncation. Rows are padded on the right to the longest of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PADDED: tuple[tuple[str, type[np.generic], int], ...] = (
 
 
 def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray[Any]]:
-    """The rows as padded arrays, named and typed as in the table above. No rows give arrays with B = T = 0."""
+    """Return the rows as padded arrays, named and typed as in the table above. No rows give arrays with B = T = 0."""
     shape = (len(trajectories), max((row.num_tokens for row in trajectories), default=0))
     lengths = np.array([row.num_tokens for row in trajectories], np.int64)
     arrays: dict[str, npt.NDArray[Any]] = {name: np.full(shape, pad, dtype) for name, dtype, pad in _PADDED}
@@ -95,7 +95,7 @@ def _sampling_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int])
 
 
 def to_tensors(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """What ``to_arrays`` gives, as torch tensors that share its memory."""
+    """Return the arrays of ``to_arrays`` as torch tensors that share their memory."""
     import torch
 
     return {name: torch.from_numpy(array) for name, array in to_arrays(trajectories).items()}

@@ -1,24 +1,24 @@
-"""When two messages are the same: canonical forms, digests of them, and rolling digests of whole histories.
+"""Equality of messages: canonical forms, their digests, and rolling digests of whole histories.
 
-Clients echo our answers in their own manner: ``content`` null, empty or absent, tool arguments serialised anew,
-reasoning dropped, white space trimmed, the text beside a tool call lost. A digest here covers only what every client
-preserves (the *meaning*), so that one look-up finds the candidates; ``is_echo`` then compares what digests leave out,
-so that text that differs is never taken for the same.
+Clients echo answers differently: with ``content`` null, empty or absent, reserialised tool arguments, dropped
+reasoning, trimmed white space, or without the text next to a tool call. A digest covers only what every client
+preserves (the *meaning*), so that one lookup finds the candidates. ``is_echo`` then compares the rest, so that
+differing texts are never taken for the same.
 
 =====================  ==========================================  ==========================================
 part                   in the digest                               checked by ``is_echo``
 =====================  ==========================================  ==========================================
 role                   exact                                       exact
-text                   exact; an answer's is stripped; beside      equal (stripped); the echo may lack it beside
-                       tool calls it is left out                   tool calls whose ids are those we gave out
+text                   exact; an answer's is stripped; next to     equal (stripped); the echo may lack it next
+                       tool calls it is omitted                    to tool calls whose ids were issued here
 tool calls             name, arguments as JSON, in order           the same; calls that the text quotes count if
-                                                                   they have the ids that we gave out
+                                                                   they have the ids that were issued here
 tool call ids          no; results refer to calls by position      see text
 reasoning              no                                          equal (stripped); the echo may lack it
-name                   exact, but for answers                      equal; either side of an answer may lack it
+name                   exact, except for answers                   equal; either side of an answer may lack it
 =====================  ==========================================  ==========================================
 
-Which interaction a history belongs to is decided in ``links``; nothing here knows interactions.
+``links`` decides which interaction a history belongs to; this module knows no interactions.
 """
 
 from __future__ import annotations
@@ -49,26 +49,29 @@ __all__ = [
 
 DIGEST_SIZE = 16
 ROOT_DIGEST = bytes(DIGEST_SIZE)
-"""The digest of the empty history."""
+"""Digest of the empty history."""
 
 _INSTRUCTION_ROLES = frozenset({"system", "developer"})
-_EXACT_INTEGERS = 2.0**53  # beyond it a float no longer names one integer
-_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**64 - 1  # what JSON libraries read exactly
+_EXACT_INTEGERS = 2.0**53  # beyond this, several integers share one float
+_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**64 - 1  # the range that JSON libraries read exactly
 
 
 def message_digest(message: ChatMessage) -> bytes:
-    """16 bytes that equal those of any faithful echo of ``message``, read on its own."""
+    """Return 16 bytes that are equal for every faithful echo of ``message``, read on its own."""
     return extend_digest(ROOT_DIGEST, message)
 
 
 def extend_digest(previous: bytes, message: ChatMessage, *, reference: int = 0) -> bytes:
-    """The digest of a history that goes on with ``message``; ``reference`` is the call that a tool result answers."""
+    """Return the digest of a history extended by ``message``; ``reference`` is the call that a tool result answers."""
     text = "".join(f"{len(part)}:{part}" for part in _canonical_parts(message, reference))
     return blake2b(previous + text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_SIZE).digest()
 
 
 def _canonical_parts(message: ChatMessage, reference: int) -> Iterable[str]:
-    """What every client preserves. Lengths are written before the parts, so that no two lists of parts read alike."""
+    """Yield the parts that every client preserves.
+
+    ``extend_digest`` prefixes each part with its length, so that no two lists of parts have the same text.
+    """
     yield message.role
     calls = calls_of(message)
     if message.role == "assistant":
@@ -85,10 +88,10 @@ def _canonical_parts(message: ChatMessage, reference: int) -> Iterable[str]:
 
 
 def canonical_arguments(text: str) -> str:
-    """Tool arguments as JSON with sorted keys, so that serialising anew changes nothing; other text as it is.
+    """Return tool arguments as JSON with sorted keys, so that reserialising changes nothing; other text unchanged.
 
-    ``2.0`` equals ``2`` and no arguments at all equal ``{}``, because clients in other languages write them so.
-    Integers of more than 64 bits equal the nearest float, because that is what most JSON libraries make of them.
+    ``2.0`` equals ``2`` and empty arguments equal ``{}``, because clients in other languages write them so. Integers of
+    more than 64 bits equal the nearest float, because most JSON libraries read them as such.
     """
     try:
         value = json.loads(
@@ -117,10 +120,10 @@ def _refuse_number(literal: str) -> NoReturn:
 
 
 def prefix_digests(messages: Sequence[ChatMessage], *, known: bytes = b"") -> bytes:
-    """The digest of every prefix of ``messages``, 16 bytes each, one after another.
+    """Return the digests of all prefixes of ``messages``, 16 bytes each, concatenated.
 
-    ``known`` holds those of the first prefixes, where they have been computed before. Leading instructions (system or
-    developer messages) stand apart, in ``system_digest``: up to them the digest is ``ROOT_DIGEST``.
+    ``known`` holds those of the first prefixes if they were computed before. Leading instructions (system or developer
+    messages) are covered by ``system_digest`` instead: up to their end the digest is ``ROOT_DIGEST``.
     """
     start, num_instructions = len(known) // DIGEST_SIZE, num_leading_instructions(messages)
     calls, num_results = _tool_context(messages, start)
@@ -138,7 +141,7 @@ def prefix_digests(messages: Sequence[ChatMessage], *, known: bytes = b"") -> by
 
 
 def _tool_context(messages: Sequence[ChatMessage], end: int) -> tuple[tuple[ToolCall, ...], int]:
-    """The calls that a tool result at position ``end`` may answer, and how many results came before it."""
+    """Return the calls that a tool result at position ``end`` may answer, and the number of results before it."""
     num_results = 0
     for message in reversed(messages[:end]):
         if message.role == "assistant":
@@ -148,7 +151,10 @@ def _tool_context(messages: Sequence[ChatMessage], end: int) -> tuple[tuple[Tool
 
 
 def _reference(message: ChatMessage, calls: tuple[ToolCall, ...], num_results: int) -> int:
-    """Which call a result answers, by position: some clients drop or rename ids, but results that swap calls differ."""
+    """Return the index of the call that a result answers.
+
+    Positions are used because some clients drop or rename ids, and results with swapped calls must differ.
+    """
     if message.tool_call_id:
         for position, call in enumerate(calls):
             if call.id == message.tool_call_id:
@@ -157,12 +163,12 @@ def _reference(message: ChatMessage, calls: tuple[ToolCall, ...], num_results: i
 
 
 def num_leading_instructions(messages: Sequence[ChatMessage]) -> int:
-    """How many system or developer messages the history begins with."""
+    """Return the number of system or developer messages at the start of the history."""
     return sum(1 for _ in takewhile(lambda message: message.role in _INSTRUCTION_ROLES, messages))
 
 
 def system_digest(messages: Sequence[ChatMessage]) -> bytes:
-    """The digest of the leading instructions alone."""
+    """Return the digest of the leading instructions."""
     digest = ROOT_DIGEST
     for message in messages[: num_leading_instructions(messages)]:
         digest = extend_digest(digest, message)
@@ -170,12 +176,12 @@ def system_digest(messages: Sequence[ChatMessage]) -> bytes:
 
 
 def tools_digest(tools: Sequence[Tool]) -> bytes:
-    """The digest of the tools in their order; the order of keys within a schema does not matter."""
+    """Return the digest of the tools in their order; the order of keys within a schema does not matter."""
     return _json_digest([[tool.name, tool.description, tool.parameters] for tool in tools])
 
 
 def options_digest(template_kwargs: Mapping[str, Any]) -> bytes:
-    """The digest of the options of the chat template."""
+    """Return the digest of the chat template's options."""
     return _json_digest(template_kwargs)
 
 
@@ -191,11 +197,11 @@ def _plain(value: Any) -> Any:
 
 
 def is_echo(stored: ChatMessage, echoed: ChatMessage) -> bool:
-    """Whether ``echoed`` is what a faithful client makes of ``stored``, given that their digests are equal."""
+    """Return whether ``echoed`` is a faithful client's version of ``stored``, given that their digests are equal."""
     if stored is echoed or stored == echoed:
         return True
     if stored.role != "assistant":
-        return True  # all of it is in the digest
+        return True  # the digest covers everything
     return (
         (not stored.name or not echoed.name or stored.name == echoed.name)
         and _stripped(echoed.reasoning) in ("", _stripped(stored.reasoning))
@@ -204,7 +210,7 @@ def is_echo(stored: ChatMessage, echoed: ChatMessage) -> bool:
 
 
 def has_same_calls(stored: ChatMessage, echoed: ChatMessage) -> bool:
-    """Whether the call ids are those of ``stored``: proof of origin, since ids are never given out twice."""
+    """Return whether the call ids are those of ``stored``, which proves the origin: ids are never issued twice."""
     return [call.id for call in stored.tool_calls] == [call.id for call in calls_of(echoed)]
 
 

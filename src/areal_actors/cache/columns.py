@@ -1,6 +1,6 @@
-"""The columns of a training row beside its ids: what each sampled token was sampled with, and what it earned.
+"""The columns of a training row other than its ids: sampling data and returns.
 
-Which tokens stand in a row, and in what order, is ``export`` and ``trees``.
+``export`` and ``trees`` decide which tokens are in a row, and in what order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Source", "Span", "checked_completion", "columns_of", "infos_of"]
 
 @frozen
 class Source:
-    """What rows are built from: the turns to train, in order of request, and facts about every completed turn."""
+    """The input for building rows: the turns to train, in order of request, and facts about every completed turn."""
 
     session: SessionId
     trained: tuple[Interaction, ...]
@@ -34,7 +34,7 @@ class Source:
 
 @frozen
 class Span:
-    """Where a turn's output stands in a row."""
+    """The position of a turn's output in a row."""
 
     turn: Interaction
     completion: Completion
@@ -44,7 +44,7 @@ class Span:
 def columns_of(
     spans: Sequence[Span], num_tokens: int, returns: Mapping[InteractionId, float], trained: frozenset[InteractionId]
 ) -> dict[str, npt.NDArray[Any]]:
-    """The columns beside the ids, neutral but for the spans."""
+    """Return the columns other than the ids. Values outside the spans are neutral."""
     columns: dict[str, npt.NDArray[Any]] = {
         "loss_mask": np.zeros(num_tokens, np.int32),
         "logprobs": np.zeros(num_tokens, np.float32),
@@ -66,7 +66,7 @@ def columns_of(
 
 
 def infos_of(spans: Sequence[Span], source: Source) -> tuple[TurnInfo, ...]:
-    """Return what a row says about each of its turns, in their order."""
+    """Return the ``TurnInfo`` of each turn of a row, in order."""
     return tuple(
         TurnInfo(
             depth=source.depths.get(span.turn.id, 0),
@@ -80,7 +80,11 @@ def infos_of(spans: Sequence[Span], source: Source) -> tuple[TurnInfo, ...]:
 
 
 def checked_completion(turn: Interaction, num_tokens: int) -> Completion:
-    """The turn's completion, if it stands where it was sampled and its columns have one length."""
+    """Return the turn's completion, after checking its position and the lengths of its columns.
+
+    Raises:
+        ExportError: the record is damaged.
+    """
     if turn.completion is None:
         raise ExportError(f"Interaction {turn.id} has no tokens but was continued; the session's record is damaged.")
     if turn.num_prompt_tokens != num_tokens:

@@ -1,4 +1,4 @@
-"""Completions in as little memory as they take: arrays of our own, and one array for what most of them have alike."""
+"""Compact storage of completions: arrays without spare buffers, and one shared array for equal versions."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["Compactor", "own"]
 
 
 def own(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A read-only copy that keeps no larger buffer alive."""
+    """Return a read-only copy, which keeps no larger buffer alive."""
     copy = array.copy()
     copy.flags.writeable = False
     return copy
 
 
 class Compactor:
-    """Makes completions compact. Most of a session are sampled under one version; they share their versions."""
+    """Makes completions compact. Most completions of a session have one version, and share their versions array."""
 
     def __init__(self) -> None:
         self._versions = _ConstantArrays()
 
     def __call__(self, completion: Completion) -> Completion:
-        """The same completion in arrays of our own."""
+        """Return the same completion in compact arrays."""
         sampled, raw, versions = completion.logprobs, completion.raw_logprobs, completion.versions
         logprobs = own(sampled)
         has_one_version = len(versions) > 0 and bool((versions == versions[0]).all())
-        is_same = raw is sampled or np.array_equal(sampled, raw)  # so it is without truncation and penalties
+        is_same = raw is sampled or np.array_equal(sampled, raw)  # true without truncation and penalties
         return evolve(
             completion,
             token_ids=own(completion.token_ids),
@@ -41,13 +41,13 @@ class Compactor:
 
 
 class _ConstantArrays:
-    """Read-only arrays of one repeated value."""
+    """Read-only arrays of a repeated value."""
 
     def __init__(self) -> None:
         self._longest: dict[int, Ints] = {}
 
     def repeat(self, value: int, length: int) -> Ints:
-        """``value``, ``length`` times, as a contiguous slice of a shared array."""
+        """Return ``value``, ``length`` times, as a contiguous slice of a shared array."""
         array = self._longest.get(value)
         if array is None or len(array) < length:
             array = self._longest[value] = own(np.full(max(length, 64), value, np.int32))

@@ -1,21 +1,21 @@
-"""From a session to training rows: which tokens are trained, with what return, and why the others are not.
+"""Export of a session as training rows: which tokens are trained, with which return, and why the others are not.
 
-Three styles, chosen by name. ``individual`` makes a row per interaction in which only its own output is trained.
-``concat`` makes a row per leaf of the token tree, with every output on the way trained; an output that several leaves
-share is trained in the first of them (in order of request) and masked in the others::
+There are three styles, chosen by name. ``individual`` makes a row per interaction in which only its own output is
+trained. ``concat`` makes a row per leaf of the token tree, with every output on the path trained; an output that
+several leaves share is trained in the first of them (in order of request) and masked in the others::
 
     A ──▶ B ──▶ C        individual:  A   A·B   A·B·C   A·D        (only the last output of each is trained)
     └───▶ D              concat:      A·B·C   a·D                  (a: masked, trained in the first row)
                          tree:        A·B·C·D                      (D follows A: see ``domain.predecessors``)
 
-``tree`` makes one row per session, in which every sampled token stands once, and what branches read in common stands
-once (``trees``). Where lengths are bounded and the whole is too long, it makes several of them.
+``tree`` makes one row per session, in which every sampled token and every shared prompt token occurs once (``trees``).
+If lengths are limited and that row is too long, it makes several.
 
-All train every sampled token exactly once or list it in ``untrained`` with a reason, and all agree on the id, the
-log-probability, the version and the return of each. Rows are built front to back from stored ids, in time linear in
-their length; lengths are checked against what was recorded when the prompt was planned.
+All styles train every sampled token exactly once or list it in ``untrained`` with a reason, and all agree on the id,
+the log-probability, the version and the return of each. Rows are built front to back from stored ids, in time linear in
+their length; lengths are checked against the record of the planned prompt.
 
-Padded arrays are in ``arrays``, returns in ``rewards``.
+``arrays`` builds padded arrays, ``rewards`` computes returns.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Exported:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Sampled tokens that exactly one row trains."""
+        """The number of sampled tokens that a row trains."""
         return sum(row.num_trained_tokens for row in self.trajectories)
 
     @property
     def num_untrained_tokens(self) -> int:
-        """Sampled tokens that no row trains."""
+        """The number of sampled tokens that no row trains."""
         return sum(entry.num_tokens for entry in self.untrained)
 
 
@@ -81,19 +81,19 @@ def export_trajectories(
     max_tokens: int | None = None,
     unrewarded: Unrewarded = Unrewarded.INHERIT,
 ) -> Exported:
-    """The training rows of a session. A pure view: asking twice gives the same.
+    """Return the training rows of a session. This is a pure function of the record.
 
     Args:
-        record: The session as it stands.
-        discount: How much of a child's return reaches its parent.
+        record: The session's current state.
+        discount: The share of a child's return that reaches its parent.
         style: A name in ``STYLES``.
-        rule: How returns combine, a name in ``rewards.RULES`` or a function like theirs.
-        max_tokens: Interactions with a longer prompt and output are left out (``too_long``); what fits is kept.
-        unrewarded: What becomes of conversations in which no answer was rewarded, such as side calls: they inherit the
-            outcome of the episode, are left out (``no_reward``), or return 0.
+        rule: How returns combine: a name in ``rewards.RULES`` or a function of the same type.
+        max_tokens: Interactions with a longer prompt and output are omitted (``too_long``).
+        unrewarded: Treatment of conversations in which no answer was rewarded, such as side calls: they inherit the
+            outcome of the episode, are omitted (``no_reward``), or return 0.
 
     Raises:
-        ExportError: for an unknown style or rule, or a record whose parts do not fit together.
+        ExportError: for an unknown style or rule, or an inconsistent record.
         RewardError: for a discount or returns that are not finite.
     """
     if style not in STYLES:
@@ -124,7 +124,7 @@ def _num_sampled(turn: Interaction) -> int:
 def _reason(
     turn: Interaction, max_tokens: int | None, rewarded: frozenset[InteractionId] | None
 ) -> UntrainedReason | None:
-    """Why the turn's tokens are not trained, ``None`` if they are."""
+    """Return why the turn's tokens are not trained; ``None`` if they are."""
     if turn.status is InteractionStatus.FAILED:
         return UntrainedReason.FAILED
     if turn.status is not InteractionStatus.COMPLETED:
@@ -174,7 +174,7 @@ def _concat_rows(source: Source) -> list[Trajectory]:
 
 
 def _leaf_paths(source: Source) -> list[list[Interaction]]:
-    """The token paths to those trained turns that no other trained turn extends, in order of request."""
+    """Return the token paths to the trained turns that no other trained turn extends, in order of request."""
     inner: set[InteractionId] = set()
     paths: list[list[Interaction]] = []
     for turn in reversed(source.trained):  # descendants first, so that an inner turn is known when it comes up
@@ -188,11 +188,11 @@ def _leaf_paths(source: Source) -> list[list[Interaction]]:
 
 
 _Part = Ints | Interaction
-"""Either ids that were read, or a turn whose output was sampled."""
+"""Either prompt ids, or a turn whose output was sampled."""
 
 
 def _build_row(source: Source, parts: Sequence[_Part], *, trained: frozenset[InteractionId]) -> Trajectory:
-    """Join the parts; outputs in ``trained`` are trained, the others are context that was sampled."""
+    """Join the parts into a row. Outputs in ``trained`` are trained; other outputs are context."""
     pieces: list[Ints] = []
     spans: list[Span] = []
     num_tokens = 0
@@ -221,4 +221,4 @@ STYLES: Mapping[str, Callable[[Source], list[Trajectory]]] = {
     "concat": _concat_rows,
     "tree": tree_rows,
 }
-"""How rows are cut, by name."""
+"""Functions that build rows, by style name."""

@@ -1,7 +1,7 @@
-"""What was said: the messages of an interaction, put together again from the new ones that each turn stores.
+"""Message histories: reassembles an interaction's messages from the new ones that each turn stores.
 
-``lookup`` finds interactions of one session by id and raises for unknown ones; the tree passes its own, readers of a
-``SessionRecord`` pass ``lookup_in(record)``. The ids that were read and sampled are put together in ``tokens``.
+``lookup`` finds interactions of one session by id and raises for unknown ones. The tree passes its own; readers of a
+``SessionRecord`` pass ``lookup_in(record)``. ``tokens`` does the same for token ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Lookup = Callable[[InteractionId], Interaction]
 
 
 def lookup_in(record: SessionRecord) -> Lookup:
-    """A look-up among the interactions of ``record``; it raises ``ExportError`` for ids that are not there."""
+    """Return a lookup in ``record``, which raises ``ExportError`` for unknown ids."""
     by_id = {interaction.id: interaction for interaction in record.interactions}
 
     def lookup(interaction_id: InteractionId) -> Interaction:
@@ -37,7 +37,11 @@ def lookup_in(record: SessionRecord) -> Lookup:
 def ancestry(
     interaction: Interaction, lookup: Lookup, parent_of: Callable[[Interaction], InteractionId | None]
 ) -> list[Interaction]:
-    """The interaction and its ancestors, root first. Raises ``ExportError`` if one was asked after its descendant."""
+    """Return the interaction and its ancestors, root first.
+
+    Raises:
+        ExportError: an ancestor was requested after its descendant.
+    """
     path = [interaction]
     while (parent_id := parent_of(path[-1])) is not None:
         parent = lookup(parent_id)
@@ -49,7 +53,7 @@ def ancestry(
 
 
 def full_history(interaction: Interaction, lookup: Lookup, *, with_answer: bool = True) -> tuple[ChatMessage, ...]:
-    """All messages of an interaction as they were stored, its own answer last (if it has one and ``with_answer``)."""
+    """Return all stored messages of an interaction, its answer last (if it has one and ``with_answer``)."""
     messages: list[ChatMessage] = []
     for turn in ancestry(interaction, lookup, attrgetter("parent")):
         go_on(messages, turn.messages, turn.num_instructions)
@@ -59,12 +63,12 @@ def full_history(interaction: Interaction, lookup: Lookup, *, with_answer: bool 
 
 
 def go_on(messages: list[ChatMessage], new: Sequence[ChatMessage], num_instructions: int | None) -> None:
-    """Continue ``messages`` in place with ``new``, the first ``num_instructions`` of which replace the old ones."""
+    """Extend ``messages`` in place by ``new``, the first ``num_instructions`` of which replace the old instructions."""
     if num_instructions is not None:
         messages[: num_leading_instructions(messages)] = new[:num_instructions]
     messages.extend(new[num_instructions or 0 :])
 
 
 def without_instructions(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """The messages after the leading system or developer messages."""
+    """Return the messages after the leading system or developer messages."""
     return messages[num_leading_instructions(messages) :]

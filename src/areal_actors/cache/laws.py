@@ -1,7 +1,7 @@
-"""The laws of reward propagation, as statements about any rule: which ones hold is the first thing to know of it.
+"""Laws of reward propagation, stated for any rule. Which laws hold characterises a rule.
 
-A law draws its examples from a ``Draw``. ``testing.laws`` lets Hypothesis draw, which looks for the smallest tree that
-breaks a law; ``find_broken`` draws from a seeded generator, within a bounded time, for a run with a custom rule.
+A law draws its examples from a ``Draw``. ``testing.laws`` draws with Hypothesis, which searches the smallest tree that
+breaks a law; ``find_broken`` draws from a seeded generator, within a time limit, to check a run's custom rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Returns = Mapping[InteractionId, float]
 
 
 class Draw(Protocol):
-    """Where the examples of a law come from."""
+    """A source of examples for a law."""
 
     def number(self, low: float, high: float) -> float:
         """Return a number within the bounds."""
@@ -44,7 +44,10 @@ class Draw(Protocol):
 
 @frozen(kw_only=True)
 class Law:
-    """One law. ``statement`` says it in a sentence; ``holds`` raises ``AssertionError`` for a rule that breaks it."""
+    """One law.
+
+    ``statement`` describes it in a sentence; ``holds`` raises ``AssertionError`` for a rule that breaks it.
+    """
 
     name: str
     statement: str
@@ -53,14 +56,14 @@ class Law:
 
 
 def is_close(left: Returns, right: Returns) -> bool:
-    """Whether two maps of returns agree but for rounding."""
+    """Return whether two maps of returns agree up to rounding."""
     return left.keys() == right.keys() and all(
         math.isclose(left[name], right[name], rel_tol=1e-9, abs_tol=1e-6) for name in left
     )
 
 
 def chain(*rewards: float) -> RewardTree:
-    """A conversation without branches, its turns named by their numbers."""
+    """Return a conversation without branches, with turns named by their numbers."""
     return RewardTree(
         ids=tuple(InteractionId(str(number)) for number in range(len(rewards))),
         parents=tuple(number - 1 if number else None for number in range(len(rewards))),
@@ -108,7 +111,7 @@ def _free_of_order(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
 
 
 def _permuted(tree: RewardTree, order: list[int]) -> RewardTree:
-    """The same tree with its interactions written down in another order."""
+    """Return the same tree with its interactions in another order."""
     places = {old: new for new, old in enumerate(order)}
     parents = (tree.parents[old] for old in order)
     return RewardTree(
@@ -152,7 +155,7 @@ def _siblings_are_strangers(rule: str | Rule, tree: RewardTree, draw: Draw) -> N
 
 
 def _line(tree: RewardTree, position: int | None) -> list[int]:
-    """A turn and its ancestors."""
+    """Return a turn and its ancestors."""
     line: list[int] = []
     while position is not None:
         line.append(position)
@@ -225,7 +228,7 @@ LAWS: Mapping[str, Law] = {
 
 
 class _SeededDraw:
-    """Examples from a generator: the same on every machine and in every run."""
+    """Examples from a seeded generator: the same on every machine and in every run."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - examples, not secrets
@@ -254,7 +257,7 @@ class _SeededDraw:
 
 @frozen(kw_only=True)
 class LawReport:
-    """Which laws a rule kept on ``num_trees`` trees, and which it broke."""
+    """The laws that a rule kept on ``num_trees`` trees, and those that it broke."""
 
     kept: tuple[str, ...]
     broken: tuple[str, ...]
@@ -271,7 +274,7 @@ SHAPES: Mapping[str, RewardTree] = {
         ids=tuple(map(InteractionId, ("first", "second", "third"))), parents=(None, None, 1), rewards=(0.0, 1.0, -1.0)
     ),
 }
-"""Small trees of every kind, on which a rule is tried before anything else."""
+"""Small trees of every kind, on which a rule is tried first."""
 
 
 def find_broken(

@@ -1,14 +1,14 @@
-"""Which interaction a request continues: look-up by digests of prefixes, in time that depends on the new messages only.
+"""Parent lookup: finds the interaction that a request continues, in time that depends on the new messages only.
 
 The conversational parent is the completed interaction whose messages and answer are the longest prefix of the request's
-messages. Completed interactions stand in buckets by the digest of messages + answer; a request is digested prefix by
-prefix, and the longest prefix with a bucket wins. Histories that were seen a moment ago are remembered with their
-digests, so that an agent that goes on talking costs one comparison per old message and one digest per new one.
+messages. Completed interactions are kept in buckets by the digest of messages + answer. A request is digested prefix by
+prefix, and the longest prefix with a bucket wins. Recent histories are kept with their digests, so that an agent that
+continues a conversation costs one comparison per old message and one digest per new one.
 
-Instructions, tools and template options (the ``Frame``) stand apart from the digests: where only they changed, the
-parent is found nonetheless and the reason for the fork is known.
+Instructions, tools and template options (the ``Frame``) are not part of these digests: if only they changed, the parent
+is still found and the reason for the fork is known.
 
-What makes two messages the same is in ``canonical``; the lifecycle of interactions is in ``tree``.
+``canonical`` defines when two messages are equal; ``tree`` owns the lifecycle of interactions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_RECENT = 4  # an agent and a few sub-agents that talk in turns
 
 @frozen
 class Frame:
-    """Digests of what surrounds the messages of a request."""
+    """Digests of a request's context: instructions, tools and template options."""
 
     system: bytes
     tools: bytes
@@ -49,24 +49,24 @@ class Frame:
 
 @frozen
 class History:
-    """The messages of one request, with the digest of each prefix (16 bytes each) and what surrounds them."""
+    """The messages of one request, with the digest of each prefix (16 bytes each) and their frame."""
 
     messages: tuple[ChatMessage, ...]
     digests: bytes
     frame: Frame
 
     def digest(self, num_messages: int) -> bytes:
-        """The digest of the first ``num_messages`` messages."""
+        """Return the digest of the first ``num_messages`` messages."""
         return self.digests[(num_messages - 1) * DIGEST_SIZE : num_messages * DIGEST_SIZE] or ROOT_DIGEST
 
 
 @frozen(kw_only=True)
 class Match:
-    """Where a request hangs in the tree.
+    """The position of a request in the tree.
 
     ``new_messages`` are those beyond the parent's prompt and answer (all of them without a parent); the first
-    ``num_instructions`` of them replace its instructions (``None``: those stay). ``fork_hint`` is why the parent's
-    tokens cannot be extended, ``None`` where they may be.
+    ``num_instructions`` of them replace its instructions (``None``: those stay). ``fork_hint`` is the reason why the
+    parent's tokens cannot be extended, ``None`` if they may be.
     """
 
     parent: Interaction | None
@@ -78,7 +78,7 @@ class Match:
 
 @frozen(eq=False, weakref_slot=False)
 class _Entry:
-    """What the index knows of an interaction that has an answer."""
+    """The index entry of an interaction that has an answer."""
 
     id: InteractionId
     frame: Frame
@@ -87,7 +87,7 @@ class _Entry:
 
 @frozen
 class _Recent:
-    """A history that was just seen, and the interactions that were asked with exactly it."""
+    """A recent history, and the interactions that were requested with exactly it."""
 
     history: History
     ids: tuple[InteractionId, ...]
@@ -95,7 +95,7 @@ class _Recent:
 
 @frozen(order=True)
 class _Evidence:
-    """How surely an answer is the one that was echoed; of equals, the most recently completed wins."""
+    """How certain it is that an answer is the echoed one; among equals, the most recently completed wins."""
 
     has_same_system: bool
     has_same_calls: bool
@@ -110,9 +110,9 @@ class ParentIndex:
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
         self._asked: dict[InteractionId, tuple[_Entry, bytes]] = {}  # pending ones, with the digest of their prompt
-        self._answers: dict[bytes, _Entry | tuple[_Entry, ...]] = {}  # most answers are alone: a tuple costs 64 bytes
+        self._answers: dict[bytes, _Entry | tuple[_Entry, ...]] = {}  # usually one entry; a tuple would cost 64 bytes
         self._prompts: set[bytes] = set()
-        self._lengths: dict[bytes, int] | None = None  # made when first needed: most sessions never are
+        self._lengths: dict[bytes, int] | None = None  # made on demand; most sessions never need it
         self._frames: dict[Frame, Frame] = {}
         self._recent: tuple[_Recent, ...] = ()
 
@@ -130,32 +130,32 @@ class ParentIndex:
         return Match(parent=None, new_messages=history.messages, fork_hint=hint, history=history)
 
     def is_asked(self, history: History) -> bool:
-        """Whether exactly these messages were asked before."""
+        """Return whether exactly these messages were requested before."""
         return history.digest(len(history.messages)) in self._prompts
 
     def follow(self, request: CompletionRequest, parent: Interaction) -> Match:
-        """The match of a request whose client names its completed parent instead of repeating the history."""
+        """Return the match of a request that names its completed parent instead of repeating the history."""
         num_own = int(request.has_instructions)
         instructions, new = request.messages[:num_own], request.messages[num_own:]
         said = full_history(parent, self._lookup)[int(parent.has_instructions) :]
         history, _ = self._digest(evolve(request, messages=(*instructions, *said, *new)))
         position = len(history.messages) - len(new) - 1
         frames = [entry.frame for entry in self._bucket(history.digest(position + 1)) if entry.id == parent.id]
-        # The stored history reads otherwise than the echo that its client sent, where that renamed call ids.
+        # The stored history differs from the echo that its client sent if the client renamed call ids.
         reason = _frame_reason(frames[0], history.frame) if frames else ForkReason.CLIENT_EDITED_HISTORY
         return _linked(parent, history, position, reason)
 
     def begin(self, interaction_id: InteractionId, history: History) -> None:
-        """Remember that ``history`` was asked under this id."""
+        """Record that ``history`` was requested under this id."""
         digest = history.digest(len(history.messages))
         self._asked[interaction_id] = _Entry(interaction_id, history.frame, len(history.messages)), digest
         self._prompts.add(digest)
         self._remember(history, interaction_id)
 
     def restore(self, interaction: Interaction, frame: Frame, digest: bytes | None) -> None:
-        """Know an interaction that began and ended earlier; ``digest`` is that of its messages as they were sent.
+        """Add an interaction that began and ended earlier; ``digest`` is that of its messages as they were sent.
 
-        Without it, it is that of the stored messages, which differs where a client renamed the ids of calls.
+        Without it, the digest of the stored messages is used, which differs if a client renamed the ids of calls.
         """
         messages = full_history(interaction, self._lookup, with_answer=False)
         digest = digest or prefix_digests(messages)[-DIGEST_SIZE:] or ROOT_DIGEST
@@ -178,12 +178,12 @@ class ParentIndex:
             _note_length(self._lengths, entry, output)
 
     def _bucket(self, digest: bytes) -> tuple[_Entry, ...]:
-        """The interactions that end with this digest, in the order in which they ended."""
+        """Return the interactions that end with this digest, in the order in which they ended."""
         found = self._answers.get(digest, ())
         return (found,) if isinstance(found, _Entry) else found
 
     def _digest(self, request: CompletionRequest) -> tuple[History, _Recent | None]:
-        """The request's history; digests are taken over from the recent history that shares most messages with it."""
+        """Return the request's history, reusing the digests of the recent history that shares most messages with it."""
         messages = request.messages
         frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
         shared, recent = max(
@@ -202,7 +202,7 @@ class ParentIndex:
     def _choose(
         self, entries: Sequence[_Entry], history: History, position: int, recent: _Recent | None
     ) -> tuple[Interaction | None, ForkReason | None]:
-        """The best of those that answer like the message at ``position``, or why none of them is the parent."""
+        """Return the best candidate for the answer at ``position``, or the reason why none of them is the parent."""
         reason: ForkReason | None = None
         best: tuple[_Evidence, Interaction, Frame] | None = None
         for entry in entries:
@@ -224,7 +224,7 @@ class ParentIndex:
     def _is_path(
         self, entry: _Entry, interaction: Interaction, history: History, position: int, recent: _Recent | None
     ) -> bool:
-        """Whether the messages up to ``position`` are an echo of the interaction's own, message by message."""
+        """Return whether the messages up to ``position`` echo the interaction's own, message by message."""
         if interaction.output is None or not is_echo(interaction.output, history.messages[position]):
             return False
         if recent is not None and position == len(recent.history.messages) and entry.id in recent.ids:
@@ -234,18 +234,21 @@ class ParentIndex:
         return len(stored) == len(echoed) and all(map(is_echo, stored, echoed))
 
     def _is_proven(self, interaction: Interaction, history: History, position: int) -> bool:
-        """Under other instructions equal words may be a coincidence; call ids, given out once, prove the origin."""
+        """Return whether call ids prove that the history is this interaction's.
+
+        Under other instructions, equal words may be a coincidence; call ids are issued only once.
+        """
         stored = without_instructions(full_history(interaction, self._lookup))
         echoed = without_instructions(history.messages[: position + 1])
         return any(s.tool_calls and has_same_calls(s, e) for s, e in zip(stored, echoed, strict=True))
 
     def _edit_reason(self, history: History, position: int) -> ForkReason | None:
-        """An answer that we did not give, after a prompt that we did answer, was edited by the client."""
+        """Return the reason for an unknown answer after a known prompt: the client edited it."""
         is_known_prompt = position > 0 and history.digest(position) in self._prompts
         return ForkReason.CLIENT_EDITED_HISTORY if is_known_prompt else None
 
     def _stray_reason(self, messages: Sequence[ChatMessage]) -> ForkReason | None:
-        """An answer of ours after other messages than we answered: some were left out, or one was edited."""
+        """Return the reason for a known answer after other messages: the client omitted some, or edited one."""
         for position in _answer_positions(messages):
             if self._lengths is None:
                 self._lengths = self._measure()
@@ -256,7 +259,7 @@ class ParentIndex:
         return None
 
     def _measure(self) -> dict[bytes, int]:
-        """The number of messages before each answer, by the digest of the answer on its own."""
+        """Return the number of messages before each answer, by the digest of the answer on its own."""
         lengths: dict[bytes, int] = {}
         for digest in self._answers:
             for entry in self._bucket(digest):
@@ -273,7 +276,7 @@ class ParentIndex:
 
 
 def _note_length(lengths: dict[bytes, int], entry: _Entry, output: ChatMessage) -> None:
-    """Of equal answers, the one with the longest history counts."""
+    """Record the length of the history before an answer; among equal answers, the longest history counts."""
     alone = message_digest(output)
     lengths[alone] = max(entry.num_messages, lengths.get(alone, 0))
 
@@ -283,7 +286,10 @@ def _answer_positions(messages: Sequence[ChatMessage]) -> Iterator[int]:
 
 
 def _num_shared(known: tuple[ChatMessage, ...], messages: tuple[ChatMessage, ...]) -> int:
-    """How many messages both begin with. An agent that talks on repeats all of them: that is tried first."""
+    """Return the number of messages that both begin with.
+
+    An agent that continues a conversation repeats all of them, so that case is tried first.
+    """
     if messages[: len(known)] == known:
         return len(known)
     num_shared = 0
@@ -295,7 +301,7 @@ def _num_shared(known: tuple[ChatMessage, ...], messages: tuple[ChatMessage, ...
 
 
 def _is_prefix(known: tuple[ChatMessage, ...], messages: tuple[ChatMessage, ...]) -> bool:
-    """Whether ``messages`` took over all of ``known``: then the objects are the same, the last one too."""
+    """Return whether ``messages`` begins with all of ``known``. The objects are shared then, including the last one."""
     return len(known) <= len(messages) and (not known or known[-1] is messages[len(known) - 1])
 
 

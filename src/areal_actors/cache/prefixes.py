@@ -1,8 +1,8 @@
-"""Which earlier answer a raw prompt begins with: a look-up of prefixes by digest.
+"""Prefix lookup for raw prompts: finds the earlier answer that a prompt begins with, by digest.
 
-Conversations are cut into messages, and ``links`` digests them message by message. A raw prompt is one piece, so that
-the cuts to look at are the ends of what was said before: a prompt is digested once, from its beginning to the longest
-end that is known, with a look at every end on the way.
+``links`` digests conversations message by message. A raw prompt is one piece, so the candidates are the ends of earlier
+sequences: a prompt is digested once, from its beginning to the longest known end, with a lookup at every end on the
+way.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ __all__ = ["PrefixIndex"]
 
 
 class PrefixIndex:
-    """Sequences of bytes by the interaction that they end; of equal ones, the latest."""
+    """Byte sequences, mapped to the interaction that they end with; among equal ones, the latest."""
 
     def __init__(self) -> None:
         self._interactions: dict[bytes, InteractionId] = {}
         self._lengths: list[int] = []
-        """In ascending order, each once."""
+        """In ascending order, without duplicates."""
 
     def add(self, data: bytes, interaction: InteractionId) -> None:
-        """Remember that ``interaction`` ends ``data``."""
+        """Record that ``interaction`` ends ``data``."""
         self._interactions[blake2b(data, digest_size=DIGEST_SIZE).digest()] = interaction
         at = bisect_right(self._lengths, len(data))
         if at == 0 or self._lengths[at - 1] != len(data):
             insort(self._lengths, len(data))
 
     def find(self, data: bytes) -> tuple[InteractionId, int] | None:
-        """The interaction that ends the longest known beginning of ``data``, and the length of that."""
+        """Return the interaction that ends the longest known prefix of ``data``, and the length of that prefix."""
         found, start, digest = None, 0, blake2b(digest_size=DIGEST_SIZE)
         for end in self._lengths[: bisect_right(self._lengths, len(data))]:
             digest.update(data[start:end])

@@ -1,17 +1,16 @@
-"""Which token ids a request is answered from: the parent's exact ids with a rendered suffix, or a rendering in full.
+"""Prompt planning: a request's exact token ids, from the parent's ids and a rendered suffix or from a full rendering.
 
-A turn extends its parent's exact tokens: its prompt is the parent's prompt ids, the ids that were sampled, and the
-newly rendered suffix; nothing that was sampled is ever tokenised again. Where the renderer cannot extend faithfully,
-the conversation is rendered in full and becomes a new branch of tokens: it keeps its conversational parent, which
-rewards flow to, and shares tokens only with an ancestor whose exact ids it verifiably begins with. Nothing is erased or
-realigned.
+A turn extends its parent's exact tokens: its prompt is the parent's prompt ids, the sampled ids, and the newly rendered
+suffix. Sampled tokens are never tokenised again. If the renderer cannot extend faithfully, the conversation is rendered
+in full and becomes a new branch of tokens: it keeps its conversational parent, to which rewards flow, and shares tokens
+only with an ancestor whose exact ids it verifiably begins with. Nothing is erased or realigned.
 
-History is rendered from the stored messages, never from the client's echo of them. The renderer itself is a plug;
-``PromptRenderer`` says what it must do.
+History is rendered from the stored messages, never from the client's echo of them. The renderer is a plug-in;
+``PromptRenderer`` is its interface.
 
-A raw prompt (a text, or ids) goes on from an earlier one if it begins with that one's prompt and answer, and then it
-extends its exact ids, too. What the client did not see of the answer (an end token, a stop string) must stand at its
-place in the new prompt for that; where it does not, the client has left it out, and the prompt is a new branch.
+A raw prompt (a text, or ids) continues an earlier one if it begins with that one's prompt and answer, and then extends
+its exact ids as well. The part of the answer that the client did not see (an end token, a stop string) must occur at
+its place in the new prompt; if it does not, the client has omitted it, and the prompt is a new branch.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = ["PromptPlan", "PromptRenderer", "plan_prompt"]
 
 
 class PromptRenderer(Protocol):
-    """Messages to token ids, in full or incrementally."""
+    """Renders messages to token ids, in full or incrementally."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -51,7 +50,7 @@ class PromptRenderer(Protocol):
     def render(
         self, messages: tuple[ChatMessage, ...], *, tools: tuple[Tool, ...], template_kwargs: Mapping[str, Any]
     ) -> Ints:
-        """The ids of a whole prompt, int32 [T], up to where the model's answer begins."""
+        """Return the ids of a whole prompt, int32 [T], up to the start of the model's answer."""
         ...
 
     def extend(
@@ -63,25 +62,28 @@ class PromptRenderer(Protocol):
         tools: tuple[Tool, ...],
         template_kwargs: Mapping[str, Any],
     ) -> Ints | ForkReason:
-        """The ids that follow the sampled ids of the last message of ``history``, or why there are none.
+        """Return the ids that follow the sampled ids of ``history``'s last message, or the reason why there are none.
 
-        ``is_closed`` tells whether the sampled ids end with a stop id.
+        ``is_closed`` says whether the sampled ids end with a stop id.
         """
         ...
 
     def encode(self, text: str, *, is_start: bool) -> Ints:
-        """The ids of a raw text, int32 [T], with what the tokenizer puts at the beginning of a text if ``is_start``."""
+        """Return the ids of a raw text, int32 [T].
+
+        With ``is_start``, they include the tokens that the tokenizer adds at the start of a text.
+        """
         ...
 
     def decode(self, token_ids: Ints) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of ids, including special tokens."""
         ...
 
 
 def plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest) -> PromptPlan:
-    """Find the parent of ``request`` and the exact ids of its prompt. Changes nothing; ``tree.begin`` takes the plan.
+    """Find the parent of ``request`` and the exact ids of its prompt, without changing the tree.
 
-    Raises what the renderer raises for messages that its template refuses.
+    Pass the plan to ``tree.begin``. Raises the renderer's errors for messages that its template refuses.
     """
     if request.prompt is not None:
         return _plan_text(tree, renderer, request, request.prompt)
@@ -106,7 +108,7 @@ def plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: Compl
 def _rendered(
     tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest, match: Match, fork: ForkReason | None
 ) -> PromptPlan:
-    """Render in full; share tokens with the nearest ancestor whose exact ids the prompt begins with."""
+    """Render in full, and share tokens with the nearest ancestor whose exact ids the prompt begins with."""
     ids = as_ints(
         renderer.render(_stored_messages(tree, match), tools=request.tools, template_kwargs=request.template_kwargs)
     )
@@ -148,7 +150,7 @@ def _plan_ids(tree: ConversationTree, renderer: PromptRenderer, request: Complet
 
 
 def _match_raw(tree: ConversationTree, request: CompletionRequest, parent: Interaction | None, new_text: str) -> Match:
-    """Where a raw prompt hangs: it is told as a conversation, whose turns begin with what the client added."""
+    """Return a raw prompt's position in the tree, as a conversation whose turns begin with the client's additions."""
     history = () if parent is None else tree.history(parent)
     messages = (*history, ChatMessage(role=RAW_ROLE, content=new_text))
     match = tree.match(evolve(request, messages=messages))
@@ -156,7 +158,7 @@ def _match_raw(tree: ConversationTree, request: CompletionRequest, parent: Inter
 
 
 def _extend_text(tree: ConversationTree, renderer: PromptRenderer, parent: Interaction, rest: str) -> Ints | None:
-    """The ids of ``rest`` behind the parent's exact ids; ``None`` where they would not read like the prompt."""
+    """Return the ids of ``rest`` after the parent's exact ids; ``None`` if they would not decode to the prompt."""
     assert parent.completion is not None
     assert parent.output is not None
     said, sampled = parent.output.content or "", renderer.decode(parent.completion.token_ids)
@@ -165,7 +167,7 @@ def _extend_text(tree: ConversationTree, renderer: PromptRenderer, parent: Inter
         return None
     added = rest[len(unseen) :]
     last, suffix = tree.full_tokens(parent)[-1:], as_ints(renderer.encode(added, is_start=False))
-    # Some tokenizers write a space before every text; half a character at the end of the parent is no text at all.
+    # Some tokenizers add a space before every text, and an incomplete character at the parent's end cannot be decoded.
     is_faithful = renderer.decode(np.concatenate([last, suffix])) == renderer.decode(last) + added
     return suffix if is_faithful else None
 
@@ -178,7 +180,7 @@ def _extended(
 
 
 def _stored_messages(tree: ConversationTree, match: Match) -> tuple[ChatMessage, ...]:
-    """The request's messages, with the stored ones in the place of their echoes."""
+    """Return the request's messages, with stored messages instead of their echoes."""
     if match.parent is None:
         return match.new_messages
     messages = list(tree.history(match.parent))

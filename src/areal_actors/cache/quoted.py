@@ -1,8 +1,7 @@
-"""Calls that a client writes into the text of an answer, instead of sending them back as calls.
+"""Tool calls that a client quotes in the text of an answer, instead of sending them back as calls.
 
-smolagents does so: what the model said, then ``Calling tools:`` and the calls as Python prints them, ids included. The
-ids were given out once, so that such a text can be told from anything else; whether they are those of an answer of ours
-is decided in ``canonical``.
+smolagents does this: it sends the model's text, then ``Calling tools:`` and the calls as Python prints them, with their
+ids. The ids were issued only once, which identifies such a text; ``canonical`` checks whether they belong to an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Quoted:
 
 
 def calls_of(message: ChatMessage) -> tuple[ToolCall, ...]:
-    """The calls of an answer, wherever they stand."""
+    """Return the calls of an answer, whether sent as calls or quoted in its text."""
     if message.tool_calls or message.role != "assistant":
         return message.tool_calls
     quoted = read_quoted(message.content)
@@ -38,10 +37,11 @@ def calls_of(message: ChatMessage) -> tuple[ToolCall, ...]:
 
 
 def read_quoted(content: str | None) -> Quoted | None:
-    """The calls that the end of a text quotes; ``None`` for any other text. Never raises."""
+    """Return the calls quoted at the end of a text; ``None`` for any other text. Never raises."""
     if content is None or _MARK not in content:
         return None
     text, _, listing = content.rpartition(_MARK)
+    # ``literal_eval`` of a client's text: the length limit bounds its time and memory.
     if len(listing) > _MAX_CHARACTERS:
         return None
     try:

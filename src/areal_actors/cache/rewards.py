@@ -1,16 +1,17 @@
-"""What a reward is, and how rewards flow from answers back to the turns that led to them: pure functions on a tree.
+"""Rewards, and how they flow from answers back to the turns that led to them: pure functions on a tree.
 
 The default rule is ``return(n) = reward(n) + discount * mean(return(children of n))``, leaves first, along the
 conversational parents. On a chain with reward 1 at its end and discount 0.9 that is 1.0, 0.9, 0.81, …; nothing flows
 between siblings or roots. A rule is a function from a ``RewardTree`` and a discount to returns, chosen by name.
 
-Only completed interactions take part: a pending, cancelled or failed child neither receives nor dilutes anything.
+Only completed interactions take part: a pending, cancelled or failed child neither receives nor dilutes rewards.
 
-A number that an agent returned is the *outcome* of the whole episode (``SessionRecord.outcome``), although it is kept
-on the last answer. A conversation (a root and all that continues it) in which no answer was rewarded inherits it: each
-of its leaves counts as rewarded with the outcome. So do the leaves of the conversation that holds the last answer, but
-for answers that continue that one, which came when the outcome was known. Without an outcome, and where ``Unrewarded``
-says so, a reward that was never set counts as 0. Which tokens carry the returns is decided in ``export``.
+A number that an agent returned is the *outcome* of the whole episode (``SessionRecord.outcome``), although it is stored
+on the last answer. A conversation (a root and all its continuations) in which no answer was rewarded inherits it: each
+of its leaves counts as rewarded with the outcome. The same holds for the leaves of the conversation that contains the
+last answer, except for answers that continue that one, because they came when the outcome was known. Without an
+outcome, and where ``Unrewarded`` says so, a reward that was never set counts as 0. ``export`` decides which tokens
+carry the returns.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ __all__ = [
 
 
 _LARGEST = float.fromhex("0x1.fffffep+127")
-"""The greatest float32."""
+"""The largest float32."""
 
 
 def parse_reward(value: Any) -> float:
-    """A float within the range of float32, which training has, from a float, int, bool, or numpy or torch scalar.
+    """Return a reward as a float that fits into a float32, which training uses.
 
-    Raises ``RewardError`` for everything else: text, ``None``, arrays, NaN, infinities and what would become one.
+    Accepts a float, int, bool, or numpy or torch scalar. Raises ``RewardError`` for everything else: text, ``None``,
+    arrays, NaN, infinities and numbers that a float32 cannot hold.
     """
     scalar = _item(value)
     if not isinstance(scalar, Real):
@@ -67,12 +69,12 @@ def parse_reward(value: Any) -> float:
 
 
 def _is_trainable(value: float) -> bool:
-    """Whether a float32 of it is finite. NaN is not."""
+    """Return whether the value is finite as a float32. NaN is not."""
     return abs(value) <= _LARGEST
 
 
 def _item(value: Any) -> Any:
-    """The Python scalar within a numpy or torch scalar."""
+    """Return the Python scalar within a numpy or torch scalar."""
     item = getattr(value, "item", None)
     if isinstance(value, Real) or not callable(item):
         return value
@@ -88,7 +90,7 @@ def _shorten(value: Any, limit: int = 60) -> str:
 
 
 class Unrewarded(StrEnum):
-    """What becomes of conversations in which no answer was rewarded."""
+    """Treatment of conversations in which no answer was rewarded."""
 
     INHERIT = "inherit"
     """They inherit the outcome of the episode; 0 if there is none, as when rewards were given to single answers."""
@@ -100,10 +102,10 @@ class Unrewarded(StrEnum):
 
 @frozen(kw_only=True)
 class RewardTree:
-    """The part of a session that rewards see: for each interaction its parent and its own reward, in order of request.
+    """A session as rewards see it: each interaction's parent and its own reward, in order of request.
 
     ``parents`` are positions in ``ids``, ``None`` for roots. ``heirs`` are the positions of leaves whose reward is the
-    outcome of the episode, inherited; nobody set it on them.
+    inherited outcome of the episode and was not set on them.
     """
 
     ids: tuple[InteractionId, ...]
@@ -113,10 +115,10 @@ class RewardTree:
 
     @classmethod
     def of(cls, record: SessionRecord, *, unrewarded: Unrewarded = Unrewarded.INHERIT) -> RewardTree:
-        """The completed interactions of a session, with what its conversations inherit unless they are to have 0.
+        """Return the completed interactions of a session, with inherited outcomes unless ``unrewarded`` is ``ZERO``.
 
-        ``Unrewarded.SKIP`` is the same here: of what ``export`` does not skip, the conversation that holds the outcome
-        inherits it.
+        ``Unrewarded.SKIP`` has no effect here: ``export`` skips conversations, and the one that contains the outcome
+        still inherits it.
         """
         completed = [turn for turn in record.interactions if turn.status is InteractionStatus.COMPLETED]
         positions = {turn.id: position for position, turn in enumerate(completed)}
@@ -132,9 +134,9 @@ class RewardTree:
         return tree._bequeath(outcome.reward, at=positions[outcome.id], named=named)
 
     def _bequeath(self, outcome: float, *, at: int, named: set[int]) -> RewardTree:
-        """The tree in which every leaf has ``outcome`` whose conversation has none of the rewards at ``named``.
+        """Return the tree in which leaves inherit ``outcome``, in conversations without rewards at ``named``.
 
-        It is kept ``at`` one answer; leaves that continue that are no heirs.
+        ``at`` is the answer that stores the outcome; leaves that continue it do not inherit.
         """
         roots = self.roots()
         closed = {roots[position] for position in named}
@@ -169,7 +171,10 @@ class RewardTree:
         return depths
 
     def leaves_first(self) -> list[int]:
-        """Positions such that children precede their parents. Raises ``ExportError`` if the parents form a cycle."""
+        """Return positions such that children precede their parents.
+
+        Raises ``ExportError`` if the parents form a cycle.
+        """
         num_open = [0] * len(self.ids)
         for parent in self.parents:
             if parent is not None:
@@ -197,9 +202,9 @@ def _position(turn: Interaction, positions: Mapping[InteractionId, int]) -> int 
 
 
 class Rule(Protocol):
-    """A reward rule: from a tree and a discount to one return per interaction, in the order of the tree.
+    """A reward rule: maps a tree and a discount to one return per interaction, in the order of the tree.
 
-    A pure function of numbers: it keeps nothing between two calls and leaves the tree as it is.
+    It must be a pure function of numbers: it keeps no state between calls and does not change the tree.
     """
 
     def __call__(self, tree: RewardTree, discount: float, /) -> Sequence[float]:
@@ -208,7 +213,7 @@ class Rule(Protocol):
 
 
 def _along_tree(combine: Callable[[list[float]], float]) -> Rule:
-    """The rule that adds to each reward the discounted combination of the children's returns."""
+    """Return the rule that adds the discounted combination of the children's returns to each reward."""
 
     def rule(tree: RewardTree, discount: float) -> Sequence[float]:
         returns = list(tree.rewards)
@@ -229,7 +234,10 @@ def _mean(values: list[float]) -> float:
 
 
 def _creation_order(tree: RewardTree, discount: float) -> Sequence[float]:
-    """A running value against the order of request, which ignores the tree: later siblings pay into earlier ones."""
+    """Compute a running value in reverse order of request.
+
+    It ignores the tree: the rewards of later siblings flow into earlier ones.
+    """
     returns = list(tree.rewards)
     running = 0.0
     for position in range(len(returns) - 1, -1, -1):
@@ -256,12 +264,12 @@ def backpropagate(
     *,
     unrewarded: Unrewarded = Unrewarded.INHERIT,
 ) -> dict[InteractionId, float]:
-    """The return of every completed interaction. Changes nothing, and can be asked again with another discount.
+    """Return the return of every completed interaction.
 
-    ``rule`` is a name in ``RULES``, or a function like theirs; it sees what conversations of a record inherit as
-    rewards of their leaves. Raises ``RewardError`` for a discount that is not finite or returns that no float32 holds,
-    ``ExportError`` for an unknown rule or a damaged record, ``CustomFunctionError`` for a function that raises or
-    returns anything but one number for each interaction.
+    ``rule`` is a name in ``RULES``, or a function of the same type; outcomes that conversations of a record inherit are
+    passed to it as rewards of their leaves. Raises ``RewardError`` for a discount that is not finite or returns that do
+    not fit into a float32, ``ExportError`` for an unknown rule or a damaged record, ``CustomFunctionError`` for a
+    function that raises or does not return one number for each interaction.
     """
     tree = source if isinstance(source, RewardTree) else inherited_tree(source, rule, unrewarded)
     if not math.isfinite(discount):
@@ -276,16 +284,16 @@ def backpropagate(
 
 
 def inherited_tree(record: SessionRecord, rule: str | Rule, unrewarded: Unrewarded) -> RewardTree:
-    """Return the tree that ``rule`` is asked with.
+    """Return the tree that is passed to ``rule``.
 
-    ``creation-order`` has nothing to inherit: it pays every reward to all that was requested before, whatever the
-    conversation, and an inherited one would be paid twice.
+    With ``creation-order`` nothing is inherited: the rule adds every reward to all earlier requests of any
+    conversation, so an inherited one would count twice.
     """
     return RewardTree.of(record, unrewarded=Unrewarded.ZERO if rule == _CREATION_ORDER else unrewarded)
 
 
 def credits_of(record: SessionRecord, tree: RewardTree, rule: str | Rule) -> dict[InteractionId, Credit]:
-    """Return for each interaction of ``tree``, which is that of ``record``, which reward its return draws on."""
+    """Return for each interaction of ``tree``, built from ``record``, which reward its return draws on."""
     is_set = {turn.id for turn in record.interactions if turn.reward is not None}
     draws: list[Credit] = [
         Credit.REWARDED if name in is_set else Credit.INHERITED if position in tree.heirs else Credit.NONE
@@ -303,7 +311,7 @@ def credits_of(record: SessionRecord, tree: RewardTree, rule: str | Rule) -> dic
 
 
 _PRECEDENCE = (Credit.REWARDED, Credit.INHERITED, Credit.NONE)
-"""A turn that leads both to a reward and to a leaf that inherits is told as rewarded: both are the outcome."""
+"""A turn that leads to a reward and to an heir is reported as rewarded; both are the outcome."""
 
 
 def rewarded_conversations(record: SessionRecord) -> frozenset[InteractionId]:
@@ -316,7 +324,7 @@ def rewarded_conversations(record: SessionRecord) -> frozenset[InteractionId]:
 
 
 def load_rule(rule: str) -> str | Rule:
-    """The rule that a configuration names: a built-in name as it is, or the function that a reference leads to.
+    """Return the rule of a configuration: a built-in name unchanged, or the function behind a reference.
 
     Raises ``CustomFunctionError`` if it cannot be imported.
     """
@@ -325,7 +333,7 @@ def load_rule(rule: str) -> str | Rule:
 
 @frozen(kw_only=True)
 class _Checked:
-    """A custom rule whose returns are checked: one finite number for each interaction."""
+    """A custom rule whose result is checked: one finite number for each interaction."""
 
     function: CustomFunction
 
@@ -364,9 +372,9 @@ def _find_rule(rule: str | Rule) -> Rule:
 
 
 def total_reward(record: SessionRecord) -> float:
-    """The sum of the rewards that were assigned to completed interactions, before any is inherited or propagated.
+    """Return the sum of the rewards assigned to completed interactions, before any is inherited or propagated.
 
-    Raises ``RewardError`` if no float32 holds it.
+    Raises ``RewardError`` if it does not fit into a float32.
     """
     try:
         return parse_reward(math.fsum(RewardTree.of(record, unrewarded=Unrewarded.ZERO).rewards))

@@ -1,17 +1,17 @@
-"""The sessions that are open here: who may use them, when they end, and when they are forgotten.
+"""The store of open sessions: who may use them, when they end, and when they are forgotten.
 
-A session is created with an unguessable id and key; it is *live* until it ends (or is idle for too long), takes late
-rewards for a grace period after that, is *settled* then, and is forgotten when its export was acknowledged::
+A session is created with an unguessable id and key. It is *live* until it ends (or is idle for too long), accepts late
+rewards during a grace period after that, is then *settled*, and is forgotten when its export was acknowledged::
 
     create ──▶ live ──end/expire──▶ in grace ──time──▶ settled ──acknowledge──▶ forgotten
                                         └───────────acknowledge──────────────▶
 
-``SessionStore`` is the one mutable owner of many sessions and is itself owned by the session actor. It never waits; the
-time comes in as ``now`` (seconds of any monotonic clock), randomness as a token factory. Keys are stored as digests.
-What happened within a session is in its ``ConversationTree``.
+``SessionStore`` is the only mutable owner of the sessions, and is itself owned by the session actor. It never waits;
+the time is passed in as ``now`` (seconds of any monotonic clock), randomness as a token factory. Keys are stored as
+digests. The content of a session is in its ``ConversationTree``.
 
-A session has two keys. The one that its creator gets, or brought, does everything. The completion key, for the agent,
-asks the model and nothing else: whoever may answer may not say what the answer was worth.
+A session has two keys. The key of its creator, issued or brought along, has full access. The completion key, for the
+agent, gives access to the model only: an agent must not be able to reward its own answers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _USER_KEY = "areal.user_key"
 
 @frozen(kw_only=True)
 class SessionSettings:
-    """How long sessions are kept, in seconds.
+    """Lifetimes of sessions, in seconds.
 
-    ``grace_seconds``: rewards are taken for so long after the end. ``idle_seconds``: a session without a request for so
-    long (and with none in flight) is ended.
+    ``grace_seconds``: how long rewards are accepted after the end. ``idle_seconds``: a session without a request for
+    this long (and with none in flight) is ended.
     """
 
     grace_seconds: float = field(default=60.0, validator=ge(0))
@@ -51,7 +51,7 @@ class SessionSettings:
 
 @frozen(kw_only=True)
 class IssuedSession:
-    """What the creator of a session gets, once: the keys are not stored and cannot be read again."""
+    """The credentials that the creator of a session receives once: keys are not stored and cannot be read again."""
 
     id: SessionId
     key: str = field(repr=False)
@@ -62,7 +62,7 @@ class IssuedSession:
 class Session:
     """One session. ``last_used_at`` and ``ended_at`` are seconds of the store's clock.
 
-    Who started it, where that was somebody by name, is in the metadata, so that it is kept wherever those are.
+    The user who started it, if any, is part of the metadata, and is therefore stored wherever those are.
     """
 
     id: SessionId
@@ -79,35 +79,38 @@ class Session:
 
     @property
     def user_key(self) -> KeyId | None:
-        """The user's key that it was started with."""
+        """The user's key with which it was started."""
         return self.tree.metadata.get(_USER_KEY)
 
     @property
     def is_ended(self) -> bool:
-        """Whether completions come too late."""
+        """Whether completions are refused."""
         return self.ended_at is not None
 
     def snapshot(self) -> SessionRecord:
-        """The session as it stands, frozen."""
+        """Return the session's current state as a frozen record."""
         return self.tree.snapshot(is_ended=self.is_ended)
 
 
 class SessionStore:
-    """Many sessions, by id and by key."""
+    """Sessions by id and by key."""
 
     def __init__(self, *, token_factory: Callable[[], str], settings: SessionSettings | None = None) -> None:
-        """``token_factory`` returns an unguessable URL-safe token each time, such as ``secrets.token_urlsafe``."""
+        """Create a store.
+
+        ``token_factory`` returns a new unguessable URL-safe token, such as ``secrets.token_urlsafe``.
+        """
         self.settings = settings or SessionSettings()
         self._token = token_factory
         self._sessions: dict[SessionId, Session] = {}
         self._by_key: dict[bytes, SessionId] = {}
 
     def __len__(self) -> int:
-        """The number of sessions that are not forgotten."""
+        """Return the number of sessions that are not forgotten."""
         return len(self._sessions)
 
     def __iter__(self) -> Iterator[Session]:
-        """The sessions that are not forgotten, oldest first."""
+        """Iterate over the sessions that are not forgotten, oldest first."""
         return iter(self._sessions.values())
 
     @property
@@ -116,7 +119,7 @@ class SessionStore:
         return sum(not session.is_ended for session in self)
 
     def num_live_of(self, user: str | None) -> int:
-        """The number of sessions of one user that have not ended."""
+        """Return the number of sessions of one user that have not ended."""
         return sum(session.user == user and not session.is_ended for session in self)
 
     # ----------------------------------------------------------------------------------- opening and closing
@@ -132,10 +135,10 @@ class SessionStore:
         user: str | None = None,
         user_key: KeyId | None = None,
     ) -> IssuedSession:
-        """Open a session whose id begins with what can be read of ``task``.
+        """Open a session whose id begins with a readable form of ``task``.
 
-        A caller may bring its own ``key``, also one whose earlier session has ended. Raises ``Conflict`` if that key
-        belongs to a live session, ``InvalidRequest`` if it is too short to be a secret.
+        A caller may bring its own ``key``, including one whose earlier session has ended. Raises ``Conflict`` if that
+        key belongs to a live session, ``InvalidRequest`` if it is too short to be secret.
         """
         if key is not None and len(key) < _MIN_KEY:
             raise InvalidRequest(f"A session key needs at least {_MIN_KEY} characters; leave it out to be given one.")
@@ -160,13 +163,13 @@ class SessionStore:
         return IssuedSession(id=session_id, key=key, completion_key=completion_key)
 
     def restore(self, session: Session) -> None:
-        """Take in a session of an earlier process. Of several with one key, the last one restored has it."""
+        """Add a session of an earlier process. If several have the same key, it opens the one restored last."""
         self._sessions[session.id] = session
         for digest in _digests(session):
             self._by_key[digest] = session.id
 
     def discard(self, session_id: SessionId) -> None:
-        """Undo the creation of a session that nobody was told of."""
+        """Undo the creation of a session whose keys were not handed out."""
         self.end(session_id, 0.0)
         self.acknowledge(session_id)
 
@@ -178,14 +181,14 @@ class SessionStore:
         return session_id
 
     def end(self, session_id: SessionId, now: float) -> Session:
-        """End a session; ending it again changes nothing. Raises ``NotFound`` for an unknown id."""
+        """End a session. Ending it again changes nothing. Raises ``NotFound`` for an unknown id."""
         session = self.get(session_id)
         if session.ended_at is None:
             session.ended_at = now
         return session
 
     def expire(self, now: float) -> tuple[SessionId, ...]:
-        """End the live sessions that were idle for too long; returns their ids. They can still be exported."""
+        """End the live sessions that were idle for too long, and return their ids. They can still be exported."""
         idle = [session.id for session in self if self._is_idle(session, now)]
         for session_id in idle:
             self.end(session_id, now)
@@ -196,7 +199,7 @@ class SessionStore:
         return not is_busy and now - session.last_used_at >= self.settings.idle_seconds
 
     def acknowledge(self, session_id: SessionId) -> bool:
-        """Forget an ended session whose export has arrived; returns whether there was something to forget.
+        """Forget an ended session whose export has arrived; return whether it was known.
 
         Acknowledging twice is harmless. Raises ``Conflict`` for a live session.
         """
@@ -214,18 +217,18 @@ class SessionStore:
     # ------------------------------------------------------------------------------------------------ using
 
     def get(self, session_id: SessionId) -> Session:
-        """The session, live or ended. Raises ``NotFound`` for an unknown or forgotten id."""
+        """Return the session, live or ended. Raises ``NotFound`` for an unknown or forgotten id."""
         try:
             return self._sessions[session_id]
         except KeyError:
             raise NotFound(f"There is no session {session_id}; start one, or check the base URL.") from None
 
     def resolve(self, credential: Credential, *, is_capability: bool = True) -> Session:
-        """The session that ``credential`` opens for completions, live or ended.
+        """Return the session that ``credential`` opens for completions, live or ended.
 
-        A session id from a URL path is a capability (``is_capability``): no key is needed beside it and any is
-        accepted, unless it is the key of another session. A session id from anywhere else needs the key that owns it.
-        A key alone opens its session.
+        A session id from a URL path is a capability (``is_capability``): it needs no key, and any key is accepted
+        unless it belongs to another session. A session id from anywhere else needs the key that owns it. A key alone
+        opens its session.
 
         Raises ``NotFound`` for an unknown session, ``Unauthorized`` for a missing or wrong key.
         """
@@ -235,7 +238,7 @@ class SessionStore:
             return _required(owner)
         named = self._sessions.get(credential.session)
         if named is not None and digest is not None and _opens(named, digest):
-            return named  # also where a later session was started with the same key
+            return named  # even if a later session uses the same key
         if not is_capability and _required(owner).id != credential.session:
             raise Unauthorized(f"This key does not open session {credential.session}; use the key it was started with.")
         session = self.get(credential.session)
@@ -244,13 +247,13 @@ class SessionStore:
         return session
 
     def resolve_control(self, credential: Credential, *, is_capability: bool = True) -> Session:
-        """The session that ``credential`` may reward and end, live or ended.
+        """Return the session that ``credential`` may reward and end, live or ended.
 
-        It takes the key that the session was started with, or a caller that has control by naming it. Neither the URL
-        nor the completion key is enough: the agent has both.
+        This needs the key that the session was started with, or a caller that has control by naming the session.
+        Neither the URL nor the completion key is enough, because the agent has both.
 
-        Raises ``Forbidden`` for a completion key, ``Unauthorized`` for a URL without the key, and what ``resolve``
-        raises.
+        Raises ``Forbidden`` for a completion key, ``Unauthorized`` for a URL without the key, and the errors of
+        ``resolve``.
         """
         session = self.resolve(credential, is_capability=is_capability)
         digest = None if credential.key is None else _digest(credential.key)
@@ -268,9 +271,9 @@ class SessionStore:
         )
 
     def for_completion(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
-        """The live session that ``credential`` opens, marked as used.
+        """Return the live session that ``credential`` opens, and mark it as used.
 
-        Raises ``SessionEnded`` if it has ended, and what ``resolve`` raises.
+        Raises ``SessionEnded`` if it has ended, and the errors of ``resolve``.
         """
         session = self.resolve(credential, is_capability=is_capability)
         if session.ended_at is not None:
@@ -282,9 +285,10 @@ class SessionStore:
         return session
 
     def for_log(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
-        """The session that ``credential`` opens for completions, while it takes rewards; logging changes no reward.
+        """Return the session that ``credential`` opens for completions, as long as it accepts rewards.
 
-        Raises ``SessionEnded`` after the grace period, and what ``resolve`` raises.
+        The completion key is enough, because logging does not change a reward. Raises ``SessionEnded`` after the grace
+        period, and the errors of ``resolve``.
         """
         session = self.resolve(credential, is_capability=is_capability)
         if session.ended_at is not None and self.is_settled(session, now):
@@ -293,9 +297,9 @@ class SessionStore:
         return session
 
     def for_reward(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
-        """The session that ``credential`` may reward, if it is live or ended a short while ago; marked as used.
+        """Return the session that ``credential`` may reward, live or in its grace period, and mark it as used.
 
-        Raises ``SessionEnded`` after the grace period, and what ``resolve_control`` raises.
+        Raises ``SessionEnded`` after the grace period, and the errors of ``resolve_control``.
         """
         session = self.resolve_control(credential, is_capability=is_capability)
         if session.ended_at is not None and self.is_settled(session, now):
@@ -307,11 +311,14 @@ class SessionStore:
         return session
 
     def is_settled(self, session: Session, now: float) -> bool:
-        """Whether the session has ended and takes no more rewards, so that its export is final."""
+        """Return whether the session has ended and accepts no more rewards, so that its export is final."""
         return session.ended_at is not None and now - session.ended_at >= self.settings.grace_seconds
 
     def _owner(self, digest: bytes) -> Session | None:
-        """The session with a key of this digest. Only digests are compared, so timing tells nothing about keys."""
+        """Return the session with a key of this digest.
+
+        Only digests are compared, so timing reveals nothing about keys.
+        """
         session_id = self._by_key.get(digest)
         session = None if session_id is None else self._sessions[session_id]
         return session if session is not None and _opens(session, digest) else None
@@ -322,17 +329,17 @@ def _digest(key: str) -> bytes:
 
 
 def _digests(session: Session) -> tuple[bytes, ...]:
-    """Of its keys; a session that was opened by an earlier version has one."""
+    """Return the digests of a session's keys; a session of an earlier version has only one."""
     return tuple(digest for digest in (session.key_digest, session.completion_digest) if digest)
 
 
 def _opens(session: Session, digest: bytes) -> bool:
-    """Whether a key with this digest opens ``session`` for completions."""
+    """Return whether a key with this digest opens ``session`` for completions."""
     return _opens_all(session, digest) or hmac.compare_digest(session.completion_digest, digest)
 
 
 def _opens_all(session: Session, digest: bytes) -> bool:
-    """Whether it is the key that ``session`` was started with."""
+    """Return whether it is the key that ``session`` was started with."""
     return hmac.compare_digest(session.key_digest, digest)
 
 

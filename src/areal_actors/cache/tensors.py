@@ -1,9 +1,9 @@
-"""From tensors that somebody else made to training rows, each row checked and every mistake named; and their padding.
+"""Conversion of tensors from user code to training rows, with every row checked, and padding of such tensors.
 
-What a dictionary may hold is the table of ``arrays``: ``input_ids`` and ``attention_mask`` are required, anything else
-of it is optional, and so are ``raw_logprobs`` (log-probabilities of the plain softmax at temperature 1), with which the
-trainer checks what was captured. A row is a sample. The outputs within it are the runs of ``loss_mask`` that were
-sampled alike; each is a turn, with the row's reward as its return where ``returns`` do not say otherwise.
+The table in ``arrays`` lists the allowed names: ``input_ids`` and ``attention_mask`` are required, the others are
+optional, and so are ``raw_logprobs`` (log-probabilities of the plain softmax at temperature 1), with which the trainer
+verifies the captured tokens. A row is a sample. Its outputs are the runs of ``loss_mask`` with equal sampling settings;
+each is a turn, with the row's reward as its return unless ``returns`` are given.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _BY_TOKEN: dict[str, tuple[type[np.generic], int]] = {
     "top_ks": (np.int32, 0),
     "min_ps": (np.float32, 0),
 }
-"""The type of each and what stands beyond a row's own tokens."""
+"""The dtype of each tensor, and its padding value."""
 _SAMPLING: Mapping[str, float] = {"temperatures": -1.0, "top_ps": 1.0, "top_ks": 0, "min_ps": 0.0}
-"""How tokens were sampled, and what is assumed where it is not given: -1 is an unknown temperature."""
+"""Sampling tensors with the values assumed if they are missing; a temperature of -1 is unknown."""
 _NUM_AXES = 2
-"""Of what is given by token: batch and sequence."""
+"""Axes of tensors that are given by token: batch and sequence."""
 _LOGPROB_SLACK = 1e-3
-"""How far above 0 rounding may lift the log-probability of a certain token."""
+"""How far rounding may lift the log-probability of a certain token above 0."""
 
 Array = npt.NDArray[Any]
 
@@ -66,16 +66,17 @@ def from_tensors(
     version: int | None = None,
     sampling_of: Callable[[Ints], SamplingDistribution | None] = lambda _: None,
 ) -> list[Trajectory]:
-    """The rows of a dictionary of tensors (or of anything that numpy reads), without their padding.
+    """Return the rows of a dictionary of tensors (or of anything that numpy reads), without their padding.
 
     Args:
-        tensors: by the names of ``arrays``; [B, T] each, ``rewards`` [B].
-        session: whom the rows are said to belong to.
-        version: the weights that sampled, where ``versions`` are not given.
-        sampling_of: finds how a turn with these ids was sampled, where ``temperatures`` are not given.
+        tensors: by the names in ``arrays``; [B, T] each, ``rewards`` [B].
+        session: the session that the rows are attributed to.
+        version: the version that sampled, if ``versions`` are missing.
+        sampling_of: returns the distribution that a turn with these ids was sampled from, if ``temperatures`` are
+            missing.
 
     Raises:
-        ExportError: it is no such dictionary; says which tensor, which row, and what it should be.
+        ExportError: the dictionary is invalid; the message names the tensor, the row, and the expected value.
     """
     arrays = _read(tensors)
     if version is not None and "versions" not in arrays:
@@ -90,9 +91,10 @@ def from_tensors(
 
 
 def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """All rows of several dictionaries of tensors, padded on the right to the longest: four of [1, T] are one [4, T].
+    """Return all rows of several dictionaries of tensors, padded on the right to the longest.
 
-    Raises ``ExportError`` if they do not hold the same tensors, or if there is none.
+    Four dictionaries of [1, T] become one of [4, T]. Raises ``ExportError`` if they do not hold the same tensors, or if
+    there is none.
     """
     import torch
 
@@ -109,7 +111,7 @@ def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
 
 
 def _with_alike_sampling(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The results with neutral tensors where one lacks what another says about sampling."""
+    """Return the results with neutral tensors where one lacks a sampling tensor that another has."""
     import torch
 
     named = {name for result in results for name in result if name in _SAMPLING}
@@ -141,7 +143,7 @@ def _join(tensors: Sequence[torch.Tensor], *, pad: int) -> torch.Tensor:
 
 
 def _read(tensors: Mapping[str, Any]) -> dict[str, Array]:
-    """The tensors by token, of one shape [B, T]."""
+    """Return the tensors by token, all of shape [B, T]."""
     missing = [name for name in _REQUIRED if name not in tensors]
     if missing:
         raise ExportError(
@@ -162,7 +164,7 @@ def _read(tensors: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def _array(name: str, value: Any, kind: type[np.generic]) -> Array:
-    """A tensor of whatever library as an array of ``kind``, if that loses nothing of it."""
+    """Return a tensor of any library as an array of ``kind``, if the conversion is lossless."""
     detached = value.detach().cpu() if hasattr(value, "detach") else value
     try:
         array = np.asarray(detached.float() if str(getattr(detached, "dtype", "")) == "torch.bfloat16" else detached)
@@ -230,7 +232,7 @@ def _sampling(temperature: float, top_p: float, top_k: float, min_p: float) -> S
 
 
 def _with_samplings(row: Trajectory, sampling_of: Callable[[Ints], SamplingDistribution | None]) -> Trajectory:
-    """The row with what is known of how its turns were sampled."""
+    """Return the row with the known sampling distributions of its turns."""
     found = [sampling_of(row.input_ids[row.turns == turn]) for turn in range(int(row.turns.max()) + 1)]
     if all(sampling is None for sampling in found):
         return row
@@ -238,7 +240,7 @@ def _with_samplings(row: Trajectory, sampling_of: Callable[[Ints], SamplingDistr
 
 
 def _place_tree(columns: dict[str, Array], *, offset: int) -> None:
-    """Predecessors within the row that is left without its padding; positions follow from them."""
+    """Shift predecessors to the row without its padding, in place; positions follow from them."""
     columns.pop("position_ids", None)
     if "predecessors" in columns:
         inside = columns["predecessors"] >= 0
@@ -246,7 +248,7 @@ def _place_tree(columns: dict[str, Array], *, offset: int) -> None:
 
 
 def _turns(mask: Array, samplings: Array) -> Array:
-    """For each token the number of the run of trained tokens, sampled alike, that it stands in; -1 elsewhere."""
+    """Return for each token the number of its run of trained tokens with equal sampling; -1 elsewhere."""
     begins = np.diff(mask, prepend=0) == 1
     before, after = samplings[:-1], samplings[1:]
     is_alike = (before == after).all(axis=1)

@@ -1,6 +1,6 @@
-"""Exact token ids of interactions, put together again from the suffixes that are stored.
+"""Exact token ids of interactions, reassembled from the stored suffixes.
 
-The messages that the ids stand for are put together in ``history``, which also explains ``lookup``.
+``history`` does the same for messages, and documents ``lookup``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["full_ids", "longest_token_ancestor", "prompt_ids", "token_path"]
 
 
 def token_path(interaction: Interaction, lookup: Lookup) -> list[Interaction]:
-    """The interaction and its token parents, root first."""
+    """Return the interaction and its token parents, root first."""
     return ancestry(interaction, lookup, attrgetter("token_parent"))
 
 
 def prompt_ids(interaction: Interaction, lookup: Lookup) -> Ints:
-    """The ids of the whole prompt, int32 [T]."""
+    """Return the ids of the whole prompt, int32 [T]."""
     parts: list[Ints] = []
     for turn in token_path(interaction, lookup):
         parts.append(turn.prompt_suffix)
@@ -31,7 +31,7 @@ def prompt_ids(interaction: Interaction, lookup: Lookup) -> Ints:
 
 
 def full_ids(interaction: Interaction, lookup: Lookup) -> Ints:
-    """The ids of the prompt and of what was sampled, int32 [T]."""
+    """Return the ids of the prompt and of the sampled output, int32 [T]."""
     prompt = prompt_ids(interaction, lookup)
     if interaction.completion is None:
         return prompt
@@ -39,9 +39,10 @@ def full_ids(interaction: Interaction, lookup: Lookup) -> Ints:
 
 
 def longest_token_ancestor(token_ids: Ints, parent: Interaction, lookup: Lookup) -> tuple[Interaction, int] | None:
-    """The nearest conversational ancestor (``parent`` first) whose exact ids begin ``token_ids``, and their number.
+    """Return the nearest conversational ancestor whose exact ids begin ``token_ids``, and their number.
 
-    Every interaction on the way is compared at most once, so the work is bounded by the ids that the ancestors store.
+    ``parent`` is tried first. Every interaction on the way is compared at most once, so the work is bounded by the ids
+    that the ancestors store.
     """
     lengths: dict[InteractionId, int] = {}  # how far the ids of an interaction agree to their end; -1 if they do not
     ancestor: Interaction | None = parent
@@ -67,7 +68,7 @@ def _unseen(interaction: Interaction, seen: dict[InteractionId, int], lookup: Lo
 
 
 def _agreement(token_ids: Ints, turn: Interaction, start: int) -> int:
-    """The end of ``turn``'s stored ids in ``token_ids`` if they stand there from ``start`` on; -1 if not."""
+    """Return the end of ``turn``'s stored ids in ``token_ids`` if they match from ``start`` on; -1 if not."""
     if start < 0 or turn.completion is None:
         return -1
     for part in (turn.prompt_suffix, turn.completion.token_ids):

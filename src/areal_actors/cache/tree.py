@@ -1,11 +1,11 @@
-"""The conversation tree of one session: the one mutable owner of its interactions.
+"""The conversation tree of one session: the only mutable owner of its interactions.
 
-Interactions begin, and then complete, are cancelled or fail, each exactly once; completed ones can be rewarded and can
-become parents. All values that leave the tree are frozen. The tree stores suffixes only: what an interaction shares
-with its parents is found by walking to the root.
+Interactions begin, and then complete, are cancelled or fail, each exactly once. Completed ones can be rewarded and can
+become parents. All values that leave the tree are frozen. The tree stores suffixes only: the part that an interaction
+shares with its parents is found by walking to the root.
 
-Who the parent is comes from ``links``, which tokens a prompt has from ``prompts``, what rewards mean from ``rewards``.
-The tree never waits and keeps no clock; the actor that owns it serialises access.
+``links`` finds the parent, ``prompts`` plans the tokens of a prompt, and ``rewards`` interprets rewards. The tree never
+waits and has no clock; the actor that owns it serialises access.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotF
 __all__ = ["RAW_ROLE", "ConversationTree", "PromptPlan"]
 
 RAW_ROLE = "prompt"
-"""The role of a raw prompt in a history. No conversation has it, so that none is ever taken to continue one."""
+"""The role of a raw prompt in a history. Conversations never use it, so none is taken to continue a raw prompt."""
 
 _UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
 
 
 @frozen(kw_only=True)
 class PromptPlan:
-    """The prompt of a request, and where the request hangs in the tree.
+    """The prompt of a request, and its position in the tree.
 
     ``token_ids`` int32 [T] is the whole prompt, ``suffix`` its part beyond the token parent's prompt and output.
-    ``fork`` says why the conversational parent's tokens are not extended, ``None`` where they are.
+    ``fork`` is the reason why the conversational parent's tokens are not extended, ``None`` if they are.
     """
 
     request: CompletionRequest = field(repr=False)
@@ -77,9 +77,9 @@ class PromptPlan:
 
 @frozen(kw_only=True)
 class _Latest:
-    """The whole prompt of the interaction that began last, which the next one mostly continues.
+    """The whole prompt of the interaction that began last, which the next one usually continues.
 
-    It saves the walk to the root, whose length would make the work of a long conversation quadratic.
+    It avoids walking to the root, which would make the work of a long conversation quadratic.
     """
 
     id: InteractionId
@@ -103,7 +103,7 @@ class ConversationTree:
         self.logged: Mapping[str, float] = {}
         """Named numbers of the session, replaced as a whole."""
         self._interactions: dict[InteractionId, Interaction] = {}
-        self._known = self._interactions.__getitem__  # ids that the tree itself wrote down need no error message
+        self._known = self._interactions.__getitem__  # without an error message, for ids that the tree itself stored
         self._index = ParentIndex(self._known)
         self._texts = PrefixIndex()
         self._ids = PrefixIndex()
@@ -126,9 +126,11 @@ class ConversationTree:
         group: GroupId | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> ConversationTree:
-        """The tree in which ``turns`` have ended, in this order; whatever was pending beside them was never asked.
+        """Return the tree in which ``turns`` have ended, in this order.
 
-        Requests are counted on from the latest of them, so that the order of one that was lost is skipped or given to
+        Requests that were pending are treated as never made.
+
+        Requests are numbered on from the latest of them, so that the order of one that was lost is skipped or given to
         the next.
         """
         tree, ended = cls(session, group=group, metadata=metadata), tuple(turns)
@@ -152,21 +154,21 @@ class ConversationTree:
         return evolve(interaction, prompt_suffix=own(interaction.prompt_suffix), completion=completion)
 
     def __len__(self) -> int:
-        """The number of interactions, finished or not."""
+        """Return the number of interactions, finished or not."""
         return len(self._interactions)
 
     @property
     def num_pending(self) -> int:
-        """Interactions that have begun and not ended."""
+        """The number of interactions that have begun and not ended."""
         return self._num_pending
 
     @property
     def num_completed(self) -> int:
-        """Interactions whose answer is complete."""
+        """The number of interactions whose answer is complete."""
         return self._num_completed
 
     def get(self, interaction_id: InteractionId) -> Interaction:
-        """The interaction as it stands. Raises ``NotFound`` for an unknown id."""
+        """Return the interaction's current state. Raises ``NotFound`` for an unknown id."""
         try:
             return self._interactions[interaction_id]
         except KeyError:
@@ -177,10 +179,10 @@ class ConversationTree:
     # ------------------------------------------------------------------------------------------- looking
 
     def match(self, request: CompletionRequest) -> Match:
-        """Find the interaction that ``request`` continues, by what it repeats or by the name that it gives.
+        """Find the interaction that ``request`` continues, by its history or by the id that it gives.
 
-        Raises ``PreviousNotFound`` if it names an interaction that is not in this session, and ``InvalidRequest`` if
-        that has no answer to follow.
+        Raises ``PreviousNotFound`` if the id is not in this session, and ``InvalidRequest`` if that interaction has no
+        answer to follow.
         """
         if request.previous is None:
             return self._index.match(request)
@@ -199,7 +201,7 @@ class ConversationTree:
         return interaction
 
     def find_text(self, text: str) -> tuple[Interaction, str] | None:
-        """The answered raw prompt whose text and answer begin ``text``, and the rest; of several, the longest."""
+        """Return the longest answered raw prompt whose text and answer begin ``text``, and the rest."""
         data = _encoded(text)
         found = self._texts.find(data)
         if found is None:
@@ -207,35 +209,35 @@ class ConversationTree:
         return self._interactions[found[0]], data[found[1] :].decode("utf-8", "surrogatepass")
 
     def find_ids(self, token_ids: Ints) -> tuple[Interaction, Ints] | None:
-        """The answered raw prompt whose exact ids begin ``token_ids`` (int32 [T]), and the rest; the longest."""
+        """Return the longest answered raw prompt whose exact ids begin ``token_ids`` (int32 [T]), and the rest."""
         found = self._ids.find(token_ids.tobytes())
         if found is None:
             return None
         return self._interactions[found[0]], token_ids[found[1] // token_ids.itemsize :]
 
     def history(self, interaction: Interaction) -> tuple[ChatMessage, ...]:
-        """All messages of an interaction as they were stored, its own answer last."""
+        """Return all stored messages of an interaction, its answer last."""
         latest = self._latest
         if latest is None or latest.id != interaction.id:
             return full_history(interaction, self._known)
         return latest.messages if interaction.output is None else (*latest.messages, interaction.output)
 
     def prompt_tokens(self, interaction: Interaction) -> Ints:
-        """The exact ids of the prompt, int32 [T]."""
+        """Return the exact ids of the prompt, int32 [T]."""
         latest = self._latest
         if latest is not None and latest.id == interaction.id:
             return latest.token_ids
         return prompt_ids(interaction, self._known)
 
     def full_tokens(self, interaction: Interaction) -> Ints:
-        """The exact ids of the prompt and of what was sampled, int32 [T]."""
+        """Return the exact ids of the prompt and the sampled output, int32 [T]."""
         latest = self._latest
         if latest is None or latest.id != interaction.id or interaction.completion is None:
             return full_ids(interaction, self._known)
         return as_ints(np.concatenate([latest.token_ids, interaction.completion.token_ids]))
 
     def snapshot(self, *, is_ended: bool = False) -> SessionRecord:
-        """The session as it stands, frozen."""
+        """Return the session's current state as a frozen record."""
         return SessionRecord(
             id=self.session,
             interactions=tuple(self._interactions.values()),
@@ -251,9 +253,9 @@ class ConversationTree:
     def begin(
         self, interaction_id: InteractionId, plan: PromptPlan, *, sampling: SamplingDistribution | None = None
     ) -> Interaction:
-        """Add a pending interaction; several may begin with one plan (the choices of ``n > 1``).
+        """Add a pending interaction. Several may begin with one plan (the choices of ``n > 1``).
 
-        ``sampling`` is the distribution that the engine is asked to sample from; without it, that of the request.
+        ``sampling`` is the distribution that the engine is asked to sample from; by default, that of the request.
 
         Raises ``Conflict`` if the id is taken.
         """
@@ -282,7 +284,7 @@ class ConversationTree:
         return self._put(interaction)
 
     def _follow(self, interaction: Interaction, plan: PromptPlan) -> _Latest:
-        """What is remembered of the prompt of ``interaction``; that of a root is stored with it, and kept once."""
+        """Return the cached prompt of ``interaction``. A root's prompt is shared with its stored suffix."""
         messages = [] if plan.match.parent is None else list(self.history(plan.match.parent))
         go_on(messages, interaction.messages, interaction.num_instructions)
         is_whole = len(interaction.prompt_suffix) == len(plan.token_ids)
@@ -297,7 +299,10 @@ class ConversationTree:
         return self.record(self.prepare(interaction_id, completion, output))
 
     def prepare(self, interaction_id: InteractionId, completion: Completion, output: ChatMessage) -> Interaction:
-        """The completed interaction, which is still pending here until it is recorded. Raises as ``complete`` does."""
+        """Return the completed interaction, which stays pending in the tree until it is recorded.
+
+        Raises as ``complete`` does.
+        """
         order, self._next_completed = self._next_completed, self._next_completed + 1
         return evolve(
             self._pending(interaction_id),
@@ -308,7 +313,7 @@ class ConversationTree:
         )
 
     def record(self, interaction: Interaction) -> Interaction:
-        """Put a prepared interaction in the place of the pending one. Raises as ``complete`` does."""
+        """Replace the pending interaction by a prepared one. Raises as ``complete`` does."""
         self._pending(interaction.id)
         self._end(interaction)
         self._note_completed(interaction)
@@ -323,7 +328,7 @@ class ConversationTree:
             self._remember_raw(interaction)
 
     def _remember_raw(self, interaction: Interaction) -> None:
-        """Make a raw prompt findable by what goes on from it; an answer without a text is nothing to go on from."""
+        """Make a raw prompt findable by prompts that continue it. Without a text in the answer, only by ids."""
         self._ids.add(self.full_tokens(interaction).tobytes(), interaction.id)
         if interaction.output is not None and interaction.output.content:
             text = "".join(message.content or "" for message in self.history(interaction))
@@ -332,7 +337,7 @@ class ConversationTree:
     def cancel(
         self, interaction_id: InteractionId, partial: Completion | None = None, output: ChatMessage | None = None
     ) -> Interaction:
-        """Record that the client hung up; ``partial`` is what had been sampled, ``output`` what the client has read.
+        """Record that the client disconnected; ``partial`` is the sampled part, ``output`` the part it has read.
 
         A cancelled interaction is never trained and never a parent. Raises as ``complete`` does.
         """
@@ -341,7 +346,7 @@ class ConversationTree:
         return self._end(evolve(pending, completion=completion, output=output, status=InteractionStatus.CANCELLED))
 
     def fail(self, interaction_id: InteractionId, reason: str, partial: Completion | None = None) -> Interaction:
-        """Record that no answer came, and why; ``partial`` is what had been sampled. Raises as ``complete`` does."""
+        """Record why there is no answer; ``partial`` is the sampled part. Raises as ``complete`` does."""
         completion = None if partial is None else self._compact(partial)
         pending = self._pending(interaction_id)
         return self._end(evolve(pending, completion=completion, failure=reason, status=InteractionStatus.FAILED))
@@ -364,22 +369,25 @@ class ConversationTree:
     # -------------------------------------------------------------------------------------------- rewards
 
     def set_reward(self, interaction_id: InteractionId | None, reward: Any, *, is_outcome: bool = False) -> Interaction:
-        """Assign a reward (replacing an earlier one) to one interaction, or to the last completed one.
+        """Assign a reward to one interaction, or to the last completed one, replacing an earlier reward.
 
         ``reward`` is a finite number: float, int, bool, or a numpy or torch scalar. Without an id, interactions that
-        the client asked not to store are passed over, unless there are no others. A pending interaction keeps its
-        reward until it completes.
+        the client asked not to store are skipped, unless there are no others. A pending interaction keeps its reward
+        until it completes.
 
-        ``is_outcome`` says that a reward without an id is the outcome of the episode, whatever else has a reward; it
-        stays the outcome when another number without an id replaces it.
+        With ``is_outcome``, a reward without an id is the outcome of the episode, even if others have rewards; it stays
+        the outcome when another number without an id replaces it.
 
-        Raises ``NotFound`` for an unknown id; ``RewardError`` if ``reward`` is no such number, if nothing has completed
-        yet, or if the interaction was cancelled or has failed.
+        Raises ``NotFound`` for an unknown id; ``RewardError`` if ``reward`` is not such a number, if nothing has
+        completed yet, or if the interaction was cancelled or has failed.
         """
         return self.put_reward(self.rewarded(interaction_id, reward, is_outcome=is_outcome))
 
     def rewarded(self, interaction_id: InteractionId | None, reward: Any, *, is_outcome: bool = False) -> Interaction:
-        """The interaction that ``set_reward`` would reward, with that reward; nothing is changed. Raises as it does."""
+        """Return the interaction with the reward that ``set_reward`` would assign, without changing it.
+
+        Raises as it does.
+        """
         value = parse_reward(reward)
         interaction = self._last() if interaction_id is None else self.get(interaction_id)
         if interaction.status in _UNREWARDABLE:
@@ -396,7 +404,7 @@ class ConversationTree:
         return evolve(interaction, reward=value, reward_scope=scope)
 
     def put_reward(self, rewarded: Interaction) -> Interaction:
-        """Keep the reward that ``rewarded`` gave to an interaction, whatever became of that meanwhile."""
+        """Store the reward of ``rewarded`` on the current state of that interaction."""
         now = self.get(rewarded.id)
         return self._put(evolve(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
 

@@ -1,9 +1,9 @@
-"""The style ``tree``: one packed row per session, in which branches share what they have in common.
+"""The export style ``tree``: one packed row per session, in which branches share their common tokens.
 
-A turn's tokens follow those of its token parent. What it read beyond them is shared with its siblings as far as they
-read the same, so ``n`` choices of one prompt have the prompt once. What was sampled is never shared, not even where two
-answers are equal: each sampled token has its own return. Turns stand in the order of request, hence after whatever they
-follow.
+A turn's tokens follow those of its token parent. Prompt tokens beyond that are shared with siblings as far as they are
+equal, so ``n`` choices of one prompt contain the prompt once. Sampled tokens are never shared, even if two answers are
+equal, because each sampled token has its own return. Turns are in order of request, and therefore after the turns that
+they follow.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Indices = npt.NDArray[np.int64]
 
 
 def tree_rows(source: Source) -> list[Trajectory]:
-    """One row of all turns to train and of what stands before them; several where it would be longer than allowed.
+    """Return one row of all turns to train and their context, or several if it would be longer than allowed.
 
-    A turn that was trained in one row is context in the next.
+    A turn that is trained in one row is context in the next.
     """
     trees = [_Tree(source)]
     for turn in source.trained:
@@ -38,13 +38,13 @@ def tree_rows(source: Source) -> list[Trajectory]:
 
 @define
 class _Readings:
-    """What turns read after one and the same token: their ids, sorted, and the nodes that hold them."""
+    """Prompt parts that were read after the same token: their ids, sorted, and the nodes that hold them."""
 
     keys: list[bytes] = field(factory=list)
     nodes: list[Indices] = field(factory=list)
 
     def shared(self, ids: Ints) -> Indices:
-        """The nodes of the longest beginning of ``ids`` that is there already; its neighbours have it."""
+        """Return the nodes of the longest known prefix of ``ids``, which one of its sorted neighbours has."""
         at = bisect_left(self.keys, _key(ids))
         lengths = [(_agreement(ids, self.keys[near]), near) for near in (at - 1, at) if 0 <= near < len(self.keys)]
         length, near = max(lengths, default=(0, -1))
@@ -60,7 +60,7 @@ class _Readings:
 
 @define(eq=False)
 class _End:
-    """Where a turn's own tokens end: their last node (-1: nothing yet), how deep it is, and what was read after it."""
+    """The end of a turn's tokens: the last node (-1: none yet), its depth, and the prompt parts read after it."""
 
     node: int = -1
     depth: int = 0
@@ -68,7 +68,7 @@ class _End:
 
 
 class _Tree:
-    """A row in the making."""
+    """A row under construction."""
 
     def __init__(self, source: Source) -> None:
         self.spans: list[Span] = []
@@ -80,19 +80,19 @@ class _Tree:
         self._size = 0
 
     def size_with(self, turn: Interaction) -> int:
-        """The tokens of the row after ``turn`` was added."""
+        """Return the number of tokens of the row after ``turn`` was added."""
         missing = self._missing(turn)
         shared = self._ends[missing[0].token_parent].readings.shared(missing[0].prompt_suffix)
         return self._size - len(shared) + sum(len(t.prompt_suffix) + _num_sampled(t) for t in missing)
 
     def add(self, turn: Interaction) -> None:
-        """Add what stands before ``turn``, as context, and its output, which is trained here."""
+        """Add the context of ``turn``, and its output, which is trained here."""
         for each in self._missing(turn):
             self._place(each)
         self._trained.add(turn.id)
 
     def row(self) -> Trajectory:
-        """The row."""
+        """Return the finished row."""
         last = self.spans[-1].turn
         return Trajectory(
             session=self._source.session,
@@ -106,7 +106,7 @@ class _Tree:
         )
 
     def _missing(self, turn: Interaction) -> list[Interaction]:
-        """The turn and those of its token parents that are not in the row, the oldest first."""
+        """Return the turn and its token parents that are not in the row, oldest first."""
         return ancestry(turn, self._source.lookup, self._absent_parent)
 
     def _absent_parent(self, turn: Interaction) -> InteractionId | None:
@@ -127,7 +127,7 @@ class _Tree:
         self._ends[turn.id] = _End(node=int(line[-1]), depth=depth + len(sampled))
 
     def _append(self, ids: Ints, *, after: int) -> Indices:
-        """New nodes for ``ids``, the first of them behind node ``after``."""
+        """Append nodes for ``ids``, the first of them after node ``after``."""
         nodes = np.arange(self._size, self._size + len(ids))
         if len(ids):
             self._ids.append(ids)
@@ -141,12 +141,12 @@ def _num_sampled(turn: Interaction) -> int:
 
 
 def _key(ids: Ints) -> bytes:
-    """Sorts as the ids do, one by one."""
+    """Return a key that sorts as the ids do."""
     return ids.astype(">i4").tobytes()
 
 
 def _agreement(ids: Ints, key: bytes) -> int:
-    """How many ids at the beginning are those of ``key``."""
+    """Return how many ids at the start agree with those of ``key``."""
     other = np.frombuffer(key, ">i4")
     length = min(len(ids), len(other))
     differs = ids[:length] != other[:length]

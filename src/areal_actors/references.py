@@ -96,6 +96,7 @@ def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> 
     if spec is None or spec.loader is None:
         raise error(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
+    # Before the module runs: dataclasses and pickle look it up by its name.
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)

@@ -29,6 +29,8 @@ __all__ = ["CapacityLimits", "CapacityState", "StaleGroups", "is_too_stale", "le
 class StaleGroups(StrEnum):
     """The treatment of groups that take so long that they would be too old when they are trained."""
 
+    # Measured with heavy-tailed durations at η = 4: 0.37 steps/s with WAIT, 1.02 with TRAIN, 0.88 with DROP. With DROP,
+    # trained episodes had half the mean length of sampled ones.
     WAIT = "wait"
     """A step waits for them while they are young enough, and newer groups wait with it."""
     TRAIN = "train"

@@ -85,6 +85,7 @@ class Broadcasts:
                     await self._pass_on(client, bucket, wanted, label)
             finally:
                 with anyio.CancelScope(shield=True):
+                    # A server rejects the next update while this one is open.
                     await self.dialect.end_update(client)
         except BaseException:
             await self._part(client, group)

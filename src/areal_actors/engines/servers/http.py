@@ -156,6 +156,7 @@ async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Res
         async for chunk in chunks:
             for line in lines.feed(chunk):
                 kind, _, data = line.partition(b":")
+                # Comments and other fields of server-sent events carry nothing that we need.
                 if kind != b"data":
                     continue
                 if data.strip() == b"[DONE]":

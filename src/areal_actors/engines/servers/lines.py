@@ -22,6 +22,7 @@ class Lines:
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the lines that ``chunk`` completes. A CR and an LF in separate chunks yield an extra empty line."""
+        # Unlike str.splitlines, bytes.splitlines only splits at CR and LF.
         for part in chunk.splitlines(keepends=True):
             self._parts.append(part)
             if part.endswith((b"\n", b"\r")):

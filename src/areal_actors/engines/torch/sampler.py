@@ -63,6 +63,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Draw:
     is_finite = torch.isfinite(log_norm[:, 0])
     raw = logits - log_norm
     if not is_finite.all():
+        # Keep NaN out of the rest of the computation; ``is_finite`` reports these rows.
         raw = torch.where(is_finite[:, None], raw, 0.0)
     logprobs = _shape(raw, logits, rows)
     uniforms = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=logits.device)

@@ -25,6 +25,7 @@ def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], al
         ModelError: weights are missing, unknown, of another shape, or unreadable; ``parameters`` are unchanged.
     """
     state = _read(snapshot)
+    # A snapshot that does not fit must leave the old weights intact, so check all of it before the first copy.
     problems = _find_problems(state, parameters, aliases)
     if problems:
         shown = "; ".join(problems[:_MAX_NAMED])

@@ -126,6 +126,7 @@ class AccountBook:
 
     def admit(self, user: User, *, now: float, monotonic: float) -> None:
         """Count a request. Raises ``QuotaExceeded`` if it exceeds the user's quotas; it is not counted then."""
+        # Tokens before requests, because ``try_enter`` counts the request and a refused one must not count.
         limit = user.quotas.max_tokens_per_day
         if limit is not None and self.tokens_on(user.name, day_of(now)) >= limit:
             raise QuotaExceeded(

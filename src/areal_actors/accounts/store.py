@@ -85,6 +85,7 @@ class AccountStore:
             if connection is None:
                 return Contents()
             with _transaction(connection, "BEGIN"):
+                # In one transaction with the read, so that a later write by another process changes the stamp.
                 self._seen = self._stamp(connection)
                 return _read(connection)
 
@@ -126,6 +127,7 @@ class AccountStore:
 
     def _stamp(self, connection: sqlite3.Connection) -> tuple[int, int]:
         """Return a value that changes whenever another connection writes."""
+        # ``data_version`` can be compared only within one connection, so the connection is part of the stamp.
         return int(connection.execute("PRAGMA data_version").fetchone()[0]), id(connection)
 
     @contextmanager

@@ -36,6 +36,7 @@ class RateWindow:
         if limit <= 0:
             return self._seconds
         freeing = self._times[len(self._times) - limit] + self._seconds
+        # Never 0, even if the difference rounds to it: 0 means that the event was counted.
         return max(freeing - now, math.ulp(now))
 
 

@@ -68,6 +68,7 @@ class ControlCalls:
         url = f"{self.root}/{path}"
         content = orjson.dumps({name: value for name, value in (body or {}).items() if value is not None})
         headers = {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
+        # This request carries its own key, which that of a surrounding session must not replace.
         with unattributed():
             async with self._http() as http:
 

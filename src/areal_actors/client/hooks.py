@@ -87,6 +87,7 @@ def _wrap_requests(original: Method) -> Method:
     @wraps(original)
     def send(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         response = original(self, _with_key(request, lambda given: given.copy()), *args, **kwargs)
+        # The program sees its own request, without the session's key.
         response.request = request
         return response
 

@@ -16,6 +16,7 @@ from areal_actors.errors import CapacityExhausted, Unavailable
 __all__ = ["RetryPolicy", "send_with_retries"]
 
 _WORTH_RETRYING = frozenset({408, 429, 503})
+# After these errors the request has certainly not reached the server.
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -33,6 +34,7 @@ class RetryPolicy:
         A wait that the server asks for (``asked``) takes precedence.
         """
         if asked is not None:
+            # Jitter only adds here: a retry before the time that the server named would be refused again.
             return min(asked, self.max_wait_seconds) * random.uniform(1.0, 1.1)
         return float(min(self.first_wait_seconds * 2**attempt, self.max_wait_seconds) * random.uniform(0.5, 1.0))
 

@@ -57,6 +57,7 @@ class ArealAnthropic(HasRewards, anthropic.AsyncAnthropic):
 
     def copy(self, **options: Any) -> Self:
         """Return a client with other options and the same trajectory."""
+        # The SDK passes these to the constructor of the copy.
         options["_extra_kwargs"] = {**options.get("_extra_kwargs", {}), "direct": self.direct}
         return super().copy(**options)
 

@@ -89,6 +89,7 @@ class AnthropicStream:
         delta = format_end(answer)
         usage = format_usage(answer.usage.prompt_tokens, answer.usage.completion_tokens)
         closing = self._close()
+        # An empty answer still has one text block; see ``format_blocks``.
         if not answer.message.content and not answer.message.tool_calls:
             closing += self._begin(_TEXT, {"type": _TEXT, "text": ""}) + self._close()
         return closing + _event("message_delta", delta=delta, usage=usage)

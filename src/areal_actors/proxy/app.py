@@ -126,6 +126,7 @@ def create_app(
         "openapi.json": Operation(handle=document, methods=("GET",), is_always_open=True),
     }
     return Starlette(
+        # First, so that no extra route shadows a route of the proxy.
         routes=[Operations(operations, traffic, meter), *extra_routes],
         exception_handlers={HTTPException: _answer_unrouted},
     )

@@ -25,6 +25,7 @@ def start_beside(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[
     # asyncio's.
     if is_trio():
         return _start_on_trio(function)
+    # The bound method holds a reference to the task, which the event loop itself holds only weakly.
     return asyncio.get_running_loop().create_task(function()).cancel
 
 

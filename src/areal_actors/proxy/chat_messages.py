@@ -78,6 +78,7 @@ def _assistant(raw: Mapping[str, Any], content: str | None, where: str) -> ChatM
     calls = raw.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise wrong(f"{where}.tool_calls", "a list", calls)
+    # Servers, and the clients that echo their answers, disagree on the name of this field.
     reasoning = raw.get("reasoning_content")
     if reasoning is None:
         reasoning = raw.get("reasoning")

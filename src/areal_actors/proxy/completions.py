@@ -79,6 +79,7 @@ class CompletionEndpoint:
                 await self.serve(exchange, credential, attempt, parsed, visit)
                 return
             there = evolve(self, dialect=self.dialect.decoding_with(chosen.decode), sessions=chosen.sessions)
+            # No retry evidence: the borrowed session is opened for this request only, so it has no earlier attempt.
             await there.serve(exchange, chosen.credential, None, parsed, visit)
 
     async def serve(
@@ -111,7 +112,7 @@ class CompletionEndpoint:
     async def _stream(self, exchange: Exchange, message: StreamComplete, parsed: Parsed, visit: Visit | None) -> None:
         """Send events as items arrive.
 
-        The status is sent with the first event, so that a failure before that gets a status code of its own.
+        The status is sent with the first event, so that a failure before that has its own status code.
         """
         wording = self.dialect.open_stream(parsed)
         exchange.fail_stream = wording.fail

@@ -76,7 +76,7 @@ class ControlEndpoints:
         await exchange.send_json(200, {"capacity": view.available, "reserved": view.reserved})
 
     async def start_session(self, exchange: Exchange) -> None:
-        """Open a session: with an intake, in its group, to be trained; otherwise under a permit of its own."""
+        """Open a session: with an intake, in its group, to be trained; otherwise under a separate permit."""
         user = await self._starter(read_key(exchange.headers))
         wanted = _read_start(await self._arguments(exchange), user)
         if self.gatekeeper.is_admin(wanted.api_key):
@@ -246,6 +246,7 @@ class ControlEndpoints:
         credential = self.gatekeeper.credential(
             key=key, in_path=exchange.session, in_request=read_text(arguments, "session_id")
         )
+        # The administrator may control every session, so there is no owner to check.
         return credential if self.gatekeeper.is_admin(key) else await self.visitors.authorise(credential)
 
 
@@ -292,6 +293,7 @@ def _read_count(arguments: Mapping[str, Any], name: str, *, low: int = 0, high: 
     """Return a whole number, also from text, because query parameters are text."""
     value = arguments.get(name)
     with suppress(ValueError):
+        # Text that is not a number stays text, and ``read_integer`` refuses it.
         value = int(value) if isinstance(value, str) else value
     return read_integer({name: value}, name, None, low=low, high=high)
 

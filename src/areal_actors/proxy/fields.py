@@ -88,6 +88,7 @@ def read_number(
     value = body.get(name)
     if value is None:
         return default
+    # ``True`` is an ``int`` in Python, but not a number in JSON.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (is_open and value == low):
         edge = "above " if is_open else "from "

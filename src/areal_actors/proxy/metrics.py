@@ -1,8 +1,7 @@
 """The ``/metrics`` route for Prometheus; actors are asked for their numbers at each scrape.
 
-There is no global state: every application has a ``Meter`` of its own, and the Prometheus library only formats the
-numbers. Labels name operations, statuses and actors, never a key, session or path. ``docs/metrics.md`` describes every
-metric.
+There is no global state: every application has its own ``Meter``, and the Prometheus library only formats the numbers.
+Labels name operations, statuses and actors, never a key, session or path. ``docs/metrics.md`` describes every metric.
 """
 
 from __future__ import annotations

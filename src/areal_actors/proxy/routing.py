@@ -81,6 +81,7 @@ class Operations(BaseRoute):
         try:
             await self._serve(operation, exchange)
         except HungUp:
+            # Nothing was answered, so there is neither a status nor a latency to record.
             self._meter.hang_ups[exchange.operation] += 1
             return
         except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback

@@ -33,6 +33,7 @@ def read_sampling(
     return Sampling(
         temperature=read_number(body, "temperature", 1.0, low=0, high=2),
         top_p=read_number(body, "top_p", 1.0, low=0, high=1, is_open=True),
+        # Both 0 and -1 turn it off.
         top_k=max(read_integer(body, "top_k", 0, low=-1, high=MAX_TOKENS), 0),
         min_p=read_number(body, "min_p", 0.0, low=0, high=1),
         max_new_tokens=max_new_tokens,

@@ -70,8 +70,10 @@ def _listen(family: int, address: tuple[object, ...], *, is_shared: bool) -> soc
     try:
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # A restarted proxy can bind at once although old connections are still in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Streams consist of small events, which Nagle's algorithm would delay.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted sockets inherit it
             # Keep-alive probes detect a vanished peer on a silent connection, the user timeout one on a connection with

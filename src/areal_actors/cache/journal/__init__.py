@@ -1,4 +1,7 @@
-"""The journal: facts in order, durable before their consequences are told. ``base`` is what the actors see of it."""
+"""The journal: events in order, durable before their consequences are reported.
+
+``base`` is the interface for actors.
+"""
 
 from __future__ import annotations
 

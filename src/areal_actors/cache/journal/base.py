@@ -1,4 +1,4 @@
-"""What a journal is, whatever keeps it."""
+"""The interface of a journal, independent of its storage."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["Journal"]
 
 
 class Journal(Protocol):
-    """Facts, in the order in which they were handed over, whether one waits for them (``write``) or not (``note``)."""
+    """A log of events, in the order in which ``write`` (which waits) or ``note`` (which does not) received them."""
 
     async def write(self, *facts: Fact) -> None:
-        """Return when ``facts`` are durable, all or none of them, and everything that was handed over before.
+        """Return when ``facts`` are durable, all or none of them, together with everything that was handed over before.
 
-        Who is cancelled while waiting does not know whether they are; they are written nonetheless. Raises
-        ``JournalError`` if they cannot be written (the disk is full, say): then nothing of them is durable, and nothing
-        that was handed over later will be before somebody has opened the journal anew.
+        A caller that is cancelled while waiting cannot know whether they are durable; they are written nevertheless.
+        Raises ``JournalError`` if they cannot be written (for example because the disk is full): none of them is
+        durable then, and no later event will be before the journal is opened again.
         """
 
     def note(self, *facts: Fact) -> None:
         """Hand ``facts`` over without waiting. A failure is raised by the next ``write``."""
 
     def read(self) -> AsyncIterator[Fact]:
-        """The facts from which everything that is not forgotten can be restored, in order.
+        """Yield the events from which everything that is not forgotten can be restored, in order.
 
-        Facts of forgotten sessions and of consumed groups may be left out. Meant to be read once, before the first
+        Events of forgotten sessions and of consumed groups may be omitted. Meant to be read once, before the first
         ``write``.
         """
         ...

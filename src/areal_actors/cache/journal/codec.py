@@ -1,8 +1,8 @@
-"""Facts as rows and back: which fact goes to which table. Turns are in ``turns``, values in ``values``.
+"""Encoding of events as table rows, and decoding. ``turns`` encodes turns, ``values`` encodes values.
 
-Every row has a number (``seq``) in the order in which facts were handed over. What is said again replaces what was said
-before: a session's start and a turn keep their place, so that what depends on them still follows, and everything else
-moves to where it was said last.
+Every row has a number (``seq``) in the order in which events were handed over. A repeated event replaces the earlier
+one: a session's start and a turn keep their number, so that rows that depend on them still follow, and everything else
+moves to the end.
 """
 # ruff: noqa: S608 - all names are those of ``TABLES``
 
@@ -38,7 +38,10 @@ Statement: TypeAlias = tuple[str, tuple[Sql, ...]]
 
 @frozen(kw_only=True)
 class Table:
-    """A table of facts. ``decode`` makes a fact of a row; ``is_kept`` is the condition on the rows that restore."""
+    """A table of events.
+
+    ``decode`` turns a row into an event; ``is_kept`` is the SQL condition for rows to be restored.
+    """
 
     name: str
     key: tuple[str, ...]
@@ -60,7 +63,7 @@ class Table:
 
     @property
     def page(self) -> str:
-        """The statement that reads the next rows that restore: those after a number, at most so many."""
+        """The statement that reads the next page of rows to restore: those after a number, up to a limit."""
         return (
             f"SELECT seq, {', '.join(self.columns)} FROM {self.name} AS t "
             f"WHERE seq > ? AND ({self.is_kept}) ORDER BY seq LIMIT ?"
@@ -68,10 +71,10 @@ class Table:
 
 
 def encode(fact: Fact, seq: int, now: float) -> list[Statement]:
-    """What is to be done in SQL to remember ``fact`` as the ``seq``-th, ``now`` seconds after 1970.
+    """Return the SQL statements that store ``fact`` as number ``seq``, at ``now`` seconds since 1970.
 
     Raises:
-        JournalError: it holds what no journal can hold, such as metadata that is no JSON.
+        JournalError: the event holds a value that cannot be stored, such as metadata that is not JSON.
     """
     try:
         return list(_ENCODERS[type(fact)](fact, seq, now))
@@ -89,7 +92,7 @@ _NOT_FINISHED = "NOT EXISTS (SELECT 1 FROM finished_groups f WHERE f.group_id = 
 
 
 def _start_row(fact: SessionStarted, seq: int, _: float) -> Iterator[Statement]:
-    # A forgotten session whose name is used anew is another one.
+    # A forgotten session whose name is used again is a different session.
     session = text(fact.session)
     for table in ("turns", "rewards", "endings", "sessions"):
         again = f"DELETE FROM {table} WHERE session = ?1 AND EXISTS (SELECT 1 FROM forgotten WHERE session = ?1)"
@@ -153,7 +156,7 @@ def _forgotten(row: Row) -> SessionForgotten:
 
 
 def _group_row(fact: GroupQueued, seq: int, _: float) -> Iterator[Statement]:
-    # Queued again, it waits again, whatever was consumed under its name, and refers to other sessions.
+    # A group that is queued again waits again, even if it was consumed before, and refers to other sessions.
     group = text(fact.group)
     yield "DELETE FROM consumed WHERE group_id = ?", (group,)
     yield "DELETE FROM group_sessions WHERE group_id = ?", (group,)
@@ -248,7 +251,7 @@ TABLES: tuple[Table, ...] = (
     ),
     Table(name="saved_versions", key=("version",), columns=("version",), decode=_version),
 )
-"""All tables of facts."""
+"""All event tables."""
 
 _INSERTIONS = {table.name: table.insertion for table in TABLES}
 

@@ -1,4 +1,4 @@
-"""What can be set about the journal of a service."""
+"""Settings of a service's journal."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["JournalConfig", "JournalSync"]
 
 
 class JournalSync(StrEnum):
-    """What a fact survives once it was acknowledged."""
+    """The failures that an acknowledged event survives."""
 
     NORMAL = "normal"
-    """The death of the process by any signal. A power loss may take the last moments."""
+    """Death of the process by any signal. A power loss may lose the last moments."""
     FULL = "full"
     """Power loss as well: every commit waits for the disk."""
 
 
 @frozen(kw_only=True)
 class JournalConfig:
-    """What a service remembers beyond its own life."""
+    """Persistence of a service's sessions and groups across restarts."""
 
     enabled: bool = True
-    """Whether sessions and groups that wait are restored when the service is started again."""
+    """Whether sessions and waiting groups are restored when the service is started again."""
     path: Path | None = None
     """The journal's file; by default journal.sqlite in the run directory."""
     sync: JournalSync = JournalSync.NORMAL
     """normal survives kill -9; full survives power loss and waits for the disk."""
     retention_days: float = field(default=0.0, validator=ge(0))
-    """How long what is no longer needed can be read by SQL; 0 deletes it at once."""
+    """How long data that is no longer needed can be read by SQL; 0 deletes it at once."""
     allow_shared: bool = False
-    """Whether the file may lie on a network filesystem, where a lost lock is noticed only at the next write."""
+    """Whether the file may be on a network filesystem, where a lost lock is noticed only at the next write."""
     max_pending: int = field(default=100_000, validator=gt(0))
-    """Facts that may wait for the disk; more of them mean that it hangs, and the journal fails."""
+    """Maximum number of events that wait for the disk; beyond it the disk is considered hung, and the journal fails."""

@@ -1,4 +1,4 @@
-"""Where a journal may lie: network filesystems are recognised."""
+"""Detection of network filesystems, on which a journal should not be."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MOUNTS = Path("/proc/mounts")
 
 
 def is_network(filesystem: str) -> bool:
-    """Whether a filesystem of this type may be mounted on several machines at once. ``fuse.sshfs`` counts as sshfs."""
+    """Return whether filesystems of this type can be mounted on several machines. ``fuse.sshfs`` counts as sshfs."""
     return filesystem.removeprefix("fuse.") in _NETWORK
 
 
 def filesystem_of(path: Path, mounts: str | None = None) -> str:
-    """The type of the filesystem on which ``path`` lies or would lie, by the table ``mounts`` of the kernel.
+    """Return the type of the filesystem that contains ``path``, according to the kernel's table ``mounts``.
 
-    Empty where the system has no such table.
+    Returns an empty string if the system has no such table.
     """
     if mounts is None:
         mounts = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape") if _MOUNTS.exists() else ""
@@ -30,7 +30,7 @@ def filesystem_of(path: Path, mounts: str | None = None) -> str:
     for line in mounts.splitlines():
         _, point, kind, *_ = line.split(" ")
         mounted = Path(_unescaped(point))
-        # The last of several mounts on one directory is the one that is seen.
+        # Of several mounts on one directory, the last one is visible.
         if path.is_relative_to(mounted) and len(mounted.parts) >= len(found[0].parts):
             found = mounted, kind
     return found[1]

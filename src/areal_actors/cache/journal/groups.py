@@ -1,8 +1,7 @@
-"""What a journal tells of groups: which were trained, which have to be trained (again), which are still being made.
+"""Recovery of groups from the journal: which were trained, which must be trained (again), and which are incomplete.
 
-What was consumed by weights that were lost with the process was not consumed: its group comes back. Coming back is
-written down, too (``GroupQueued`` once more), so that versions which are reached a second time, with other groups, do
-not count for those of the first time.
+Groups that were consumed only by weights that were lost with the process return to the queue. Their return is written
+as well (a second ``GroupQueued``), so that a version that is reached again, with other groups, does not count for them.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class RestoredSession:
 
 @frozen(kw_only=True)
 class RestoredGroups:
-    """What there was. ``waiting`` were queued and not trained, ``open`` were not complete, by id of the group.
+    """The restored groups by id: ``waiting`` were queued and not trained, ``open`` were not complete.
 
-    The sessions in ``consumed`` were trained by weights that are safe; nobody needs them. ``next_position`` is above
-    all positions that are known.
+    The sessions in ``consumed`` were trained by weights that are saved, and can be forgotten. ``next_position`` is
+    above all known positions.
     """
 
     waiting: Mapping[GroupId, tuple[RestoredSession, ...]]
@@ -76,7 +75,7 @@ class _Reading:
 
 
 def restore_groups(facts: Iterable[Fact], *, version: int) -> RestoredGroups:
-    """Read ``facts``, in order, for a process that goes on from the weights of ``version``."""
+    """Read ``facts``, in order, for a process that resumes from the weights of ``version``."""
     reading = _Reading({}, {}, {})
     for fact in facts:
         reading.take(fact)

@@ -1,4 +1,4 @@
-"""Journals that keep nothing beyond the process: none at all, and one that tests and embedders can look into."""
+"""Journals without a file: one that stores nothing, and one in memory for tests and embedders."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ __all__ = ["MemoryJournal", "NoJournal"]
 
 
 class NoJournal:
-    """Remembers nothing: what a process that nobody restarts needs."""
+    """Stores nothing, for processes that are not restarted."""
 
     async def write(self, *facts: Fact) -> None:
-        """Forget them."""
+        """Discard the events."""
 
     def note(self, *facts: Fact) -> None:
-        """Forget them."""
+        """Discard the events."""
 
     async def read(self) -> AsyncIterator[Fact]:
-        """Nothing."""
+        """Yield nothing."""
         nothing: tuple[Fact, ...] = ()
         for fact in nothing:
             yield fact
 
 
 class MemoryJournal:
-    """Remembers the facts of one process, in ``facts``; begins with those of an earlier one."""
+    """Keeps the events of one process in ``facts``, after those of an earlier one."""
 
     def __init__(self, facts: Iterable[Fact] = ()) -> None:
         self.facts: list[Fact] = list(facts)
 
     async def write(self, *facts: Fact) -> None:
-        """Remember them."""
+        """Store the events."""
         self.facts.extend(facts)
 
     def note(self, *facts: Fact) -> None:
-        """Remember them."""
+        """Store the events."""
         self.facts.extend(facts)
 
     async def read(self) -> AsyncIterator[Fact]:
-        """All of them."""
+        """Yield all events."""
         for fact in tuple(self.facts):
             yield fact

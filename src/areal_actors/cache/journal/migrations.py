@@ -1,7 +1,7 @@
-"""The tables of a journal, as the list of steps that made them: step n leads from version n - 1 to version n.
+"""The tables of a journal, as a list of migrations: step n leads from version n - 1 to version n.
 
-A step is never changed once a release has it; what the tables lack is added by another. A step is SQL, or a function
-of the connection where SQL does not suffice. Which facts become which rows is in ``codec``.
+A released step is never changed; additions are made by a further step. A step is SQL, or a function of the connection
+if SQL is not enough. ``codec`` maps events to rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["APPLICATION_ID", "MIGRATIONS", "Migration", "migrate"]
 Migration: TypeAlias = str | Callable[[sqlite3.Connection], None]
 
 APPLICATION_ID = 0x4152454A
-"""The letters AREJ, in the header of the file: what tells a journal from another program's database."""
+"""The letters AREJ, in the header of the file: it tells a journal from another program's database."""
 
 _FIRST = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -78,7 +78,7 @@ ALTER TABLE turns ADD COLUMN prompt_digest BLOB;
 ALTER TABLE turns ADD COLUMN asked TEXT;
 """
 
-# A group that is done is needed all the same while one of its sessions could be taken for one that belongs to none.
+# A group that is done is still needed while one of its sessions exists, which would otherwise appear to have no group.
 _THIRD = """
 CREATE VIEW finished_groups AS
     SELECT * FROM done_groups d WHERE NOT EXISTS (
@@ -91,7 +91,7 @@ _FOURTH = """
 ALTER TABLE turns ADD COLUMN sampling TEXT;
 """
 
-# Older rewards are those of answers: which of them had been returned for a whole episode was not written down.
+# Older rewards count as rewards of answers: it was not recorded which of them belonged to a whole episode.
 _FIFTH = """
 ALTER TABLE turns ADD COLUMN reward_scope TEXT;
 ALTER TABLE rewards ADD COLUMN scope TEXT;
@@ -106,10 +106,10 @@ MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Bring a journal to the version that this program writes, each step in a transaction of its own.
+    """Bring a journal to the version that this program writes, each step in a separate transaction.
 
     Raises:
-        JournalError: a newer program wrote it, or it is no journal.
+        JournalError: a newer program wrote it, or it is not a journal.
     """
     version = _version(connection)
     if version > len(migrations):
@@ -143,7 +143,7 @@ def _take(connection: sqlite3.Connection, step: Migration) -> None:
     if callable(step):
         step(connection)
         return
-    # One by one, because executescript would commit before it begins.
+    # One by one, because ``executescript`` would first commit the transaction.
     statement = ""
     for line in step.splitlines(keepends=True):
         statement += line

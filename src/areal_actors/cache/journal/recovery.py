@@ -1,7 +1,6 @@
-"""From facts to what they restore: sessions with their trees, and the groups that wait to be trained.
+"""Recovery: from journal events to sessions with their trees, and the groups that wait to be trained.
 
-Pure: facts in, one value out. Who reads the journal, and hands the parts to the actors that own them from then on, is
-in ``run``.
+These are pure functions. ``run`` reads the journal and hands the parts to the actors that own them.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ __all__ = ["EndedSession", "Leftovers", "Recovered", "RecoveredSession", "as_of"
 
 @frozen(kw_only=True)
 class EndedSession:
-    """A session that has ended and is needed: its export has not arrived, or its group is not safely trained.
+    """A session that has ended but is still needed: its export has not arrived, or its group's training is not saved.
 
-    ``is_forgotten``: it was let go when its group was trained, and the weights that were made of it are not on disk.
+    With ``is_forgotten``, it was forgotten when its group was trained, but the resulting weights are not on disk.
     """
 
     started: SessionStarted
@@ -46,7 +45,7 @@ class EndedSession:
 
 @frozen(kw_only=True)
 class RecoveredSession:
-    """One session as it stood. ``turns`` have ended, in this order, with the rewards that they have in ``tree``.
+    """One recovered session. ``turns`` have ended, in this order, with the rewards that they have in ``tree``.
 
     ``ended_at`` is in seconds since 1970, ``None`` for a session that is live.
     """
@@ -60,13 +59,13 @@ class RecoveredSession:
 
     @property
     def id(self) -> SessionId:
-        """Its id."""
+        """The session's id."""
         return self.started.session
 
 
 @frozen(kw_only=True)
 class Leftovers:
-    """What an earlier process left to be done: everything but the trees, which the session manager owns."""
+    """Unfinished work of an earlier process, without the trees, which the session manager owns."""
 
     ended: tuple[EndedSession, ...] = ()
     groups: tuple[GroupQueued, ...] = ()
@@ -77,12 +76,12 @@ class Leftovers:
 
 @frozen(kw_only=True)
 class Recovered:
-    """What the facts come to.
+    """The state that the events restore.
 
     ``sessions`` are those that were not forgotten, and those of groups that wait or are unsaved, oldest first.
-    ``groups`` wait to be trained, in the order in which they were queued. ``consumed`` says at which version a group
-    was trained or dropped; ``unsaved`` are those that were trained in steps after ``saved_version``, so that no weights
-    on disk have seen them.
+    ``groups`` wait to be trained, in the order in which they were queued. ``consumed`` maps a group to the version at
+    which it was trained or dropped. ``unsaved`` are groups that were trained in steps after ``saved_version``, so that
+    no weights on disk include them.
     """
 
     sessions: Mapping[SessionId, RecoveredSession] = field(factory=dict)
@@ -93,7 +92,7 @@ class Recovered:
 
     @property
     def leftovers(self) -> Leftovers:
-        """What there is to be done, without the trees."""
+        """The unfinished work, without the trees."""
         ended = tuple(
             EndedSession(
                 started=session.started,
@@ -114,7 +113,7 @@ class Recovered:
 
 
 def recover(facts: Iterable[Fact]) -> Recovered:
-    """What ``facts`` restore. Those of unknown sessions are passed over."""
+    """Return what ``facts`` restore. Events of unknown sessions are skipped."""
     folding = _Folding()
     for fact in facts:
         folding.add(fact)
@@ -122,9 +121,10 @@ def recover(facts: Iterable[Fact]) -> Recovered:
 
 
 def as_of(fact: Fact, version: int) -> Fact:
-    """``fact`` for a process that goes on from the weights of ``version``: newer ones are lost, and so is their number.
+    """Return ``fact`` for a process that resumes from the weights of ``version``, so that newer weights are lost.
 
-    What they sampled counts as of ``version``, of which they were made. Their number will be given again, to others.
+    Tokens sampled by newer weights are attributed to ``version``, from which those were made. The lost version numbers
+    will be used again, for other weights.
     """
     if not isinstance(fact, TurnEnded) or fact.interaction.completion is None:
         return fact
@@ -136,9 +136,10 @@ def as_of(fact: Fact, version: int) -> Fact:
 
 
 def restate(facts: Iterable[Fact], recovered: Recovered, *, version: int) -> tuple[Fact, ...]:
-    """What of ``facts`` a process that goes on from ``version`` has to say again, because ``as_of`` changes it.
+    """Return the events that a process resuming from ``version`` must write again, because ``as_of`` changes them.
 
-    Said once, it holds: when the lost number has been given to others, nobody can tell that it was meant otherwise.
+    Writing them makes the change permanent: once a lost version number is used again, the old meaning cannot be
+    detected.
     """
     changed = {
         (fact.session, fact.interaction.id)
@@ -150,7 +151,7 @@ def restate(facts: Iterable[Fact], recovered: Recovered, *, version: int) -> tup
 
 
 async def read_journal(journal: Journal) -> Recovered:
-    """What the facts of ``journal`` restore. Raises ``JournalError`` if it cannot be read."""
+    """Return what the events of ``journal`` restore. Raises ``JournalError`` if it cannot be read."""
     folding = _Folding()
     async for fact in journal.read():
         folding.add(fact)
@@ -159,7 +160,7 @@ async def read_journal(journal: Journal) -> Recovered:
 
 @define
 class _Session:
-    """What is known of a session so far; its tree is made at the end, when the last word on each turn is known."""
+    """The state of a session so far. Its tree is built at the end, when the final state of each turn is known."""
 
     started: SessionStarted
     turns: dict[InteractionId, TurnEnded] = field(factory=dict)
@@ -172,19 +173,19 @@ class _Session:
         self.turns[turn.interaction.id] = turn
 
     def set_reward(self, fact: RewardSet) -> None:
-        """A reward of an interaction that is pending comes again with the end of that, if it has one."""
+        """Set the reward of an ended turn. The reward of a pending interaction is repeated in the event of its end."""
         turn = self.turns.get(fact.interaction)
         if turn is not None:
             rewarded = evolve(turn.interaction, reward=fact.reward, reward_scope=fact.scope)
             self.turns[fact.interaction] = evolve(turn, interaction=rewarded)
 
     def end(self, fact: SessionEnded) -> None:
-        """The first end counts; that it is final may be said later."""
+        """Record the end. The first end counts; a later one may make it final."""
         self.ended_at = fact.ended_at if self.ended_at is None else self.ended_at
         self.is_final = self.is_final or fact.is_final
 
     def forget(self) -> None:
-        """One that is still live ends by that."""
+        """Mark the session as forgotten. A live session ends."""
         self.is_forgotten = True
         if self.ended_at is None:
             self.ended_at = max([self.started.started_at, *(turn.ended_at for turn in self.turns.values())])
@@ -204,7 +205,7 @@ class _Session:
 
 @define
 class _Folding:
-    """The state between two facts."""
+    """The accumulated state between two events."""
 
     sessions: dict[SessionId, _Session] = field(factory=dict)
     queued: dict[GroupId, GroupQueued] = field(factory=dict)

@@ -1,7 +1,7 @@
-"""The journal in a file: who waits for which commit, and how many writes become one.
+"""The journal in a file: group commit, and the coordination between writers and the thread that owns the file.
 
-One thread owns the file. Facts that are handed over while it commits wait in a queue and go into the next commit
-together; one call wakes the event loop after each, however many writers wait::
+One thread owns the file. Events that are handed over while it commits wait in a queue and go into the next commit
+together; one call wakes the event loop after each commit, for all of its writers::
 
     write ──▶ queue ──▶ owner thread: one transaction ──▶ event loop: wake its writers
     note  ──▶                 └── nothing to do: delete what is gone
@@ -30,14 +30,14 @@ from areal_actors.errors import JournalError
 __all__ = ["SqliteJournal"]
 
 _CHUNK = 64
-"""Facts that are read before the event loop gets them."""
+"""Number of events that are read before they are passed to the event loop."""
 _BUSY_COMMITS = 32
-"""Commits after which something is deleted even though more is to be written."""
+"""Number of commits after which some data is deleted even though more events wait."""
 
 
 @define(eq=False)
 class _Handed:
-    """What was handed over at once; ``signal`` is its writer's, if anybody waits."""
+    """Events that were handed over together; ``signal`` is set if a writer waits for them."""
 
     facts: tuple[Fact, ...]
     signal: Signal | None = None
@@ -45,10 +45,10 @@ class _Handed:
 
 
 class SqliteJournal:
-    """A ``Journal`` in an SQLite file. Made by ``open``, and used on the event loop that opened it.
+    """A ``Journal`` in an SQLite file. Created by ``open``, and used on the event loop that opened it.
 
-    Facts that no journal can hold (metadata that is no JSON) fail their own ``write`` and no other; those of a
-    ``note``, and whatever is the fault of the disk, fail everything that comes after.
+    Events that cannot be stored (metadata that is not JSON) fail only their own ``write``. In a ``note``, they fail
+    everything that follows, and so do errors of the disk.
     """
 
     def __init__(self, thread: OwnThread, config: JournalConfig) -> None:
@@ -61,18 +61,18 @@ class SqliteJournal:
         self._is_closed = False
         self._failure: str | None = None
         self.num_commits = 0
-        """Transactions so far; less than the writes where several became one."""
+        """Number of transactions so far; smaller than the number of writes if some were combined."""
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, path: Path, config: JournalConfig | None = None, *, now: Callable[[], float] = time.time
     ) -> AsyncIterator[SqliteJournal]:
-        """The journal at ``path``, made if there is none; leaving the block writes what was handed over.
+        """Open the journal at ``path``, creating it if necessary. Leaving the block writes all events handed over.
 
         Raises:
-            JournalError: it lies on a network filesystem, is in use, of a newer version, no journal, damaged, or cannot
-                be written.
+            JournalError: the file is on a network filesystem, is in use, has a newer version, is not a journal, is
+                damaged, or cannot be written.
         """
         failure: Exception | None = None
         async with OwnThread.open() as thread:
@@ -91,7 +91,7 @@ class SqliteJournal:
     # ------------------------------------------------------------------------------------ on the event loop
 
     async def write(self, *facts: Fact) -> None:
-        """As ``Journal.write``. To wait here is the back-pressure of the disk."""
+        """Write as ``Journal.write``. Waiting here is the back-pressure of the disk."""
         signal = self._loop.new_signal()
         handed = _Handed(facts, signal)
         self._hand_over(handed)
@@ -100,12 +100,15 @@ class SqliteJournal:
             raise handed.error
 
     def note(self, *facts: Fact) -> None:
-        """As ``Journal.note``: never raises, because whoever notes is about to end something and must end it."""
-        with suppress(JournalError):  # that of a full queue is kept for the next write
+        """Write as ``Journal.note``.
+
+        It never raises, because its callers are about to end something and must complete that.
+        """
+        with suppress(JournalError):  # the error of a full queue is kept for the next write
             self._hand_over(_Handed(facts))
 
     async def read(self) -> AsyncIterator[Fact]:
-        """As ``Journal.read``, a few facts at a time. Raises ``JournalError`` if the file is damaged."""
+        """Read as ``Journal.read``, a few events at a time. Raises ``JournalError`` if the file is damaged."""
         facts: Iterator[Fact] | None = None
 
         def read_some() -> list[Fact]:
@@ -148,8 +151,8 @@ class SqliteJournal:
             self._store = None
 
     def _commit(self) -> None:
-        """Write everything that waits, in one transaction, and wake whoever waits for it."""
-        self._is_posted = False  # before the queue is emptied: who hands over now either is seen, or posts anew
+        """Write all waiting events in one transaction, and wake their writers."""
+        self._is_posted = False  # before emptying the queue: a later event is in this batch, or posts again
         batch = self._take()
         statements = [statement for handed in batch for statement in self._encode(handed)]
         if statements and self._failure is None:
@@ -188,7 +191,7 @@ class SqliteJournal:
             handed.error = handed.error or JournalError(reason)
 
     def _tidy(self) -> None:
-        """Delete a little of what is gone, and come back to it when nothing else is to be done."""
+        """Delete some unneeded data, and post another call if the queue is empty."""
         if self._store is None or self._failure is not None or not self._store.has_gone:
             return
         try:

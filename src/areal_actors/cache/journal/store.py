@@ -1,6 +1,6 @@
-"""The file of a journal, as its owner thread sees it: opened, written in transactions, read in order, kept small.
+"""The file of a journal as its owner thread uses it: opening, transactions, reading in order, and deletion.
 
-Everything here blocks. Who waits for what, and how many writes become one transaction, is in ``sqlite``.
+Everything here blocks. ``sqlite`` combines writes into transactions and wakes their writers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from areal_actors.locks import hold
 __all__ = ["Store"]
 
 _PAGE = 64
-"""Rows that are read at a time."""
+"""Number of rows that are read at a time."""
 _BUSY_SECONDS = 30.0
-"""How long a commit waits for somebody who writes to the file by SQL."""
+"""How long a commit waits for another program that writes to the file by SQL."""
 _MAX_WAL_BYTES = 16 << 20
 _DAY_SECONDS = 86_400.0
 _RETIRING = (SessionForgotten, GroupConsumed, GroupQueued, VersionSaved)
-"""Facts after which something may be gone."""
+"""Events after which there may be data to delete."""
 
 
 class Store:
-    """An open journal. Made by ``open``; belongs to the thread that opened it."""
+    """An open journal. Created by ``open``; belongs to the thread that opened it."""
 
     def __init__(self, path: Path, config: JournalConfig, *, now: Callable[[], float] = time.time) -> None:
         self.path = path
@@ -51,15 +51,15 @@ class Store:
         self._seq = 0
         self._fence = 0
         self.has_gone = True
-        """Whether something may be there to be deleted."""
+        """Whether there may be data to delete."""
 
     @classmethod
     def open(cls, path: Path, config: JournalConfig, *, now: Callable[[], float] = time.time) -> Self:
-        """The journal at ``path``, made if there is none, and for this process alone.
+        """Open the journal at ``path`` for this process alone, creating it if necessary.
 
         Raises:
-            JournalError: it lies on a network filesystem, is in use, of a newer version, no journal, damaged, or cannot
-                be written.
+            JournalError: the file is on a network filesystem, is in use, has a newer version, is not a journal, is
+                damaged, or cannot be written.
         """
         store = cls(path, config, now=now)
         try:
@@ -73,7 +73,7 @@ class Store:
         return store
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file and release its lock."""
         self._stack.close()
 
     # ---------------------------------------------------------------------------------------------- opening
@@ -103,8 +103,8 @@ class Store:
 
     def _set_up(self, *, is_shared: bool) -> None:
         run = self._connection.execute
-        run("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file only
-        # A log needs memory that is shared by all readers, which machines do not share.
+        run("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect on a new file only
+        # A write-ahead log needs memory shared by all readers, which several machines do not have.
         mode = run(f"PRAGMA journal_mode = {'TRUNCATE' if is_shared else 'WAL'}").fetchone()[0]
         if not is_shared and mode != "wal":
             raise JournalError(
@@ -127,10 +127,10 @@ class Store:
     # ---------------------------------------------------------------------------------------------- writing
 
     def encode(self, facts: Sequence[Fact]) -> Sequence[Statement]:
-        """What ``write`` needs to write ``facts`` after everything that was encoded before.
+        """Return the statements that write ``facts`` after everything that was encoded before.
 
         Raises:
-            JournalError: one of them holds what no journal can hold.
+            JournalError: one of them holds a value that cannot be stored.
         """
         now = self._now()
         statements = [each for seq, fact in enumerate(facts, self._seq + 1) for each in encode(fact, seq, now)]
@@ -142,7 +142,7 @@ class Store:
         """Execute ``statements`` in one transaction: all, or none if it raises.
 
         Raises:
-            JournalError: they could not be written, or the file was taken over.
+            JournalError: they could not be written, or another process took the file over.
         """
         self._transact(lambda: self._execute(statements))
 
@@ -167,7 +167,7 @@ class Store:
             try:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error:
-                # The disk is gone. What was not committed is rolled back by whoever opens the file next.
+                # The disk failed. The next process that opens the file rolls the transaction back.
                 self._connection.close()
 
     def _check_fence(self) -> None:
@@ -178,7 +178,7 @@ class Store:
             )
 
     def retire(self) -> None:
-        """Delete a little of what nobody needs any longer; ``has_gone`` tells whether there may be more."""
+        """Delete some data that is no longer needed; ``has_gone`` says whether there may be more."""
         days = self._config.retention_days
         until = self._now() - days * _DAY_SECONDS if days else float("inf")
         more: list[bool] = []
@@ -192,7 +192,9 @@ class Store:
     # ---------------------------------------------------------------------------------------------- reading
 
     def read(self) -> Iterator[Fact]:
-        """What restores, in order. Nothing is held between two facts: one may write in the meantime.
+        """Yield the events to restore, in order.
+
+        No cursor stays open between two events, so writes are possible meanwhile.
 
         Raises:
             JournalError: the file is damaged.

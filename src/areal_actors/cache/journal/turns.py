@@ -1,4 +1,4 @@
-"""A turn as a row and back: plain columns for what people ask about, blobs for arrays, JSON for messages."""
+"""Encoding of a turn as a row: plain columns for values to query, blobs for arrays, JSON for messages."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ TURN_COLUMNS = (
     *("prompt_digest", "asked", "sampling", "reward_scope"),
     *_COMPLETION_COLUMNS,
 )
-"""All but the number of the row."""
+"""All columns except the row's number."""
 
 
 def turn_values(fact: TurnEnded) -> tuple[Sql, ...]:
-    """The values of ``TURN_COLUMNS``."""
+    """Return the values of ``TURN_COLUMNS``."""
     turn = fact.interaction
     row = {
         "session": text(fact.session),
@@ -100,7 +100,10 @@ def _attempt_value(attempt: Attempt | None) -> Sql:
 
 
 def _completion_values(completion: Completion | None) -> dict[str, Sql]:
-    """Its columns. Log-probabilities that are the raw ones, and versions that are all one, are not written twice."""
+    """Return the completion's columns.
+
+    Log-probabilities that equal the raw ones, and versions that are all equal, are stored once.
+    """
     if completion is None:
         return dict.fromkeys(_COMPLETION_COLUMNS)
     logprobs, raw = pack_floats(completion.logprobs), pack_floats(completion.raw_logprobs)
@@ -128,7 +131,7 @@ def _range(versions: Ints, *, has_one: bool) -> tuple[int | None, int | None]:
 
 
 def to_turn(row: Mapping[str, Any]) -> TurnEnded:
-    """The turn whose columns are ``row``."""
+    """Return the turn with the columns ``row``."""
     output = row["output"]
     interaction = Interaction(
         id=to_text(row["interaction"]),

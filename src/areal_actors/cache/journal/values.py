@@ -1,8 +1,8 @@
-"""Texts, JSON and arrays as SQL values, exactly: what is read back equals what was written, bit by bit.
+"""Lossless conversion of texts, JSON and arrays to SQL values.
 
-Text that is no Unicode (a lone surrogate, which JSON can carry) becomes a blob, because SQLite's text cannot hold it.
-Arrays are little-endian and not compressed: the digits of log-probabilities do not shrink, and to shrink the ids by
-half takes several times as long as everything else that is done for a turn.
+Text that is not valid Unicode (a lone surrogate, which JSON can carry) becomes a blob, because SQLite's text cannot
+hold it. Arrays are little-endian and not compressed: log-probabilities do not compress, and compressing the ids to half
+takes several times as long as everything else that is done for a turn.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _INT, _FLOAT, _DOUBLE = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8")
 
 
 def text(value: str | None) -> Sql:
-    """A text as SQL."""
+    """Return a text as an SQL value."""
     if value is None or value.isascii():
         return value
     try:
@@ -57,12 +57,12 @@ def text(value: str | None) -> Sql:
 
 
 def to_text(value: Any) -> Any:
-    """The text, or ``None``, that ``text`` was given."""
+    """Return the text, or ``None``, that was given to ``text``."""
     return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
 
 
 def real(value: float | None) -> Sql:
-    """A number as SQL, which has no NaN: it becomes the text that ``float`` reads."""
+    """Return a number as an SQL value. SQL has no NaN, which becomes a text that ``float`` reads."""
     return "nan" if value is not None and value != value else value  # noqa: PLR0124 - only NaN differs from itself
 
 
@@ -79,12 +79,12 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_
 
 
 def dump_json(value: Any) -> Sql:
-    """Any JSON: integers of any size, NaN and the infinities as Python writes them. Tuples become lists.
+    """Return any JSON value as SQL, including integers of any size, NaN and the infinities. Tuples become lists.
 
     Raises:
-        TypeError: what is no JSON, or a key that is no text.
-        ValueError: what refers to itself, or an integer of thousands of digits.
-        RecursionError: what is nested too deep.
+        TypeError: for a value that is not JSON, or a key that is not a text.
+        ValueError: for a value that contains itself, or an integer of thousands of digits.
+        RecursionError: for a value that is nested too deep.
     """
     _check_keys(value)
     return text(_ENCODER.encode(value))
@@ -102,21 +102,21 @@ def _check_keys(value: Any) -> None:
 
 
 def load_json(value: Any) -> Any:
-    """What ``dump_json`` was given."""
+    """Return the value that was given to ``dump_json``."""
     return json.loads(to_text(value))
 
 
 def dump_messages(messages: Iterable[ChatMessage]) -> Sql:
-    """Messages as a JSON array of objects with the fields that are set."""
+    """Return messages as a JSON array of objects with the fields that are set."""
     plain = [_message(message) for message in messages]
     try:
         return orjson.dumps(plain).decode()
-    except TypeError:  # a surrogate
+    except TypeError:  # a lone surrogate, which orjson refuses
         return text(_ENCODER.encode(plain))
 
 
 def load_messages(value: Any) -> tuple[ChatMessage, ...]:
-    """What ``dump_messages`` was given."""
+    """Return the messages that were given to ``dump_messages``."""
     plain = orjson.loads(value) if isinstance(value, str) else load_json(value)
     return tuple(map(_to_message, plain))
 
@@ -141,27 +141,27 @@ def _to_message(plain: dict[str, Any]) -> ChatMessage:
 
 
 def pack_ints(values: Ints) -> bytes:
-    """int32 [n] as bytes."""
+    """Return int32 [n] as bytes."""
     return values.astype(_INT, copy=False).tobytes()
 
 
 def unpack_ints(blob: bytes) -> Ints:
-    """What ``pack_ints`` was given, read-only. Raises ``ValueError`` for a torn blob."""
+    """Return the array that was given to ``pack_ints``, read-only. Raises ``ValueError`` for a truncated blob."""
     return as_ints(np.frombuffer(blob, _INT))
 
 
 def pack_floats(values: Floats) -> bytes:
-    """float32 [n] as bytes."""
+    """Return float32 [n] as bytes."""
     return values.astype(_FLOAT, copy=False).tobytes()
 
 
 def unpack_floats(blob: bytes) -> Floats:
-    """What ``pack_floats`` was given, read-only. Raises ``ValueError`` for a torn blob."""
+    """Return the array that was given to ``pack_floats``, read-only. Raises ``ValueError`` for a truncated blob."""
     return as_floats(np.frombuffer(blob, _FLOAT))
 
 
 def pack_alternatives(alternatives: Sequence[Sequence[TopLogprob]]) -> bytes | None:
-    """The alternatives per token: how many, then all ids, then all log-probabilities (as Python's floats)."""
+    """Return the alternatives per token: their counts, then all ids, then all log-probabilities (float64)."""
     if not alternatives:
         return None
     flat = list(chain.from_iterable(alternatives))
@@ -171,7 +171,7 @@ def pack_alternatives(alternatives: Sequence[Sequence[TopLogprob]]) -> bytes | N
 
 
 def unpack_alternatives(blob: bytes | None) -> tuple[tuple[TopLogprob, ...], ...]:
-    """What ``pack_alternatives`` was given."""
+    """Return the alternatives that were given to ``pack_alternatives``."""
     if blob is None:
         return ()
     (size,) = struct.unpack_from("<i", blob)
@@ -184,14 +184,14 @@ def unpack_alternatives(blob: bytes | None) -> tuple[tuple[TopLogprob, ...], ...
 
 
 def pack_bytes(parts: Sequence[bytes] | None) -> bytes | None:
-    """Some digests as one blob: how many, how long each is, then the digests."""
+    """Return several digests as one blob: their number, their lengths, then the digests."""
     if parts is None:
         return None
     return struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts)) + b"".join(parts)
 
 
 def unpack_bytes(blob: bytes | None) -> tuple[bytes, ...] | None:
-    """What ``pack_bytes`` was given."""
+    """Return the digests that were given to ``pack_bytes``."""
     if blob is None:
         return None
     (size,) = struct.unpack_from("<I", blob)

@@ -1,8 +1,8 @@
-"""The rollout runner: runs agents on problems, in groups, each episode in a scope of its own.
+"""The rollout runner: runs agents on problems, in groups, each episode in a separate scope.
 
-An episode opens a session, lets the agent talk to the proxy over HTTP as any agent would, assigns the reward that it
-returned, ends the session and collects its rows. A failed episode is data: it is recorded and rejected, and its
-siblings live on. A group is delivered when all of its episodes are over.
+An episode opens a session, lets the agent talk to the proxy over HTTP like any other agent, assigns the reward that the
+agent returned, ends the session and collects its rows. A failed episode is data: it is recorded and rejected, and its
+siblings continue. A group is delivered when all of its episodes are over.
 """
 
 from __future__ import annotations
@@ -71,24 +71,24 @@ ProblemAt = Callable[[int, int | None], Problem]
 
 @frozen(kw_only=True)
 class RolloutsConfig:
-    """How episodes are run."""
+    """Settings of episodes."""
 
     group_size: int = field(default=8, validator=ge(1))
     member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     agents_may_reward: bool = False
-    """Whether agents get the key that opens their session for rewards as well, in place of the completion key."""
+    """Whether agents get their session's full-access key instead of the completion key, and so may set rewards."""
     is_archiving: bool = True
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
     max_unreachable_seconds: float = field(default=300.0, validator=gt(0))
-    """How long the proxy may be out of reach before the run ends; meanwhile no episode counts as failed."""
+    """How long the proxy may be unreachable before the run ends; meanwhile no episode counts as failed."""
     max_failed_groups: int = field(default=16, validator=ge(1))
-    """So many training groups in a row of which every episode failed end the run: it would learn nothing, for ever."""
+    """The run ends after this many training groups in a row in which every episode failed: it cannot learn."""
 
 
 @frozen(kw_only=True)
 class Peers:
-    """Whom the runner talks to."""
+    """The actors that the runner sends messages to."""
 
     sessions: Ref[Sessions]
     exports: Ref[Exports]
@@ -98,7 +98,7 @@ class Peers:
 
 @frozen(kw_only=True)
 class _Slot:
-    """One episode to run: which problem, which member of which group, for what."""
+    """An episode to run: its problem, its member of a group, and its purpose."""
 
     problem: Problem
     group: GroupId
@@ -106,25 +106,25 @@ class _Slot:
     key: SampleKey
     is_eval: bool
     version: int | None
-    """That of the newest weights when it began; ``None`` for what is run by hand, which nobody is told of."""
+    """Version of the newest weights when it began; ``None`` for a manual run, which is not reported."""
 
     @property
     def is_training(self) -> bool:
-        """Whether the exporter will need its session until the group is trained."""
+        """Whether the exporter needs its session until the group is trained."""
         return self.version is not None and not self.is_eval
 
     @property
     def context(self) -> EpisodeContext:
-        """What the code inside the episode may ask about itself."""
+        """The context that code inside the episode may query."""
         return EpisodeContext(task_id=str(self.problem.position), member=self.member, is_eval=self.is_eval)
 
 
 class RolloutRunner(Actor[Rollouts]):
-    """Runs training groups as capacity allows, and evaluations when asked.
+    """Runs training groups as capacity allows, and evaluations on request.
 
-    ``problem_at`` maps a position, and its row if that was drawn, to its problem, one of ``num_problems``. With
-    ``None`` nothing is produced, only ``RunProblem`` and ``Evaluate`` are served. A rollout workflow needs the
-    ``engine`` that its episodes sample from; of a grouped one the group is run member by member.
+    ``problem_at`` maps a position, and its row if that was drawn, to its problem, one of ``num_problems``. If it is
+    ``None``, no training groups are run; only ``RunProblem`` and ``Evaluate`` are served. A rollout workflow needs the
+    ``engine`` that its episodes sample from; the group of a grouped workflow is run member by member.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Produce training groups while the actor lives."""
+        """Produce training groups while the actor runs."""
         if self._problem_at is not None:
             context.tasks.start_soon(self._produce, self._problem_at)
         yield
@@ -186,10 +186,13 @@ class RolloutRunner(Actor[Rollouts]):
         self._check_progress(group)
 
     def _check_progress(self, group: Group) -> None:
-        """Raise if the agent fails and fails: its groups are refunded, and more would be started without end."""
+        """Raise if every episode of too many groups in a row failed.
+
+        Failed groups are refunded, so without this check more would be started without end.
+        """
         failures = [e.failure for e in group.episodes if e.failure is not None and not e.is_rejected]
         if any(episode.num_empty_turns for episode in group.episodes):
-            return  # nothing of the agent's doing: the trainer's gate says what is wrong
+            return  # not the agent's fault; the trainer's gate reports it
         has_success = len(failures) < len(group.episodes)
         self._num_failed_groups = 0 if has_success else self._num_failed_groups + 1
         if self._num_failed_groups == self._config.max_failed_groups:
@@ -200,7 +203,10 @@ class RolloutRunner(Actor[Rollouts]):
 
     @Evaluate.handler(concurrency=2)
     async def evaluate(self, message: Evaluate) -> tuple[Group, ...]:
-        """One episode per held-out problem, all at once. Their sessions are forgotten: the rows are in the reply."""
+        """Run one episode per held-out problem, all at once.
+
+        Their sessions are forgotten, as the reply holds the rows.
+        """
         groups: dict[int, Group] = {}
 
         async def run(problem: Problem) -> None:
@@ -214,7 +220,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     @RunProblem.handler(concurrency=256)
     async def run_problem(self, message: RunProblem) -> Group:
-        """One group by hand. Its sessions are forgotten: the rows are in the reply."""
+        """Run one group manually. Its sessions are forgotten, because the rows are in the reply."""
         self._num_by_hand += 1
         purpose = f"hand-{self._num_by_hand}"
         slots = self._slots(message.problem, message.num_episodes, purpose=purpose, version=None)
@@ -222,7 +228,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     def _slots(self, problem: Problem, num: int, *, purpose: str, version: int | None) -> list[_Slot]:
         is_eval = purpose == "eval"
-        # An evaluation repeats its random numbers at every version, so that only the weights make the difference.
+        # Evaluations use the same random numbers at every version, so that only the weights make a difference.
         name = f"eval-{version}-{problem.position}" if is_eval else f"{purpose}-{problem.position}"
         return [
             _Slot(
@@ -253,7 +259,7 @@ class RolloutRunner(Actor[Rollouts]):
     # -------------------------------------------------------------------------------------------- episodes
 
     async def _run_episode(self, slot: _Slot, *, num_members: int) -> tuple[Episode, ...]:
-        """What one member did. An agent's is one episode, a workflow's may be several."""
+        """Run one member. An agent makes one episode, a workflow may make several."""
         if isinstance(self._agent, RolloutWorkflow):
             return await self._run_workflow(self._agent, slot, num_members)
         return (await self._run_session(self._agent, slot),)
@@ -278,7 +284,7 @@ class RolloutRunner(Actor[Rollouts]):
         return episodes
 
     async def _run_session(self, agent: Agent, slot: _Slot) -> Episode:
-        """Run the agent to an episode. One that failed because the proxy was out of reach is run again."""
+        """Run the agent to an episode. An episode that failed because the proxy was unreachable is run again."""
         while True:
             episode = await self._run_once(agent, slot)
             if episode is not None:
@@ -286,7 +292,7 @@ class RolloutRunner(Actor[Rollouts]):
             await self._proxy.wait_reachable(max_seconds=self._config.max_unreachable_seconds)
 
     async def _run_once(self, agent: Agent, slot: _Slot) -> Episode | None:
-        """Return the episode, or ``None`` if it failed and the proxy does not answer, which no agent can help."""
+        """Return the episode, or ``None`` if it failed while the proxy does not answer, which no agent can fix."""
         started = anyio.current_time()
         opened = await self._peers.sessions.ask(
             OpenSession(task=f"{slot.group}-{slot.member}", group=slot.group, key=slot.key)
@@ -308,12 +314,12 @@ class RolloutRunner(Actor[Rollouts]):
         return episode
 
     async def _forget(self, session: SessionId) -> None:
-        """Free the session of an episode that was cut short, or whose rows are in the reply of whoever asked."""
+        """Free the session of an episode that was interrupted, or whose rows are in the reply."""
         with anyio.move_on_after(_FORGET_SECONDS, shield=True), suppress(ActorError):
             await self._peers.sessions.tell(ForgetSession(session=session))
 
     async def _settle(self, agent: Agent, slot: _Slot, opened: SessionOpened) -> Episode:
-        """The episode, succeeded or failed; its session has ended."""
+        """Return the episode, successful or failed, with its session ended."""
         try:
             return await self._attempt(agent, slot, opened)
         except EpisodeError as error:
@@ -362,7 +368,7 @@ class RolloutRunner(Actor[Rollouts]):
             http_client=self._http_client,
         )
         seconds = self._config.episode_timeout_seconds
-        async with seat_of(agent) as seated:  # the wait for one is none of the agent's own time
+        async with seat_of(agent) as seated:  # waiting for a seat does not count as the agent's time
             with anyio.move_on_after(seconds):
                 return await run_agent(seated, dict(slot.problem.data), injected)
         raise EpisodeError(
@@ -375,7 +381,10 @@ class RolloutRunner(Actor[Rollouts]):
         return name_of(self._agent)
 
     async def _failed(self, slot: _Slot, session: SessionId, failure: str) -> Episode:
-        """A rejected episode: its session ends, its turns are listed, none is trained, unless what was done is kept."""
+        """Return a rejected episode: its session ends and its turns are counted, but none is trained.
+
+        With ``KEEP_PARTIAL``, the completed part of a training episode is kept instead.
+        """
         _log.warning("episode_failed", session=session, reason=failure)
         if self._config.member_outcome is MemberOutcome.KEEP_PARTIAL and not slot.is_eval:
             kept = await self._kept(slot, session)
@@ -394,7 +403,7 @@ class RolloutRunner(Actor[Rollouts]):
         )
 
     async def _kept(self, slot: _Slot, session: SessionId) -> Episode | None:
-        """What was completed, with the rewards so far; ``None`` if that is nothing, or if it cannot be added up."""
+        """Return the completed part, with the rewards so far; ``None`` if it is empty or its rows cannot be built."""
         try:
             episode = await self._conclude(slot, session, Reward())
         except (ActorError, CustomFunctionError):

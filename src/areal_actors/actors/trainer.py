@@ -6,10 +6,10 @@ One step::
                                                                  │
                         checkpoint, if due ◀─ StepFinished ◀─ Evaluate, if due
 
-Agents keep running all the while. Where several processes train, this one leads them (``gang``). The arithmetic of a
-step is ``training``; how stale a group may be is asked for with each lease. A checkpoint holds the weights, the
-optimiser, the position in the data and what this actor counts, so that a resumed run goes on where it was. It is
-written after the news of its step, which a resumed run does not tell.
+Agents keep running throughout. If several processes train, this one leads them (``gang``). The computation of a step is
+in ``training``; each lease states how stale a group may be. A checkpoint holds the weights, the optimizer, the position
+in the data and this actor's counters, so that a resumed run continues where it stopped. It is written after the report
+of its step, because a resumed run does not report that step again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ R = TypeVar("R")
 
 @frozen(kw_only=True)
 class TrainingPeers:
-    """Whom the trainer talks to. Without ``rollouts`` nothing is evaluated: agents run elsewhere."""
+    """The actors that the trainer sends messages to.
+
+    Without ``rollouts`` there is no evaluation: agents run elsewhere.
+    """
 
     exports: Ref[Exports]
     generation: Ref[Generation]
@@ -87,11 +90,11 @@ class TrainingPeers:
 
 
 class TrainerActor(Actor[Training]):
-    """Owns the policy and its optimiser. ``counters`` are those of the checkpoint that a resumed run starts from.
+    """Owns the policy and its optimizer. ``counters`` are those of the checkpoint that a resumed run starts from.
 
-    Rows that cannot be true are written below ``captures``. ``publisher`` makes snapshots of the weights; by default
-    they are lent to an engine in this process. ``members`` train along, from the first step on. ``save_weights`` writes
-    what was trained; it may block.
+    Rows that fail the capture checks are written below ``captures``. ``publisher`` makes snapshots of the weights; by
+    default they are lent to an engine in this process. ``members`` train along, from the first step on.
+    ``save_weights`` writes the trained weights; it may block.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class TrainerActor(Actor[Training]):
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
-        """Train while the actor lives."""
+        """Train while the actor runs."""
         async with OwnThread.open() as self._thread:
             self._led = LedPolicy(self._policy, self._thread, self._members)
             context.tasks.start_soon(self._train)
@@ -138,20 +141,20 @@ class TrainerActor(Actor[Training]):
 
     @RequestStop.handler
     async def request_stop(self, message: RequestStop) -> None:
-        """Remember why; the loop sees it between two steps, or while it waits for groups."""
+        """Store the reason. The loop stops between two steps, or while it waits for groups."""
         self._stop_reason = self._stop_reason or message.reason
         self._stopping.set()
 
     @AwaitTraining.handler(concurrency=64)
     async def await_training(self, message: AwaitTraining) -> TrainingSummary:  # noqa: ARG002
-        """Wait for the end."""
+        """Wait for the end of training, and return the summary."""
         await self._ended.wait()
         assert self._summary is not None
         return self._summary
 
     @SaveWeights.handler
     async def save_weights(self, message: SaveWeights) -> None:  # noqa: ARG002
-        """Write them on the thread that trains."""
+        """Write the weights, on the thread that trains."""
         if self._save_weights is not None:
             await self._thread.run(self._save_weights)
 
@@ -176,7 +179,7 @@ class TrainerActor(Actor[Training]):
         self._ended.set()
 
     async def _step(self) -> bool:
-        """One step; returns whether training is over. Being asked to stop while waiting for groups makes no step."""
+        """Take one step; return whether training is over. A stop requested while waiting for groups skips the step."""
         started = anyio.current_time()
         lease = await self._lease()
         if lease is None:
@@ -200,7 +203,10 @@ class TrainerActor(Actor[Training]):
         return is_over
 
     async def _train_on(self, lease: Lease) -> StepStatistics:
-        """Update the weights. What stops the run because of its rows leaves a checkpoint, and the rows."""
+        """Update the weights.
+
+        An error about the rows that ends the run leaves a checkpoint, and the rows for inspection.
+        """
         try:
             return await self._led.train_step(lease.groups, max_staleness=lease.max_staleness)
         except CaptureViolation as violation:
@@ -216,7 +222,7 @@ class TrainerActor(Actor[Training]):
             raise
 
     async def _lease(self) -> Lease | None:
-        """The next batch, or ``None`` if a stop was requested first."""
+        """Return the next batch, or ``None`` if a stop was requested first."""
         wanted = LeaseGroups(
             num_groups=self._plan.batch_size, version=self._policy.version, max_staleness=self._plan.max_staleness
         )
@@ -228,7 +234,7 @@ class TrainerActor(Actor[Training]):
         )
 
     async def _unless_stopping(self, action: Callable[[], Awaitable[R]]) -> R | None:
-        """What ``action`` returns, or ``None`` if a stop was requested first: then it is cancelled."""
+        """Return the result of ``action``, or cancel it and return ``None`` if a stop was requested first."""
         result: R | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._cancel_when_stopping, tasks.cancel_scope)
@@ -259,9 +265,9 @@ class TrainerActor(Actor[Training]):
         return is_over or (every > 0 and self._policy.version % every == 0)
 
     async def _evaluate(self) -> EvaluationFinished | None:
-        """The mean reward on the held-out problems, which is told; an episode that failed counts as 0.
+        """Return and report the mean reward on the held-out problems. A failed episode counts as 0.
 
-        ``None`` if there are no such problems, or if a stop was requested before they were all run.
+        Returns ``None`` if there are no such problems, or if a stop was requested before they were all run.
         """
         if self._peers.rollouts is None:
             return None
@@ -281,14 +287,14 @@ class TrainerActor(Actor[Training]):
             return
         phase = PhaseChanged(phase="saving a checkpoint", detail=f"step {self._policy.version}")
         if self._peers.progress is not None:
-            await self._peers.progress.ask(phase)  # once it is answered, all news that came before has been written
+            await self._peers.progress.ask(phase)  # asked, not told: the reply means that all earlier news was written
         counters = {"position": asdict(self._position), "average": self._average.state()}
         await self._led.save(self._checkpoints, counters=counters, num_kept=self._plan.checkpoint.keep)
         self._saved_version = self._policy.version
         await self._peers.exports.ask(SaveVersion(version=self._policy.version))
 
     async def _speed(self) -> dict[str, float | int | None]:
-        """Tokens that the engine sampled since this was asked before, evaluations included, and how fast."""
+        """Return the tokens that the engine sampled since the last call, evaluations included, and their rate."""
         view = await self._peers.generation.ask(DescribeEngine())
         now, (then, num_before) = anyio.current_time(), self._measured
         self._measured = (now, view.statistics.sampled_tokens)
@@ -301,7 +307,7 @@ class TrainerActor(Actor[Training]):
 
 
 class _MovingAverage:
-    """An exponential moving average that is right from its first value on."""
+    """An exponential moving average without bias towards its initial value."""
 
     def __init__(self, smoothing: float, *, total: float = 0.0, weight: float = 0.0) -> None:
         self._smoothing = smoothing
@@ -321,12 +327,12 @@ def _write_evidence(path: Path, evidence: Sequence[Mapping[str, object]]) -> Non
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{json.dumps(record)}\n" for record in evidence), encoding="utf-8")
-    except OSError as error:  # the violation matters more
+    except OSError as error:  # the violation is raised in any case
         _log.warning("evidence_not_written", path=str(path), error=str(error))
 
 
 def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:
-    """The position in the data that a checkpoint's ``counters`` hold; the start without them."""
+    """Return the position in the data from a checkpoint's ``counters``, or the start without them."""
     position = (counters or {}).get("position", {})
     pools = position.get("pools")
     return DataPosition(
@@ -356,7 +362,10 @@ def _evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> E
 
 
 def _mean_reward(statistics: StepStatistics, lease: Lease) -> float:
-    """Mean over the step's episodes and those that were replaced: of the rest alone, it would never be near 0 or 1."""
+    """Return the mean reward over the step's episodes and those that were replaced.
+
+    Without the replaced ones, the mean would never be near 0 or 1.
+    """
     data, replaced = statistics.data, lease.drawn.replaced_rewards
     if not replaced:
         return data.reward_mean
@@ -366,7 +375,7 @@ def _mean_reward(statistics: StepStatistics, lease: Lease) -> float:
 
 
 def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:
-    """One flat record of a step; ``docs/metrics.md`` explains each key."""
+    """Return the metrics of a step as one flat record; ``docs/metrics.md`` explains each key."""
     data = statistics.data
     metrics: dict[str, float | int | None] = {
         "step": statistics.version,
@@ -411,6 +420,5 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
     episodes = [episode.logged for group in lease.groups for episode in group.episodes]
     metrics |= average_numbers(episodes, scope=SCOPE)
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}
-    # A step in which no token had an advantage computed nothing: it has no entropy, rather than one that is not a
-    # number.
+    # A step without any advantage computed nothing, so values such as its entropy are NaN; report them as missing.
     return {key: value if value is None or isfinite(value) else None for key, value in metrics.items()}

@@ -130,6 +130,7 @@ class AccountKeeper(Actor[Accounts]):
     @IdentifyUser.handler
     async def identify(self, message: IdentifyUser) -> IssuedKey:
         """Return the key that belongs to a secret, reading the file again if the secret is unknown."""
+        # An unknown key may have been issued by the command line just now.
         if not self._book.knows(message.secret):
             await self._look()
         return self._book.authenticate(message.secret, self._clock())

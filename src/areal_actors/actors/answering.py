@@ -119,8 +119,10 @@ class Turn:
         ledger = self.ledger
         if ledger is None or not choices:
             return tuple(choice.complete() for choice in choices)
+        # Held from the decision to the change, so that the journal and the tree agree on one order.
         async with ledger.lock:
             for choice in choices:
+                # The session may have ended while this turn waited for the lock.
                 check_complete(self, choice)
             now = ledger.clock()
             await ledger.write(*[self._fact(*choice.prepare(), now) for choice in choices])

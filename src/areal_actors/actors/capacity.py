@@ -73,6 +73,7 @@ class CapacityGranter(Actor[Capacity]):
     async def acquire(self, message: AcquirePermit) -> Permit:
         """Wait in line for a permit. A caller that is cancelled leaves the line and passes its turn on."""
         if self._state.available <= len(self._waiting):
+            # Room that callers in line have not taken yet is not free.
             await self._wait_for_turn()
         return self._grant(message.holder, self._state.start())
 
@@ -85,6 +86,7 @@ class CapacityGranter(Actor[Capacity]):
             # settled.
             await anyio.lowlevel.checkpoint_if_cancelled()
         except BaseException:
+            # Also on cancellation: a turn that was granted meanwhile goes to the next in line.
             self._waiting.remove(turn)
             self._wake()
             raise

@@ -79,6 +79,7 @@ class DirectoryActor(Actor[Directory]):
     @FetchOrder.handler
     async def fetch(self, message: FetchOrder) -> Order:
         """Return the worker's order. Only rank 0 renews the lease by asking."""
+        # A request of another rank says nothing about the worker's first process, so it must not renew the lease.
         find = self._find if message.rank else self._hear
         return find(message.worker, message.life).order
 
@@ -213,6 +214,7 @@ class DirectoryActor(Actor[Directory]):
             raise NotFound(f"Nobody here expects a worker {worker}; it belongs to another run, or to none any more.")
         if life < entry.life:
             raise Conflict(f"Life {life} of {worker} is over; its life {entry.life} has begun.")
+        # The cluster restarted it by itself, but other workers depend on its lost state.
         if life > entry.life and not entry.order.is_replaced_alone:
             entry.is_replaced = True
             self._announce()

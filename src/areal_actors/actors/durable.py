@@ -70,6 +70,7 @@ class Ledger:
             Unavailable: the events are not durable, or it is unknown whether they are.
         """
         try:
+            # Shielded: after a cancelled write it would be unknown whether the events are durable.
             with anyio.fail_after(WRITE_SECONDS, shield=True):
                 await self._journal.write(*facts)
         except (JournalError, TimeoutError) as error:

@@ -120,6 +120,7 @@ class Exporter(Actor[Exports]):
         self._config = config or ExportConfig()
         self._rule = load_rule(self._config.rule)
         self._queue = queue or QueueConfig()
+        # External problems cannot be run again, and their agents cannot be waited for.
         if are_problems_external and self._queue.stale_groups is not StaleGroups.DROP:
             self._queue = evolve(self._queue, stale_groups=StaleGroups.TRAIN)
         self._has_signal = has_signal
@@ -178,6 +179,7 @@ class Exporter(Actor[Exports]):
         position = min(self._requeued) if self._requeued else next(self._positions)
         self._requeued.discard(position)
         self._running[position] = message.version
+        # Created with the first group, because only the runner knows the number of problems.
         if self._pools is None and self._queue.difficulty.enabled and message.num_problems:
             self._pools = ProblemPools(
                 self._queue.difficulty,
@@ -195,6 +197,7 @@ class Exporter(Actor[Exports]):
         broken.
         """
         group = message.group
+        # The intake's groups were not begun here; their oldest version stands in for the one at admission.
         admitted = self._running.pop(group.problem.position, group.head_version)
         if group.id in self._held:
             return True
@@ -308,6 +311,7 @@ class Exporter(Actor[Exports]):
         if message.lease >= self._next_lease:
             raise Conflict(f"Lease {message.lease} was never given; acknowledge the lease that LeaseGroups returned.")
         if self._lease is not None and self._lease.id == message.lease:
+            # Before the lease is dropped: if the write fails, the lease is offered again.
             await self._write_trained(self._lease)
             lease, self._lease = self._lease, None
             for group in lease.groups:

@@ -95,6 +95,7 @@ class Fleet:
 
         Raises ``ActorError`` for a ref that cannot be watched.
         """
+        # First, because it raises for a ref that cannot be watched.
         life = ref.life
         self.part(name)
         replica = self.replicas[name] = Replica(name=name, ref=ref)
@@ -156,6 +157,7 @@ class Fleet:
         """
         async with self._publishing:
             self._check(snapshot)
+            # Tensors in memory are valid during this publication only, so the stored snapshot has none.
             former, self._snapshot = self._snapshot, evolve(snapshot, state=None)
             self._publication += 1
             asked = [replica for replica in self.replicas.values() if _is_asked(replica, snapshot)]
@@ -271,7 +273,9 @@ class Fleet:
             replica.alarm = anyio.Event()
             if is_serving:
                 await replica.alarm.wait()
+            # A publication that came meanwhile is tried at once; otherwise wait.
             elif number == self._publication and not replica.is_gone:
+                # The exponent is bounded so that the power does not overflow a float.
                 delay = self._config.retry_seconds * 2.0 ** min(num_failures - 1, 16)
                 with anyio.move_on_after(min(delay, _MAX_RETRY_SECONDS)):
                     await replica.alarm.wait()

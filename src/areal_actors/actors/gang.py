@@ -157,6 +157,7 @@ class LedPolicy:
             except Exception as error:  # noqa: BLE001 - raised below, after the other ranks have answered
                 own = error
                 if not _is_verdict(error):
+                    # The other ranks' errors may name the cause, but a rank that hangs must not hold this one up.
                     tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_SECONDS
         if own is not None and not isinstance(own, GangError):
             raise own
@@ -171,6 +172,7 @@ class LedPolicy:
         try:
             await ref.ask(message)
         except ArealError as error:
+            # Aborting the collectives wakes rank 0, which may be waiting for the failed rank.
             problems[number] = error
             await to_thread.run_sync(self._policy.gang.abort)
 

@@ -142,6 +142,7 @@ class OpenGroups:
     def take_position(self, position: int | None) -> int:
         """Return the position that the caller chose, or the next free one."""
         position = self._next_position if position is None else position
+        # A position that a client chose must not be assigned again.
         self._next_position = max(self._next_position, position + 1)
         return position
 

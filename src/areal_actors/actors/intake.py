@@ -157,6 +157,7 @@ class IntakeKeeper(Actor[Intake]):
             try:
                 opened = await self._open_session(message, group, seat)
             except BaseException:
+                # Also on cancellation: a seat without a session would keep the group waiting.
                 with anyio.move_on_after(_SETTLE_SECONDS, shield=True), suppress(ActorStopped):
                     await self._leave(group, seat)
                 raise

@@ -295,6 +295,7 @@ class Launcher(Actor[Hosting]):
         """
         placed = [other for other in self._services.values() if other.is_placed]
         if len(placed) >= self._config.max_services:
+            # The stopping service keeps the semaphore until it has saved; the new one waits for it in ``_keep``.
             self._least_used(placed).stop()
         service.stopping, service.num_failures = anyio.Event(), 0
         service.move(ServiceState.STARTING)
@@ -324,6 +325,7 @@ class Launcher(Actor[Hosting]):
                 tasks.start_soon(self._end_when_told, service, tasks.cancel_scope)
                 tasks.start_soon(self._end_when_idle, service)
                 await self._revive(service)
+                # The training has finished; end the two watchers.
                 tasks.cancel_scope.cancel()
         finally:
             if service.state is not ServiceState.FINISHED:

@@ -134,6 +134,7 @@ class ModelHost(Actor[Models]):
                 await anyio.sleep_forever()
             finally:
                 with suppress(ActorStopped, MailboxFull):
+                    # Without waiting, because this also runs while the borrower is being cancelled.
                     stack.sessions.tell_nowait(ForgetSession(session=opened.session))
         finally:
             self._give_back(slot)
@@ -178,6 +179,7 @@ class ModelHost(Actor[Models]):
             return slot
         others = self._slots.values()
         idle = [slot for slot in others if not slot.num_users and slot.settled.is_set()]
+        # One at a time: the place that is being freed may be enough.
         if idle and not any(slot.closing.is_set() for slot in others):
             min(idle, key=lambda slot: slot.last_used).closing.set()
         return None
@@ -202,6 +204,7 @@ class ModelHost(Actor[Models]):
             slot.failure = _explain(slot.model, error)
             _log.warning("model_failed", model=slot.model.name, error=str(error))
         finally:
+            # First, so that a new request starts the model again instead of joining this slot.
             del self._slots[slot.model]
             slot.closing.set()
             slot.settled.set()

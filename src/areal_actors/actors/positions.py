@@ -22,6 +22,7 @@ class ConsumedPositions:
         """Count ``position`` as consumed: trained, rejected or dropped. Adding it twice is harmless."""
         if position >= self._floor:
             self._above.add(position)
+        # Positions below the floor need no entry, which bounds the set.
         while self._floor in self._above:
             self._above.remove(self._floor)
             self._floor += 1

@@ -128,6 +128,7 @@ class GenerationRouter(Actor[Generation | Replicas]):
         pinned = replicas.get(self._pins.find(key) or "")
         replica = choose(replicas.values(), pinned=pinned, version=version, shunned=course.shunned)
         if replica is not None:
+            # Later turns of the session follow to this replica, which has its prefix cached from now on.
             self._pins.put(key, replica.name)
             self._num_turns += 1
             replica.turn = self._num_turns
@@ -144,6 +145,7 @@ class GenerationRouter(Actor[Generation | Replicas]):
             return None
         if isinstance(failure, GenerationAborted | CaptureViolation):
             raise failure
+        # A move was ordered by the fleet and is not a failure of this replica.
         if not run.is_moved:
             self._blame(replica, course, failure)
         end = course.find_end()

@@ -222,6 +222,7 @@ class RolloutRunner(Actor[Rollouts]):
     async def run_problem(self, message: RunProblem) -> Group:
         """Run one group manually. Its sessions are forgotten, because the rows are in the reply."""
         self._num_by_hand += 1
+        # Part of the sample keys, so that repeated manual runs do not repeat their random numbers.
         purpose = f"hand-{self._num_by_hand}"
         slots = self._slots(message.problem, message.num_episodes, purpose=purpose, version=None)
         return await self._run_group(message.problem, slots)

@@ -260,6 +260,7 @@ class Tally:
         """Store a replica's statistics. Counters that fell belong to a new incarnation."""
         account = self._accounts.get(name, _Account())
         earlier = account.earlier
+        # Counters that fell mean that the replica restarted: keep what it had counted before.
         if statistics.sampled_tokens < account.last.sampled_tokens or statistics.prompt_tokens < (
             account.last.prompt_tokens
         ):

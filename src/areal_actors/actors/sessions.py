@@ -307,6 +307,7 @@ class SessionManager(Actor[Sessions]):
         extras = self._extras.get(session)
         if self._capacity is None or extras is None or extras.permit is None:
             return
+        # Cleared before the await, so that ending the session twice settles the permit once.
         permit, extras.permit = extras.permit, None
         await self._capacity.tell(SettlePermit(permit=permit, is_accepted=False))
 
@@ -315,6 +316,7 @@ class SessionManager(Actor[Sessions]):
         while True:
             await anyio.sleep(self._config.sweep_seconds)
             expired += self._store.expire(anyio.current_time())
+            # Sessions whose end could not be written stay in the list for the next sweep.
             expired = [session for session in expired if not await self._end_expired(session)]
 
     async def _end_expired(self, session: SessionId) -> bool:
@@ -398,6 +400,7 @@ class SessionManager(Actor[Sessions]):
                 return sending.answers
             # The earlier sending ended without an answer, so this retry takes its place.
             attempts.forget(sending)
+            # With a key, another waiting retry may have begun to sample already; look again and join it.
             if sending.key is None:
                 break
         return None

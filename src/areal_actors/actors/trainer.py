@@ -188,6 +188,7 @@ class TrainerActor(Actor[Training]):
         statistics = await self._train_on(lease)
         await self._publish()
         trained = anyio.current_time()
+        # Only after the weights were published: until then, the lease would be offered again unchanged.
         self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
         await self._peers.capacity.tell(VersionAdvanced(version=self._policy.version))
         reward = _mean_reward(statistics, lease)

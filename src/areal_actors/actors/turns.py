@@ -200,6 +200,7 @@ class Choice:
         return self._note(self._parser.finish())
 
     def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        # Further calls may be sampled, but are hidden from a client that wants one call at a time.
         if not self._plan.request.parallel_tool_calls:
             deltas = [delta for delta in deltas if not _is_of_further_call(delta)]
         if self.index:

@@ -64,6 +64,7 @@ def message_digest(message: ChatMessage) -> bytes:
 def extend_digest(previous: bytes, message: ChatMessage, *, reference: int = 0) -> bytes:
     """Return the digest of a history extended by ``message``; ``reference`` is the call that a tool result answers."""
     text = "".join(f"{len(part)}:{part}" for part in _canonical_parts(message, reference))
+    # JSON may carry lone surrogates, which strict UTF-8 refuses.
     return blake2b(previous + text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_SIZE).digest()
 
 

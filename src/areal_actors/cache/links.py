@@ -271,6 +271,7 @@ class ParentIndex:
     def _remember(self, history: History, interaction_id: InteractionId) -> None:
         same = [recent for recent in self._recent if recent.history.messages == history.messages]
         ids = (*(i for recent in same for i in recent.ids), interaction_id)
+        # A longer history replaces its own prefixes, so that the few entries belong to different conversations.
         others = [r for r in self._recent if not _is_prefix(r.history.messages, history.messages)]
         self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
 

@@ -122,6 +122,7 @@ def _branch(
     if found is None:
         return _plan(request, match, ids, fork=fork)
     ancestor, start = found
+    # A full rendering that begins with the parent's exact ids is an extension after all.
     is_extension = ancestor is match.parent and fork is not ForkReason.NEW_SYSTEM_PROMPT
     return _plan(request, match, ids, start=start, token_parent=ancestor.id, fork=None if is_extension else fork)
 

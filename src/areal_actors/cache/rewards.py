@@ -277,6 +277,7 @@ def backpropagate(
     try:
         returns = _find_rule(rule)(tree, discount)
     except OverflowError:
+        # Reported below like any return that does not fit into a float32.
         returns = (math.inf,)
     if not all(map(_is_trainable, returns)):
         raise RewardError("The returns of this session exceed every float32; scale its rewards down.")

@@ -147,9 +147,11 @@ class SessionStore:
         owner = self._owner(digest)
         if owner is not None and not owner.is_ended:
             raise Conflict(f"This key belongs to session {owner.id}, which is live; end it or use another key.")
+        # Otherwise the agent that knows this key would have full access to the new session.
         if owner is not None and not _opens_all(owner, digest):
             raise Conflict("This is the completion key of another session, which its agent knows; use another key.")
         session_id, completion_key = self._new_id(task), f"sk-{self._token()}"
+        # Merged last below, so that metadata cannot replace the name of the user.
         owner_names = {} if user is None else {_USER: user, _USER_KEY: user_key}
         tree = ConversationTree(session_id, group=group, metadata={**(metadata or {}), **owner_names})
         session = Session(

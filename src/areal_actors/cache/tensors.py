@@ -167,6 +167,7 @@ def _array(name: str, value: Any, kind: type[np.generic]) -> Array:
     """Return a tensor of any library as an array of ``kind``, if the conversion is lossless."""
     detached = value.detach().cpu() if hasattr(value, "detach") else value
     try:
+        # numpy has no bfloat16.
         array = np.asarray(detached.float() if str(getattr(detached, "dtype", "")) == "torch.bfloat16" else detached)
         converted = array.astype(kind)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

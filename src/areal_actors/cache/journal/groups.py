@@ -58,6 +58,7 @@ class _Reading:
 
     def take(self, fact: Fact) -> None:
         match fact:
+            # Only sessions of the intake have a ``group_size``.
             case SessionStarted(session=name, group=group) if group is not None and "group_size" in fact.metadata:
                 self.sessions[name] = RestoredSession(id=name, group=group, metadata=fact.metadata)
             case SessionEnded(session=name) if name in self.sessions:

@@ -169,6 +169,7 @@ class _Session:
     is_forgotten: bool = False
 
     def add_turn(self, turn: TurnEnded) -> None:
+        # Moved to the end, so that turns are in the order of their last event.
         self.turns.pop(turn.interaction.id, None)
         self.turns[turn.interaction.id] = turn
 

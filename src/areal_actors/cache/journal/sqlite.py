@@ -164,6 +164,7 @@ class SqliteJournal:
         waiting = [handed.signal for handed in batch if handed.signal is not None]
         if waiting:
             self._loop.call_soon(partial(_wake, waiting))
+        # Under constant load the queue is never empty, and nothing would ever be deleted.
         if not self._queue or self.num_commits % _BUSY_COMMITS == 0:
             self._tidy()
 

@@ -96,6 +96,7 @@ class Store:
         except JournalError as error:
             raise JournalError(f"{path} cannot be used as a journal. {error}") from None
         self._connection.execute("BEGIN IMMEDIATE")
+        # A lock can be lost on a network filesystem; the fence makes the next write of the former owner fail.
         self._fence = self._take_over()
         retention.delete_orphans(self._connection)
         self._connection.execute("COMMIT")
@@ -147,6 +148,7 @@ class Store:
         self._transact(lambda: self._execute(statements))
 
     def _execute(self, statements: Sequence[Statement]) -> None:
+        # ``executemany`` prepares a statement once for a run of equal ones.
         for sql, same in groupby(statements, itemgetter(0)):
             self._connection.executemany(sql, map(itemgetter(1), same))
 

@@ -26,6 +26,7 @@ from areal_actors.domain import (
     SessionRecord,
     UntrainedReason,
 )
+from areal_actors.errors import ExportError
 from areal_actors.testing.journal_contract import create_start, create_turn
 from areal_actors.testing.strategies import session_records
 
@@ -317,3 +318,13 @@ def test_undiscounted_every_turn_before_the_outcome_returns_it(record: SessionRe
     returns = backpropagate(evolve(record, interactions=turns), 1.0)
 
     assert returns == pytest.approx(dict.fromkeys(returns, outcome))
+
+
+@given(session_records(max_size=8), st.sampled_from(Unrewarded), st.sampled_from(sorted(STYLES)))
+def test_a_treatment_may_be_given_by_its_name(record: SessionRecord, unrewarded: Unrewarded, style: str) -> None:
+    """A string is no silent default, and an unknown one is refused."""
+    by_name = export_trajectories(record, discount=0.9, style=style, unrewarded=str(unrewarded))
+
+    assert export_trajectories(record, discount=0.9, style=style, unrewarded=unrewarded) == by_name
+    with pytest.raises(ExportError, match="choose inherit, skip, zero"):
+        export_trajectories(record, discount=0.9, style=style, unrewarded="none")

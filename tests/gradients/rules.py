@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
+from areal_actors.cache import Unrewarded
 from areal_actors.domain import Group, Trajectory
 from areal_actors.testing.gradients import Estimator, Rule
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
@@ -73,7 +74,9 @@ _GRPO_ROWS = AdvantageConfig(normalisation=Normalisation.GRPO, unit=StatisticsUn
 _GRPO_EPISODES = evolve(_GRPO_ROWS, unit=StatisticsUnit.EPISODE)
 
 SYSTEMS: Mapping[str, Estimator] = {
-    "reward of the last answer alone, by std": Estimator(advantages=_GRPO_EPISODES, export={"unrewarded": "zero"}),
+    "reward of the last answer alone, by std": Estimator(
+        advantages=_GRPO_EPISODES, export={"unrewarded": Unrewarded.ZERO}
+    ),
     "creation order, std of rows": Estimator(advantages=_GRPO_ROWS, export=_CREATION_ORDER),
     "creation order, std of episodes": Estimator(advantages=_GRPO_EPISODES, export=_CREATION_ORDER),
     "trace advantage, minus mean": Estimator(rule=_trace(_minus_mean)),

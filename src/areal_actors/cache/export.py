@@ -79,7 +79,7 @@ def export_trajectories(
     style: str,
     rule: str | Rule = "mean",
     max_tokens: int | None = None,
-    unrewarded: Unrewarded = Unrewarded.INHERIT,
+    unrewarded: Unrewarded | str = Unrewarded.INHERIT,
 ) -> Exported:
     """Return the training rows of a session. This is a pure function of the record.
 
@@ -89,15 +89,19 @@ def export_trajectories(
         style: A name in ``STYLES``.
         rule: How returns combine: a name in ``rewards.RULES`` or a function of the same type.
         max_tokens: Interactions with a longer prompt and output are omitted (``too_long``).
-        unrewarded: Treatment of conversations in which no answer was rewarded, such as side calls: they inherit the
-            outcome of the episode, are omitted (``no_reward``), or return 0.
+        unrewarded: Treatment of conversations in which no answer was rewarded, such as side calls, as a member of
+            ``Unrewarded`` or its value: they inherit the outcome of the episode, are omitted (``no_reward``), or
+            return 0.
 
     Raises:
-        ExportError: for an unknown style or rule, or an inconsistent record.
+        ExportError: for an unknown style, rule or treatment, or an inconsistent record.
         RewardError: for a discount or returns that are not finite.
     """
     if style not in STYLES:
         raise ExportError(f"There is no export style {style!r}; choose one of {', '.join(sorted(STYLES))}.")
+    if unrewarded not in tuple(Unrewarded):
+        raise ExportError(f"There is no treatment {unrewarded!r} of unrewarded turns; choose {', '.join(Unrewarded)}.")
+    unrewarded = Unrewarded(unrewarded)
     tree = inherited_tree(record, rule, unrewarded)
     returns = backpropagate(tree, discount, rule)
     depths = dict(zip(tree.ids, tree.depths(), strict=True))

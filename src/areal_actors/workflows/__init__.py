@@ -1,4 +1,4 @@
-"""How people bring agents and rollout workflows: what they are, how they are found, where they run, what they know."""
+"""Agents and rollout workflows: their interfaces, how they are resolved and run, and the context that they see."""
 
 from __future__ import annotations
 

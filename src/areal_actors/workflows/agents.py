@@ -1,8 +1,8 @@
-"""Agents: anything with ``async def run(self, data, **extra_kwargs)`` that returns a reward.
+"""Agents: any object with ``async def run(self, data, **extra_kwargs)`` that returns a reward.
 
-The agent knows nothing of training. It is given a base URL, a key and an HTTP client, talks to the model as it would
-to any other, and returns a number for its last completion or a ``dict`` of numbers by completion id. What it returns
-is checked here; how an episode is opened, rewarded and exported around it is ``actors/rollouts.py``.
+The agent does not depend on training. It gets a base URL, a key and an HTTP client, talks to the model as to any other,
+and returns a number for its last completion or a ``dict`` of numbers by completion id. Return values are checked here;
+``actors/rollouts.py`` opens, rewards and exports the episode.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Agent(Protocol):
     """A user's agent. ``data`` is one problem; ``extra_kwargs`` hold ``base_url``, ``api_key`` and ``http_client``."""
 
     async def run(self, data: Any, **extra_kwargs: Any) -> Any:
-        """One episode; returns its reward."""
+        """Run one episode and return its reward."""
         ...
 
 
 @frozen(kw_only=True)
 class Injected:
-    """What an episode gives its agent. ``base_url`` ends in ``/v1``."""
+    """The arguments that an episode passes to its agent. ``base_url`` ends in ``/v1``."""
 
     base_url: str
     api_key: str = field(repr=False)
@@ -40,17 +40,17 @@ class Injected:
 
 @frozen(kw_only=True)
 class Reward:
-    """What an agent returned: one number for its last completion, or numbers by completion id."""
+    """The parsed return value of an agent: one number for its last completion, or numbers by completion id."""
 
     last: float | None = None
     by_interaction: Mapping[InteractionId, float] = field(factory=dict)
 
 
 async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
-    """Run one episode inline, in a task of its own.
+    """Run one episode inline, in a separate task.
 
-    Raises ``EpisodeError`` when the agent raises, cancels itself, or returns what is no reward. Cancelling the caller
-    cancels the agent.
+    Raises ``EpisodeError`` if the agent raises, cancels itself, or returns something that is not a reward. Cancelling
+    the caller cancels the agent.
     """
     outcome: list[Reward | EpisodeError] = []
 
@@ -59,7 +59,7 @@ async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)
-    if not outcome:  # on asyncio, a task can be cancelled by what it awaits, and ends without a word
+    if not outcome:  # on asyncio, a task can be cancelled by what it awaits, and ends without an error
         raise EpisodeError(f"{type(agent).__name__}.run was cancelled, by itself or by something that it awaited.")
     if isinstance(outcome[0], EpisodeError):
         raise outcome[0]
@@ -75,26 +75,26 @@ async def _attempt(agent: Agent, data: Any, injected: Injected) -> Reward | Epis
         return parse_result(result, agent=name)
     except EpisodeError as error:
         return error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent does costs its episode and no more
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent's error fails its episode and nothing else
         return failure_of(agent, error)
 
 
 def failure_of(agent: Agent, error: BaseException) -> EpisodeError:
-    """What an agent raised, as the failure of its episode. The traceback stays with the cause."""
+    """Convert an error of an agent to the failure of its episode. The traceback stays with the cause."""
     failure = EpisodeError(f"{type(agent).__name__}.run raised {describe_error(error)}")
     failure.__cause__ = error
     return failure
 
 
 def parse_result(result: Any, *, agent: str = "agent") -> Reward:
-    """What an agent returned, as rewards. Raises ``EpisodeError`` naming what it was and what it may be."""
+    """Convert the return value of an agent to rewards. Raises ``EpisodeError`` for values that are not rewards."""
     if isinstance(result, Mapping):
         return Reward(by_interaction={InteractionId(str(key)): _number(value, agent) for key, value in result.items()})
     return Reward(last=_number(result, agent))
 
 
 def _number(value: Any, agent: str) -> float:
-    """A float of a number or of a numpy or torch scalar. Whether it is finite is checked where rewards are kept."""
+    """Convert a number, or a numpy or torch scalar, to a float. The store of rewards checks that it is finite."""
     item = getattr(value, "item", None)
     try:
         scalar = item() if callable(item) else value
@@ -109,7 +109,7 @@ def _number(value: Any, agent: str) -> float:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line of an exception; of an exception group, its first cause."""
+    """Describe an exception in one line; an exception group by its first cause."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = _shorten(str(error), limit=300)

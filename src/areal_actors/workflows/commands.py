@@ -1,8 +1,8 @@
-"""Agents of any language: a command for each episode, with the link to the model in its environment.
+"""Agents in any language: a command for each episode, with the link to the model in its environment.
 
-What the command finds: ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``, and its
-problem as JSON on stdin and in the file that ``AREAL_PROBLEM`` names. What it leaves: its reward, as the last line of
-stdout (a number, or an object from completion ids to numbers) or set over HTTP; and the exit status 0.
+Inputs of the command: ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``, and its
+problem as JSON on stdin and in the file that ``AREAL_PROBLEM`` names. Outputs: its reward, as the last line of stdout
+(a number, or an object from completion ids to numbers) or set over HTTP; and the exit status 0.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from areal_actors.workflows.seats import SeatedAgent
 __all__ = ["CommandAgent", "CommandConfig", "CommandWord"]
 
 CommandWord = NewType("CommandWord", str)
-"""A word of a command: a file beside the configuration where there is one of that name, and text otherwise."""
+"""A word of a command: a file next to the configuration if there is one with that name, and text otherwise."""
 
 _MAX_LINE_BYTES = 64 * 1024
 
 _GATE = 'read -r _ < /dev/fd/{} && exec "$@"'
-"""A command may start processes in its first millisecond; it waits until it is certain that they end with us."""
+"""Delays the command until it is certain that its processes end with this one; it may start some immediately."""
 
 
 @frozen(kw_only=True)
@@ -43,7 +43,7 @@ class CommandConfig:
     """An agent that is a command."""
 
     command: tuple[CommandWord, ...] = field(validator=min_len(1))
-    """The program and its arguments. No shell reads them, unless it is the program."""
+    """The program and its arguments. They are not interpreted by a shell, unless it is the program."""
 
 
 class CommandAgent(SeatedAgent):
@@ -61,13 +61,13 @@ class CommandAgent(SeatedAgent):
     @classmethod
     @asynccontextmanager
     async def open(cls, command: CommandConfig, config: PoolConfig | None = None) -> AsyncIterator[CommandAgent]:
-        """Problems are written to a directory that is gone after the block."""
+        """Open an agent; problems are written to a directory that is removed after the block."""
         with TemporaryDirectory(prefix="areal-problems-") as directory:
             yield cls(command, config or PoolConfig(), Path(directory))
 
     @property
     def agent_name(self) -> str:
-        """The program."""
+        """The name of the program."""
         return Path(self._command.command[0]).name
 
     @asynccontextmanager
@@ -93,12 +93,12 @@ class _Invocation:
         self._problem = problem
 
     async def run(self, data: Any, **extra_kwargs: Any) -> float | dict[InteractionId, float]:
-        """One episode. Raises ``EpisodeError``; when it is cancelled, the process and its group are gone.
+        """Run one episode. Raises ``EpisodeError``; if it is cancelled, the process and its group are killed.
 
-        An empty ``dict`` is what a command has to say that set its reward over HTTP.
+        Returns an empty ``dict`` for a command that set its reward over HTTP.
         """
         check_problem(data)
-        # Written and read in the page cache, in less time than a thread takes to be asked; the process costs far more.
+        # Not on a thread: the page cache takes less time than handing over to one, and the process costs far more.
         self._problem.write_text(json.dumps(data), encoding="utf-8")
         child = await self._start(
             episode_environment(base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"])
@@ -125,7 +125,7 @@ class _Invocation:
             )
 
     async def _listen(self, child: Child) -> str:
-        """The last line of stdout that is not empty, once the leader has closed it; all of it is logged."""
+        """Return the last nonempty line of stdout, once the leader has exited; all output is logged."""
         assert child.process.stdout is not None
         last = _LastLine()
 
@@ -137,13 +137,13 @@ class _Invocation:
             tasks.start_soon(child.listen)
             tasks.start_soon(read_all, child.process.stdout, write)
             await child.wait_for_leader()
-            child.kill_rest()  # what the command left running may keep its stdout open, and would keep us waiting
+            child.kill_rest()  # processes left running may hold stdout open
             tasks.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_SECONDS
         return last.text
 
 
 class _LastLine:
-    """Of all that is written, the last line with something in it; the beginning of an endless one is forgotten."""
+    """Keeps the last nonempty line of a stream, and of a line without end only its last bytes."""
 
     def __init__(self) -> None:
         self._line = b""
@@ -160,7 +160,7 @@ class _LastLine:
 
 
 def _parse_reward(line: str, *, name: str) -> float | dict[InteractionId, float]:
-    """A number, or numbers by completion; anything else is talk. Raises ``EpisodeError`` for other objects."""
+    """Parse a number, or numbers by completion; other text is ignored. Raises ``EpisodeError`` for other objects."""
     try:
         return float(line)
     except ValueError:

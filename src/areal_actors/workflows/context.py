@@ -1,6 +1,6 @@
-"""What code inside an episode can ask about itself, and log of itself: ``get()`` and ``log()``, isolated per episode.
+"""Context of the current episode, for code inside it: ``get()`` and ``log()``, isolated per episode.
 
-A context variable, so that concurrent episodes of one process do not see each other's.
+It is a context variable, so concurrent episodes of one process do not see each other's context.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EpisodeContext", "enter", "get", "log", "logged", "stat_scope"]
 
 @frozen(kw_only=True)
 class EpisodeContext:
-    """The episode that runs: ``task_id`` names the problem, ``member`` the episode within its group."""
+    """The current episode: ``task_id`` names the problem, ``member`` the episode within its group."""
 
     task_id: str = ""
     member: int = 0
@@ -29,18 +29,18 @@ class EpisodeContext:
 _OUTSIDE = EpisodeContext()
 _current: ContextVar[EpisodeContext] = ContextVar("areal_episode", default=_OUTSIDE)
 _numbers: ContextVar[dict[str, float] | None] = ContextVar("areal_episode_numbers", default=None)
-"""Those of the episode, changed in place: tasks that it starts have the same ones."""
+"""Numbers logged by the episode, changed in place: the tasks that it starts share the same dictionary."""
 
 
 def get() -> EpisodeContext:
-    """The context of the episode that runs here; an empty one outside of episodes."""
+    """Return the context of the current episode; an empty one outside of episodes."""
     return _current.get()
 
 
 def stat_scope() -> str:
-    """Under which name statistics of this episode are kept, those that it logs among them: ``rollout/format_ok``.
+    """Return the prefix of this episode's statistics, including those that it logs: ``rollout/format_ok``.
 
-    ``rollout``, or ``eval-rollout`` in an evaluation.
+    It is ``rollout``, or ``eval-rollout`` in an evaluation.
     """
     return EVAL_SCOPE if get().is_eval else SCOPE
 
@@ -48,9 +48,9 @@ def stat_scope() -> str:
 def log(**numbers: float) -> None:
     """Log named numbers of this episode: ``log(format_ok=1.0, judge=0.8)``.
 
-    Their means over the episodes of a step stand in its metrics as ``rollout/<name>``. A name that is logged again
-    gets the new value. Raises ``InvalidRequest`` for a value that is no finite number and for too many names, and
-    outside of episodes: there is nothing to log of.
+    Their means over the episodes of a step appear in its metrics as ``rollout/<name>``. A name that is logged again
+    gets the new value. Raises ``InvalidRequest`` for a value that is not a finite number, for too many names, and
+    outside of episodes.
     """
     kept = _numbers.get()
     if kept is None:
@@ -59,7 +59,7 @@ def log(**numbers: float) -> None:
 
 
 def logged() -> Mapping[str, float]:
-    """What was logged of this episode so far."""
+    """Return the numbers that this episode has logged so far."""
     return dict(_numbers.get() or {})
 
 

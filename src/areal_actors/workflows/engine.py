@@ -1,7 +1,7 @@
-"""The engine as a rollout workflow sees it: tokens in, tokens out, under the sample key of the episode.
+"""The engine as a rollout workflow uses it: tokens in, tokens out, under the sample key of the episode.
 
-It goes through the generation actor like everything else: it waits while weights are loaded, a cancelled caller aborts
-what it had asked for, and each token says which weights sampled it.
+It uses the generation actor like all other callers: it waits while weights are loaded, cancelling the caller aborts its
+request, and each token records which weights sampled it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["EpisodeEngine"]
 
 
 class EpisodeEngine:
-    """What ``arun_episode`` is given. Direct clients take it as their engine: ``ArealOpenAI(engine=engine)``.
+    """The engine passed to ``arun_episode``. Direct clients take it as their engine: ``ArealOpenAI(engine=engine)``.
 
-    ``renderer`` makes ids of messages and texts, and texts of ids. ``gconfig`` are the settings of the run, ``key``
-    seeds what is sampled. Two requests with the same prompt are two samples; which of an episode's requests comes first
-    changes no other's.
+    ``renderer`` converts messages and texts to ids, and ids to texts. ``gconfig`` are the settings of the run, ``key``
+    seeds the sampling. Two requests with the same prompt are two samples; the order of an episode's requests does not
+    change their samples.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class EpisodeEngine:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weights that sampled for ``agenerate`` so far; ``None`` before it did."""
+        """The oldest weights that sampled for ``agenerate`` so far; ``None`` before the first call."""
         return min(self._versions, default=None)
 
     def sampling_of(self, output_tokens: Ints) -> SamplingDistribution | None:
-        """Return how ``agenerate`` sampled an output of these ids (int32 [n]) in this episode; ``None`` before it did.
+        """Return how ``agenerate`` sampled an output of these ids (int32 [n]) in this episode; ``None`` before a call.
 
-        Raises ``ExportError`` if it sampled in different ways and gave no such output, or gave it in several of them.
+        Raises ``ExportError`` if it used several settings and the output belongs to none of them, or to more than one.
         """
         ways = set().union(*self._samplings.values())
         if len(ways) > 1:
@@ -81,30 +81,30 @@ class EpisodeEngine:
         return next(iter(ways), None)
 
     def for_episode(self, *path: int | str, key: SampleKey | None = None) -> EpisodeEngine:
-        """The same engine under another sample key: ``key``, or this one's with ``path`` after it."""
+        """Return the same engine under another sample key: ``key``, or this one's with ``path`` appended."""
         key = key or evolve(self.key, path=(*self.key.path, *path))
         return EpisodeEngine(self.generation, self.renderer, gconfig=self.gconfig, key=key)
 
     def next_client_key(self) -> SampleKey:
-        """A sample key of its own for each client that an episode makes."""
+        """Return a new sample key for each client that an episode creates."""
         self._num_clients += 1
         return evolve(self.key, path=(*self.key.path, "client", self._num_clients))
 
     async def describe(self) -> EngineInfo:
-        """What the engine is, such as its ``context_length`` and ``vocab_size``."""
+        """Return the properties of the engine, such as its ``context_length`` and ``vocab_size``."""
         if self._info is None:
             self._info = (await self.generation.ask(DescribeEngine())).info
         return self._info
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Continue the ids of ``request``; the answer ends with the stop token that was sampled, where one was.
+        """Continue the ids of ``request``; the answer ends with the stop token if one was sampled.
 
         Cancelling aborts the generation.
 
         Raises:
-            InvalidRequest: there are no ids, one is outside the vocabulary, or several samples are wanted at once.
+            InvalidRequest: there are no ids, one is outside the vocabulary, or several samples are requested at once.
             ContextLengthExceeded: the prompt leaves no room for a token.
-            Unavailable: somebody aborted the generation.
+            Unavailable: the generation was aborted.
             EngineError: the engine failed.
         """
         gconfig = self.gconfig if request.gconfig is None else request.gconfig
@@ -128,16 +128,16 @@ class EpisodeEngine:
             wanted = len(request.input_ids) + sampling.max_new_tokens
             raise ContextLengthExceeded(num_tokens=wanted, max_tokens=info.context_length)
         return EngineRequest(
-            id=f"{request.rid}-{uuid4().hex[:8]}",  # members of a group may all take the problem's name
+            id=f"{request.rid}-{uuid4().hex[:8]}",  # members of a group may all use the problem's name
             prompt=request.input_ids,
             sampling=evolve(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
             key=self._key(request),
             stop_token_ids=self.renderer.stop_token_ids,
-            routing_key="/".join(map(str, self.key.path)),  # empty where no episode is known
+            routing_key="/".join(map(str, self.key.path)),  # empty outside of episodes
         )
 
     def _key(self, request: ModelRequest) -> SampleKey:
-        """By what is asked and how often it was asked before, so that the order of arrival changes no sample."""
+        """Return a key derived from the prompt and how often it was requested before, not from the order of arrival."""
         digest = blake2b(request.input_ids.tobytes(), digest_size=8).hexdigest()
         count = self._asked[digest]
         self._asked[digest] += 1

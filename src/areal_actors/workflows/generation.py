@@ -1,4 +1,4 @@
-"""How a rollout workflow asks for tokens: the settings of a generation, and one request.
+"""Requests of rollout workflows for tokens: generation settings, and one request.
 
 Answers are in ``interactions``.
 """
@@ -24,33 +24,33 @@ def _texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
 
 @frozen(kw_only=True)
 class GenerationConfig:
-    """How rollout workflows sample, where they do not say otherwise. The neutral values are the defaults."""
+    """Default sampling settings of rollout workflows. The defaults are neutral."""
 
     n_samples: int = field(default=1, validator=ge(1))
-    """Samples that a workflow draws of a prompt. One call answers one: a workflow with more calls as often."""
+    """Samples that a workflow draws for a prompt. One call returns one sample; a workflow makes this many calls."""
     max_new_tokens: int = field(default=512, validator=ge(1))
     greedy: bool = False
-    """Take the most probable token, whatever the temperature."""
+    """Take the most probable token at any temperature."""
     temperature: float = field(default=1.0, validator=ge(0.0))
     top_p: float = field(default=1.0, validator=[gt(0.0), le(1.0)])
     top_k: int = field(default=0, validator=ge(0))
-    """0 is off."""
+    """0 disables it."""
     min_p: float = field(default=0.0, validator=[ge(0.0), le(1.0)])
     stop: tuple[str, ...] = field(default=(), converter=_texts)
     """Texts that end a generation."""
     stop_token_ids: tuple[int, ...] = field(default=(), converter=tuple)
-    """Ids that end a generation, besides those that end an answer of the model."""
+    """Ids that end a generation, in addition to those that end an answer of the model."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = field(default=1.0, validator=gt(0.0))
 
     def new(self, **changes: Any) -> Self:
-        """The same settings but for ``changes``. Raises ``TypeError`` for a setting that there is not."""
+        """Return these settings with ``changes``. Raises ``TypeError`` for a setting that does not exist."""
         return evolve(self, **changes)
 
     @property
     def sampling(self) -> Sampling:
-        """What an engine is asked for."""
+        """The sampling parameters to request from an engine."""
         return Sampling(
             temperature=0.0 if self.greedy else self.temperature,
             top_p=self.top_p,
@@ -66,11 +66,11 @@ class GenerationConfig:
 
 
 GenerationHyperparameters = GenerationConfig
-"""The name by which workflows of other systems know these settings."""
+"""Alias used by workflows of other systems."""
 
 
 def _settings(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationConfig | None:
-    """Settings, also as the mapping that a configuration file gives as an argument of a workflow."""
+    """Convert settings, which may be a mapping from a configuration file, given as an argument of a workflow."""
     if value is None or isinstance(value, GenerationConfig):
         return value
     try:
@@ -81,10 +81,10 @@ def _settings(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationC
 
 @frozen(kw_only=True)
 class ModelRequest:
-    """One generation that a workflow asks for: the ids to be continued (a list or an array of T of them), and how.
+    """One generation requested by a workflow: the ids to continue (a list or an array of T of them), and its settings.
 
-    Without a ``gconfig``, that of the engine counts. ``rid`` names the request in logs. ``tokenizer`` is accepted for
-    the sake of workflows that pass it; the engine has its own.
+    Without a ``gconfig``, the engine's applies. ``rid`` names the request in logs. ``tokenizer`` is accepted for
+    compatibility with workflows that pass it; the engine uses its own.
     """
 
     rid: str = field(factory=lambda: uuid4().hex)

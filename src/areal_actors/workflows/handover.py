@@ -1,7 +1,7 @@
-"""How an agent gets into a child process: by name and arguments where it has them, pickled where it is an object.
+"""Transfer of an agent to a child process: by name and arguments if it has them, pickled if it is an object.
 
-Pickle is read by a child that we started, from a pipe that only we write to, and nowhere else. What comes back from a
-child is JSON (``worker``).
+Pickle is only read by a child that this library started, from a pipe that only the parent writes to. Replies of a child
+are JSON (``worker``).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["create_handover", "receive_agent"]
 _MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
 
 _importing: list[str] = []
-"""Holds the name of the main program while a child imports it, and is empty in every other process."""
+"""The name of the main program while a child imports it; empty in every other process."""
 
 
 def create_handover(workflow: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a child needs to make the agent, as JSON. A class and a reference are constructed there, not here.
+    """Return what a child needs to create the agent, as JSON. Classes and references are constructed in the child.
 
-    Raises ``WorkflowError`` for what cannot be pickled, and where the main program has no guard: a child that imports
-    it would start the whole run again.
+    Raises ``WorkflowError`` for objects that cannot be pickled, and if the main program has no guard: a child that
+    imports it would start the whole run again.
     """
     if _importing:
         raise WorkflowError(
@@ -47,17 +47,17 @@ def create_handover(workflow: Any, workflow_kwargs: Mapping[str, Any] | None = N
 
 
 def receive_agent(document: Mapping[str, Any]) -> Agent:
-    """In the child: the agent, constructed. Raises ``WorkflowError``, or whatever importing its module raises."""
+    """Construct the agent in the child. Raises ``WorkflowError``, or any error of importing its module."""
     if document["main"]:
         _importing.append(next(iter(document["main"].values())))
         spawn.prepare(document["main"])
         _importing.clear()
-    workflow, kwargs = pickle.loads(base64.b64decode(document["pickle"]))  # noqa: S301 - our parent's, see above
+    workflow, kwargs = pickle.loads(base64.b64decode(document["pickle"]))  # noqa: S301 - written by our parent, see the module's docstring
     return resolve_agent(workflow, workflow_kwargs=kwargs, may_block=True)
 
 
 def _main_program() -> dict[str, Any]:
-    """How a child finds what is defined in ``__main__``: as multiprocessing does, by the name or the path of it."""
+    """Return how a child finds what is defined in ``__main__``: by its name or path, as multiprocessing does."""
     found: Mapping[str, Any] = spawn.get_preparation_data("agent")
     return {key: found[key] for key in _MAIN_KEYS if key in found}
 

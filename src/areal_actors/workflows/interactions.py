@@ -1,6 +1,6 @@
-"""What a rollout workflow reads and returns of one answer: tokens, log-probabilities, versions, and the training row.
+"""Answers as rollout workflows read and return them: tokens, log-probabilities, versions, and the training row.
 
-These are views of what the session remembers, in the names that workflow authors know. They are made at the end of an
+These are views of the session's record, with the names that workflow authors know. They are created at the end of an
 episode and change nothing.
 """
 
@@ -20,10 +20,11 @@ __all__ = ["InteractionWithTokenLogpReward", "ModelResponse"]
 
 @frozen(kw_only=True)
 class ModelResponse:
-    """What an engine read and sampled, as plain lists: T prompt tokens, and n sampled ones with a value of each list.
+    """The tokens that an engine read and sampled, as plain lists: T prompt tokens, and n sampled with their values.
 
-    ``output_logprobs`` are of the distribution that was sampled from, ``output_versions`` of the weights that sampled.
-    ``stop_reason`` is ``stop``, ``length`` or ``abort``. ``sampling`` is the distribution that was sampled from.
+    ``output_logprobs`` belong to the distribution that was sampled from, ``output_versions`` are those of the weights
+    that sampled. ``stop_reason`` is ``stop``, ``length`` or ``abort``. ``sampling`` is the distribution that was
+    sampled from.
     """
 
     input_tokens: list[int]
@@ -48,10 +49,10 @@ class ModelResponse:
 class InteractionWithTokenLogpReward:
     """One request and its answer, by token, with its reward.
 
-    ``reward`` is the return where a discount was applied, the assigned reward otherwise, and ``None`` where there is
-    neither; ``assigned_reward`` is what was assigned, in any case. ``messages`` are those of the request and
-    ``output_message_list`` the answer's, in the shape of OpenAI's API; ``completion`` is the SDK's own object where
-    there is one. ``parent`` is the turn that this one continues.
+    ``reward`` is the return if a discount was applied, otherwise the assigned reward, and ``None`` if there is neither;
+    ``assigned_reward`` is always the assigned one. ``messages`` are those of the request and ``output_message_list``
+    the answer's, in the format of OpenAI's API; ``completion`` is the SDK's object if there is one. ``parent`` is the
+    turn that this one continues.
     """
 
     interaction_id: str
@@ -63,12 +64,12 @@ class InteractionWithTokenLogpReward:
     output_message_list: Sequence[dict[str, Any]] | None = None
     completion: Any = field(default=None, repr=False)
     row: Trajectory | None = field(default=None, repr=False)
-    """The training row that this interaction ends; ``None`` where it ends none."""
+    """The training row that this interaction ends; ``None`` if it ends none."""
     others: tuple[InteractionWithTokenLogpReward, ...] = field(default=(), repr=False)
     """The other interactions of a row that holds several branches."""
 
     def to_tensor_dict(self) -> dict[str, Any]:
-        """The training row as tensors with a leading axis of one row, named and typed as ``cache.arrays`` has it.
+        """Return the training row as tensors with a leading axis of one row, named and typed as in ``cache.arrays``.
 
         Raises:
             ExportError: the interaction is in no row, because it was not completed or not stored.

@@ -1,7 +1,7 @@
-"""Keys for agents that pass none, where an SDK refuses to be made without one.
+"""Placeholder keys for agents that pass none, because some SDKs refuse to be created without a key.
 
-An inline agent is given a base URL that opens its session by itself, so that any key or none will do there. OpenAI's
-SDK wants one all the same and looks for it in the environment. A key that is set there is left as it is.
+An inline agent gets a base URL that authorises its session by itself, so any key or none is accepted there. OpenAI's
+SDK still requires one and looks for it in the environment. A key that is set there is not changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import Lock
 __all__ = ["PLACEHOLDER", "placeholder_keys"]
 
 PLACEHOLDER = "not-needed-on-the-url-of-a-session"
-"""It opens nothing: a request that goes elsewhere with it is refused there."""
+"""A key without any rights: other services reject a request with it."""
 
 _NAMES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
@@ -25,7 +25,7 @@ _lock = Lock()
 
 @contextmanager
 def placeholder_keys(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Have a placeholder in each variable that is not set, until the last such block of the process is left."""
+    """Set a placeholder in each variable that is not set, until the last such block of the process is left."""
     with _lock:
         ours = [name for name in _NAMES if environment.get(name, PLACEHOLDER) == PLACEHOLDER]
         for name in ours:

@@ -1,8 +1,8 @@
 """A pool of child processes that run one agent: ``rollout.openai.mode: subprocess``.
 
-Each child makes the agent once and then runs one episode at a time (``worker``). It is started when it is first needed,
-and reused; one that dies, or whose episode is cancelled, is replaced. Whoever opens the pool ends it, and with it
-every process that it started.
+Each child creates the agent once and then runs one episode at a time (``worker``). Children are started on demand and
+reused; one that dies, or whose episode is cancelled, is replaced. Leaving the block that opened the pool ends all of
+its processes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ __all__ = ["AgentPool", "PoolConfig"]
 
 _MAX_REPLY_BYTES = 16 * 1024 * 1024
 _MAX_STARTS = 3
-"""How often a process is started of which each was killed by somebody else while it started."""
+"""Number of times to start a process if each one is killed from outside while it starts."""
 
 _BOOT = (
     "import json, sys; lifeline, sys.path[:] = json.loads(sys.argv.pop()); "
     "from areal_actors.workflows.worker import serve; serve(lifeline)"
 )
-"""The child's program: modules are found where we find them. No name of a module, which would become ``__main__``."""
+"""The child's program, with the ``sys.path`` of this process.
+
+It is not started with ``-m``, because that module would become ``__main__``.
+"""
 
 _GONE = (
     OSError,
@@ -49,12 +52,12 @@ _GONE = (
     anyio.IncompleteRead,
     json.JSONDecodeError,
 )
-"""How an exchange ends when the other side is no longer there, or no longer itself."""
+"""Errors of an exchange with a process that died or sent malformed data."""
 
 
 @frozen(kw_only=True)
 class PoolConfig:
-    """How many processes there are, how long each may take to start, and where it logs what its agent says."""
+    """The number of processes, how long each may take to start, and where their output is logged."""
 
     num_workers: int = field(default=4, validator=ge(1))
     start_timeout_seconds: float = field(default=60.0, validator=gt(0))
@@ -82,10 +85,10 @@ class AgentPool(SeatedAgent):
     @classmethod
     @asynccontextmanager
     async def open(cls, handover: Mapping[str, Any], config: PoolConfig | None = None) -> AsyncIterator[AgentPool]:
-        """Start the first process; all end with the block.
+        """Start the first process; all processes end with the block.
 
-        ``handover`` is what ``create_handover`` made. Raises ``WorkflowError`` with the traceback of the child, if
-        there the agent cannot be made.
+        ``handover`` is the result of ``create_handover``. Raises ``WorkflowError`` with the traceback of the child if
+        the agent cannot be created there.
         """
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
@@ -102,12 +105,12 @@ class AgentPool(SeatedAgent):
 
     @property
     def agent_name(self) -> str:
-        """The name of its class, once a child has told."""
+        """The name of the agent's class, once a child has reported it."""
         return self._name
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[Agent]:
-        """Wait for a process that is free. Raises ``EpisodeError`` if another one is needed and cannot be started."""
+        """Wait for a free process. Raises ``EpisodeError`` if a new one is needed and cannot be started."""
         async with self._places:
             try:
                 worker = await self._take()
@@ -119,7 +122,7 @@ class AgentPool(SeatedAgent):
                 self._give_back(worker)
 
     async def _take(self) -> _Worker:
-        """The one that was used last, for its caches are warm; one that died while nobody used it is replaced."""
+        """Return the process that was used last, since its caches are warm. An idle one that died is replaced."""
         if self._is_closed:
             raise WorkflowError(f"The processes of {self._name} have ended; run episodes inside the block of the pool.")
         while self._idle:
@@ -163,11 +166,11 @@ class AgentPool(SeatedAgent):
 
 
 class _KilledAtStart(WorkflowError):
-    """The process was killed before it was ready, which says nothing of its agent."""
+    """The process was killed before it was ready, which does not indicate a fault of the agent."""
 
 
 class _Worker:
-    """One child. After half an exchange nobody knows what it is doing, so that it is ended."""
+    """One child process. It is killed after an incomplete exchange, because its state is unknown then."""
 
     def __init__(self, child: Child, log: BoundedLog) -> None:
         assert child.process.stdout is not None
@@ -181,7 +184,10 @@ class _Worker:
     async def start(
         cls, handover: Mapping[str, Any], log: BoundedLog, timeout_seconds: float, tasks: TaskGroup
     ) -> _Worker:
-        """Start a child that has made its agent. Raises ``WorkflowError`` with what it said if it has not."""
+        """Start a child and wait until it has created its agent.
+
+        Raises ``WorkflowError`` with its output if it fails.
+        """
         child = await Child.start(
             lambda lifeline: [sys.executable, "-c", _BOOT, json.dumps([lifeline, sys.path])],
             log=log,
@@ -208,16 +214,16 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is, as far as we have heard."""
+        """Whether the process is alive, as far as is known."""
         return self._child.is_alive
 
     @property
     def is_broken(self) -> bool:
-        """Whether half an exchange was made. Its process is gone then, and may not be used again."""
+        """Whether an exchange was incomplete. The process has been killed then and cannot be used again."""
         return self._is_busy
 
     async def run(self, data: Any, **extra_kwargs: Any) -> float | dict[InteractionId, float]:
-        """One episode. Raises ``EpisodeError``; when it is cancelled, the process is gone."""
+        """Run one episode. Raises ``EpisodeError``; if it is cancelled, the process is killed."""
         check_problem(data)
         request = {
             "data": data,
@@ -237,12 +243,12 @@ class _Worker:
         return dict(reply["by_interaction"]) if last is None else float(last)
 
     async def kill(self) -> None:
-        """End the process and its group."""
+        """Kill the process and its group."""
         self._is_busy = True
         await self._child.kill()
 
     async def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Say a line and hear one. Raises one of ``_GONE`` if the other side is; whatever is raised ends the child."""
+        """Send a line and receive one. Raises one of ``_GONE`` if the process died; any error kills the child."""
         assert self._child.process.stdin is not None
         self._is_busy = True
         try:

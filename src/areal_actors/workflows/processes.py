@@ -1,6 +1,6 @@
-"""What goes to processes of agents: where their SDKs look for the proxy, and problems as JSON.
+"""Inputs of agent processes: variables with which SDKs find the proxy, and problems as JSON.
 
-The processes themselves are ``core.children``; what is said to them, ``pool`` and ``commands`` tell.
+``core.children`` runs the processes; ``pool`` and ``commands`` communicate with them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from areal_actors.errors import EpisodeError
 __all__ = ["check_problem", "episode_environment", "inherited_environment"]
 
 _SECRETS = frozenset({"AREAL_ADMIN_KEY", "AREAL_API_KEY", "AREAL_BOOTSTRAP"})
-"""Variables of the run that open more than an agent may: any session, and the run's own workers."""
+"""Variables of the run that authorise more than an agent may do: access to any session, and the run's own workers."""
 
 
 def inherited_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a process of an agent has of ours: all but the keys of the run itself."""
+    """Return the environment of this process without the keys of the run."""
     return {name: value for name, value in environment.items() if name not in _SECRETS}
 
 
 def episode_environment(*, base_url: str, api_key: str) -> dict[str, str]:
-    """Where the SDKs look for their base URL and key. OpenAI's URL ends in ``/v1``, Anthropic's does not."""
+    """Return the variables in which SDKs look for their base URL and key.
+
+    OpenAI's URL ends in ``/v1``, Anthropic's does not.
+    """
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
@@ -33,7 +36,7 @@ def episode_environment(*, base_url: str, api_key: str) -> dict[str, str]:
 
 
 def check_problem(value: Any, *, path: str = "data") -> None:
-    """Raise ``EpisodeError`` naming the part of a problem that does not survive JSON as it is."""
+    """Raise ``EpisodeError`` naming the part of a problem that JSON cannot represent unchanged."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""A rollout workflow whose episodes are played elsewhere: it waits for what external agents finish over HTTP."""
+"""A rollout workflow over external sessions: each episode is a session that an external agent finished over HTTP."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SETTLE_SECONDS = 5.0
 
 
 class _HasIntake(Protocol):
-    """Something that takes external sessions in, such as what ``open_inference`` gives."""
+    """An object that takes in external sessions, such as the result of ``open_inference``."""
 
     @property
     def intake(self) -> Ref[Intake] | None: ...
 
 
 class ProxyWorkflow(RolloutWorkflow):
-    """Each episode is the next session that an external agent finished and rewarded, in the order of their ends.
+    """Each episode is the next session that an external agent finished and rewarded, in order of completion.
 
     ::
 
@@ -38,8 +38,8 @@ class ProxyWorkflow(RolloutWorkflow):
         async with open_inference("tiny", config) as inference:
             interactions = await ProxyWorkflow(inference).arun_episode(inference, None)
 
-    Nothing is polled, and no session is given to two. One that was on its way to an episode that is cancelled goes to
-    the next. Raises ``ConfigError`` where no external sessions are taken in.
+    Nothing is polled, and no session is delivered twice. A session that was being delivered to an episode that is
+    cancelled goes to the next one. Raises ``ConfigError`` if external sessions are not taken in.
     """
 
     def __init__(self, inference: _HasIntake) -> None:
@@ -57,7 +57,7 @@ class ProxyWorkflow(RolloutWorkflow):
     ) -> dict[str, InteractionWithTokenLogpReward]:
         """Wait for a session and return its interactions, by the id of their completions, as training rows.
 
-        Raises ``EpisodeError`` for ``data``: what an external agent works on is its own affair.
+        Raises ``EpisodeError`` for ``data``: external agents choose their own problems.
         """
         if data is not None:
             raise EpisodeError("ProxyWorkflow takes no data: external agents bring their own problems. Pass None.")

@@ -1,7 +1,7 @@
-"""From what a configuration or a caller names to an agent that can run.
+"""Resolution of the workflow that a configuration or a caller names to an agent that can run.
 
-A workflow may be an instance, a class (with keyword arguments), a dotted name (``package.module.Class``) or a file
-and a name (``agents/tool.py:ToolAgent``, relative to the configuration); see ``references``.
+A workflow may be an instance, a class (with keyword arguments), a dotted name (``package.module.Class``) or a file and
+a name (``agents/tool.py:ToolAgent``, relative to the configuration); see ``references``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def resolve_agent(
     directory: Path | None = None,
     may_block: bool = False,
 ) -> Agent:
-    """The agent that ``workflow`` means. Raises ``WorkflowError`` saying what was found instead.
+    """Return the agent that ``workflow`` refers to. Raises ``WorkflowError`` describing what was found instead.
 
-    A plain ``def run`` will do where it ``may_block``: in a process of its own.
+    A plain ``def run`` is accepted if ``may_block`` is true, which is the case in a separate process.
     """
     return _checked(_build(workflow, workflow_kwargs, directory), workflow, may_block=may_block)
 
@@ -36,13 +36,13 @@ def resolve_agent(
 def resolve_workflow(
     workflow: Any, *, workflow_kwargs: Mapping[str, Any] | None = None, directory: Path | None = None
 ) -> Agent | RolloutWorkflow:
-    """The agent or the rollout workflow that ``workflow`` means. Raises ``WorkflowError`` if it is neither."""
+    """Return the agent or rollout workflow that ``workflow`` refers to. Raises ``WorkflowError`` if it is neither."""
     target = _build(workflow, workflow_kwargs, directory)
     return target if isinstance(target, RolloutWorkflow) else _checked(target, workflow, may_block=False)
 
 
 def _build(workflow: Any, workflow_kwargs: Mapping[str, Any] | None, directory: Path | None) -> Any:
-    """The object that ``workflow`` names, is, or is made of."""
+    """Return the object that ``workflow`` names, is, or constructs."""
     kwargs = dict(workflow_kwargs or {})
     target = import_reference(workflow, directory=directory) if isinstance(workflow, str) else workflow
     if inspect.isclass(target):

@@ -1,6 +1,6 @@
-"""From what a rollout workflow returned to rows that training takes, each sample with its reward.
+"""Conversion of the result of a rollout workflow to training rows, each sample with its reward.
 
-Tensors hold one sample a row. Interactions are the turns of one sample, whose reward is what was assigned to them.
+Tensors hold one sample per row. Interactions are the turns of one sample, whose reward is the sum assigned to them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def parse_rollout(
     sampling_of: Callable[[Ints], SamplingDistribution | None] = lambda _: None,
     vocab_size: int | None = None,
 ) -> tuple[Sample, ...]:
-    """The samples of a result that is not ``None``.
+    """Return the samples of a result that is not ``None``.
 
     Args:
-        result: what ``arun_episode`` returned.
-        session: the name that the rows of tensors are given.
-        name: who returned it, for errors.
-        version: the weights that sampled, where tensors do not say.
-        sampling_of: finds how a turn with these ids was sampled, where tensors do not say.
-        vocab_size: ids are below it; not checked without it.
+        result: the return value of ``arun_episode``.
+        session: name for the rows of tensors.
+        name: name of the workflow, for errors.
+        version: version of the weights that sampled, if tensors do not say.
+        sampling_of: finds how a turn with these ids was sampled, if tensors do not say.
+        vocab_size: exclusive bound on ids; not checked if ``None``.
 
     Raises:
         EpisodeError: it is neither kind of dictionary, or one with a mistake.
@@ -98,7 +98,7 @@ def _of_interactions(result: Mapping[str, InteractionWithTokenLogpReward], sessi
 
 
 def _ancestors(result: Mapping[str, InteractionWithTokenLogpReward]) -> list[InteractionWithTokenLogpReward]:
-    """The turns that are not in ``result`` and lead to one that is: of a row of several turns, only the last is."""
+    """Return the turns that lead to a turn in ``result`` but are missing there: it has only the last turn of a row."""
     seen = {interaction.interaction_id for interaction in result.values()}
     found: list[InteractionWithTokenLogpReward] = []
     starts = [turn for interaction in result.values() for turn in (interaction.parent, *interaction.others)]
@@ -112,7 +112,7 @@ def _ancestors(result: Mapping[str, InteractionWithTokenLogpReward]) -> list[Int
 
 
 def _assigned(interaction: InteractionWithTokenLogpReward) -> float:
-    """What was assigned; of an interaction that a workflow made by itself, its reward."""
+    """Return the assigned reward; for an interaction that a workflow created itself, its reward."""
     is_own = interaction.row is None and interaction.assigned_reward is None
     return (interaction.reward if is_own else interaction.assigned_reward) or 0.0
 

@@ -1,7 +1,7 @@
-"""Reward functions that compute for long, in processes of their own, so that the event loop goes on.
+"""Reward functions with long computations, run in worker processes so that the event loop is not blocked.
 
-anyio's worker processes do the work: each is a fresh interpreter (nothing is forked), they are reused, their number is
-bounded, they are killed with whoever waits for them and end with the event loop, asyncio's as well as trio's.
+anyio's worker processes are used: each is a fresh interpreter (nothing is forked), they are reused, their number is
+bounded, cancelling the caller kills its process, and they end with the event loop, on asyncio as well as on trio.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["AsyncRewardWrapper"]
 _log = get_logger(__name__)
 
 _numbers = count()
-"""Of the wrappers: anyio knows variables of a loop by name."""
+"""Numbers of the wrappers: anyio identifies variables of an event loop by name."""
 
 _NUM_ATTEMPTS = 2
-"""A worker that dies once may have been the victim of somebody else; one that dies again is killed by what it runs."""
+"""A worker that dies once may have been killed from outside; one that dies again is killed by the function it runs."""
 
 
 class AsyncRewardWrapper:
@@ -49,8 +49,8 @@ class AsyncRewardWrapper:
 
         Args:
             reward_fn: a function at the top level of a module, or another callable that can be pickled.
-            timeout_seconds: of one call, its wait for a worker included; ``None`` waits for as long as it takes.
-            max_workers: processes for this function; without it, it shares with others as many as there are cores.
+            timeout_seconds: limit of one call, including its wait for a worker; ``None`` waits without limit.
+            max_workers: processes for this function; without it, all such functions share as many as there are cores.
 
         Raises:
             ConfigError: it cannot be sent to a process, or a setting makes no sense.
@@ -64,15 +64,16 @@ class AsyncRewardWrapper:
         self._function = reward_fn
         self._timeout_seconds = timeout_seconds
         self._max_workers = max_workers
-        # A wrapper may be made outside of an event loop, and serve one after the other: each has a limiter of its own.
+        # A wrapper may be created outside of an event loop and used by several in turn, so each loop has its own
+        # limiter.
         self._limiter: RunVar[CapacityLimiter] = RunVar(f"reward workers {next(_numbers)}")
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns. Cancelling kills the worker that runs it.
+        """Return the result of the function. Cancelling kills the worker that runs it.
 
         Raises:
-            EpisodeError: the function raised, took too long, killed its worker twice, or its arguments or what it
-                returned cannot be sent between processes.
+            EpisodeError: the function raised, took too long, killed its worker twice, or its arguments or its result
+                cannot be sent between processes.
         """
         call = partial(self._function, *args, **kwargs)
         try:
@@ -110,18 +111,21 @@ class AsyncRewardWrapper:
 
 
 def _run(call: Callable[[], Any]) -> tuple[bool, Any]:
-    """In the worker: whether it went well, and what came of it. Exceptions go as text: not every one pickles."""
+    """Call the function in the worker; return whether it succeeded, and its result or its error.
+
+    Errors are sent as text, because not every exception can be pickled.
+    """
     try:
         value = call()
         pickle.dumps(value)
-    except Exception as error:  # noqa: BLE001 - raised where the reward is waited for
+    except Exception as error:  # noqa: BLE001 - raised by the caller
         return False, describe_error(error)
     return True, value
 
 
 def _check_picklable(function: Callable[..., Any], name: str) -> None:
     try:
-        pickle.loads(pickle.dumps(function))  # noqa: S301 - what was made a line above
+        pickle.loads(pickle.dumps(function))  # noqa: S301 - created on the same line
     except Exception as error:
         raise ConfigError(
             f"Reward function {name} cannot be sent to a worker process ({error}); define it at the top level of a "

@@ -1,8 +1,7 @@
-"""Rollout workflows: an episode in the hands of its author, from the prompt's ids to the tensors that are trained.
+"""Rollout workflows: episodes whose author controls everything, from the prompt's ids to the tensors that are trained.
 
-An agent (``agents``) is easier and is to be preferred: it only talks to a model. A ``RolloutWorkflow`` is given the
-engine itself and returns what is to be trained. What becomes of that is ``results``; how episodes are run,
-``actors/rollouts``.
+Prefer an agent (``agents``), which is simpler: it only talks to a model. A ``RolloutWorkflow`` gets the engine itself
+and returns what is to be trained. ``results`` converts that to rows; ``actors/rollouts`` runs the episodes.
 """
 
 from __future__ import annotations
@@ -28,28 +27,30 @@ __all__ = ["GroupedRolloutWorkflow", "RolloutResult", "RolloutWorkflow"]
 _log = get_logger(__name__)
 
 RolloutResult = Mapping[str, Any] | None
-"""Tensors by name, interactions by completion id, or ``None``: the episode is rejected."""
+"""Tensors by name, interactions by completion id, or ``None`` to reject the episode."""
 
 
 class RolloutWorkflow(ABC):
-    """One episode on a problem. Instances are shared by concurrent episodes: what belongs to one is a local variable.
+    """One episode on a problem.
 
-    A subclass that has ``_run_one_episode(engine, data, rid)`` in the place of ``arun_episode`` is accepted, and so is
-    its ``(completions, comp_data)``, of which the first counts. That form is deprecated.
+    Instances are shared by concurrent episodes, so keep the state of one in local variables.
+
+    A subclass that has ``_run_one_episode(engine, data, rid)`` instead of ``arun_episode`` is accepted, and so is its
+    return value ``(completions, comp_data)``, of which the first is used. That form is deprecated.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the deprecated method stand for the present one."""
+        """Use the deprecated method as ``arun_episode`` in a subclass that only has that."""
         super().__init_subclass__(**options)
         if "_run_one_episode" in vars(cls) and "arun_episode" not in vars(cls):
             cls.arun_episode = _arun_deprecated  # type: ignore[method-assign]
 
     @abstractmethod
     async def arun_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> RolloutResult:
-        """One episode; ``engine`` samples for it, ``data`` is its problem.
+        """Run one episode; ``engine`` samples for it, ``data`` is its problem.
 
-        Returns tensors (``input_ids`` and ``attention_mask`` [batch, seq] at least), interactions as
-        ``ArealOpenAI.export_interactions`` gives them, or ``None`` to reject the episode. What is raised fails it.
+        Returns tensors (``input_ids`` and ``attention_mask`` [batch, seq] at least), interactions as returned by
+        ``ArealOpenAI.export_interactions``, or ``None`` to reject the episode. An exception fails the episode.
         """
 
 
@@ -60,11 +61,11 @@ async def _arun_deprecated(self: Any, engine: EpisodeEngine, data: dict[str, Any
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Runs ``workflow`` ``group_size`` times at once on each problem, and joins what comes of it.
+    """Runs ``workflow`` ``group_size`` times concurrently on each problem, and joins the results.
 
     Tensors are joined along the batch and padded; interactions are merged into one dictionary. Rejected members are
-    left out, and so are failed ones, which are logged; ``None`` if all were rejected. A training run takes the group
-    apart: there each member is an episode of its own.
+    left out, and so are failed ones, which are logged; the result is ``None`` if all were rejected. A training run
+    splits the group: there each member is a separate episode.
     """
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int) -> None:
@@ -74,7 +75,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.group_size = group_size
 
     async def arun_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> RolloutResult:
-        """All members. Raises ``EpisodeError`` if every one of them failed, or if their results are of two kinds."""
+        """Run all members. Raises ``EpisodeError`` if all of them fail, or if their results are of two kinds."""
         results: dict[int, RolloutResult] = {}
         failures: list[Exception] = []
 
@@ -82,7 +83,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             try:
                 with workflow_context.enter(evolve(workflow_context.get(), member=member)):
                     results[member] = await self.workflow.arun_episode(engine.for_episode(member), dict(data))
-            except Exception as error:  # noqa: BLE001 - whatever a member does, its siblings live on
+            except Exception as error:  # noqa: BLE001 - a failing member must not cancel its siblings
                 _log.warning("member_failed", member=member, reason=describe_error(error))
                 failures.append(error)
 
@@ -107,5 +108,5 @@ def _join(results: list[RolloutResult]) -> RolloutResult:
 
 
 def is_interactions(result: Mapping[str, Any]) -> bool:
-    """Whether the values are interactions. An empty dictionary is one of interactions: nothing was completed."""
+    """Return whether the values are interactions. An empty dictionary counts as interactions: nothing was completed."""
     return all(isinstance(value, InteractionWithTokenLogpReward) for value in result.values())

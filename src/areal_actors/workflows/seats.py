@@ -1,4 +1,4 @@
-"""Agents of whom only so many can run at once: each episode takes a seat first, and time counts from then on."""
+"""Agents with a limited number of seats: each episode first takes a seat, and its time limit starts from then on."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class SeatedAgent(ABC):
     @property
     @abstractmethod
     def agent_name(self) -> str:
-        """What messages call it."""
+        """Name of the agent in messages."""
 
     @abstractmethod
     def seat(self) -> AbstractAsyncContextManager[Agent]:
-        """Wait for a seat. What is entered is the agent for one episode; the seat is free again when it is left."""
+        """Wait for a seat and yield the agent for one episode. Leaving the block frees the seat."""
 
     async def run(self, data: Any, **extra_kwargs: Any) -> Any:
-        """One episode, from the wait for a seat to the reward. Raises ``EpisodeError``."""
+        """Run one episode, including the wait for a seat, and return its reward. Raises ``EpisodeError``."""
         async with self.seat() as agent:
             return await agent.run(data, **extra_kwargs)
 
 
 def name_of(agent: object) -> str:
-    """What messages call an agent or a workflow."""
+    """Return the name of an agent or a workflow for messages."""
     return agent.agent_name if isinstance(agent, SeatedAgent) else type(agent).__name__
 
 
 def seat_of(agent: Agent | SeatedAgent) -> AbstractAsyncContextManager[Agent]:
-    """A seat of an agent that has seats; any other one runs as often as it is asked to."""
+    """Take a seat of an agent that has seats; other agents are not limited."""
     return agent.seat() if isinstance(agent, SeatedAgent) else nullcontext(agent)

@@ -1,4 +1,4 @@
-"""From what a session remembers to interactions in the names of workflow authors (``interactions``)."""
+"""Conversion of session records to interactions with the names that workflow authors know (``interactions``)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["InteractionViews"]
 class InteractionViews:
     """The completed interactions of ``record``. With a ``discount`` their rewards are returns, else as assigned.
 
-    ``completions`` are the SDK's objects, where there are some. ``history`` and ``prompt_tokens`` are for an owner who
-    knows a shorter way than through the record.
+    ``completions`` are the SDK's objects, if there are any. ``history`` and ``prompt_tokens`` are for an owner with a
+    faster lookup than the record.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class InteractionViews:
         self._made: dict[InteractionId, InteractionWithTokenLogpReward] = {}
 
     def view(self, name: InteractionId, *, row: Trajectory | None = None) -> InteractionWithTokenLogpReward:
-        """One interaction with its ancestors; with the ``row`` that it ends, its reward is the row's.
+        """Return one interaction with its ancestors; given the ``row`` that it ends, its reward is the row's.
 
-        Raises ``NotFound`` if there is none of that name that was completed.
+        Raises ``NotFound`` if no completed interaction has that name.
         """
         if name not in self._interactions:
             raise NotFound(f"There is no completed interaction {name}; look at the ids of the answers.")
@@ -60,7 +60,8 @@ class InteractionViews:
         return {row.interactions[-1]: self.view(row.interactions[-1], row=row) for row in trajectories}
 
     def _make(self, name: InteractionId) -> None:
-        """Make the views of ``name`` and of its parents, the oldest first: conversations may be long."""
+        """Create the views of ``name`` and of its ancestors, the oldest first, without recursion."""
+        # A conversation may have more turns than the recursion limit allows.
         line = [self._interactions[name]]
         while (parent := line[-1].parent) is not None and parent not in self._made and parent in self._interactions:
             line.append(self._interactions[parent])
@@ -92,7 +93,7 @@ class InteractionViews:
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message in the shape of OpenAI's API."""
+    """Return a message in the format of OpenAI's API."""
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         plain["tool_calls"] = [

@@ -1,8 +1,8 @@
-"""What runs in a child process: it makes the agent once, then runs one episode after another until its parent is gone.
+"""The program of a child process: it creates the agent once, then runs episodes one by one until its parent exits.
 
-The parent writes a line of JSON for each episode to the first standard input, and reads a line from the first standard
-output. Both are moved out of the agent's way before its module is imported: what an agent prints goes to stderr, which
-the parent logs, and what it reads is empty.
+The parent writes a line of JSON for each episode to the original standard input, and reads a line from the original
+standard output. Both are replaced before the agent's module is imported: the agent's output goes to stderr, which the
+parent logs, and its input is empty.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["serve"]
 
 
 def serve(lifeline: int) -> None:
-    """The whole life of a worker."""
+    """Run a worker until its parent closes the channel."""
     channel = _Channel()
     _die_with_parent(lifeline)
     faulthandler.enable()
     try:
         agent = receive_agent(next(channel))
-    except BaseException as error:  # noqa: BLE001 - whatever an import raises is told to the parent, and ends us
+    except BaseException as error:  # noqa: BLE001 - any error of the import is reported to the parent, and this process exits
         channel.send({"failure": _complaint(error)})
         return
     channel.send({"ready": type(agent).__name__})
@@ -53,7 +53,7 @@ def serve(lifeline: int) -> None:
 
 
 class _Channel:
-    """Lines of JSON from and to the parent, on descriptors that neither the agent nor its children get to see."""
+    """Lines of JSON from and to the parent, on descriptors that neither the agent nor its children inherit."""
 
     def __init__(self) -> None:
         self._requests = os.fdopen(os.dup(0), "rb")
@@ -63,7 +63,7 @@ class _Channel:
         os.close(nothing)
         os.dup2(2, 1)
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # what was printed before a crash is what explains it
+            sys.stdout.reconfigure(line_buffering=True)  # the last lines before a crash explain it
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -81,7 +81,7 @@ class _Channel:
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """Where no kernel does it for us (see ``processes``): wait for the end of the pipe, and take the group along."""
+    """Kill this process group when the pipe ends, on systems whose kernel does not do so (see ``core.children``)."""
 
     def watch() -> None:
         os.read(lifeline, 1)
@@ -99,7 +99,7 @@ def _complaint(error: BaseException) -> str:
 
 
 class _Host:
-    """Runs episodes. The event loop stays from one to the next, so that connections to the proxy can be kept."""
+    """Runs episodes on one event loop, so that connections to the proxy are kept between episodes."""
 
     def __init__(self, agent: Agent, loop: asyncio.Runner) -> None:
         self._agent = agent
@@ -107,7 +107,10 @@ class _Host:
         self._http_client: httpx.AsyncClient | None = None
 
     def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to one request: rewards, or why there are none. The environment is the episode's meanwhile."""
+        """Return the reply to one request: rewards, or the failure.
+
+        The environment is that of the episode meanwhile.
+        """
         link = {name: request[name] for name in ("base_url", "api_key")}
         context = EpisodeContext(**request["context"])
         with _environment(episode_environment(**link)), workflow_context.enter(context):
@@ -140,14 +143,17 @@ class _Host:
         return self._loop.run(run(), context=contextvars.copy_context())
 
     def _client(self) -> httpx.AsyncClient:
-        """One for all episodes; a new one if the agent closed it. Its certificates are read when it first connects."""
+        """Return a client shared by all episodes, or a new one if the agent closed it.
+
+        Its certificates are read when it first connects.
+        """
         if self._http_client is None or self._http_client.is_closed:
             self._http_client = create_agent_http_client()
         return self._http_client
 
 
 async def _cancel_others() -> None:
-    """What an episode started and left would go on in the next one, and ask the model in its name."""
+    """Cancel the tasks that an episode left, which would otherwise send requests in the name of the next one."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,7 +1,7 @@
 """An agent as a rollout workflow: each episode is a session at a proxy, from its start to its training rows.
 
-A training run needs no wrapper: it takes agents as they are. This one is for programs that have a proxy's URL and want
-episodes in the form in which rollout workflows return them.
+A training run needs no wrapper: it accepts agents directly. This one is for programs that have a proxy's URL and need
+episodes in the form that rollout workflows return.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["OpenAIProxyWorkflow"]
 
 
 class OpenAIProxyWorkflow(RolloutWorkflow):
-    """Runs ``agent`` in this event loop, against a session of its own for each episode.
+    """Runs ``agent`` in this event loop, with a separate session for each episode.
 
     ::
 
@@ -40,16 +40,16 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         export_style: str | None = None,
         agents_may_reward: bool = False,
     ) -> None:
-        """Describe the episodes; nothing is sent yet.
+        """Configure the episodes; nothing is sent yet.
 
         Args:
-            agent: an instance, a class, or a dotted name of one.
+            agent: an instance, a class, or its dotted name.
             proxy_addr: the proxy's URL, with or without ``/v1``.
-            admin_key: opens the routes that start and export sessions; a user's key does so, too.
-            discount: how rewards flow back to earlier turns; the proxy's setting without it.
-            export_style: ``individual``, ``concat`` or ``tree``; the proxy's setting without it.
-            agents_may_reward: whether the agent may reward its session over HTTP, too. It is given the session's own
-                key then, and one that asks the model and nothing else without it.
+            admin_key: authorises the routes that start and export sessions; a user's key does so, too.
+            discount: how rewards are propagated to earlier turns; ``None`` uses the proxy's setting.
+            export_style: ``individual``, ``concat`` or ``tree``; ``None`` uses the proxy's setting.
+            agents_may_reward: whether the agent may also reward its session over HTTP. It gets the session's key then;
+                otherwise a key that only authorises completions.
 
         Raises:
             WorkflowError: there is no such agent.
@@ -63,14 +63,15 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
     async def arun_episode(
         self,
-        engine: Any,  # noqa: ARG002 - the proxy has one
+        engine: Any,  # noqa: ARG002 - the proxy has an engine
         data: dict[str, Any],
     ) -> dict[str, InteractionWithTokenLogpReward]:
-        """One episode: its training rows, each by the completion that it ends. They have neither messages nor parents.
+        """Run one episode; return its training rows, each by the completion that it ends, without messages or parents.
 
         Raises:
-            EpisodeError: the agent raised, or returned what is no reward. Its session is ended all the same.
-            InvalidRequest: a reward is not finite, or there is no completion that it could be for.
+            EpisodeError: the agent raised, or returned something that is not a reward. Its session is ended in any
+                case.
+            InvalidRequest: a reward is not finite, or there is no completion that it could apply to.
             NotFound: the agent rewarded a completion that its session does not have.
         """
         current = workflow_context.get()
@@ -87,14 +88,14 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
 
 async def _assign(session: OpenAIProxyClient, reward: Reward) -> dict[str, float]:
-    """Set what an agent returned; which completion got what."""
+    """Set the rewards that an agent returned; return them by completion."""
     assigned: dict[str, float] = {}
     for interaction, value in reward.by_interaction.items():
         await session.set_reward(interaction, value)
         assigned[interaction] = value
     if reward.last is not None:
         assigned[await session.set_last_reward(reward.last)] = reward.last
-        await session.end_session(reward.last)  # says that the number is that of the whole episode
+        await session.end_session(reward.last)  # marks the number as the reward of the whole episode
     return assigned
 
 
@@ -111,6 +112,6 @@ def _interactions(episode: Episode, assigned: Mapping[str, float]) -> dict[str, 
 
 
 def _sum_of(assigned: Mapping[str, float], interactions: tuple[Any, ...]) -> float | None:
-    """What was assigned to a row's turns: a row of several stands for all of them, having no parents."""
+    """Return the sum assigned to a row's turns: a row of several turns stands for all of them, having no parents."""
     found = [assigned[name] for name in interactions if name in assigned]
     return sum(found) if found else None

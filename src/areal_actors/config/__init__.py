@@ -1,7 +1,7 @@
-"""The configuration of a run: one frozen class, a YAML file, dotted overrides, and every mistake at once.
+"""The configuration of a run: one frozen class, a YAML file, dotted overrides, and all mistakes reported at once.
 
-``schema`` is what there is to set; the rest is the machinery, which knows none of it: ``documents`` reads YAML,
-``structure`` makes attrs classes of it, ``overrides`` and ``loading`` put both together, ``reference`` lists settings.
+``schema`` defines the settings; the other modules are independent of it: ``documents`` reads YAML, ``structure``
+converts it to attrs classes, ``overrides`` and ``loading`` combine both, ``reference`` lists settings.
 """
 
 from __future__ import annotations

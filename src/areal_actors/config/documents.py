@@ -1,8 +1,8 @@
-"""YAML as configuration wants it: plain data, a line for every path, and no surprise.
+"""YAML for configurations: plain data, with a line number for every path.
 
 Three things differ from ``yaml.safe_load``. A key given twice in one mapping is a mistake, as is a mapping that
-contains itself. ``2e-5`` is a number, as in YAML 1.2 (the 1.1 rules ask for ``2.0e-5`` and would take it for text).
-What is written is read back equal, for any text. What the data means is decided in ``structure``.
+contains itself. ``2e-5`` is a number, as in YAML 1.2 (the 1.1 rules require ``2.0e-5`` and would read it as text). Any
+text that is written is read back equal. ``structure`` interprets the data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """The safe dumper, which quotes text that ``_Loader`` would take for a number."""
+    """The safe dumper, which quotes text that ``_Loader`` would read as a number."""
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
@@ -45,14 +45,14 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 
 @frozen(kw_only=True)
 class Document:
-    """What a file said. ``source`` names it in messages."""
+    """The parsed content of a file. ``source`` names it in messages."""
 
     source: str
     data: Any
     root: yaml.Node | None = field(default=None, repr=False, eq=False)
 
     def locate(self, path: ConfigPath) -> str:
-        """``file:line`` of the value at ``path``, or of the innermost section around it that the file has."""
+        """Return ``file:line`` of the value at ``path``, or of the innermost enclosing section in the file."""
         node, line = self.root, None
         for part in path:
             found = _child(node, part)
@@ -63,7 +63,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a YAML file. Raises ``ConfigError`` naming the file, and the line and column where there is one."""
+    """Read a YAML file. Raises ``ConfigError`` naming the file, and the line and column if known."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def read_document(path: Path) -> Document:
 
 
 def parse_yaml(text: str, *, source: str) -> Document:
-    """The one document in ``text``. Raises ``ConfigError`` for malformed YAML, doubled keys and cycles."""
+    """Parse the single document in ``text``. Raises ``ConfigError`` for malformed YAML, duplicate keys and cycles."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -82,7 +82,7 @@ def parse_yaml(text: str, *, source: str) -> Document:
         data = None if node is None or problems else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(_explain(error, text, source)) from error
-    except (ValueError, RecursionError) as error:  # dates that are none, thousands of nested brackets
+    except (ValueError, RecursionError) as error:  # impossible dates, thousands of nested brackets
         raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
     if problems:
         raise ConfigError(problems)
@@ -90,12 +90,12 @@ def parse_yaml(text: str, *, source: str) -> Document:
 
 
 def format_yaml(data: Any) -> str:
-    """``data`` as YAML that ``parse_yaml`` reads back equal; keys keep their order."""
+    """Return ``data`` as YAML that ``parse_yaml`` reads back equal; keys keep their order."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=100))
 
 
 def format_path(path: ConfigPath) -> str:
-    """``rollout.openai.mode``."""
+    """Return a path in dotted form, such as ``rollout.openai.mode``."""
     return ".".join(str(part) for part in path)
 
 
@@ -114,7 +114,7 @@ def _child(node: yaml.Node | None, part: str | int) -> tuple[yaml.Node, int] | N
 
 
 def _problems(root: yaml.Node | None, source: str) -> Iterator[str]:
-    """Doubled keys and cycles, each node looked at once, however often anchors repeat it."""
+    """Yield duplicate keys and cycles. Each node is visited once, however often anchors repeat it."""
     done: set[int] = set()
     above: set[int] = set()
     stack: list[tuple[yaml.Node, bool]] = [] if root is None else [(root, False)]
@@ -167,13 +167,13 @@ def _explain(error: yaml.YAMLError, text: str, source: str) -> str:
 
 
 def _neighbours(path: Path) -> str:
-    """What else there is, for those who mistyped."""
+    """Return the other YAML files in the directory, as advice for a mistyped name."""
     found = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
     return f"; {path.parent} has {', '.join(found[:8])}." if found else "; check the path."
 
 
 def plain(value: Any) -> Any:
-    """``value`` made of ordinary dicts, lists and strings, as ``format_yaml`` takes them."""
+    """Return ``value`` made of ordinary dicts, lists and strings, as ``format_yaml`` requires."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

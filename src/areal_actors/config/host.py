@@ -1,4 +1,4 @@
-"""Settings of a host: what is asked of it over HTTP, and how many services it runs."""
+"""Settings of a host: its HTTP address, and the number of services that it runs."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ __all__ = ["HostConfig"]
 
 @frozen(kw_only=True)
 class HostConfig:
-    """Where a host listens (areal-actors host), and how many services it runs for the trials of its users."""
+    """The address of a host (areal-actors host), and how many services it runs for the trials of its users."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = field(default=8080, validator=[ge(0), le(65535)])
     """0 takes any free port."""
     public_host: str | None = None
-    """Name under which agents reach this machine, where it is not ``host``."""
+    """Name under which agents reach this machine, if it differs from host."""
     admin_key: str | None = field(default=None, repr=False)
-    """Opens the routes that manage users and services. A random one is made without it, and kept in host.key."""
+    """Authorises the routes that manage users and services.
+
+    Without it, a random one is created and kept in host.key.
+    """
     max_services: int = field(default=4, validator=ge(1))
-    """Services that run at once, each with a model of its own."""
+    """Services that run at the same time, each with its own model."""
     idle_seconds: float = field(default=1800.0, validator=gt(0))
-    """A service without requests for so long is stopped, with a checkpoint; the next request starts it
-    again. .inf is never."""
+    """A service without requests for this long is stopped, with a checkpoint; the next request starts it again. .inf is
+    never."""
     make_room_seconds: float = field(default=60.0, validator=ge(0))
-    """A service without requests for so long is stopped when another trial needs its place."""
+    """A service without requests for this long is stopped if another trial needs its place."""
     start_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """How long a request waits for its service to listen, before it is told to ask again."""
+    """How long a request waits for its service to start before it is told to retry."""
     max_start_seconds: float = field(default=600.0, validator=gt(0))
-    """A service that does not listen after so long is ended and started anew."""
+    """A service that does not listen after this long is stopped and started again."""
     stop_timeout_seconds: float = field(default=120.0, validator=gt(0))
     """How long a service may take to finish its step and to write its checkpoint, before it is killed."""
 
     @property
     def launcher(self) -> LauncherConfig:
-        """What the launcher needs of this."""
+        """The launcher's part of these settings."""
         return LauncherConfig(
             max_services=self.max_services,
             idle_seconds=self.idle_seconds,

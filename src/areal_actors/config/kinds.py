@@ -1,4 +1,4 @@
-"""Types and values in words, for messages and for the list of settings."""
+"""Descriptions of types and values, for messages and for the list of settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_SHOWN = 60
 
 
 def describe_type(kind: Any) -> str:
-    """What a value of type ``kind`` is, in words that follow "must be"."""
+    """Describe the values of type ``kind``, in words that follow "must be"."""
     if kind in _SCALARS:
         return _SCALARS[kind]
     origin, arguments = get_origin(kind), get_args(kind)
@@ -61,13 +61,13 @@ def _plural(words: str) -> str:
 
 
 def type_name(cls: type) -> str:
-    """The word that ``type:`` has for a class of a union: ``JsonLinesConfig`` is ``json_lines``."""
+    """Return the word that ``type:`` has for a class of a union: ``JsonLinesConfig`` is ``json_lines``."""
     given = getattr(cls, "type_name", None)
     return given or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Config")).lower()
 
 
 def show(value: Any) -> str:
-    """A value as people wrote it, shortened."""
+    """Return a value as it is written in YAML, shortened."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
@@ -81,7 +81,7 @@ def show(value: Any) -> str:
 
 
 def hint(value: Any, kind: Any) -> str:
-    """Advice for values that are nearly right."""
+    """Return advice for values that are nearly right."""
     if kind is str and not isinstance(value, (str, Mapping, list, NoneType)):
         return "; put quotes around it"
     if kind in (int, float) and isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+(\.[0-9]+)?", value):

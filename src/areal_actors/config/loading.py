@@ -1,12 +1,12 @@
-"""From a file and overrides to one frozen configuration, and back into a file.
+"""Loading of a frozen configuration from a file and overrides, and saving it to a file.
 
 ::
 
     YAML ─ documents ─▶ data ─ aliases ─ overrides ─▶ data ─ structure ─▶ attrs classes
                                                                  └▶ ConfigError: every mistake, with file and line
 
-Relative paths are relative to the file that they stand in; those of the command line to the working directory. Nothing
-here knows what there is to set.
+Relative paths are relative to the file that contains them; those of the command line to the working directory. Nothing
+here depends on which settings exist.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ C = TypeVar("C")
 
 @frozen(kw_only=True)
 class Schema(Generic[C]):
-    """What a configuration consists of: its class, other names for its paths, and how special texts are resolved."""
+    """A kind of configuration: its class, aliases of its paths, and resolvers of special texts."""
 
     cls: type[C]
     aliases: Mapping[str, str] = field(factory=dict)
     resolvers: Mapping[Any, Resolver] = field(factory=dict)
 
     def load(self, path: Path, overrides: Iterable[str] = ()) -> C:
-        """The configuration of a YAML file with ``key.sub=value`` overrides.
+        """Return the configuration of a YAML file with ``key.sub=value`` overrides.
 
         Raises ``ConfigError`` listing every mistake, each with its place, its path and what was expected.
         """
         return self.build(read_document(path), overrides, directory=path.absolute().parent)
 
     def build(self, document: Document, overrides: Iterable[str] = (), *, directory: Path) -> C:
-        """As ``load``, of a document that was read; its relative paths are relative to ``directory``."""
+        """Return the configuration of a parsed document; its relative paths are relative to ``directory``.
+
+        Otherwise the same as ``load``.
+        """
         if document.data is not None and not isinstance(document.data, Mapping):
             raise ConfigError(f"{document.source} must hold sections and settings, as in 'total_steps: 20'.")
         data, used, found = self._apply_aliases(document)
@@ -62,9 +65,9 @@ class Schema(Generic[C]):
         return config
 
     def save(self, config: C, path: Path) -> None:
-        """Write ``config`` with every setting spelt out, so that ``load`` gives an equal one. Raises ``OSError``.
+        """Write ``config`` with every setting written out, so that ``load`` returns an equal one. Raises ``OSError``.
 
-        The file is there whole or not at all; one that holds a key is for its owner alone.
+        The file is written completely or not at all; one that contains a key is readable by its owner only.
         """
         text = format_yaml(plain(create_converter(path.parent).unstructure(config, self.cls)))
         is_secret = redact_settings(text) != text or (path.exists() and not path.stat().st_mode & 0o077)
@@ -76,7 +79,7 @@ class Schema(Generic[C]):
         partial.replace(path)
 
     def section(self, path: str) -> type:
-        """The class of the section at the dotted ``path``. Raises ``ConfigError`` naming the nearest."""
+        """Return the class of the section at the dotted ``path``. Raises ``ConfigError`` naming the nearest one."""
         if not path:
             return self.cls
         sections = {name: found[0] for name, kind in paths_of(self.cls).items() if (found := sections_of(kind))}
@@ -126,13 +129,13 @@ class Schema(Generic[C]):
         typed: Mapping[ConfigPath, str],
         used: Mapping[ConfigPath, ConfigPath],
     ) -> str:
-        """The mistake as a line that says where it was made."""
+        """Format the mistake as a line that says where it was made."""
         texts = [text for path, text in typed.items() if mistake.path[: len(path)] == path]
         place = f"command line, {texts[-1]}" if texts else document.locate(rename(mistake.path, used))
         return _format(self._with_advice(mistake), place)
 
     def _with_advice(self, mistake: Mistake) -> Mistake:
-        """Where an unknown key is a setting of another section, say of which."""
+        """Return the mistake with the sections that do have the unknown key."""
         if mistake.unknown is None:
             return mistake
         elsewhere = [path for path in paths_of(self.cls) if path.rpartition(".")[2] == mistake.unknown]

@@ -1,7 +1,7 @@
 """Dotted overrides of the command line: ``rollout.group_size=4``, ``trainer.layout=flat``, ``stop.reward=null``.
 
-A value is YAML, so that ``[1, 2]``, ``{mode: inline}``, ``null`` and ``"text"`` mean what they mean in the file.
-Whether a path exists is found out when the whole is structured.
+A value is YAML, so that ``[1, 2]``, ``{mode: inline}``, ``null`` and ``"text"`` mean the same as in the file. Whether a
+path exists is checked when the whole configuration is structured.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["Override", "apply_override", "parse_override", "rename"]
 
 @frozen(kw_only=True)
 class Override:
-    """One ``key=value``."""
+    """One override, ``key=value``."""
 
     path: ConfigPath
     value: Any
 
 
 def parse_override(text: str) -> Override:
-    """``key.sub=value``. Raises ``Mistakes`` for text of another form."""
+    """Parse ``key.sub=value``. Raises ``Mistakes`` for text of another form."""
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
@@ -48,9 +48,9 @@ def _typed(value: Any) -> Any:
 
 
 def apply_override(data: Any, path: ConfigPath, value: Any, *, above: ConfigPath = ()) -> Any:
-    """``data`` with ``value`` at ``path``; sections that are missing are made, and nothing is changed in place.
+    """Return ``data`` with ``value`` at ``path``; missing sections are created, and nothing is changed in place.
 
-    Raises ``Mistakes`` where the path leads through something that has no parts.
+    Raises ``Mistakes`` if the path leads through a value that has no parts.
     """
     if not path:
         return value
@@ -81,7 +81,7 @@ def _replace_item(items: Sequence[Any], path: ConfigPath, value: Any, above: Con
 
 
 def rename(path: ConfigPath, aliases: Mapping[ConfigPath, ConfigPath]) -> ConfigPath:
-    """``path`` under its proper name, where it begins with an alias."""
+    """Return ``path`` with an alias at its beginning replaced by the canonical name."""
     for alias, name in aliases.items():
         if path[: len(alias)] == alias:
             return (*name, *path[len(alias) :])

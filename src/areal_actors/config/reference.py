@@ -1,4 +1,4 @@
-"""The list of settings, drawn from the classes themselves: as dotted paths, and as YAML with explanations."""
+"""The list of settings, generated from the classes: as dotted paths, and as YAML with explanations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDTH = 118
 
 
 def paths_of(cls: type, *, above: str = "") -> dict[str, Any]:
-    """Every setting below ``cls`` by its dotted path, with its type; sections come before what they hold."""
+    """Return every setting below ``cls`` by its dotted path, with its type; sections come before their settings."""
     found: dict[str, Any] = {}
     for name, setting in settings_of(cls).items():
         found[above + name] = setting.type
@@ -33,18 +33,18 @@ def paths_of(cls: type, *, above: str = "") -> dict[str, Any]:
 
 
 def sections_of(kind: Any) -> list[type]:
-    """The classes that a value of type ``kind`` may be an instance of."""
+    """Return the settings classes among the members of the type ``kind``."""
     members = get_args(kind) if get_origin(kind) is not None else (kind,)
     return [member for member in members if attrs.has(member)]
 
 
 def _takes_text(kind: Any) -> bool:
-    """Whether there is a form without a section: what the section holds is then for the explanation to say."""
+    """Return whether ``kind`` also accepts text; the explanation then describes the section's settings."""
     return any(getattr(member, "__supertype__", member) is str for member in get_args(kind))
 
 
 def format_reference(cls: type) -> str:
-    """All settings of ``cls`` as commented YAML: what each must be, its default, and what it is for."""
+    """Return all settings of ``cls`` as commented YAML: type, default and purpose of each."""
     return "\n".join(_lines(cls, indent="")).strip("\n") + "\n"
 
 
@@ -60,7 +60,7 @@ def _lines(cls: type, *, indent: str) -> Iterator[str]:
 
 
 def _section(name: str, setting: attrs.Attribute[Any], indent: str) -> Iterator[str]:
-    """A section with all of its settings; they are comments where the section is left out by default."""
+    """Yield a section with all of its settings, commented out if the section is absent by default."""
     sections = sections_of(setting.type)
     is_left_out = setting.default is None
     yield ""
@@ -87,7 +87,10 @@ def _default(setting: attrs.Attribute[Any]) -> str:
 
 
 def _explanations(cls: type) -> dict[str, str]:
-    """The texts below the fields of a class, by field. Python forgets them, so they are read from the source."""
+    """Return the docstrings below the fields of a class, by field.
+
+    Python drops them, so they are read from the source.
+    """
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""What there is to set: the one class that composes the settings of all components.
+"""The settings of a run: one class that composes the settings of all components.
 
-Each section is a frozen class beside the component that it configures. ``RolloutConfig`` lives here because its
-settings go to several: the runner, the exporter and the granter each get their part by a property. Words such as
-``mode: inline`` are resolved to members of enumerations; nothing below compares strings.
+Each section is a frozen class defined with the component that it configures. ``RolloutConfig`` is defined here because
+its settings are used by several: the runner, the exporter and the granter each get their part by a property. Words such
+as ``mode: inline`` are resolved to members of enumerations; nothing below compares strings.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 class AgentMode(StrEnum):
-    """Where agents run."""
+    """The place where agents run."""
 
     INLINE = "inline"
     """In the event loop of this process."""
@@ -89,30 +89,33 @@ class AgentConfig:
     """How agents are run, and how their rewards become training rows (also called rollout.agent)."""
 
     mode: AgentMode = AgentMode.INLINE
-    """inline is the event loop of the run; in a subprocess, agents may block."""
+    """inline runs agents in the event loop of the run; in a subprocess, agents may block."""
     subproc_max_workers: int = field(default=4, validator=ge(1))
-    """Processes of agents that run at once, in mode subprocess and for commands."""
+    """Agent processes that run at the same time, in mode subprocess and for commands."""
     subproc_start_timeout_seconds: float = field(default=60.0, validator=gt(0))
-    """How long such a process may take to import the agent's module and make the agent."""
+    """How long an agent process may take to import the agent's module and create the agent."""
     agents_may_reward: bool = False
-    """Whether an agent may reward and end its own session over HTTP. Without it, its key and its URL ask the model
-    and nothing else, so that it cannot forge what it earns; it returns its reward."""
+    """Whether an agent may reward and end its own session over HTTP.
+
+    Otherwise its key and its URL only allow requests to the model, so that it cannot forge its reward; it returns its
+    reward.
+    """
     turn_discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
-    """What an answer passes on of its return to the turn before it."""
+    """The share of an answer's return that is passed on to the previous turn."""
     reward_rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
-    """How the returns of several continuations become one: mean, sum, max, creation-order, or a function of yours."""
+    """How the returns of several continuations are combined: mean, sum, max, creation-order, or your own function."""
     unrewarded: Unrewarded = Unrewarded.INHERIT
-    """What becomes of conversations in which no answer was rewarded: they inherit the outcome that the agent returned,
-    are not trained (skip), or return 0."""
+    """How conversations without any rewarded answer are treated: they inherit the outcome that the agent returned, are
+    not trained (skip), or return 0."""
     export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
 
 
 @frozen(kw_only=True)
 class RolloutConfig:
-    """Which agent runs on the problems, how often, and how far it may run ahead of training."""
+    """The agent, how many episodes it runs, and how far rollouts may run ahead of training."""
 
     backend: Backend = Backend.TORCH
-    """What generates: torch is the embedded engine, with the settings of engine; sglang and vllm are servers."""
+    """The engine: torch is the embedded engine, with the settings of engine; sglang and vllm are servers."""
     workflow: WorkflowReference | CommandConfig | None = None
     """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}.
     With serve, it is run on the problems of eval_dataset only."""
@@ -121,15 +124,16 @@ class RolloutConfig:
     group_size: int = field(default=8, validator=ge(1))
     """Episodes per problem."""
     member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
-    """When an episode fails: train its siblings, or nothing of the group, or also what the episode had completed."""
+    """When an episode fails: train the other episodes of the group, or nothing of the group, or also what the failed
+    episode had completed."""
     max_concurrent_rollouts: int = field(default=16, validator=ge(1))
-    """Groups that run at once."""
+    """Groups that run at the same time."""
     max_head_offpolicyness: int = field(default=1, validator=ge(0))
-    """How many versions older than the trained weights a group may be; 0 is synchronous."""
+    """The number of versions by which a group may be older than the trained weights; 0 is synchronous."""
     stale_groups: StaleGroups = StaleGroups.WAIT
-    """What becomes of groups that would be older: wait has steps wait for them in time, train trains them whatever
-    their age; requeue and drop throw them away, and so train fewer long episodes than are sampled. With serve, wait and
-    requeue mean train."""
+    """The treatment of groups that would be older: wait makes steps wait for them before they are too old; train trains
+    them at any age; requeue and drop discard them, so that fewer long episodes are trained than are sampled. With
+    serve, wait and requeue mean train."""
     difficulty: DifficultyConfig = field(factory=DifficultyConfig)
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
@@ -140,7 +144,7 @@ class RolloutConfig:
 
     @property
     def runner(self) -> RolloutsConfig:
-        """What the rollout runner needs of this."""
+        """The rollout runner's part of these settings."""
         return RolloutsConfig(
             group_size=self.group_size,
             member_outcome=self.member_outcome,
@@ -150,7 +154,7 @@ class RolloutConfig:
 
     @property
     def export(self) -> ExportConfig:
-        """What the exporter needs of this."""
+        """The exporter's part of these settings."""
         return ExportConfig(
             style=self.openai.export_style,
             discount=self.openai.turn_discount,
@@ -161,25 +165,25 @@ class RolloutConfig:
 
 @frozen(kw_only=True)
 class ServeConfig:
-    """How serve makes groups of the sessions of external agents."""
+    """How serve combines the sessions of external agents into groups."""
 
     group_timeout_seconds: float = field(default=600.0, validator=gt(0))
-    """A group waits for so long for members that never start, and is trained with those that there are."""
+    """How long a group waits for members that do not start; then it is trained without them."""
 
 
 @frozen(kw_only=True)
 class LoggingConfig:
-    """What a run shows and keeps."""
+    """What a run displays and keeps."""
 
     display: DisplayStyle = DisplayStyle.AUTO
-    """auto is rich at a terminal and plain lines elsewhere."""
+    """auto uses rich output at a terminal and plain lines elsewhere."""
     tensorboard: bool = True
     max_sessions: int = field(default=120, validator=ge(1))
-    """Conversations that are kept for the run report, spread over all versions."""
+    """Number of conversations to keep for the run report, spread over all versions."""
 
 
 def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
-    """Weights are sent to servers that take them, and to no others."""
+    """Reject publishing by broadcast unless the servers are SGLang's."""
     rollout = getattr(run, "rollout", None)
     if trainer.publish is PublishBy.DISTRIBUTED and rollout is not None and rollout.backend is not Backend.SGLANG:
         raise ValueError(
@@ -190,7 +194,7 @@ def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
 
 @frozen(kw_only=True)
 class RunConfig:
-    """A run: which model learns what from which agent, with which settings of each component."""
+    """A run: the model, the agent that it learns from, and the settings of each component."""
 
     experiment_name: str = field(validator=matches_re(_NAME))
     trial_name: str = field(default="trial", validator=matches_re(_NAME))
@@ -203,9 +207,9 @@ class RunConfig:
     model: ModelName
     """A name, or the path of a directory that transformers can load."""
     tokenizer: ModelName | None = None
-    """Where the tokenizer and its chat template come from; the model without it."""
+    """The source of the tokenizer and its chat template; by default the model."""
     dataset: DatasetConfig | None = None
-    """The problems that train works on; serve trains on those of external agents."""
+    """The problems that train works on; serve trains on the problems of external agents."""
     eval_dataset: DatasetConfig | None = None
     rollout: RolloutConfig = field(factory=RolloutConfig)
     journal: JournalConfig = field(factory=JournalConfig)
@@ -230,17 +234,17 @@ class RunConfig:
 
     @property
     def run_directory(self) -> RunDirectory:
-        """Where the run is written, unless somebody says otherwise."""
+        """The default directory of the run."""
         return RunDirectory(path=self.fileroot / self.experiment_name / self.trial_name)
 
     @property
     def user_accounts(self) -> UsersConfig:
-        """Where the users of this run are kept: with those of its neighbours, unless somebody says otherwise."""
+        """The settings of users; by default they are stored in one file for all runs below ``fileroot``."""
         return evolve(self.users, path=self.users.path or self.fileroot / "keys.sqlite")
 
     @property
     def plan(self) -> TrainingPlan:
-        """What the trainer actor needs of this."""
+        """The trainer actor's part of these settings."""
         return TrainingPlan(
             total_steps=self.total_steps,
             batch_size=self.batch_size,
@@ -253,23 +257,23 @@ class RunConfig:
 
     @property
     def trained_models(self) -> ModelsConfig:
-        """What the host of trained models needs: they are looked for where this run writes its own."""
+        """The settings of the host of trained models, which by default are looked up where this run writes its own."""
         return evolve(self.models, fileroot=self.models.fileroot or self.fileroot)
 
     def served_engine(self, directory: Path) -> ServedEngine | None:
-        """The servers that generate, with their logs and weights in ``directory``; ``None`` for the embedded engine."""
+        """Return the inference servers, with logs and weights in ``directory``; ``None`` for the embedded engine."""
         servers = {Backend.SGLANG: self.sglang, Backend.VLLM: self.vllm}.get(self.rollout.backend)
         if servers is None:
             return None
         return ServedEngine(backend=self.rollout.backend, config=servers, directory=directory)
 
     def num_tasks(self, role: Role) -> int:
-        """How many processes a worker of this role consists of."""
+        """Return the number of processes of a worker of this role."""
         return self.trainer.gang.num_processes if role is Role.TRAINER else 1
 
     @property
     def intake(self) -> IntakeConfig:
-        """What the intake of external sessions needs of this."""
+        """The part of these settings for the intake of external sessions."""
         return IntakeConfig(
             group_size=self.rollout.group_size,
             group_timeout_seconds=self.serve.group_timeout_seconds,
@@ -280,7 +284,7 @@ class RunConfig:
 
     @property
     def queue(self) -> QueueConfig:
-        """Which finished groups are trained."""
+        """The settings that decide which finished groups are trained."""
         advantages = self.trainer.advantages
         max_replaced = advantages.max_refills * self.batch_size if advantages.drop_zero_variance else 0
         return QueueConfig(
@@ -305,7 +309,7 @@ class RunConfig:
 
 
 def _resolve_model(text: str, directory: Path) -> ModelName:
-    """A path where it looks like one, or where there is such a directory; else a name."""
+    """Return a path if the text looks like one or such a directory exists; otherwise a name."""
     path = resolve_path(text, directory)
     # os.path takes any text; Path.is_dir raises for a name that is too long.
     is_path = text.startswith((".", "~", "/")) or os.path.isdir(path)  # noqa: PTH112
@@ -313,15 +317,15 @@ def _resolve_model(text: str, directory: Path) -> ModelName:
 
 
 def _resolve_reference(text: str, directory: Path) -> str:
-    """A reference into a file gets the file's absolute path; module names stay."""
+    """Return a reference with the absolute path of its file; module names are unchanged."""
     file, colon, name = text.partition(":")
     return f"{resolve_path(file, directory)}:{name}" if colon and file.endswith(".py") else text
 
 
 def _resolve_word(text: str, directory: Path) -> CommandWord:
-    """A file beside the configuration by its path; any other word as it is."""
+    """Return the path of a file next to the configuration if there is one; any other word is unchanged."""
     path = resolve_path(text, directory)
-    return CommandWord(str(path) if os.path.isfile(path) else text)  # noqa: PTH113 - it takes any text
+    return CommandWord(str(path) if os.path.isfile(path) else text)  # noqa: PTH113 - os.path accepts any text
 
 
 _SCHEMA = Schema(
@@ -344,7 +348,7 @@ _SCHEMA = Schema(
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of a YAML file, with ``key.sub=value`` overrides.
+    """Return the configuration of a YAML file, with ``key.sub=value`` overrides.
 
     Relative paths in the file are relative to the file, those in overrides to the working directory. Raises
     ``ConfigError`` listing every mistake, each with its line, its path and what was expected.
@@ -353,15 +357,15 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def create_config(settings: Mapping[str, Any], *, directory: Path | None = None) -> RunConfig:
-    """The configuration of a program: ``settings`` nested as in YAML. Raises like ``load_config``."""
+    """Return the configuration for ``settings`` nested as in YAML. Raises like ``load_config``."""
     return _SCHEMA.build(Document(source="settings", data=settings), directory=directory or Path.cwd())
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write a configuration with every setting spelt out; ``load_config`` reads it back equal. Raises ``OSError``."""
+    """Write a configuration with every setting written out; ``load_config`` reads it back equal. Raises ``OSError``."""
     _SCHEMA.save(config, path)
 
 
 def settings_class(path: str = "") -> type:
-    """The class of the section at the dotted ``path``; the whole for an empty one. Raises ``ConfigError``."""
+    """Return the class of the section at the dotted ``path``; an empty one is the whole. Raises ``ConfigError``."""
     return _SCHEMA.section(path)

@@ -1,11 +1,11 @@
-"""From plain data to frozen attrs classes, strictly, with every mistake at once.
+"""Strict conversion of plain data to frozen attrs classes, reporting all mistakes at once.
 
-``create_converter`` gives a ``cattrs`` converter whose hooks collect mistakes instead of stopping at the first: each
-carries the path from the value that was structured, what was given, what is expected, and the nearest valid word.
-Nothing is coerced but a whole number where a number is wanted. A class is built only when all of its parts are right,
-but the validators of the parts that are right run in any case, so that their complaints come in the same list.
+``create_converter`` returns a ``cattrs`` converter whose hooks collect mistakes instead of stopping at the first: each
+has the path from the structured value, the given value, the expected one, and the nearest valid word. The only coercion
+is from a whole number to a number. A class is only created if all of its parts are right, but the validators of the
+right parts run in any case, so that their complaints are in the same list.
 
-Where values come from (files, the command line) is told in ``loading``; what there is to set, in ``schema``.
+``loading`` knows the origin of values (files, the command line), and ``schema`` the settings.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ __all__ = [
 ]
 
 Resolver = Callable[[str, Path], Any]
-"""From a text and the directory that relative paths in it are relative to, to a value."""
+"""Converts a text to a value, given the directory that its relative paths are relative to."""
 
 
 class TypedText(str):
-    """Text that was typed on the command line: relative paths in it are relative to the working directory."""
+    """Text typed on the command line: relative paths in it are relative to the working directory."""
 
     __slots__ = ()
 
 
 @frozen(kw_only=True)
 class Mistake:
-    """One thing that cannot be meant, at ``path``. ``unknown`` is the key that no setting has."""
+    """One invalid setting at ``path``. ``unknown`` is a key that no setting has."""
 
     path: ConfigPath = ()
     text: str
     unknown: str | None = None
 
     def below(self, part: str | int) -> Mistake:
-        """The same mistake, seen from one level above."""
+        """Return the same mistake with its path starting one level above."""
         return attrs.evolve(self, path=(part, *self.path))
 
 
 class Mistakes(Exception):
-    """Raised by the hooks. ``found`` holds at least one mistake."""
+    """Raised by the hooks. ``found`` has at least one mistake."""
 
     def __init__(self, found: Sequence[Mistake]) -> None:
         super().__init__("; ".join(mistake.text for mistake in found))
@@ -70,21 +70,21 @@ class Mistakes(Exception):
 
 
 def nearest(word: str, words: Sequence[str]) -> str | None:
-    """The valid word that was probably meant."""
+    """Return the valid word that was probably meant."""
     return next(iter(get_close_matches(word, words, n=1, cutoff=0.6)), None)
 
 
 def create_converter(
     directory: Path, resolvers: Mapping[Any, Resolver] | None = None, *, typed_in: Path | None = None
 ) -> cattrs.Converter:
-    """A converter whose relative paths are relative to ``directory`` (those of ``TypedText`` to ``typed_in``).
+    """Return a converter whose relative paths are relative to ``directory`` (those of ``TypedText`` to ``typed_in``).
 
-    ``resolvers`` say how texts of further types (``NewType`` of ``str``) are resolved. ``structure`` raises
-    ``Mistakes``.
+    ``resolvers`` resolve texts of additional types (``NewType`` of ``str``). ``structure`` raises ``Mistakes``.
     """
     converter = cattrs.Converter(detailed_validation=False)
     makers = {Path: resolve_path, **(resolvers or {})}
-    # Hooks of classes come first, for subclasses too (every StrEnum is a str); then the last function registered.
+    # cattrs tries hooks of classes first, for subclasses too (every StrEnum is a str); then the last registered
+    # function.
     for kind in (bool, int, float, str):
         converter.register_structure_hook(kind, _structure_scalar_or_choice)
     converter.register_structure_hook_func(lambda kind: kind is Any, lambda value, _: plain(value))
@@ -105,7 +105,10 @@ def create_converter(
 
 
 def resolve_path(text: str, directory: Path) -> Path:
-    """``text`` as an absolute path; ``~`` is the home directory. Raises ``Mistakes`` for the home of nobody."""
+    """Return ``text`` as an absolute path; ``~`` is the home directory.
+
+    Raises ``Mistakes`` for an unknown user's home.
+    """
     try:
         return (directory / Path(text).expanduser()).absolute()
     except RuntimeError:
@@ -149,7 +152,7 @@ def _structure_choice(value: Any, kind: Any) -> Any:
             return choice
     if isinstance(kind, type) and isinstance(value, str):
         with suppress(ValueError):
-            return kind(str(value))  # another name of a choice, as its ``_missing_`` knows it
+            return kind(str(value))  # an alias of a choice, resolved by its ``_missing_``
     close = nearest(value, [str(word) for word in choices]) if isinstance(value, str) else None
     meant = f"; did you mean {close}?" if close else ""
     raise Mistakes([Mistake(text=f"must be {describe_type(kind)}, not {show(value)}{meant}")])
@@ -188,7 +191,7 @@ def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
 
 
 def _collect(converter: cattrs.Converter, parts: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:
-    """Structure each part by its kind; the mistakes of all parts come together."""
+    """Structure each part by its kind; report the mistakes of all parts together."""
     made, found = _attempt(converter, parts)
     if found:
         raise Mistakes(found)
@@ -214,7 +217,7 @@ def _is_union(kind: Any) -> bool:
 
 
 def _structure_union(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
-    """The first member that takes the value; mappings go to the class that their ``type`` names."""
+    """Structure by the first member that accepts the value; mappings use the class that their ``type`` names."""
     members = [member for member in get_args(kind) if member is not type(None)]
     if value is None and len(members) < len(get_args(kind)):
         return None
@@ -251,7 +254,7 @@ def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], cla
 
 
 def _has_form(value: Mapping[str, Any], cls: type) -> bool:
-    """Whether the class has all of these keys, and these keys are all that the class requires."""
+    """Return whether the keys are all settings of the class, and include all that it requires."""
     settings = settings_of(cls)
     required = {name for name, setting in settings.items() if is_required(setting)}
     return required <= value.keys() <= settings.keys()
@@ -261,12 +264,12 @@ def _has_form(value: Mapping[str, Any], cls: type) -> bool:
 
 
 def settings_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:
-    """The fields of an attrs class that can be set, by their names in a file, with their types resolved."""
+    """Return the settable fields of an attrs class, by their names in a file, with resolved types."""
     return {field.alias or field.name: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
 
 
 def is_required(setting: attrs.Attribute[Any]) -> bool:
-    """Whether a setting has no default."""
+    """Return whether a setting has no default."""
     return setting.default is attrs.NOTHING
 
 
@@ -301,7 +304,7 @@ def _missing(name: str, setting: attrs.Attribute[Any]) -> Mistake:
 
 
 def _validate(cls: type, made: Mapping[str, Any]) -> list[Mistake]:
-    """The complaints of all validators of the parts that were made, on an instance that has no other parts."""
+    """Return the complaints of all validators of the valid parts, run on an instance that has only those."""
     partial = _partial_instance(cls, made)
     found: list[Mistake] = []
     for name, setting in settings_of(cls).items():
@@ -310,14 +313,14 @@ def _validate(cls: type, made: Mapping[str, Any]) -> list[Mistake]:
         try:
             setting.validator(partial, setting, getattr(partial, setting.name))
         except AttributeError:
-            continue  # it compares with a part that is missing or wrong, and will be asked again once that is mended
+            continue  # it needs a part that is missing or wrong; it runs again when that is corrected
         except (ValueError, TypeError, ArealError) as error:
             found += [Mistake(path=(name,), text=text) for text in _complaints(error, setting.name)]
     return found
 
 
 def _partial_instance(cls: Any, made: Mapping[str, Any]) -> Any:
-    """An instance without the parts that are missing or wrong. It never leaves this module."""
+    """Create an instance without the missing or wrong parts. It is only used inside this module."""
     partial = cls.__new__(cls)
     for name, setting in settings_of(cls).items():
         if name in made:
@@ -328,7 +331,7 @@ def _partial_instance(cls: Any, made: Mapping[str, Any]) -> Any:
 
 
 def default_of(setting: attrs.Attribute[Any], instance: Any = None) -> Any:
-    """The default of a setting; one that is computed from the other parts asks ``instance``."""
+    """Return the default of a setting; a default computed from other settings takes them from ``instance``."""
     default: Any = setting.default
     if not isinstance(default, attrs.Factory):  # type: ignore[arg-type]
         return default
@@ -339,7 +342,7 @@ _COMPARISON = re.compile(r"^(must be \S+ \S+): (.*)$", re.DOTALL)
 
 
 def _complaints(error: Exception, name: str = "") -> list[str]:
-    """What a validator said, without the name that the path says better."""
+    """Return the messages of a validator, without the name, since the path says it better."""
     if isinstance(error, ConfigError):
         return list(error.problems)
     match error.args:

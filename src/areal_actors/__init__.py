@@ -1,7 +1,7 @@
-"""Train the model behind any agent. The shop window: what most programs need, by name.
+"""Train the model behind any agent. This package exports the names that most programs need.
 
 ``import areal_actors`` loads neither torch nor starlette: a name is imported from its module when it is first used.
-What is not here is imported from the module that has it, such as ``areal_actors.domain`` or ``areal_actors.testing``.
+Other names are imported from their modules, such as ``areal_actors.domain`` or ``areal_actors.testing``.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ _HOMES = {
     "areal_actors.run.remote_engine": ("GeneratedText", "RemoteSGLangEngine"),
     "areal_actors.run.inference": ("EmbeddedSession", "Inference", "InferenceConfig", "open_inference"),
 }
-"""Where each name lives; type checkers read the same above."""
+"""The module of each name; type checkers read the same from the imports above."""
 
 # Hidden from type checkers, for which a module with ``__getattr__`` has every attribute, misspelt ones included.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import what ``name`` stands for, once."""
+        """Import ``name`` from its module on first use, and keep it."""
         from importlib import import_module
 
         home = next((module for module, names in _HOMES.items() if name in names), None)
@@ -102,5 +102,5 @@ if not TYPE_CHECKING:
         return value
 
     def __dir__() -> list[str]:
-        """What is for sale, imported or not."""
+        """Return all exported names, imported or not."""
         return sorted(__all__)

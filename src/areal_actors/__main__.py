@@ -1,4 +1,4 @@
-"""``python -m areal_actors``, and the script ``areal-actors``: the command line, which lives in ``cli``."""
+"""``python -m areal_actors``, and the script ``areal-actors``: the command line, implemented in ``cli``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The command line: ``areal-actors train``, ``serve``, ``export``, ``models``, ``report``, ``keys``, ``slurm``.
 
-Everything heavy is imported by the command that needs it, so that ``--help`` is there at once. What training is, is
-told in ``run``; here errors become one clear message and an exit code (``explaining``). A family of commands has a
-module of its own; ``commands`` puts them together.
+Heavy modules are imported by the command that needs them, so that ``--help`` is fast. ``run`` implements training; here
+errors are turned into one clear message and an exit code (``explaining``). Each family of commands has a module;
+``commands`` combines them.
 """
 
 from __future__ import annotations

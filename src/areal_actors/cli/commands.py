@@ -1,4 +1,4 @@
-"""All commands under one name, and what it says about itself."""
+"""The group of all commands, and its help text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cli() -> None:
       runs/<experiment>/<trial>/metrics.jsonl   the numbers of each step
     For agents that run elsewhere:
       areal-actors serve examples/serve.yaml
-      areal-actors host examples/serve.yaml     the same for many users, each with a model of their own
+      areal-actors host examples/serve.yaml     the same for many users, each with a separate model
     And to write a configuration of your own:
       areal-actors settings                     every setting, its default, what it is for
     """  # noqa: D301 - a real backspace tells click to keep the lines

@@ -1,4 +1,4 @@
-"""Before anything runs: ``settings`` says what can be set, ``doctor`` whether it would do here."""
+"""Commands to use before a run: ``settings`` lists all settings, ``doctor`` checks whether a job can run here."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def settings(*, section: str | None) -> None:
 @verbose_option
 @explains_errors
 def doctor(*, config: Path, overrides: tuple[str, ...], submit: bool, is_json: bool) -> None:
-    """Look whether the job of the YAML file CONFIG can run here, before it waits in a queue.
+    """Check whether the job of the YAML file CONFIG can run here, before it waits in a queue.
 
-    It looks at packages, the model, problems, the agent, the run directory, ports, devices, inference servers and the
-    cluster, as far as CONFIG uses them, and says what to do about what it finds. It starts nothing that lasts. The exit
-    code is 1 if the job could not run.
+    It checks packages, the model, problems, the agent, the run directory, ports, devices, inference servers and the
+    cluster, as far as CONFIG uses them, and suggests what to do about problems. It leaves nothing running. The exit
+    code is 1 if the job cannot run.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""How a command ends: one clear message, root cause first, and an exit code.
+"""How a command exits on errors: one clear message, root cause first, and an exit code.
 
 0 done · 1 the run failed · 2 the configuration or the command is wrong · 130 interrupted
 """
@@ -23,15 +23,15 @@ EXIT_FAILED = 1
 EXIT_WRONG = 2
 EXIT_INTERRUPTED = 130
 _WRONG = (ConfigError, ModelError, DatasetError, WorkflowError)
-"""What a person mends in the configuration."""
+"""Errors that the user can correct in the configuration."""
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What a person mends on the disk."""
+"""Errors that the user can correct on the disk."""
 
 
 def explains_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Let no traceback meet a person who did not ask for it. Commands take ``verbose``."""
+    """Replace tracebacks by messages, unless the user asked for them. Commands take ``verbose``."""
 
     @functools.wraps(command)
     def explained(*, verbose: bool, **options: Any) -> None:
@@ -42,14 +42,14 @@ def explains_errors(command: Callable[..., None]) -> Callable[..., None]:
                 command(**options)
         except click.exceptions.Exit:
             raise
-        except BaseException as error:  # noqa: BLE001 - also groups with an interrupt in them; nothing is swallowed
+        except BaseException as error:  # noqa: BLE001 - groups may contain an interrupt; the process exits in any case
             _exit_with(error, is_verbose=verbose)
 
     return explained
 
 
 def _exit_with(error: BaseException, *, is_verbose: bool) -> NoReturn:
-    """Say what went wrong, root cause first, and leave with its exit code."""
+    """Print what went wrong, root cause first, and exit with its code."""
     from areal_actors.core.failure import leaves, root_cause
     from areal_actors.telemetry import redact
 

@@ -1,4 +1,4 @@
-"""``keys``: keys of users, in the file that a service reads, or at a service that runs."""
+"""The command ``keys``: keys of users, in the file that a service reads, or at a running service."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _door = (
 
 
 def _has_door(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say where keys are kept; it takes ``door`` for them."""
+    """Give a command the options that select where keys are kept; it takes them as ``door``."""
 
     @functools.wraps(command)
     def opened(*, store: Path, url: str | None, admin_key: str | None, **options: Any) -> None:
@@ -48,10 +48,10 @@ def _has_door(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group()
 def keys() -> None:
-    """Give users keys of their own, with quotas, and take them back.
+    """Give keys with quotas to users, and revoke them.
 
     The file of keys may be used while a service on this machine uses it: a new key works at once, and a revoked one
-    stops within a second. With --url a running service is asked, from wherever it can be reached.
+    stops within a second. With --url a running service is used, from any machine that can reach it.
     """
 
 
@@ -69,9 +69,9 @@ def keys() -> None:
 def create_user_key(
     *, door: KeyDoor, requests_per_minute: int | None, tokens_per_day: int | None, expires: str | None, **fields: Any
 ) -> None:
-    """Issue a key to USER, who need not be known. It is printed this once, and cannot be read again.
+    """Issue a key to USER, who may be new. It is printed only now, and cannot be read again.
 
-    Quotas are the user's, for all keys together: what is named here replaces what was.
+    Quotas apply to the user, for all keys together: those given here replace the previous ones.
 
     \b
     Examples:
@@ -89,7 +89,7 @@ def create_user_key(
 @explains_errors
 @_has_door
 def list_keys(*, door: KeyDoor) -> None:
-    """List every key: whose it is, what the user may use and has used today, and whether it is valid."""
+    """List every key: its user, the user's quotas and usage of today, and whether it is valid."""
     from areal_actors.run.keys import format_keys
 
     click.echo(format_keys(door.list()))
@@ -101,6 +101,6 @@ def list_keys(*, door: KeyDoor) -> None:
 @explains_errors
 @_has_door
 def revoke_key(*, door: KeyDoor, key_id: str) -> None:
-    """Revoke the key KEY_ID (key_…, as it is listed), and close the sessions that it has started."""
+    """Revoke the key KEY_ID (key_…, as listed), and close the sessions that it has started."""
     revoked = door.revoke(key_id)
     click.echo(f"{revoked['id']} of {revoked['user']} is revoked.")

@@ -1,4 +1,4 @@
-"""What runs have left: ``report``, ``export`` and ``models``."""
+"""Commands for the results of runs: ``report``, ``export`` and ``models``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def report(*, run_dir: Path) -> None:
 def export(*, run_dir: Path) -> None:
     """Write RUN_DIR/weights from the newest checkpoint of a run that has not finished.
 
-    A run that finishes writes its weights itself. The directory appears whole or not at all; transformers and inference
-    servers load it as it is.
+    A run that finishes writes its weights itself. The directory is written completely or not at all; transformers and
+    inference servers can load it.
 
     \b
     Example:

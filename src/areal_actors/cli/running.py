@@ -1,4 +1,4 @@
-"""What runs until it is done or interrupted: ``train``, ``serve``, ``host`` and ``entry``."""
+"""Commands that run until they are done or interrupted: ``train``, ``serve``, ``host`` and ``entry``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
     """Train as the YAML file CONFIG says, with settings changed by KEY=VALUE.
 
     Values are YAML. Every mistake in the file and in the overrides is reported at once. Progress goes to standard
-    error; the last line of standard output is one JSON object that sums the run up.
+    error; the last line of standard output is one JSON object that summarises the run.
 
     \b
     Examples:
@@ -37,8 +37,8 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
       areal-actors train my.yaml 'rollout.openai={turn_discount: 0.9}' stop.reward=null
       areal-actors train my.yaml --resume
 
-    Ctrl-C finishes the step, writes a checkpoint and stops; a second one stops at once. In both cases --resume goes on
-    from the last checkpoint.
+    Ctrl-C finishes the step, writes a checkpoint and stops; a second one stops at once. In both cases --resume
+    continues from the last checkpoint.
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
 
@@ -60,10 +60,10 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
 @verbose_option
 @explains_errors
 def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Path | None, is_json: bool) -> None:
-    """Train on what agents elsewhere do, as the YAML file CONFIG says.
+    """Train on sessions of external agents, as the YAML file CONFIG says.
 
-    Standard output says where to send agents, with a line to copy; its last line is one JSON object that sums the run
-    up. The dataset of CONFIG is not used: agents bring their own problems, and say over HTTP what an answer was worth.
+    Standard output shows the URL for agents, with a line to copy; its last line is one JSON object that summarises the
+    run. The dataset of CONFIG is not used: agents have their own problems, and send the reward of an answer over HTTP.
 
     \b
     Examples:
@@ -71,8 +71,8 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
       areal-actors serve examples/serve.yaml proxy.port=8080 total_steps=100
       areal-actors serve examples/serve.yaml --resume
 
-    Ctrl-C finishes the step, writes a checkpoint and stops; a second one stops at once. In both cases --resume goes on
-    from the last checkpoint.
+    Ctrl-C finishes the step, writes a checkpoint and stops; a second one stops at once. In both cases --resume
+    continues from the last checkpoint.
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
 
@@ -96,18 +96,18 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
 @verbose_option
 @explains_errors
 def host(*, config: Path, overrides: tuple[str, ...]) -> None:
-    """Serve many users at one URL, each trial in a process of its own that is started on first use.
+    """Serve many users at one URL, each trial in a separate process that is started on first use.
 
     The key of a user (areal-actors keys create USER --experiment NAME --trial NAME) decides which trial is trained, as
-    CONFIG says, in <fileroot>/<experiment>/<trial>. What a host is, is in the section host of CONFIG.
+    CONFIG says, in <fileroot>/<experiment>/<trial>. The section host of CONFIG has the settings of the host.
 
     \b
     Examples:
       areal-actors host my.yaml
       areal-actors host my.yaml host.port=8080 host.max_services=8
 
-    Ctrl-C stops all services, each with a checkpoint; a second one leaves at once. Started again, the host goes on with
-    each service when somebody asks for it.
+    Ctrl-C stops all services, each with a checkpoint; a second one exits at once. After a restart, the host resumes
+    each service on its first request.
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
 
@@ -126,9 +126,9 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
 @verbose_option
 @explains_errors
 def entry(*, proxies: tuple[str, ...], host: str, port: int) -> None:
-    """Stand before several services as one URL; each session stays at the service where it was started.
+    """Serve several services at one URL; each session stays at the service where it was started.
 
-    NAME is the service's own name, its setting sessions.home. Ctrl-C stops when what is in flight is answered.
+    NAME is the service's own name, its setting sessions.home. Ctrl-C stops after pending requests are answered.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""``slurm``: the jobs that runs have on a cluster."""
+"""The command ``slurm``: the jobs of runs on a cluster."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _as_json = click.option("--json", "is_json", is_flag=True, help="For programs: o
 
 @click.group()
 def slurm() -> None:
-    """Look after the jobs that runs have on a Slurm cluster.
+    """Manage the jobs of runs on a Slurm cluster.
 
     DIRECTORY is that of a run, or one with runs below it, such as the setting fileroot. A run ends its jobs itself;
-    these commands are for what a run has left that was killed, or whose cluster did not answer.
+    these commands are for jobs of a run that was killed, or whose cluster did not answer.
     """
 
 
@@ -38,7 +38,7 @@ def slurm() -> None:
 @verbose_option
 @explains_errors
 def show_jobs(*, directory: Path, is_json: bool) -> None:
-    """List the jobs of DIRECTORY, and how they fare.
+    """List the jobs of DIRECTORY, and their states.
 
     \b
     Examples:
@@ -57,7 +57,7 @@ def show_jobs(*, directory: Path, is_json: bool) -> None:
 @verbose_option
 @explains_errors
 def cancel_jobs_of(*, directory: Path, is_json: bool) -> None:
-    """End every job of DIRECTORY, also of runs that live, and wait until they are gone. Again is fine."""
+    """End every job of DIRECTORY, including those of live runs, and wait until they are gone. Repeating it is safe."""
     from areal_actors.run.slurm import cancel_jobs
 
     _tell_ended(cancel_jobs(directory), is_json=is_json)
@@ -69,7 +69,10 @@ def cancel_jobs_of(*, directory: Path, is_json: bool) -> None:
 @verbose_option
 @explains_errors
 def reap_jobs_of(*, directory: Path, is_json: bool) -> None:
-    """End the jobs that killed runs in DIRECTORY have left, and wait until they are gone. Runs that live are safe."""
+    """End the jobs that killed runs in DIRECTORY have left, and wait until they are gone.
+
+    Live runs are not affected.
+    """
     from areal_actors.run.slurm import reap_jobs
 
     _tell_ended(reap_jobs(directory), is_json=is_json)

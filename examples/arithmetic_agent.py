@@ -1,8 +1,8 @@
-"""An agent of one turn that adds and subtracts: ``areal-actors train examples/arithmetic.yaml`` trains its model.
+"""A one-turn agent that adds and subtracts. ``areal-actors train examples/arithmetic.yaml`` trains its model.
 
-Three worked sums stand before the question; without them a small model answers in sentences, and no answer is right.
-The sums are few, and are split: those that are held out are never trained on. The agent answers the ``question`` of any
-problem whose ``answer`` is a text to be matched, those of many reasoning-gym generators among them.
+Three worked sums precede the question; without them, a small model answers in sentences, and no answer is correct.
+The sums are split into a training and a held-out part. The agent answers the ``question`` of any problem whose
+``answer`` is a text to match, such as those of many reasoning-gym generators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORKED = (("4 + 3 =", "7"), ("9 - 5 =", "4"), ("6 + 8 =", "14"))
 
 
 def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
-    """The first ``num`` of the sums of 1 to 20 and 1 to 9, shuffled by ``seed``: 357 of them, each once."""
+    """Yield the first ``num`` of the 357 sums of 1 to 20 and 1 to 9, shuffled by ``seed``, each once."""
     sums = [(a, sign, b) for a in range(1, 21) for b in range(1, 10) for sign in "+-"]
     random.Random(seed).shuffle(sums)
     rows = [{"question": f"{a} {sign} {b} =", "answer": str(a + b if sign == "+" else a - b)} for a, sign, b in sums]
@@ -26,14 +26,14 @@ def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 class ArithmeticAgent:
-    """One question, one number; the reward is 1 if it is the right one."""
+    """Asks one question; the reward is 1 if the answer is the correct number."""
 
     def __init__(self, temperature: float = 1.0, max_tokens: int = 8) -> None:
         self.temperature = temperature
         self.max_tokens = max_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Work on one problem; returns its reward."""
+        """Work on one problem, and return its reward."""
         injected: dict[str, Any] = {name: extra_kwargs.get(name) for name in ("base_url", "api_key", "http_client")}
         client = AsyncOpenAI(**injected)
         completion = await client.chat.completions.create(
@@ -47,7 +47,7 @@ class ArithmeticAgent:
 
 
 def create_messages(question: str) -> list[Any]:
-    """The prompt: what is wanted, the worked sums, the question."""
+    """Return the prompt: the instruction, the worked sums, the question."""
     messages = [{"role": "system", "content": "Reply with the number."}]
     for asked, answered in WORKED:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]

@@ -1,4 +1,4 @@
-"""The tiny job with an agent that blocks: nothing but the standard library, in child processes of the run."""
+"""The tiny job with a blocking agent, which uses the standard library only and runs in child processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from urllib.request import Request, urlopen
 
 
 class BlockingAgent:
-    """One turn; the reward is the share of characters that are digits. It finds the model as any program would."""
+    """Takes one turn; the reward is the share of digits. URL and key of the model are in the environment."""
 
     def __init__(self, max_tokens: int = 12) -> None:
         self.max_tokens = max_tokens
 
     def run(self, data: dict[str, Any], **_: Any) -> float:
-        """Ask once, and count."""
+        """Send one request, and return the share of digits in the answer."""
         messages = [{"role": "user", "content": data["question"]}]
         body = {"model": "policy", "messages": messages, "max_tokens": self.max_tokens}
         request = Request(

@@ -1,4 +1,4 @@
-"""Your own trio app: two agents at once, each in a session of its own, so that what they say is never mixed up."""
+"""Embed the library in a trio program: two agents run at once, each in a separate session."""
 
 import trio
 from openai import AsyncOpenAI
@@ -7,7 +7,7 @@ from areal_actors import Inference, open_inference
 
 
 async def run_agent(inference: Inference, name: str) -> None:
-    """One turn; the reward is the length of the answer."""
+    """Take one turn, and set the length of the answer as the reward."""
     async with inference.session(name) as session:
         async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
             answer = await client.chat.completions.create(
@@ -19,7 +19,7 @@ async def run_agent(inference: Inference, name: str) -> None:
 
 
 async def main() -> None:
-    """Both agents are answered from one batch."""
+    """Run both agents; the engine samples their answers in one batch."""
     async with open_inference("tiny") as inference, trio.open_nursery() as nursery:
         for name in ("ada", "ben"):
             nursery.start_soon(run_agent, inference, name)

@@ -1,7 +1,7 @@
-"""An agent that runs anywhere and is trained where ``areal-actors serve`` listens; it needs httpx and nothing else.
+"""An external agent that ``areal-actors serve`` trains; it needs only httpx.
 
-It starts a session, asks, rewards the answer and finalizes, as often as it is told to:
-``python serve_agent.py 500``. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` are those that the service prints.
+In each episode it starts a session, asks, rewards the answer and finalizes. ``python serve_agent.py 500`` runs 500
+episodes. Set ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` to the values that the service prints.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import httpx
 
 
 def share_of_digits(text: str) -> float:
-    """What an answer is worth here."""
+    """Return the reward of an answer: the share of its characters that are digits."""
     return sum(character.isdigit() for character in text) / max(len(text), 1)
 
 
 async def start_session(client: httpx.AsyncClient, number: int) -> dict[str, str]:
-    """A session of one's own; while there is no room for one, wait as long as the service says."""
+    """Start a session; while the service has no capacity, wait as long as ``Retry-After`` says."""
     response = await client.post("/rl/v1/start_session", json={"task_id": f"say-{number}"})
     if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
         await asyncio.sleep(float(response.headers["retry-after"]))
@@ -28,7 +28,7 @@ async def start_session(client: httpx.AsyncClient, number: int) -> dict[str, str
 
 
 async def run_episode(client: httpx.AsyncClient, number: int) -> float:
-    """One trajectory."""
+    """Run one episode in a new session, and return its reward."""
     session = await start_session(client, number)
     own = {"authorization": f"Bearer {session['api_key']}"}
     question = {"model": "policy", "max_tokens": 12, "messages": [{"role": "user", "content": f"say {number}"}]}

@@ -1,5 +1,5 @@
 #!/bin/sh
-# One turn of an agent without Python: the reward, on the last line, is the share of characters that are digits.
+# A one-turn agent without Python. The last line is the reward: the share of characters that are digits.
 set -eu
 question=$(sed 's/.*"question": *"\([^"]*\)".*/\1/' "$AREAL_PROBLEM")
 answer=$(curl --silent --show-error --fail --noproxy '*' "$OPENAI_BASE_URL/chat/completions" \

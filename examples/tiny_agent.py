@@ -1,4 +1,4 @@
-"""The smallest job: a model of random weights learns to write digits. Seconds on any CPU; what the tests train."""
+"""The smallest job, which the tests train: random weights learn to write digits, in seconds on any CPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from openai import AsyncOpenAI
 
 
 def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``num`` prompts that differ by a number."""
+    """Yield ``num`` prompts that differ by a number."""
     for index in range(num):
         yield {"question": f"say {seed + index}"}
 
 
 class TinyAgent:
-    """One turn; the reward is the share of characters that are digits."""
+    """Takes one turn; the reward is the share of characters that are digits."""
 
     def __init__(self, max_tokens: int = 12) -> None:
         self.max_tokens = max_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Ask once, and count."""
+        """Send one request, and return the share of digits in the answer."""
         client = AsyncOpenAI(
             base_url=extra_kwargs["base_url"],
             api_key=extra_kwargs["api_key"],

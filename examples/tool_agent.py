@@ -1,11 +1,11 @@
 """An agent that must use a tool: it calls ``multiply`` with JSON arguments, reads the result and reports it.
 
-Ordinary code against the OpenAI SDK; it knows nothing of training. ``areal-actors train examples/tool_agent.yaml``
-gives it a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns.
-Without these it talks to the server of ``OPENAI_BASE_URL``.
+This is ordinary code for the OpenAI SDK, without training code. ``areal-actors train examples/tool_agent.yaml`` passes
+a base URL, a key and an HTTP client, and trains the model behind them on the rewards that ``run`` returns. Without
+these arguments, the agent talks to the server at ``OPENAI_BASE_URL``.
 
-The prompt shows two solved problems, and asks in other words than they do: a small pretrained model then calls the tool
-now and then, and has to learn to do it always, with the right numbers.
+The prompt shows two solved problems and then asks in different words. A small pretrained model calls the tool only
+sometimes, and has to learn to call it always, with the correct numbers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ QUESTIONS = (
 )
 
 ATTEMPTED, CALLED, ANSWERED, SOLVED = 0.1, 0.3, 0.5, 1.0
-"""Rewards: a call was attempted; it was the right one; the answer mentions the result; it is the sentence shown."""
+"""Rewards: a call was attempted; it was correct; the answer mentions the result; it is the demonstrated sentence."""
 
 
 def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``num`` word problems with factors of three digits. Equal seeds give equal problems."""
+    """Yield ``num`` word problems with factors of three digits. Equal seeds give equal problems."""
     rng = random.Random(seed)
     for _ in range(num):
         a, b = rng.randint(100, 999), rng.randint(100, 999)
@@ -54,7 +54,7 @@ def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def demonstrate(a: int, b: int) -> list[Any]:
-    """A solved problem: question, call, result, answer."""
+    """Return a solved problem as messages: question, call, result, answer."""
     call = {"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}
     return [
         {"role": "user", "content": f"A shelf holds {a} books. How many books are on {b} shelves?"},
@@ -65,7 +65,7 @@ def demonstrate(a: int, b: int) -> list[Any]:
 
 
 class ToolAgent:
-    """Two turns: a tool call, then the answer. The bounds on new tokens leave little room around what is asked for."""
+    """Takes two turns: a tool call, then the answer. The token limits leave little room for additional text."""
 
     def __init__(self, temperature: float = 1.0, max_call_tokens: int = 44, max_answer_tokens: int = 16) -> None:
         self.temperature = temperature
@@ -73,7 +73,7 @@ class ToolAgent:
         self.max_answer_tokens = max_answer_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Work on one problem; returns its reward."""
+        """Work on one problem, and return its reward."""
         injected: dict[str, Any] = {name: extra_kwargs.get(name) for name in ("base_url", "api_key", "http_client")}
         client = AsyncOpenAI(**injected)
         messages = [*demonstrate(123, 456), *demonstrate(728, 391), {"role": "user", "content": data["question"]}]
@@ -90,7 +90,7 @@ class ToolAgent:
         return grade(answered.content or "", product)
 
     async def ask(self, client: AsyncOpenAI, messages: list[Any], *, max_tokens: int) -> ChatCompletionMessage:
-        """One turn of the model."""
+        """Request one turn of the model."""
         completion = await client.chat.completions.create(
             model="policy", messages=messages, tools=TOOLS, temperature=self.temperature, max_tokens=max_tokens
         )
@@ -98,7 +98,7 @@ class ToolAgent:
 
 
 def is_right_call(message: ChatCompletionMessage, *, a: int, b: int) -> bool:
-    """Whether the message calls ``multiply`` once, with the two factors in either order."""
+    """Return whether the message calls ``multiply`` once, with the two factors in either order."""
     calls = message.tool_calls or []
     if len(calls) != 1 or calls[0].type != "function" or calls[0].function.name != "multiply":
         return False
@@ -110,7 +110,7 @@ def is_right_call(message: ChatCompletionMessage, *, a: int, b: int) -> bool:
 
 
 def grade(answer: str, product: int) -> float:
-    """How good the final answer is."""
+    """Return the reward of the final answer."""
     if answer.strip() == f"The answer is {product}.":
         return SOLVED
     return ANSWERED if re.search(rf"\b{product}\b", answer) else CALLED

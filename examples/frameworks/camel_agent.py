@@ -1,4 +1,4 @@
-"""A CAMEL agent: a ``ChatAgent`` with a tool and a memory is asked, and asked again."""
+"""A CAMEL agent: a ``ChatAgent`` with a tool and a memory answers two questions."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def multiply(a: int, b: int) -> int:
 
 
 class CharacterCounter(BaseTokenCounter):
-    """Counts characters for CAMEL's memory. Its own counter fetches the encoding of another model from the network."""
+    """Counts characters for CAMEL's memory. CAMEL's default counter downloads the encoding of another model."""
 
     def count_tokens_from_messages(self, messages: list[Any]) -> int:
-        """The length of all that was said."""
+        """Return the total length of all messages."""
         return sum(len(str(message.get("content"))) for message in messages)
 
     def encode(self, text: str) -> list[int]:
-        """One number a byte."""
+        """Return one number per byte."""
         return list(text.encode())
 
     def decode(self, token_ids: list[int]) -> str:
-        """Back to the text."""
+        """Return the text of these bytes."""
         return bytes(token_ids).decode(errors="replace")
 
 
 class CamelAgent:
-    """Two questions, the second of which needs the memory. The reward is the share of digits in the answers."""
+    """Asks two questions, the second of which needs the memory. The reward is the share of digits in the answers."""
 
     def __init__(self, max_tokens: int = 24) -> None:
         self.max_tokens = max_tokens

@@ -23,14 +23,14 @@ def multiply(a: int, b: int) -> int:
 async def call_first(
     request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]
 ) -> ModelResponse:
-    """The first turn has to call a tool; the others are free. All describe the tool in the same words."""
+    """Require a tool call in the first turn only. All turns describe the tool in the same words."""
     request = request.override(model_settings={"parallel_tool_calls": False, "strict": True})
     has_result = any(isinstance(message, ToolMessage) for message in request.messages)
     return await handler(request if has_result else request.override(tool_choice="required"))
 
 
 class LangChainAgent:
-    """A call of ``multiply``, then an answer. The reward is the share of its characters that are digits."""
+    """Calls ``multiply``, then answers. The reward is the share of the answer's characters that are digits."""
 
     def __init__(self, max_tokens: int = 64) -> None:
         self.max_tokens = max_tokens
@@ -50,7 +50,7 @@ class LangChainAgent:
             system_prompt="Use the tool, then answer with the number.",
             middleware=[call_first, ModelCallLimitMiddleware(run_limit=4)],
         )
-        with tracing_context(enabled=False):  # whatever LANGSMITH_TRACING says
+        with tracing_context(enabled=False):  # overrides LANGSMITH_TRACING
             state = await agent.ainvoke({"messages": [{"role": "user", "content": data["question"]}]})
         text = state["messages"][-1].text
         return sum(character.isdigit() for character in text) / max(len(text), 1)

@@ -26,14 +26,14 @@ def multiply(a: int, b: int) -> int:
 
 
 class OpenAIAgentsAgent:
-    """A call of ``multiply``, then an answer. The reward is the share of its characters that are digits."""
+    """Calls ``multiply``, then answers. The reward is the share of the answer's characters that are digits."""
 
     def __init__(self, max_tokens: int = 64) -> None:
-        # The first turn has to call the tool; the SDK frees the choice after that.
+        # The first turn must call the tool; after that, the SDK resets the choice.
         self.settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=max_tokens)
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Work on one problem, as often as the model calls the tool, but four times at most."""
+        """Work on one problem, in at most four turns."""
         injected: dict[str, Any] = {name: extra_kwargs.get(name) for name in ("base_url", "api_key", "http_client")}
         agent = Agent(
             name="Calculator",
@@ -44,7 +44,7 @@ class OpenAIAgentsAgent:
         )
         try:
             result = await Runner.run(agent, data["question"], max_turns=4)
-        except (MaxTurnsExceeded, ModelBehaviorError):  # the model's fault, and so its reward
+        except (MaxTurnsExceeded, ModelBehaviorError):  # the model's error: a low reward, not a failed episode
             return 0.0
         text = str(result.final_output)
         return sum(character.isdigit() for character in text) / max(len(text), 1)

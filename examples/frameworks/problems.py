@@ -1,4 +1,4 @@
-"""What the agents of this folder, and the shell script beside it, work on: products of two numbers."""
+"""Problems for the agents in this directory and for ``shell_agent.sh``: products of two numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def problems(num: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``num`` products. Equal seeds give equal problems."""
+    """Yield ``num`` products. Equal seeds give equal problems."""
     rng = random.Random(seed)
     for _ in range(num):
         a, b = rng.randint(2, 99), rng.randint(2, 99)

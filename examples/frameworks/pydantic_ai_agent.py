@@ -1,4 +1,4 @@
-"""A Pydantic AI agent: it may call a tool, and its answer is a value of a type, asked for as another tool."""
+"""A Pydantic AI agent: it may call a tool, and its typed answer is the call of an output tool."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def multiply(a: int, b: int) -> int:
 
 
 class PydanticAIAgent:
-    """Calls of ``multiply``, then the product. The reward says how much it looks like the right one."""
+    """Calls ``multiply``, then returns the product. The reward is its similarity to the correct one."""
 
     def __init__(self, max_tokens: int = 64) -> None:
         self.max_tokens = max_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Work on one problem, in four turns at most."""
+        """Work on one problem, in at most four turns."""
         injected: dict[str, Any] = {name: extra_kwargs.get(name) for name in ("base_url", "api_key", "http_client")}
         model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=AsyncOpenAI(**injected)))
         try:
@@ -45,6 +45,6 @@ class PydanticAIAgent:
                 model_settings={"max_tokens": self.max_tokens, "parallel_tool_calls": False},
                 usage_limits=UsageLimits(request_limit=4),
             )
-        except (UnexpectedModelBehavior, UsageLimitExceeded):  # the model's fault, and so its reward
+        except (UnexpectedModelBehavior, UsageLimitExceeded):  # the model's error: a low reward, not a failed episode
             return 0.0
         return SequenceMatcher(None, str(result.output.value), str(data["answer"])).ratio()

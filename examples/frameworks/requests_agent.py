@@ -1,4 +1,4 @@
-"""A plain script against requests: it blocks, and finds the model in its environment, as any program does."""
+"""A plain script with requests: it blocks, and reads URL and key of the model from its environment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import requests
 
 
 class RequestsAgent:
-    """Two questions in one conversation. The reward is the share of digits in the last answer."""
+    """Asks two questions in one conversation. The reward is the share of digits in the last answer."""
 
     def __init__(self, max_tokens: int = 12) -> None:
         self.max_tokens = max_tokens
 
     def run(self, data: dict[str, Any], **_: Any) -> float:
-        """Ask, and ask on."""
+        """Ask both questions, and return the reward."""
         messages: list[Any] = []
         text = ""
         with requests.Session() as session:
@@ -27,7 +27,7 @@ class RequestsAgent:
         return sum(character.isdigit() for character in text) / max(len(text), 1)
 
     def ask(self, session: requests.Session, messages: list[Any]) -> str:
-        """One turn of the model."""
+        """Request one turn of the model."""
         url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
         body = {"model": "policy", "messages": messages, "max_tokens": self.max_tokens}
         response = session.post(url, json=body, timeout=600)

@@ -1,7 +1,8 @@
-"""What people see of a run: the live display, the metrics, the learning curve and the report.
+"""Output of a run for people: the live display, the metrics, the learning curve and the report.
 
-Every writer here hears the news of a run (``messages.Progress``) from ``actors/progress.py``, on a worker thread:
-``open`` once, ``hear`` each news, ``close`` once. Rich, matplotlib, jinja2 and tensorboardX are loaded when used.
+Every writer here receives the events of a run (``messages.Progress``) from ``actors/progress.py``, on a worker thread:
+``open`` once, ``hear`` for each event, ``close`` once. Rich, matplotlib, jinja2 and tensorboardX are loaded on first
+use.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ __all__ = ["LearningCurve", "draw_curve", "read_curve", "write_curve"]
 _REWARD_COLOR = "#3b7dd8"
 _EVAL_COLOR = "#d8663b"
 _STYLE: Any = {
-    "svg.hashsalt": "areal_actors",  # so that the same run gives the same bytes
+    "svg.hashsalt": "areal_actors",  # the same run gives the same bytes
     "svg.fonttype": "none",  # text stays text: small, and sharp
     "font.family": "sans-serif",
     "axes.spines.top": False,
@@ -43,7 +43,7 @@ class LearningCurve:
 
 
 def read_curve(directory: RunDirectory) -> LearningCurve:
-    """The curve of what ``metrics.jsonl`` holds. Raises ``OSError``."""
+    """Return the curve of the records in ``metrics.jsonl``. Raises ``OSError``."""
     records = list(read_records(directory.metrics))
 
     def points(key: str) -> tuple[tuple[int, float], ...]:
@@ -61,7 +61,7 @@ def write_curve(directory: RunDirectory) -> None:
 
 
 def draw_curve(curve: LearningCurve, *, form: str) -> bytes:
-    """The picture as ``svg`` or ``png``. Needs no display, and leaves matplotlib's global state alone."""
+    """Return the picture as ``svg`` or ``png``. Needs no display, and does not change matplotlib's global state."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

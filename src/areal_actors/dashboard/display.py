@@ -1,6 +1,7 @@
-"""What people see while a run is running: a live panel at a terminal, one line a step elsewhere, or nothing.
+"""Display of a run in progress: a live panel at a terminal, one line per step elsewhere, or nothing.
 
-What is shown is ``state``; here it meets the terminal. Displays are heard on a worker thread and never end a run.
+``state`` holds what is displayed; this module writes it to the terminal. Displays run on a worker thread, and their
+errors never end a run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Clock = Callable[[], float]
 
 
 class DisplayStyle(StrEnum):
-    """How a run is shown."""
+    """How a run is displayed."""
 
     AUTO = "auto"
     """rich at a terminal, plain elsewhere."""
@@ -39,7 +40,7 @@ class DisplayStyle(StrEnum):
 def create_display(
     style: DisplayStyle, state: RunState, *, stream: TextIO | None = None, clock: Clock = time.monotonic
 ) -> PlainDisplay | RichDisplay | None:
-    """The display of ``style`` on ``stream`` (standard error); ``None`` for ``none``."""
+    """Return a display of ``style`` on ``stream`` (default: standard error); ``None`` for ``none``."""
     target: TextIO = sys.stderr if stream is None else stream
     if style is DisplayStyle.AUTO:
         style = DisplayStyle.RICH if target.isatty() else DisplayStyle.PLAIN
@@ -64,12 +65,12 @@ class PlainDisplay:
         self._clock = clock
 
     def open(self) -> None:
-        """Say what begins."""
+        """Print the title and the number of steps."""
         self._state = evolve(self._state, started_at=self._clock())
         self._print(f"{self._state.title}: {self._state.total_steps} steps")
 
     def hear(self, news: Message[Progress, None]) -> None:
-        """Print what is worth a line. Raises ``OSError``."""
+        """Print the events that are worth a line. Raises ``OSError``."""
         now = self._clock()
         failed = self._state.num_failed
         self._state = self._state.after(news, now)
@@ -80,7 +81,7 @@ class PlainDisplay:
             self._print(f"episode failed ({self._state.num_failed} so far): {self._state.last_failure}")
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing; nothing is open."""
 
     def _line(self, news: Message[Progress, None], now: float) -> str | None:
         state = self._state
@@ -118,7 +119,7 @@ class RichDisplay:
         self._live: Live | None = None
 
     def open(self) -> None:
-        """Begin to draw, four times a second on a thread of its own."""
+        """Start to draw four times a second, on a separate thread."""
         from rich.live import Live
 
         self._state = evolve(self._state, started_at=self._clock())
@@ -128,18 +129,18 @@ class RichDisplay:
         self._live.start()
 
     def hear(self, news: Message[Progress, None]) -> None:
-        """Remember; the next frame shows it."""
+        """Update the state, which the next frame shows."""
         self._state = self._state.after(news, self._clock())
 
     def close(self) -> None:
-        """Draw the last frame and leave it there."""
+        """Draw the last frame and leave it on the screen."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
 
 
 def render(state: RunState, now: float) -> RenderableType:
-    """A run as a panel."""
+    """Render a run as a panel."""
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -151,7 +152,7 @@ def render(state: RunState, now: float) -> RenderableType:
     table.add_row(f"step {state.step}/{state.total_steps}", ProgressBar(total=state.total_steps, completed=state.step))
     for label, text in _rows(state, now):
         table.add_row(label, Text(text, overflow="ellipsis", no_wrap=True))
-    # Text, and not markup: titles and failures may contain brackets.
+    # Text, not markup: titles and failures may contain brackets.
     return Panel(table, title=Text(state.title), subtitle=Text(state.phase), border_style="cyan")
 
 

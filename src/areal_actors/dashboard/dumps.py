@@ -17,15 +17,15 @@ from areal_actors.messages import EpisodeFinished, Progress
 __all__ = ["Decode", "FailureWriter", "RolloutDumper", "dump_rows"]
 
 Decode = Callable[[Ints], str]
-"""From token ids to text, special tokens included."""
+"""Converts token ids to text, including special tokens."""
 
 
 class RolloutDumper:
     """Writes ``rollout/<version>/<task>.jsonl`` and the same below ``eval-rollout``.
 
-    A version is that of the weights when the episode began. A resumed run makes the episodes of its checkpoint's
-    version and later again, and removes their files first. What an earlier process may have written, whole or in part,
-    is in the files once all the same.
+    A version is that of the weights when the episode began. A resumed run repeats the episodes of its checkpoint's
+    version and later ones, and removes their files first. Rows that an earlier process may already have written,
+    completely or partly, still appear only once.
     """
 
     name = "trajectory dumps"
@@ -37,7 +37,7 @@ class RolloutDumper:
         self._resumed_step = resumed_step
 
     def open(self) -> None:
-        """Remove what will be made again."""
+        """Remove the files of episodes that will be repeated."""
         step = self._resumed_step or 0
         _remove_versions(self._directory.rollouts, at_least=step)
         # The checkpoint's own weights were evaluated before it was written.
@@ -58,11 +58,11 @@ class RolloutDumper:
             file.writelines(lines)
 
     def close(self) -> None:
-        """Nothing is open between two episodes."""
+        """Do nothing: no file is open between two episodes."""
 
 
 def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]:
-    """One record per training row, or per branch of a tree. The prompt ends where the first trained token begins."""
+    """Yield one record per training row, or per branch of a tree. The prompt ends before the first trained token."""
     for row in (branch.row for whole in news.episode.trajectories for branch in unfold(whole)):
         num_prompt = _num_prompt_tokens(row)
         yield {
@@ -89,14 +89,15 @@ def _remove_versions(root: Path, *, at_least: int) -> None:
 
 
 def _is_same(written: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
-    """Whether two records tell of one failure; how long it took is known to the process in which it began."""
+    """Return whether two records describe the same failure; their durations may differ between processes."""
     return all(written.get(key) == value for key, value in record.items() if key != "seconds")
 
 
 def _remove_rows(path: Path, lines: Iterable[str]) -> None:
-    """Take the rows of ``lines`` out of a file, and what was cut off at its end.
+    """Remove the rows of ``lines`` from a file, and a partial line at its end.
 
-    Their versions may have been higher: those that were lost with the process count as the one that was gone on with.
+    Versions are not compared, because those in the file may be higher: tokens of lost versions count as the version
+    that the run continued with.
     """
     known = [_without_versions(json.loads(line)) for line in lines]
     rewrite_records(path, lambda record: _without_versions(record) not in known)
@@ -123,12 +124,12 @@ class FailureWriter:
         self._resumed_step = resumed_step
 
     def open(self) -> None:
-        """Remove the failures of episodes that will be made again."""
+        """Remove the failures of episodes that will be repeated."""
         limit = self._resumed_step or 0
         rewrite_records(self._path, lambda record: record.get("version", 0) < limit)
 
     def hear(self, news: Message[Progress, None]) -> None:
-        """Write an episode that did not end well. Raises ``OSError``."""
+        """Write an episode that failed, was rejected or was cut short. Raises ``OSError``."""
         if not isinstance(news, EpisodeFinished) or (outcome := _outcome(news.episode)) is None:
             return
         record = {
@@ -148,4 +149,4 @@ class FailureWriter:
             file.write(format_record(record))
 
     def close(self) -> None:
-        """Nothing is open between two episodes."""
+        """Do nothing: no file is open between two episodes."""

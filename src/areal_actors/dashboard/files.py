@@ -1,20 +1,20 @@
-"""The directory of a run: what lies where. Whoever writes or reads a run's files asks here for their names.
+"""The directory of a run, and the names of its files, for all code that reads or writes them.
 
 ::
 
     runs/<experiment>/<trial>/
-      config.yaml        every setting, spelt out
-      admin.key          of a service: what opens it, for its owner only
-      metrics.jsonl      one JSON object a step (docs/metrics.md)
+      config.yaml        every setting, written out
+      admin.key          of a service: its admin key, readable by its owner only
+      metrics.jsonl      one JSON object per step (docs/metrics.md)
       failures.jsonl     one JSON object for each episode that failed
       sessions.jsonl     a sample of conversations, for the report
       rollout/           <version>/<task>.jsonl: every training row as text
       eval-rollout/      the same of evaluations
-      capture/           step-<n>.jsonl: rows that cannot be true, which stopped the run before step n
-      checkpoints/       what a resumed run goes on from
+      capture/           step-<n>.jsonl: rows that failed the capture check and stopped the run before step n
+      checkpoints/       from which a run resumes
       weights/           the trained model, as transformers loads it
-      logs/              run.jsonl: what happened; agents/<n>.log: what agents in processes print; service.log: what a
-                         service of a host prints; workers/<name>.log: what workers say
+      logs/              run.jsonl: log of the run; agents/<n>.log: output of agents in processes; service.log: output
+                         of a service of a host; workers/<name>.log: output of workers
       tensorboard/       scalars
       report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
 """
@@ -41,22 +41,22 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
-        """Every setting, spelt out."""
+        """Configuration with every setting written out."""
         return self.path / "config.yaml"
 
     @property
     def admin_key(self) -> Path:
-        """What opens the service of this run."""
+        """The admin key of the service of this run."""
         return self.path / "admin.key"
 
     @property
     def journal(self) -> Path:
-        """What a service remembers beyond its own life."""
+        """The session journal of a service, which survives a restart."""
         return self.path / "journal.sqlite"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """One JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -81,17 +81,17 @@ class RunDirectory:
 
     @property
     def captures(self) -> Path:
-        """Rows that cannot be true, by the step that they stopped."""
+        """Rows that failed the capture check, by the step that they stopped."""
         return self.path / "capture"
 
     @property
     def checkpoints(self) -> Path:
-        """What a resumed run goes on from."""
+        """Checkpoints from which a run resumes."""
         return self.path / "checkpoints"
 
     @property
     def published(self) -> Path:
-        """The last versions of the weights, where they are published by disk."""
+        """The last versions of the weights, if they are published by disk."""
         return self.path / "published"
 
     @property
@@ -112,17 +112,17 @@ class RunDirectory:
 
     @property
     def log(self) -> Path:
-        """What happened, as JSON lines."""
+        """The log of the run, as JSON lines."""
         return self.logs / "run.jsonl"
 
     @property
     def agent_logs(self) -> Path:
-        """What agents in processes of their own print, a file a process."""
+        """Output of agents in separate processes, one file per process."""
         return self.logs / "agents"
 
     @property
     def service_log(self) -> Path:
-        """What the service of a host prints."""
+        """Output of the service of a host."""
         return self.logs / "service.log"
 
     @property
@@ -142,7 +142,7 @@ class RunDirectory:
 
     @property
     def curve_png(self) -> Path:
-        """The learning curve, for everything else."""
+        """The learning curve, for other uses."""
         return self.path / "curve.png"
 
     @property
@@ -152,13 +152,13 @@ class RunDirectory:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether there is more than settings and logs: a run that could not begin leaves no more."""
+        """Whether there is more than settings and logs, which is all that a run leaves that could not begin."""
         return self.has_run and any(path not in (self.config, self.logs) for path in self.path.iterdir())
 
     def set_aside(self) -> Path | None:
-        """Make room for a fresh run: rename the directory of an earlier one to ``<trial>.<n>``, and say to what.
+        """Make room for a new run: rename the directory of an earlier one to ``<trial>.<n>``, and return its new path.
 
-        ``None`` where there was no run, or nothing of it but why it could not begin. Raises ``OSError``.
+        Returns ``None`` if there was no run, or only the logs of one that could not begin. Raises ``OSError``.
         """
         if not self.is_worth_keeping:
             return None
@@ -168,7 +168,7 @@ class RunDirectory:
 
     @property
     def former(self) -> RunDirectory | None:
-        """What was set aside last, if anything was."""
+        """The directory that was set aside last, or ``None``."""
         found = None
         for path in self._names_aside:
             if not path.is_dir():

@@ -1,7 +1,7 @@
-"""The numbers of a run: ``metrics.jsonl``, TensorBoard scalars, and the summary that is read back from the former.
+"""The numbers of a run: ``metrics.jsonl``, TensorBoard scalars, and a summary computed from the file.
 
-Every key is explained in ``docs/metrics.md``. A record of step 0 holds the evaluation before the first step and nothing
-else; every other record is one training step.
+``docs/metrics.md`` explains every key. A record of step 0 has only the evaluation before the first step; every other
+record is one training step.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ STEP_KEYS = (
     "train_seconds",
     "elapsed_seconds",
 )
-"""What every record has, in this order; null where a step has no such number. Further keys may follow."""
+"""Keys of every record, in this order; null if a step has no such number. Further keys may follow."""
 
 
 class MetricsWriter:
-    """Writes ``metrics.jsonl``. ``resumed_step`` is the step of the checkpoint that a run goes on from.
+    """Writes ``metrics.jsonl``. ``resumed_step`` is the step of the checkpoint from which a run continues.
 
-    What a crashed run wrote after its checkpoint is cut off, since those steps will be made again.
+    Records that a crashed run wrote after its checkpoint are removed, since those steps are repeated.
     """
 
     name = "metrics.jsonl"
@@ -97,7 +97,7 @@ class MetricsWriter:
         self._epoch = 0.0
 
     def open(self) -> None:
-        """Cut the file back; a fresh run begins a fresh file. Raises ``OSError``."""
+        """Truncate the file to the checkpoint; a new run starts a new file. Raises ``OSError``."""
         limit = -1 if self._resumed_step is None else self._resumed_step
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch()
@@ -134,14 +134,14 @@ class TensorboardWriter:
         self._writer: Any = None
 
     def open(self) -> None:
-        """Open an event file; what a crashed run wrote after its checkpoint is hidden."""
+        """Open an event file; events that a crashed run wrote after its checkpoint are hidden."""
         from tensorboardX import SummaryWriter
 
         purge_step = None if self._resumed_step is None else self._resumed_step + 1
         self._writer = SummaryWriter(str(self._directory), purge_step=purge_step, flush_secs=10)
 
     def hear(self, news: Message[Progress, None]) -> None:
-        """Write what is a number."""
+        """Write the numbers of a step or of an evaluation."""
         match news:
             case StepFinished():
                 self._write(news.step, {key: value for key, value in news.metrics.items() if not _is_of_eval(key)})
@@ -162,15 +162,16 @@ class TensorboardWriter:
 
 
 def _is_of_eval(key: str) -> bool:
-    """Whether a step has the number from an evaluation, which told of it before."""
+    """Return whether a number of a step comes from an evaluation, whose event already contained it."""
     return key == "eval_reward" or key.startswith(f"{EVAL_SCOPE}/")
 
 
 @frozen(kw_only=True)
 class RunSummary:
-    """A run in one line. ``seconds`` is its wall-clock time, evaluations included; ``version`` that of its weights.
+    """A summary of a run. ``seconds`` is its wall-clock time with evaluations; ``version`` that of its weights.
 
-    ``model`` is the name under which they can be asked, ``experiment/trial``; ``None`` for a run without weights.
+    ``model`` is the name under which the weights can be requested, ``experiment/trial``; ``None`` for a run without
+    weights.
     """
 
     steps: int
@@ -184,12 +185,12 @@ class RunSummary:
     model: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict for ``json.dumps``."""
+        """Return a plain dict for ``json.dumps``."""
         return asdict(self) | {"run_dir": str(self.run_dir)}
 
 
 def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> RunSummary:
-    """The summary of what ``metrics.jsonl`` holds; ``seconds`` is read from it too unless it is given.
+    """Return the summary of ``metrics.jsonl``; ``seconds`` is also read from it unless given.
 
     Raises ``OSError`` if the file cannot be read; a run without steps has none.
     """

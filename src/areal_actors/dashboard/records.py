@@ -1,6 +1,6 @@
-"""JSON lines that survive a crash: appended and flushed line by line, cut back when a run resumes.
+"""Files of JSON lines that survive a crash: appended and flushed line by line, truncated when a run resumes.
 
-A process that is killed can leave half a line at the end; readers skip it, and the next writer removes it.
+A killed process can leave a partial line at the end; readers skip it, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["RecordFile", "format_record", "open_records", "read_records", "rewri
 
 
 class RecordFile:
-    """A file of JSON lines that is appended to. Opened by the first record; every line is flushed."""
+    """A file of JSON lines to append to. The first record opens it; every line is flushed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,12 +38,12 @@ class RecordFile:
 
 
 def open_records(path: Path, mode: Literal["a", "w"]) -> TextIO:
-    """Open a file of records for writing. Half a surrogate pair, which JSON can say and UTF-8 cannot, is escaped."""
+    """Open a file of records for writing. Lone surrogates, which JSON allows and UTF-8 cannot encode, are escaped."""
     return path.open(mode, encoding="utf-8", errors="backslashreplace")
 
 
 def format_record(record: Mapping[str, Any]) -> str:
-    """One line of strict JSON. JSON has no word for nan or infinity: they become null."""
+    """Return one line of strict JSON. JSON has no nan or infinity, so they become null."""
     return json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), default=str) + "\n"
 
 
@@ -58,7 +58,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, without a last line that was cut off; none if there is no file. Raises ``OSError``."""
+    """Yield the records of a file, without a partial last line; none if there is no file. Raises ``OSError``."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -72,7 +72,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rewrite_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Keep the records that ``keep`` says, replacing the file in one piece; returns them. Raises ``OSError``."""
+    """Keep the records for which ``keep`` is true, replacing the file atomically; return them. Raises ``OSError``."""
     kept = [record for record in read_records(path) if keep(record)]
     if path.exists():
         partial = path.with_name(f".{path.name}.partial")

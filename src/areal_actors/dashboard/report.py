@@ -1,8 +1,8 @@
 """``report.html``: a run on one page that needs no network, no script and no server.
 
-It is drawn from the files of the run directory alone, so that it can be drawn again at any time, also of a run that
-crashed. Whatever models and agents wrote is escaped; the page carries a policy that forbids scripts altogether. The
-number of conversations is bounded by their size in the page. The template is ``report.html.jinja``.
+It is generated only from the files of the run directory, so it can be generated again at any time, also for a run that
+crashed. All text of models and agents is escaped; the page has a policy that forbids scripts. The number of
+conversations is limited by their size in the page. The template is ``report.html.jinja``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areal_actors.telemetry import redact_settings
 __all__ = ["write_report"]
 
 _MAX_SESSION_BYTES = 2_000_000
-"""Of all conversations in the page together; about a hundred long ones."""
+"""Limit on the size of all conversations in the page together; about a hundred long ones."""
 _MAX_STEPS = 1000
 _MAX_FAILURES = 50
 _MAX_CONFIG = 40_000
@@ -35,7 +35,7 @@ _LEAST_LOGPROB = -4.0
 
 
 def write_report(directory: RunDirectory) -> Path:
-    """Write ``report.html`` and the learning curve of a run; returns the page's path.
+    """Write ``report.html`` and the learning curve of a run; return the page's path.
 
     Raises ``RunDirectoryError`` if there is no run, or its files cannot be read or written.
     """
@@ -83,7 +83,7 @@ def _render(directory: RunDirectory) -> str:
 
 
 def _keys(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Every column of the table of steps: what all runs have, then what agents logged and custom metrics gave."""
+    """Return the columns of the table of steps: those of all runs, then those logged by agents and custom metrics."""
     further = {key: None for record in records for key in record if key not in STEP_KEYS and not key.endswith("/count")}
     return (*STEP_KEYS, *further)
 
@@ -95,7 +95,7 @@ def _config(directory: RunDirectory) -> str:
 
 
 def _inline_svg(path: Path) -> Any:
-    """The picture as part of the page. matplotlib wrote it and escapes its texts."""
+    """Return the picture as part of the page. It is not escaped again: matplotlib wrote it and escapes its texts."""
     from markupsafe import Markup
 
     text = path.read_text(encoding="utf-8")
@@ -103,13 +103,13 @@ def _inline_svg(path: Path) -> Any:
 
 
 def _thin(records: Sequence[dict[str, Any]], limit: int) -> Sequence[dict[str, Any]]:
-    """At most ``limit`` records, evenly spread, the last among them."""
+    """Return at most ``limit`` records, evenly spread and including the last."""
     stride = max(1, math.ceil(len(records) / limit))
     return records[::-1][::stride][::-1]
 
 
 def _failures(directory: RunDirectory) -> list[tuple[str, int, dict[str, Any]]]:
-    """Reasons, how often each, and the first episode that had it; the most frequent first."""
+    """Return reasons, the count of each, and the first episode that had it, in descending order of counts."""
     counts: Counter[str] = Counter()
     first: dict[str, dict[str, Any]] = {}
     for record in read_records(directory.failures):
@@ -120,7 +120,7 @@ def _failures(directory: RunDirectory) -> list[tuple[str, int, dict[str, Any]]]:
 
 
 def _sessions(directory: RunDirectory, environment: Any) -> tuple[list[str], int]:
-    """Conversations as HTML while there is room, newest versions first, and how many there was no room for."""
+    """Return conversations as HTML up to the size limit, newest versions first, and the number that did not fit."""
     template = environment.get_template("session.html.jinja")
     shown: list[str] = []
     room, num_left_out = _MAX_SESSION_BYTES, 0
@@ -145,7 +145,7 @@ def _untrained(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _as_tree(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turns with their depth, each below its conversational parent, siblings in order of request."""
+    """Return turns with their depth, each below its conversational parent, siblings in order of request."""
     children: dict[str | None, list[dict[str, Any]]] = {}
     known: set[str] = set()
     for turn in turns:
@@ -157,7 +157,7 @@ def _as_tree(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     while stack:
         turn, depth = stack.pop()
         ordered.append({**turn, "depth": depth})
-        # A chain stays at its depth; only where a conversation branches, the branches move in.
+        # Only branches are indented; a chain stays at its depth.
         below = children.get(turn["id"], [])
         stack.extend((child, depth + (len(below) > 1)) for child in reversed(below))
     return ordered
@@ -167,7 +167,7 @@ def _as_tree(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def format_number(value: Any) -> str:
-    """A number as a table shows it; nothing for null."""
+    """Format a number for a table; null becomes empty text."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -176,13 +176,13 @@ def format_number(value: Any) -> str:
 
 
 def shade(logprob: float | None) -> int:
-    """0 for a token that was certain, up to ``_SHADES - 1`` for one that was a surprise."""
+    """Return a shade from 0 for a certain token up to ``_SHADES - 1`` for a very unlikely one."""
     if logprob is None:
         return 0
     return min(_SHADES - 1, max(0, int(logprob / _LEAST_LOGPROB * _SHADES)))
 
 
 def mask_at(runs: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """The runs ``[value, how often]`` as one value per token; 0 where there are fewer."""
+    """Expand the runs ``[value, count]`` to one value per token; 0 if there are fewer values than tokens."""
     values = [value for value, num in runs for _ in range(num)]
     return [*values[:num_tokens], *([0] * (num_tokens - len(values)))]

@@ -1,6 +1,6 @@
-"""A sample of conversations, spread over the whole run, small enough to read: what the report shows of sessions.
+"""A sample of conversations, spread over the whole run and small enough to read, for the report.
 
-``describe_session`` turns a session and its episode into plain data: each turn with its new messages, the text of each
+``describe_session`` converts a session and its episode to plain data: each turn with its new messages, the text of each
 sampled token with its log-probability, which of them were trained, under which versions, and why others were not.
 ``SessionSampler`` keeps a bounded number of such records in ``sessions.jsonl``: the first few episodes of every
 version, and when there are too many, those of every second version, every fourth, and so on.
@@ -29,11 +29,11 @@ _NUM_PER_VERSION = 4
 _MAX_TURNS = 64
 _MAX_TOKENS = 2048
 _MAX_TEXT = 8_000
-"""Bounds on one record: characters of a message, sampled tokens of a session, turns. What is left out is counted."""
+"""Bounds on one record: characters of a message, sampled tokens of a session, turns. Omitted content is counted."""
 
 
 class SessionSampler:
-    """Writes ``sessions.jsonl``, at most ``max_sessions`` records of it."""
+    """Writes ``sessions.jsonl``, with at most ``max_sessions`` records."""
 
     name = "sessions.jsonl"
     is_essential = False
@@ -58,7 +58,7 @@ class SessionSampler:
         self._seen: Counter[tuple[int, bool, bool]] = Counter()
 
     def open(self) -> None:
-        """Remove the sessions of episodes that will be made again."""
+        """Remove the sessions of episodes that will be repeated."""
         limit = self._resumed_step or 0
         kept = rewrite_records(self._path, lambda record: record["version"] < limit)
         self._versions = [record["version"] for record in kept]
@@ -86,7 +86,7 @@ class SessionSampler:
         return min(_NUM_PER_VERSION // 2 if is_eval else _NUM_PER_VERSION, self._max)
 
     def _thin(self) -> None:
-        """Keep every second version, every fourth, … until at least half of the room is free."""
+        """Keep every second version, every fourth, … until at least half of the records are free."""
         while sum(v % self._stride == 0 for v in self._versions) > self._max // 2 and self._stride <= max(
             self._versions
         ):
@@ -100,7 +100,7 @@ class SessionSampler:
 
 
 def sampled_version(interactions: Iterable[Interaction]) -> int:
-    """The oldest weights that sampled a token of the session; 0 if there is none."""
+    """Return the oldest version that sampled a token of the session; 0 if there is none."""
     completions = [turn.completion for turn in interactions if turn.completion is not None]
     return min((int(version) for completion in completions for version in completion.versions), default=0)
 
@@ -108,20 +108,20 @@ def sampled_version(interactions: Iterable[Interaction]) -> int:
 def describe_session(
     news: SessionArchived, *, version: int, decode: Decode, masks_truncated: bool = False
 ) -> dict[str, Any]:
-    """A session as plain data, bounded in size. ``masks_truncated``: answers that were cut are not trained."""
+    """Return a session as plain data, bounded in size. With ``masks_truncated``, truncated answers are not trained."""
     record = news.record
     episode = withhold_truncated(news.episode) if masks_truncated else news.episode
     returns, masks = _trained(episode.trajectories)
     credit_of = {
         name: info.credit
         for row in episode.trajectories
-        for name, info in zip(row.interactions, row.turn_infos, strict=False)  # rows of workflows have no infos
+        for name, info in zip(row.interactions, row.turn_infos, strict=False)  # rows of workflows have no turn infos
     }
     budget = _MAX_TOKENS
     turns = []
     for turn in record.interactions[:_MAX_TURNS]:
         described = _describe_turn(turn, decode, budget)
-        mask = () if news.is_eval else masks.get(turn.id, ())  # evaluations have rows, and nobody trains them
+        mask = () if news.is_eval else masks.get(turn.id, ())  # rows of evaluations are not trained
         described |= {"return": returns.get(turn.id), "credit": credit_of.get(turn.id), "mask": _runs(mask)}
         budget -= len(described["tokens"])
         turns.append(described)
@@ -179,7 +179,7 @@ def _cut(text: str) -> str:
 
 
 def _trained(rows: Sequence[Trajectory]) -> tuple[dict[InteractionId, float], dict[InteractionId, list[int]]]:
-    """The return of each turn, and for each of its tokens whether some row trains it."""
+    """Return the return of each turn, and a mask of its tokens that says whether any row trains them."""
     returns: dict[InteractionId, float] = {}
     masks: dict[InteractionId, list[int]] = {}
     for row in rows:
@@ -194,5 +194,5 @@ def _trained(rows: Sequence[Trajectory]) -> tuple[dict[InteractionId, float], di
 
 
 def _runs(values: Iterable[int]) -> list[list[int]]:
-    """``[value, how often]`` for each run of equal values."""
+    """Return ``[value, count]`` for each run of equal values."""
     return [[value, len(list(run))] for value, run in groupby(values)]

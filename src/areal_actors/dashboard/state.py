@@ -1,4 +1,4 @@
-"""What a display knows of a run: one frozen value, made anew by each news. No terminal, no clock, no rendering."""
+"""The state behind a display: one frozen value, updated by each event. Independent of terminal, clock and rendering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_actors.messages import EpisodeFinished, EvaluationFinished, PhaseChan
 __all__ = ["Evaluation", "RunState", "format_metrics", "format_seconds", "sparkline"]
 
 _NUM_TIMES = 8
-"""Steps over which the duration of a step is averaged."""
+"""Number of steps over which the duration of a step is averaged."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -27,7 +27,7 @@ class Evaluation:
 
 @frozen(kw_only=True)
 class RunState:
-    """A run as it stands. ``started_at`` and ``step_times`` are seconds of the display's clock."""
+    """The current state of a run. ``started_at`` and ``step_times`` are seconds of the display's clock."""
 
     title: str = ""
     total_steps: int
@@ -43,7 +43,7 @@ class RunState:
     last_failure: str | None = None
 
     def after(self, news: Message[Progress, None], now: float) -> RunState:
-        """The state once ``news`` was heard at ``now``. News that a display has no use for changes nothing."""
+        """Return the state after the event ``news`` at time ``now``. Events that are not displayed change nothing."""
         match news:
             case PhaseChanged():
                 return evolve(self, phase=f"{news.phase}: {news.detail}" if news.detail else news.phase)
@@ -78,13 +78,13 @@ class RunState:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The mean of the last few steps; ``None`` before there are two to compare."""
+        """Mean duration of the last few steps; ``None`` before there are two to compare."""
         if len(self.step_times) < 2:  # noqa: PLR2004 - a difference needs two
             return None
         return (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
 
     def seconds_left(self, now: float) -> float | None:
-        """How long the remaining steps will take at the pace of the last ones; the step that runs has begun already."""
+        """Return the estimated time for the remaining steps at the recent pace, less the time of the current step."""
         pace = self.seconds_per_step
         if pace is None:
             return None
@@ -92,9 +92,9 @@ class RunState:
 
 
 def sparkline(values: tuple[float, ...], *, width: int) -> str:
-    """``values`` as a row of bars at most ``width`` wide; where there are more, each bar is the mean of its share.
+    """Return ``values`` as bars at most ``width`` wide; if there are more values, each bar is a mean of several.
 
-    The lowest bar is 0 or the least value, whichever is less, and the highest 1 or the greatest.
+    The lowest bar is 0 or the smallest value, whichever is less, and the highest 1 or the largest.
     """
     if not values:
         return ""
@@ -106,7 +106,7 @@ def sparkline(values: tuple[float, ...], *, width: int) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """``42 s``, ``4:05`` or ``1:02:03``; a dash where it is not known."""
+    """Format a duration: ``42 s``, ``4:05`` or ``1:02:03``; a dash if it is unknown."""
     if seconds is None:
         return "-"
     whole = round(seconds)
@@ -118,7 +118,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_metrics(metrics: Mapping[str, float | int | None]) -> str:
-    """The few numbers of a step that a person follows, in words."""
+    """Return a line with the few numbers of a step that people follow."""
     parts = [
         _part(metrics, "reward", "reward {:.3f}"),
         _part(metrics, "eval_reward", "eval {:.3f}"),

@@ -1,4 +1,4 @@
-"""Problems: where they come from, and which one stands at which position of a run."""
+"""Problems: their sources, and the order in which a run uses them."""
 
 from __future__ import annotations
 

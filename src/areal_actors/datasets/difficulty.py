@@ -1,12 +1,12 @@
 """Problems drawn by how often they are solved: pools of easy, normal and hard ones, as an option.
 
-A problem that is always or never solved teaches nothing, and still costs its episodes. With pools, problems whose last
-group solved them nearly always or nearly never are drawn less often, and come back when the policy has changed::
+A problem that is always or never solved gives no gradient, and still costs its episodes. With pools, problems whose
+last group solved them nearly always or nearly never are drawn less often, and come back when the policy has changed::
 
     rollout: {difficulty: {enabled: true, easy_fraction: 0.05, hard_fraction: 0.2}}
 
-Draws are a function of seed, position and what was learnt about the problems until then. What they follow from is
-plain data (``PoolsState``), kept in checkpoints, so that a resumed run draws what it would have drawn.
+Draws are a function of seed, position and the solve rates known until then. This state is plain data (``PoolsState``),
+kept in checkpoints, so that a resumed run draws the same problems as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from areal_actors.domain import AssignedProblem, DrawnProblem, Group, PoolsState
 __all__ = ["DifficultyConfig", "Pool", "ProblemPools"]
 
 _STREAM = 0x706F6F6C
-"""Keeps these random numbers apart from the permutations of epochs, which have the same seed."""
+"""Separates these random numbers from the permutations of epochs, which have the same seed."""
 
 
 class Pool(IntEnum):
-    """How hard a problem is for the policy. One that was not run yet is normal."""
+    """Difficulty of a problem for the policy. A problem that was not run yet is normal."""
 
     EASY = 0
     NORMAL = 1
@@ -39,8 +39,9 @@ class DifficultyConfig:
     """Pools of problems by solve rate, the share of a problem's last group with at least ``solved_reward``.
 
     From ``easy_above`` on a problem is easy, up to ``hard_below`` it is hard. ``easy_fraction`` and ``hard_fraction``
-    are the shares of the draws that these pools get; the rest is for all others, new ones included. An empty pool's
-    share goes to the normal ones, and theirs to all. Within a pool, the problems that were drawn least come first.
+    are the shares of the draws that these pools get; the rest goes to all others, including new ones. The share of an
+    empty pool goes to the normal ones, and if there are none, to all problems. Within a pool, the problems that were
+    drawn least come first.
     """
 
     enabled: bool = False
@@ -51,7 +52,7 @@ class DifficultyConfig:
     hard_fraction: float = field(default=0.2, validator=and_(ge(0), le(1)))
 
     def __attrs_post_init__(self) -> None:
-        """Raises ``ValueError`` for pools that overlap, or that get more than there is."""
+        """Raise ``ValueError`` for pools that overlap, or shares that add up to more than 1."""
         if self.hard_below >= self.easy_above:
             raise ValueError(f"hard_below ({self.hard_below:g}) has to be less than easy_above ({self.easy_above:g})")
         if self.easy_fraction + self.hard_fraction > 1:
@@ -59,9 +60,10 @@ class DifficultyConfig:
 
 
 class ProblemPools:
-    """Draws rows of a dataset of ``num_problems``; the plain object of its one owner.
+    """Draws rows of a dataset of ``num_problems``; a plain object with a single owner.
 
-    ``start`` is the state of the checkpoint that a run goes on from; rows that the dataset no longer has are forgotten.
+    ``start`` is the state in the checkpoint from which a run continues; rows that the dataset no longer has are
+    dropped.
     """
 
     def __init__(
@@ -89,18 +91,18 @@ class ProblemPools:
         return self._assigned[position]
 
     def learn(self, position: int, group: Group) -> None:
-        """Note how often the problem at ``position`` was solved. A group whose episodes all failed says nothing."""
+        """Record how often the problem at ``position`` was solved. A group whose episodes all failed is ignored."""
         row = self._assigned.pop(position, None)
         rewards = [episode.reward for episode in group.episodes if episode.failure is None]
         if row is not None and rewards:
             self._solve_rate_N[row] = np.mean([reward >= self._config.solved_reward for reward in rewards])
 
     def count(self, pool: Pool) -> int:
-        """Return how many problems are in ``pool``."""
+        """Return the number of problems in ``pool``."""
         return int((self._pools == pool).sum())
 
     def summary(self) -> PoolsState:
-        """Return what a checkpoint keeps: the problems that were drawn, and those at positions that are not done."""
+        """Return the state for a checkpoint: the problems that were drawn, and those at positions that are not done."""
         rates: Sequence[float] = self._solve_rate_N.tolist()
         return PoolsState(
             problems=tuple(

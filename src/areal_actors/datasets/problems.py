@@ -1,4 +1,4 @@
-"""Which problem stands at which position: a pure function, so that a resumed run goes on exactly where it was."""
+"""The problem at each position of a run: a pure function, so that a resumed run continues exactly where it was."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from areal_actors.errors import DatasetError
 __all__ = ["Problems", "find_overlap"]
 
 _ABOUT_THE_SOURCE = "metadata"
-"""The key under which generators say how they made a problem, which does not make it another one."""
+"""Key under which generators describe how they made a problem; it is ignored when problems are compared."""
 
 
 class Problems:
-    """A finite list of problems, read in epochs without end; each epoch is a permutation of its own.
+    """A finite list of problems, read in epochs without end; each epoch has a different permutation.
 
     ``seed`` draws the permutations. Raises ``DatasetError`` for an empty list.
     """
@@ -31,18 +31,18 @@ class Problems:
         self._rows = rows
         self._seed = seed
         self._is_shuffled = is_shuffled
-        # Two epochs: the last groups of one are asked for again while the next one has begun.
+        # Two epochs: the last groups of one are still requested when the next one has begun.
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
-        """The number of problems of one epoch."""
+        """Return the number of problems in one epoch."""
         return len(self._rows)
 
     def at(self, position: int, row: int | None = None) -> Problem:
-        """The problem at ``position``, counted over all epochs from 0. What an agent does to its data stays with it.
+        """Return the problem at ``position``, counted over all epochs from 0. Its data is a copy for the agent.
 
-        With ``row``, that problem stands there, whatever the epoch would have. Raises ``IndexError`` for a negative
-        position.
+        If ``row`` is given, that problem is returned instead of the one of the epoch. Raises ``IndexError`` for a
+        negative position.
         """
         if position < 0:
             raise IndexError(f"Problems are counted from 0; there is none at {position}.")
@@ -52,7 +52,7 @@ class Problems:
         return self._problem(position, self._order(epoch)[index])
 
     def all(self) -> tuple[Problem, ...]:
-        """Every problem once, in the order of the source: what an evaluation runs."""
+        """Return every problem once, in the order of the source, for an evaluation."""
         return tuple(self._problem(index, index) for index in range(len(self._rows)))
 
     def _problem(self, position: int, row: int) -> Problem:
@@ -66,10 +66,10 @@ class Problems:
 
 
 def find_overlap(train: Problems, held_out: Problems) -> int:
-    """How many held-out problems are also trained on.
+    """Return how many held-out problems are also trained on.
 
-    Two problems are the same if their JSON is, whatever their ``metadata``; values that JSON does not have count by
-    what they print.
+    Two problems are the same if their JSON is equal without ``metadata``; values that JSON cannot represent are
+    compared by their ``repr``.
     """
     seen = {_fingerprint(problem) for problem in train.all()}
     return sum(_fingerprint(problem) in seen for problem in held_out.all())

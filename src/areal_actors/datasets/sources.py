@@ -7,8 +7,8 @@ A configuration names exactly one of them::
     dataset: {reasoning_gym: chain_sum, size: 500, seed: 1, options: {max_terms: 3}}
     dataset: {python: "tool_agent.py:problems", size: 512, seed: 1}
 
-Held-out problems are another such line: another ``seed`` for what makes problems, another part (``start``, ``size``) of
-what is read.
+Held-out problems are configured the same way: with another ``seed`` for a generator, or another part (``start``,
+``size``) of a file.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ Rows = Sequence[Mapping[str, Any]]
 
 _KINDS = ("jsonl", "huggingface", "reasoning_gym", "python")
 _NUM_MADE = 1000
-"""How many problems are made where nobody says."""
+"""Default number of problems to generate."""
 
 
 @frozen(kw_only=True)
 class DatasetConfig:
-    """One source, and what is taken of it. Paths are relative to the configuration file.
+    """One source of problems, and the part that is used. Paths are relative to the configuration file.
 
-    ``start`` problems are skipped and ``size`` are taken (``None``: all of a file; 1000 of what makes problems).
-    ``seed`` goes to what makes problems: different seeds make different ones. ``options`` go to the reasoning-gym
-    generator, or to the Python function as keyword arguments beside ``num`` and ``seed``. ``is_shuffled`` permutes each
-    epoch anew.
+    ``start`` problems are skipped and ``size`` are taken (``None``: all of a file; 1000 of a generator). ``seed`` is
+    passed to generators: different seeds make different problems. ``options`` are passed to the reasoning-gym
+    generator, or to the Python function as keyword arguments in addition to ``num`` and ``seed``. ``is_shuffled``
+    permutes the problems again in each epoch.
     """
 
     jsonl: DataPath | None = None
@@ -65,7 +65,7 @@ class DatasetConfig:
     is_shuffled: bool = True
 
     def __attrs_post_init__(self) -> None:
-        """Raises ``ValueError`` unless exactly one source is named."""
+        """Raise ``ValueError`` unless exactly one source is named."""
         named = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(named) != 1:
             found = f"it names {' and '.join(named)}" if named else "it names none"
@@ -73,17 +73,17 @@ class DatasetConfig:
 
     @property
     def num_made(self) -> int:
-        """How many problems a generator is asked for."""
+        """The number of problems to request from a generator."""
         return self.start + (self.size or _NUM_MADE)
 
 
 def load_problems(
     config: DatasetConfig, *, import_reference: Import, directory: Path | None = None, shuffle_seed: int = 0
 ) -> Problems:
-    """Read or make the problems; blocks meanwhile. ``import_reference`` finds the object behind ``file.py:name``.
+    """Read or generate the problems; this blocks. ``import_reference`` returns the object behind ``file.py:name``.
 
     Paths are relative to ``directory`` (default: the working directory). Raises ``DatasetError`` naming the source, and
-    for files the line, that is at fault.
+    for files the line, of the error.
     """
     rows = _rows(config, import_reference, directory or Path.cwd())
     end = len(rows) if config.size is None else config.start + config.size
@@ -117,7 +117,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
-    """One object. Python's own parser: it keeps integers of any size, which problems of arithmetic have."""
+    """Parse one object with Python's parser, which keeps integers of any size, as problems of arithmetic have."""
     try:
         row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -129,7 +129,7 @@ def _parse_line(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
 
 @frozen
 class _Table:
-    """Rows of a Hugging Face dataset, read from disk when they are asked for."""
+    """Rows of a Hugging Face dataset, read from disk on access."""
 
     rows: Any
 
@@ -167,7 +167,7 @@ def _load_huggingface(path: Path, split: str | None) -> _Table:
 
 
 def _generate(name: str, config: DatasetConfig) -> Rows:
-    """Problems of reasoning-gym, as it makes them: ``question``, ``answer`` and ``metadata``.
+    """Return problems of reasoning-gym: ``question``, ``answer`` and ``metadata``.
 
     Its own score is ``reasoning_gym.get_score_answer_fn(data["metadata"]["source_dataset"])(answer, data)``. It seeds
     problem n of seed s with s + n, so that neighbouring seeds share nearly all problems: seeds are spread first.
@@ -184,7 +184,7 @@ def _generate(name: str, config: DatasetConfig) -> Rows:
 
 
 def _spread(seed: int) -> int:
-    """A seed below 2³¹ that is far from those of the neighbours."""
+    """Return a seed below 2³¹ that is far from those of neighbouring seeds."""
     return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1
 
 
@@ -195,7 +195,7 @@ def _call(reference: str, function: Any, config: DatasetConfig) -> Rows:
         rows = list(islice(function(**arguments), config.num_made))
     except ArealError:
         raise
-    except Exception as error:  # the user's code: whatever it raises, it made no problems
+    except Exception as error:  # the user's code may raise anything
         raise DatasetError(f"{reference} raised {type(error).__name__}: {error}") from error
     bad = next((row for row in rows if not isinstance(row, Mapping)), None)
     if bad is not None:

@@ -31,7 +31,7 @@ class Endpoint:
         return f"{self.url}/v1"
 
     def session_base_url(self, session: SessionId) -> str:
-        """The OpenAI base URL of one session."""
+        """Return the OpenAI base URL of one session."""
         return f"{self.url}/{session}/v1"
 
 

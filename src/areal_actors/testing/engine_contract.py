@@ -1,8 +1,8 @@
-"""The contract that every ``Engine`` keeps, as checks that anybody can run against their own.
+"""The contract of every ``Engine``, as checks that you can run against your own.
 
-Each check is a coroutine function that takes a ``Subject`` and raises ``AssertionError`` where the engine breaks the
+Each check is a coroutine function that takes a ``Subject`` and raises ``AssertionError`` if the engine breaks the
 contract. They need no clock: after ``pause`` has returned, everything that was sampled has been reported. An engine is
-used by one check at a time and is as good as new after each::
+used by one check at a time, and each check leaves it ready for the next::
 
     @pytest.mark.anyio
     @pytest.mark.parametrize("check", ENGINE_CHECKS)
@@ -70,7 +70,7 @@ async def check_stop_token_is_delivered(subject: Subject) -> None:
 
 
 async def check_samples_follow_the_key(subject: Subject) -> None:
-    """Equal keys, prompts and weights give equal tokens, whatever runs beside them, if the engine says so."""
+    """Equal keys, prompts and weights give equal tokens, whatever runs concurrently, if the engine promises it."""
     if not subject.engine.info.samples_follow_keys:
         return
     alone = join_ids(await collect(subject.engine, create_request(subject, path=(1,))))
@@ -109,7 +109,7 @@ async def check_overlong_prompt_is_refused(subject: Subject) -> None:
 
 
 async def check_ids_outside_the_vocabulary_are_refused(subject: Subject) -> None:
-    """Ids below 0 or beyond the vocabulary, and no ids at all, raise ``InvalidRequest``; the engine lives on."""
+    """Ids below 0 or beyond the vocabulary, and no ids at all, raise ``InvalidRequest``; the engine keeps working."""
     for prompt in ([subject.engine.info.vocab_size], [-1], []):
         await _expect(InvalidRequest, subject, create_request(subject, prompt=as_ints(prompt)))
 
@@ -125,7 +125,7 @@ async def _expect(error: type[Exception], subject: Subject, request: EngineReque
 
 
 _MAX_ATTEMPTS = 10
-"""An engine may be done before it hears that it is interrupted; then another generation is asked for, so often."""
+"""Number of attempts: an engine may finish a generation before it is notified of the interruption."""
 
 
 async def check_abort_ends_a_generation(subject: Subject) -> None:
@@ -161,7 +161,7 @@ async def check_leaving_aborts(subject: Subject) -> None:
 
 
 async def check_pause_keeps(subject: Subject) -> None:
-    """After ``pause`` nothing is sampled, new requests wait, and all goes on after ``resume``."""
+    """After ``pause`` nothing is sampled, new requests wait, and everything continues after ``resume``."""
     engine = subject.engine
     seen: list[Chunk] = []
     late: list[Chunk] = []
@@ -185,7 +185,7 @@ async def check_pause_keeps(subject: Subject) -> None:
 
 
 async def check_pause_waits(subject: Subject) -> None:
-    """``pause(WAIT)`` returns after the running generations have ended, whole."""
+    """``pause(WAIT)`` returns after the running generations have ended normally."""
     engine = subject.engine
     seen: list[Chunk] = []
 
@@ -215,10 +215,10 @@ async def check_pause_aborts(subject: Subject) -> None:
 
 
 async def check_load_stamps_versions(subject: Subject) -> None:
-    """After ``load`` the version is the snapshot's; a running generation goes on and stamps it from there.
+    """After ``load`` the version is the snapshot's; a running generation continues and stamps it from there.
 
-    An engine that is short of time may have ended a generation before anybody hears of its first token. So more and
-    more of them run at once, until one is met in its middle.
+    A fast engine may have ended a generation before its first token is read. So increasing numbers of generations run
+    concurrently, until one of them is interrupted.
     """
     for number in (1, 2, 4, 8, 16, 32, 64):
         if any(len(set(versions)) > 1 for versions in await _load_within(subject, number)):
@@ -227,7 +227,7 @@ async def check_load_stamps_versions(subject: Subject) -> None:
 
 
 async def _load_within(subject: Subject, number: int) -> list[list[int]]:
-    """The version of each token of ``number`` generations; weights are loaded after the first token of the first."""
+    """Return the version of each token of ``number`` generations, with a load after the first token of the first."""
     engine, old = subject.engine, subject.engine.version
     first, *others = (create_request(subject, path=("load", number, index)) for index in range(number))
     found: list[list[Chunk]] = []
@@ -279,7 +279,7 @@ async def check_plain_logprobs_are_right_or_unknown(subject: Subject) -> None:
 
 
 async def check_grammars_are_matched(subject: Subject) -> None:
-    """What is sampled under a grammar matches it and ends with a stop token; without grammars it is refused."""
+    """Samples under a grammar match it and end with a stop token; without grammars the request is rejected."""
     if not subject.engine.info.has_grammars:
         await _expect(UnsupportedParameter, subject, create_request(subject, grammar=_ANSWER))
         return
@@ -296,7 +296,7 @@ async def check_grammars_are_matched(subject: Subject) -> None:
 
 
 async def check_grammars_are_cut_by_length(subject: Subject) -> None:
-    """A grammar that needs more tokens than are allowed ends with LENGTH, where it stands."""
+    """A grammar that needs more tokens than allowed ends with LENGTH in its middle."""
     if not subject.engine.info.has_grammars:
         return
     chunks = await collect(subject.engine, create_request(subject, grammar=_ANSWER, max_new_tokens=1))
@@ -306,7 +306,7 @@ async def check_grammars_are_cut_by_length(subject: Subject) -> None:
 
 
 async def check_broken_grammars_are_refused(subject: Subject) -> None:
-    """A grammar that is none is refused when it is asked for, and the engine goes on."""
+    """An invalid grammar is rejected when it is requested, and the engine continues."""
     if not subject.engine.info.has_grammars:
         return
     for broken in (MatchingRegex(pattern="("), JsonText(schema={"type": "nothing"})):

@@ -1,4 +1,4 @@
-"""What the checks of ``engine_contract`` are run against, and how they ask: also for checks of your own."""
+"""The subject of the checks of ``engine_contract``, and helpers to make requests, also for your own checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ids = count()
 class Subject:
     """An engine under test.
 
-    ``create_snapshot(version)`` gives weights that it can load. ``prompt`` must not lead to an end within
-    ``num_tokens`` tokens: scripted engines need a long enough script. ``recompute(prompt, output)``, where there is
-    one, gives the log-probabilities float32 [len(output)] at temperature 1 that the engine should report, within
-    ``tolerance``. An engine with grammars needs ``decode``, from ids to text without special tokens, and
-    ``stop_token_ids`` of its tokenizer.
+    ``create_snapshot(version)`` returns weights that it can load. ``prompt`` must not lead to an end within
+    ``num_tokens`` tokens: scripted engines need a long enough script. ``recompute(prompt, output)``, if given, returns
+    the log-probabilities float32 [len(output)] at temperature 1 that the engine should report, within ``tolerance``. An
+    engine with grammars needs ``decode``, from ids to text without special tokens, and ``stop_token_ids`` of its
+    tokenizer.
     """
 
     engine: Engine
@@ -44,7 +44,7 @@ def create_request(
     grammar: Grammar | None = None,
     **sampling: object,
 ) -> EngineRequest:
-    """A request of the subject's prompt with an id of its own; ``sampling`` overrides fields of ``Sampling``.
+    """Return a request of the subject's prompt with a unique id; ``sampling`` overrides fields of ``Sampling``.
 
     With a ``grammar``, the subject's stop tokens may end it.
     """
@@ -60,11 +60,11 @@ def create_request(
 
 
 async def collect(engine: Engine, request: EngineRequest) -> list[Chunk]:
-    """All chunks of one generation."""
+    """Return all chunks of one generation."""
     async with engine.generate(request) as chunks:
         return [chunk async for chunk in chunks]
 
 
 def join_ids(chunks: Sequence[Chunk]) -> list[int]:
-    """All token ids."""
+    """Return all token ids."""
     return [int(token_id) for chunk in chunks for token_id in chunk.token_ids]

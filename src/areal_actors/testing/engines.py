@@ -1,7 +1,7 @@
 """``EchoEngine``: an engine without a model, at the same plug point and under the same contract as the real ones.
 
-What it samples is scripted, and a test may hold back every token until it lets it go: streaming, abort, pause and loads
-can be met at any chosen moment without a clock. Nothing runs in the background: a consumer that reads drives its
+Its samples are scripted, and a test may hold back every token until it releases it: streaming, abort, pause and loads
+can be tested at any chosen moment without a clock. Nothing runs in the background: a consumer that reads drives its
 generation.
 """
 
@@ -21,16 +21,16 @@ from areal_actors.errors import ContextLengthExceeded, EngineError, InvalidReque
 __all__ = ["EchoEngine", "Script", "echo_logprob", "script_answers"]
 
 Script = Callable[[Ints], Sequence[int]]
-"""From prompt ids to the ids that are to be sampled; the generation ends with ``STOP`` after the last of them."""
+"""Maps prompt ids to the ids to be sampled; the generation ends with ``STOP`` after the last of them."""
 
 
 def echo(prompt: Ints) -> Sequence[int]:
-    """The prompt once more."""
+    """Return the ids of the prompt."""
     return [int(token_id) for token_id in prompt]
 
 
 def script_answers(*answers: Sequence[int]) -> Script:
-    """The first request samples the first answer and so on; the last answer serves all further ones."""
+    """Return a script whose requests sample the answers in order; the last answer serves all further requests."""
     remaining = list(answers)
 
     def next_answer(_: Ints) -> Sequence[int]:
@@ -40,7 +40,7 @@ def script_answers(*answers: Sequence[int]) -> Script:
 
 
 def echo_logprob(token_id: int) -> float:
-    """The log-probability that ``EchoEngine`` reports for a token: exact in float32, and different for neighbours."""
+    """Return the log-probability that ``EchoEngine`` reports: exact in float32, and different for neighbouring ids."""
     return -(1 + token_id % 15) / 16
 
 
@@ -55,7 +55,7 @@ class _EchoGeneration:
 
 @define(eq=False)
 class _EchoStream:
-    """A plain iterator: an abandoned async generator would have to be closed by whoever abandons it."""
+    """A plain iterator: an abandoned async generator would have to be closed by its consumer."""
 
     _generation: _EchoGeneration
     _next_chunk: Callable[[_EchoGeneration], Awaitable[Chunk]]
@@ -68,11 +68,11 @@ class _EchoStream:
 
 
 class EchoEngine:
-    """A scripted ``Engine``. With ``is_gated`` a token is sampled only after ``release`` has let it go.
+    """A scripted ``Engine``. With ``is_gated`` a token is sampled only after ``release`` permits it.
 
-    With ``has_grammars`` it takes grammars, and leaves it to the script to match them.
+    With ``has_grammars`` it accepts grammars, and the script has to match them.
 
-    ``requests`` holds all that were opened, in order. ``fail`` makes it fail as an engine does whose thread died.
+    ``requests`` holds all requests, in order. ``fail`` makes it fail like an engine whose thread died.
     """
 
     def __init__(
@@ -108,21 +108,21 @@ class EchoEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts that do not change."""
+        """Properties of the engine, which do not change."""
         return self._info
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token will be stamped with."""
+        """Version of the weights that the next token is stamped with."""
         return self._version
 
     def release(self, num_tokens: int = 1) -> None:
-        """Let ``num_tokens`` more tokens be sampled, by whichever generations read first."""
+        """Permit ``num_tokens`` more tokens, for the generations that read first."""
         self._permits = (self._permits or 0) + num_tokens
         self._notify()
 
     def fail(self, error: Exception) -> None:
-        """From now on everything raises ``EngineError`` with ``error`` as its cause."""
+        """Make all later calls raise ``EngineError`` with ``error`` as its cause."""
         self._failure = error
         self._notify()
 
@@ -166,7 +166,7 @@ class EchoEngine:
         await anyio.lowlevel.checkpoint()
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         self._check()
         self._is_paused, self._pausing = False, None
         self._notify()
@@ -181,7 +181,7 @@ class EchoEngine:
         await anyio.lowlevel.checkpoint()
 
     def statistics(self) -> EngineStatistics:
-        """Counters, at once."""
+        """Return the counters, without waiting."""
         running = len(self._running)
         return evolve(self._statistics, running=running, waiting=len(self._open) - running)
 
@@ -233,7 +233,7 @@ class EchoEngine:
         return not is_held and self._permits != 0
 
     def _sample(self, generation: _EchoGeneration) -> Chunk:
-        """The next chunk: one token, or none and the news that it was aborted or the script is at its end."""
+        """Return the next chunk: one token, or an empty chunk if the generation was aborted or its script has ended."""
         if generation.is_aborted or not generation.answer:
             self._end(generation)
             if generation.is_aborted:

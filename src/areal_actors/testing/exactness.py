@@ -1,7 +1,7 @@
-"""Whether a session's training rows are what its engine saw and sampled: an oracle that knows the engine's log alone.
+"""An oracle that checks a session's training rows against the tokens that its engine saw and sampled.
 
-For tests of exporters, of proxies and of agents, ours and yours: record what the engine was asked and what it sampled,
-and compare. Nothing here is shared with ``cache``, which builds the rows.
+For tests of exporters, proxies and agents, in this library and in yours: record the requests and samples of the engine,
+and compare. It shares no code with ``cache``, which builds the rows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from areal_actors.domain import (
 __all__ = ["Recorded", "find_prompt_violations", "find_return_violations", "find_row_violations"]
 
 _SHOWN = 8
-"""How many ids are shown around the first that differs."""
+"""Number of ids to show around the first difference."""
 
 
 @frozen(kw_only=True, eq=False)
 class Recorded:
-    """What an engine saw and delivered for one request: ``prompt`` int32 [T], the others [n]; logprobs float32."""
+    """The prompt and output of one request: ``prompt`` int32 [T], the others [n]; logprobs float32."""
 
     prompt: Ints = field(converter=as_ints)
     token_ids: Ints = field(converter=as_ints)
@@ -40,16 +40,16 @@ class Recorded:
 
     @property
     def tokens(self) -> Ints:
-        """What was seen and what was sampled, int32 [T + n]."""
+        """Prompt and sampled tokens, int32 [T + n]."""
         return as_ints(np.concatenate([self.prompt, self.token_ids]))
 
 
 Log = Mapping[str, Recorded]
-"""What the engine recorded, by the id of the request, which is that of the interaction."""
+"""Records of the engine by the id of the request, which is that of the interaction."""
 
 
 def find_prompt_violations(record: SessionRecord, log: Log) -> Iterator[str]:
-    """Interactions whose stored tokens are not the engine's, or whose token parent does not begin their prompt."""
+    """Yield interactions whose stored tokens differ from the engine's, or whose token parent is not a prefix."""
     for turn in record.interactions:
         if turn.id not in log:
             if turn.completion is not None:
@@ -69,7 +69,7 @@ def _check_stored(turn: Interaction, seen: Recorded) -> Iterator[str]:
 
 
 def find_row_violations(rows: Sequence[Trajectory], untrained: Sequence[Untrained], log: Log) -> Iterator[str]:
-    """Rows that are no prompt and output of the engine's, and sampled tokens that are not accounted for exactly once.
+    """Yield rows that are not a prompt and output of the engine, and sampled tokens not accounted for exactly once.
 
     ``rows`` and ``untrained`` are one export, in any style.
     """
@@ -97,7 +97,7 @@ def _check_row(name: str, row: Trajectory, log: Log, num_trained: Counter[str]) 
     for index, turn in enumerate(row.interactions):
         seen = log[turn]
         if row.predecessors is not None and not len(seen.token_ids):
-            continue  # it has no place of its own; what it read stands where others go on from it
+            continue  # a turn without output has no tokens in the row; its prompt is part of the turns that continue it
         places = _places(row, index, seen)
         reached.update(places)
         yield from _difference(f"{name}: {turn}, ids read and sampled", seen.tokens, row.input_ids[places])
@@ -117,7 +117,7 @@ def _check_row(name: str, row: Trajectory, log: Log, num_trained: Counter[str]) 
 
 
 def _places(row: Trajectory, index: int, seen: Recorded) -> list[int]:
-    """Where a row holds what turn ``index`` read and sampled."""
+    """Return the indices in a row of the tokens that turn ``index`` read and sampled."""
     if row.predecessors is None:
         return list(range(min(len(seen.tokens), len(row.input_ids))))
     own = np.flatnonzero(row.turns == index)
@@ -132,7 +132,7 @@ def _places(row: Trajectory, index: int, seen: Recorded) -> list[int]:
 
 @frozen
 class _Columns:
-    """What a row must hold beside its ids."""
+    """The expected columns of a row, except its ids."""
 
     turns: Ints
     mask: Ints
@@ -150,7 +150,7 @@ class _Columns:
 
 
 def find_return_violations(styles: Mapping[str, Sequence[Trajectory]]) -> Iterator[str]:
-    """Interactions whose trained tokens have one return in one style of export and another one in another."""
+    """Yield interactions whose trained tokens have different returns in different styles of export."""
     returns: dict[str, tuple[str, float]] = {}
     for style, rows in styles.items():
         for row in rows:
@@ -168,7 +168,7 @@ def _check_returns(style: str, row: Trajectory, returns: dict[str, tuple[str, fl
 
 
 def _difference(what: str, expected: Ints | Floats, found: Ints | Floats) -> Iterator[str]:
-    """The first place where two arrays differ, bit by bit."""
+    """Describe the first index at which two arrays differ, bit by bit."""
     if np.array_equal(expected, found):
         return
     shared = min(len(expected), len(found))

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the facts of a journal, with every text and number that JSON or a client can bring."""
+"""Hypothesis strategies for the facts of a journal, with all texts and numbers that JSON or a client can send."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _FLOAT32 = st.floats(width=32)
 
 
 def any_texts() -> st.SearchStrategy[str]:
-    """Texts with everything that a Python text can hold: NUL, lone surrogates, two of them side by side."""
+    """Return texts with anything that Python text can hold: NUL, lone surrogates, and pairs of them."""
     return st.text(st.characters(), max_size=8) | st.sampled_from(["", "\0", "\ud83d", "\ud83d\ude00", "é漢🙂", "'"])
 
 
 def json_values() -> st.SearchStrategy[Any]:
-    """JSON as Python reads it: integers of any size, NaN, any text."""
+    """Return JSON as Python reads it: integers of any size, NaN, any text."""
     leaves = st.none() | st.booleans() | st.integers() | st.integers(10**30, 10**40) | st.floats() | any_texts()
     return st.recursive(
         leaves,
@@ -128,7 +128,7 @@ def _groups() -> st.SearchStrategy[GroupId]:
 
 
 def sessions_started() -> st.SearchStrategy[SessionStarted]:
-    """Sessions with any metadata and keys of samples of any size."""
+    """Return starts of sessions with any metadata and sample keys of any size."""
     paths = st.lists(st.integers() | any_texts(), max_size=3).map(tuple)
     return st.builds(
         SessionStarted,
@@ -143,7 +143,7 @@ def sessions_started() -> st.SearchStrategy[SessionStarted]:
 
 
 def turns_ended() -> st.SearchStrategy[TurnEnded]:
-    """Turns of any status, with and without what they sampled."""
+    """Return ended turns of any status, with and without sampled tokens."""
     digests = st.binary(max_size=32)
     attempts = st.builds(
         Attempt, fingerprint=any_texts(), number=st.integers(0, 10**30), idempotency_key=_optional_texts()
@@ -164,7 +164,7 @@ def turns_ended() -> st.SearchStrategy[TurnEnded]:
 
 
 def facts() -> st.SearchStrategy[Fact]:
-    """Any single fact."""
+    """Return any single fact."""
     versions = st.integers(-1, 2**40)
     ids = any_texts().map(InteractionId)
     return st.one_of(

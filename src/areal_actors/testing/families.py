@@ -1,8 +1,8 @@
-"""Chat templates in the manner of the main families of models, each with a small tokenizer that has its special tokens.
+"""Chat templates like those of the main families of models, each with a small tokenizer with its special tokens.
 
-They behave as the real ones do where it matters here: what they show, drop, move, trim and refuse. Their prose is
-shorter, their vocabulary is the tiny one, so that a renderer takes milliseconds. Tests of clients, sessions and
-renderers draw from ``FAMILIES``; ``Family.write`` spells an answer as a model of the family would.
+They behave like the real ones where it matters here: what they show, drop, move, trim and reject. Their text is
+shorter, and their vocabulary is the tiny one, so that a renderer is built in milliseconds. Tests of clients, sessions
+and renderers draw from ``FAMILIES``; ``Family.write`` writes an answer as a model of the family would.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["FAMILIES", "Family"]
 
 @frozen(kw_only=True)
 class Family:
-    """A family of models: its template, its special tokens, and how its models write."""
+    """A family of models: its template, its special tokens, and the format of its answers."""
 
     name: str
     start: str
@@ -33,38 +33,38 @@ class Family:
     end: str
     """The token that ends an answer."""
     end_of_calls: str | None = None
-    """The token that ends an answer with calls, if it is another one."""
+    """The token that ends an answer with calls, if it differs from ``end``."""
     special: tuple[str, ...] = ()
-    """Further special tokens."""
+    """Additional special tokens."""
     is_stripping: bool = False
-    """Whether special tokens swallow the white space behind them."""
+    """Whether special tokens include the white space after them."""
     tool_format: str
-    """The tool format that is recognised, or stands in."""
+    """The tool format that is recognised, or used instead."""
     reasoning_format: str | None = None
     thought: str = ""
-    """How thinking is written, with ``{}`` in its place; empty where models do not think."""
+    """Format of reasoning, with ``{}`` for its text; empty if models do not reason."""
     is_thinking: bool = False
-    """Whether the prompt opens the thinking, so that every answer closes it."""
+    """Whether the prompt opens the reasoning, so that every answer closes it."""
     content: str = "{}"
-    """How an answer is written."""
+    """Format of the text of an answer."""
     content_before_calls: str = "{}\n"
-    """How the text is written that precedes calls."""
+    """Format of text that precedes calls."""
     between_calls: str = "\n"
 
     @property
     def template(self) -> str:
-        """The Jinja source."""
+        """The Jinja source of the chat template."""
         path = resources.files("areal_actors.testing") / "chat_templates" / f"{self.name}.jinja"
         return path.read_text(encoding="utf-8")
 
     def create_renderer(self) -> TemplateRenderer:
-        """The renderer of this family, made once."""
+        """Return the renderer of this family, which is created once."""
         return _create_renderer(self)
 
     def write(
         self, content: str = "", calls: Sequence[tuple[str, Mapping[str, object]]] = (), thought: str = ""
     ) -> str:
-        """An answer as a model of this family would write it, special tokens and all, without the token that ends it.
+        """Return an answer as a model of this family would write it, with special tokens but without the end token.
 
         ``calls`` are names and arguments.
         """
@@ -78,7 +78,7 @@ class Family:
         return before + (pattern.format(content) if content else "") + self.between_calls.join(written)
 
     def sample(self, text: str, *, has_calls: bool = False) -> list[int]:
-        """The ids of an answer that ``write`` has written, and of the token that ends it."""
+        """Return the ids of an answer made by ``write``, including the token that ends it."""
         end = self.end_of_calls if has_calls and self.end_of_calls else self.end
         return self.create_renderer().vocabulary.encode(text + end)
 

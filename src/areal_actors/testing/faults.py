@@ -1,4 +1,4 @@
-"""``FaultyEngine``: an engine that lies about what it sampled, for tests of whoever has to notice."""
+"""``FaultyEngine``: an engine that misreports what it sampled, for tests of the code that has to detect it."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from areal_actors.engines.base import Engine
 __all__ = ["Fault", "FaultyEngine"]
 
 Retokenise = Callable[[Sequence[int]], Sequence[int]]
-"""From ids to those that their text is tokenised to."""
+"""Maps ids to those that their text is tokenised to."""
 
 _NUM_PLACES = 3
-"""A fault of one token is at one of the first: after the last token, a lost one leaves no trace."""
+"""A fault of one token is at one of this many first places: a lost last token would leave no trace."""
 
 
 class Fault(StrEnum):
-    """What is wrong with every answer."""
+    """The fault of every answer."""
 
     DROPPED_TOKEN = "dropped_token"  # noqa: S105
-    """One token is missing, with all that was said of it."""
+    """One token is missing, with all of its values."""
     DUPLICATED_TOKEN = "duplicated_token"  # noqa: S105
-    """One token stands there twice."""
+    """One token appears twice."""
     SHIFTED_LOGPROBS = "shifted_logprobs"
     """Each token has the log-probability of the one before it."""
     ZERO_LOGPROBS = "zero_logprobs"
     NAN_LOGPROB = "nan_logprob"
-    """One log-probability is no number."""
+    """One log-probability is NaN."""
     RETOKENISED_IDS = "retokenised_ids"
-    """The ids are those of the text, not those that were sampled."""
+    """The ids come from tokenising the text, and are not those that were sampled."""
     WRONG_VERSION = "wrong_version"
-    """Tokens are of a version that was never published."""
+    """Tokens have a version that was never published."""
     EMPTY_CAPTURE = "empty_capture"
     """There are no tokens at all."""
 
 
 class FaultyEngine:
-    """``engine`` with a ``fault`` in each generation after the first ``num_honest``; whatever else is the engine's own.
+    """``engine`` with a ``fault`` in each generation after the first ``num_honest``; other calls are passed on.
 
-    ``seed`` decides where in an answer the fault is. ``retokenise`` is needed for that of re-tokenised ids.
+    ``seed`` decides where in an answer the fault is. ``retokenise`` is required for ``RETOKENISED_IDS``.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class FaultyEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's."""
+        """The engine's info."""
         return self._engine.info
 
     @property
     def version(self) -> int:
-        """The engine's."""
+        """The engine's version."""
         return self._engine.version
 
     @asynccontextmanager
     async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
-        """A generation of the engine, with the fault in it."""
+        """Open a generation of the engine and add the fault to it."""
         self._num_opened += 1
         is_honest = self._num_opened <= self._num_honest
         place = random.Random(f"{self._seed}:{self._num_opened}").randrange(_NUM_PLACES)  # noqa: S311 - a test's dice
@@ -98,29 +98,29 @@ class FaultyEngine:
                     yield spoilt
 
     async def abort(self, request_id: str) -> None:
-        """The engine's."""
+        """Pass the call to the engine."""
         await self._engine.abort(request_id)
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """The engine's."""
+        """Pass the call to the engine."""
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """The engine's."""
+        """Pass the call to the engine."""
         await self._engine.resume()
 
     async def load(self, snapshot: Snapshot) -> None:
-        """The engine's."""
+        """Pass the call to the engine."""
         await self._engine.load(snapshot)
 
     def statistics(self) -> EngineStatistics:
-        """The engine's."""
+        """Return the engine's statistics."""
         return self._engine.statistics()
 
 
 @define
 class _Spoiler:
-    """Spoils the chunks of one generation, the token ``place`` of it where the fault is of one token."""
+    """Adds the fault to the chunks of one generation, at the token ``place`` for faults of one token."""
 
     fault: Fault
     place: int
@@ -175,7 +175,7 @@ def _take(chunk: Chunk, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> C
 
 
 def _join_retokenised(chunks: Sequence[Chunk], retokenise: Retokenise) -> Chunk:
-    """One chunk with the ids of the text; what was said of the sampled ones is dealt out to them."""
+    """Return one chunk with the ids of the text; the values of the sampled ids are distributed over them."""
     sampled = [int(token_id) for chunk in chunks for token_id in chunk.token_ids]
     ids = list(retokenise(sampled))
     columns = (np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("logprobs", "raw_logprobs"))

@@ -1,9 +1,9 @@
-"""How far an estimator's expected update is from the policy gradient, by exact enumeration of small episodes.
+"""The exact bias of an estimator's expected update, by enumeration of small episodes.
 
 A ``Shape`` is a small agent whose choices can be counted: a function that asks for turns, each of which picks one of
 a few options with known probabilities, and returns the reward as an agent does. ``enumerate_episodes`` plays it along
 every path, and keeps for each one its probability, its session record and the gradient of each choice's
-log-probability with respect to the policy (a table of logits, one for each state and option). Out of that follow
+log-probability with respect to the policy (a table of logits, one for each state and option). From that follow
 
 * the true gradient of the expected episode reward, ``sum p(episode) reward sum_t grad log pi(a_t)``;
 * the expected update of an estimator, ``sum p(group) sum_t weight_t A_t grad log pi(a_t)`` over all groups of n
@@ -62,10 +62,10 @@ __all__ = ["EXACT", "SHAPES", "Bias", "Estimator", "Play", "Shape", "Turn", "enu
 
 Doubles = npt.NDArray[np.float64]
 Rule = Callable[[Group], Sequence[npt.NDArray[Any]]]
-"""From a group to the advantages [T] of its rows, in the order of episodes and rows."""
+"""Maps a group to the advantages [T] of its rows, in the order of episodes and rows."""
 
 EXACT = 0.999999
-"""The cosine above which a direction is right: advantages and weights are float32."""
+"""The cosine above which a direction counts as right: advantages and weights are float32."""
 _PROMPT = 2
 """Tokens that are read before each answer."""
 _BATCHWISE = (Normalisation.REINFORCE_PLUS_PLUS, Normalisation.GROUP_MEAN_BATCH_STD)
@@ -84,7 +84,7 @@ class Turn:
 
 @frozen(kw_only=True)
 class _Choice:
-    """What the policy decided in a turn. ``state`` and its number of options are a block of the policy's logits."""
+    """The policy's decision in a turn. ``state`` and its number of options are a block of the policy's logits."""
 
     state: str
     option: int
@@ -93,10 +93,10 @@ class _Choice:
 
 @define
 class Play:
-    """One episode along a path of choices: what an agent is to a ``Shape``.
+    """One episode along a path of choices, as the agent of a ``Shape`` sees it.
 
-    Choices beyond ``path`` take their first option; ``num_options`` says how many there were, so that other paths can
-    be tried.
+    Choices beyond ``path`` take their first option; ``num_options`` records how many there were, so that other paths
+    can be tried.
     """
 
     path: tuple[int, ...] = ()
@@ -122,8 +122,8 @@ class Play:
 
         Args:
             state: The policy's parameters: equal names share them.
-            probabilities: Those of the options; one option is no choice.
-            after: The turn that this one continues, ``None`` for a conversation of its own.
+            probabilities: Those of the options; a single option is not a choice.
+            after: The turn that this one continues, ``None`` for a new conversation.
             lengths: Tokens of the answer for each option, 2 without them.
             is_fork: Whether the prompt does not extend the tokens of the turn that it continues.
             cut: The options whose answer ends by its length.
@@ -165,7 +165,7 @@ class Play:
         return Turn(number=number, option=option)
 
     def chance(self, probabilities: Sequence[float]) -> int:
-        """Let the environment pick, whose probabilities the policy does not change."""
+        """Pick by the environment, whose probabilities do not depend on the policy."""
         return self._pick(probabilities)
 
     def reward(self, turn: Turn, reward: float) -> None:
@@ -215,7 +215,7 @@ class Shape:
 
     @cached_property
     def places(self) -> Mapping[str, slice]:
-        """Where the logits of each state stand among the parameters."""
+        """The place of each state's logits among the parameters."""
         sizes = {
             choice.state: len(choice.probabilities)
             for played in self.episodes
@@ -228,7 +228,7 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """All logits."""
+        """The total number of logits."""
         return sum(place.stop - place.start for place in self.places.values())
 
     def scores(self, played: _Played) -> Doubles:
@@ -266,7 +266,7 @@ class _Played:
 
 
 def enumerate_episodes(script: Script) -> tuple[_Played, ...]:
-    """Every episode that an agent can have, with its probability; they add up to 1."""
+    """Return every episode that an agent can have, with its probability; they add up to 1."""
     found: list[_Played] = []
     paths: list[tuple[int, ...]] = [()]
     while paths:
@@ -303,11 +303,11 @@ def _record(play: Play, rewards: float | Mapping[Turn, float]) -> SessionRecord:
 
 @frozen(kw_only=True)
 class Estimator:
-    """What makes updates of episodes: the settings of the library, by default its defaults.
+    """Computes updates from episodes: the settings of the library, by default its defaults.
 
     ``masks_truncated`` leaves answers that were cut by their length out of the loss, as the setting of that name does.
-    ``rule``, where there is one, computes the advantages in the place of ``compute_advantages``: another system's, or
-    one that somebody is about to write.
+    ``rule``, if given, computes the advantages instead of ``compute_advantages``, for the estimator of another system
+    or a new one.
     """
 
     advantages: AdvantageConfig = field(factory=AdvantageConfig)
@@ -349,10 +349,10 @@ class Bias:
 
 
 def measure(shape: Shape, estimator: Estimator, *, group_size: int, num_groups: int | None = None) -> Bias:
-    """The bias of an estimator for a shape, exactly.
+    """Return the exact bias of an estimator for a shape.
 
-    ``num_groups`` are those of a batch. The denominators of most aggregations count the tokens, rows or episodes of
-    the whole batch; ``None`` takes a batch so large that they are constant. Statistics over a batch
+    ``num_groups`` is the number of groups in a batch. The denominators of most aggregations count the tokens, rows or
+    episodes of the whole batch; ``None`` takes a batch so large that they are constant. Statistics over a batch
     (``reinforce_plus_plus``, ``group_mean_batch_std``) are taken over one group in any case.
     """
     groups = Enumeration.create(shape, group_size=group_size, **estimator.export_settings)
@@ -412,7 +412,7 @@ def _denominator(batch: Batch, aggregation: Aggregation) -> int:
 
 @define(slots=False)
 class Enumeration:
-    """All groups of a shape under one export, and what has been computed of them."""
+    """All groups of a shape under one export, and the values computed from them."""
 
     shape: Shape
     group_size: int
@@ -471,7 +471,7 @@ class Enumeration:
         return self._weights[key]
 
     def _advantages(self, estimator: Estimator) -> list[Doubles]:
-        """The advantages of the trained tokens of each group."""
+        """Return the advantages of the trained tokens of each group."""
         groups = [found.group for found in self.combinations]
         config = estimator.advantages
         if estimator.rule is not None:
@@ -555,7 +555,7 @@ def _combine(members: Sequence[_Member], probability: float, problem: int) -> _C
 
 
 def _group(episodes: Sequence[Episode], problem: int = 0) -> Group:
-    """A group of episodes, each of them a session of its own."""
+    """Return a group of episodes, each of which is a separate session."""
     return Group(
         id=GroupId("g"),
         problem=Problem(position=problem, data={}),
@@ -608,7 +608,7 @@ def _noise(update: Doubles, square: float) -> float:
 
 
 _NOTHING = 1e-9
-"""Below this, an expected update is rounding."""
+"""An expected update below this is rounding."""
 
 
 def _total(vectors: Any) -> Doubles:

@@ -1,4 +1,4 @@
-"""Services without processes, at the plug point of the launcher: what they do next is said by the test."""
+"""Services without processes, at the plug point of the launcher, controlled by the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ScriptedProvider", "ScriptedService"]
 
 @define(kw_only=True, eq=False)
 class ScriptedService:
-    """A service that listens, until ``end`` is called or the launcher stops it."""
+    """A service that runs until ``end`` is called or the launcher stops it."""
 
     url: str
     pid: int
@@ -26,39 +26,39 @@ class ScriptedService:
     ended: anyio.Event = field(factory=anyio.Event)
 
     async def wait(self) -> str | None:
-        """As ``RunningService.wait``."""
+        """Wait for the end, like ``RunningService.wait``."""
         await self.ended.wait()
         return self.reason
 
     def end(self, reason: str | None) -> None:
-        """Die for this reason, or finish without one."""
+        """End with this failure, or normally without one."""
         self.reason = reason
         self.ended.set()
 
 
 @define(kw_only=True, eq=False)
 class ScriptedProvider:
-    """A ``ServiceProvider`` in memory. It keeps who is open, and counts starts and checkpoints."""
+    """A ``ServiceProvider`` in memory. It tracks open services, and counts starts and checkpoints."""
 
     url: str = "http://127.0.0.1:1"
-    """Where every service is said to listen."""
+    """The reported URL of every service."""
     start_seconds: float = 0.0
     stop_seconds: float = 0.0
     failures: dict[TrialId, ArealError] = field(factory=dict)
-    """Why the service of a trial does not start."""
+    """Trials whose service fails to start, with the error."""
     trials: tuple[TrialId, ...] = ()
-    """What was served before."""
+    """Trials that were served before."""
     sessions: set[str] = field(factory=set)
-    """Ids and keys in any journal."""
+    """Ids and keys that are in any journal."""
     open_services: dict[TrialId, ScriptedService] = field(factory=dict)
     num_starts: Counter[TrialId] = field(factory=Counter)
     num_checkpoints: Counter[TrialId] = field(factory=Counter)
     max_open: int = 0
-    """How many were open at once."""
+    """Maximum number of services open at the same time."""
 
     @asynccontextmanager
     async def open(self, trial: TrialId) -> AsyncIterator[ScriptedService]:
-        """As ``ServiceProvider.open``."""
+        """Open a service, like ``ServiceProvider.open``."""
         self.num_starts[trial] += 1
         await anyio.sleep(self.start_seconds)
         if trial in self.failures:
@@ -76,9 +76,9 @@ class ScriptedProvider:
             del self.open_services[trial]
 
     async def list_trials(self) -> tuple[TrialId, ...]:
-        """As ``ServiceProvider.list_trials``."""
+        """Return ``trials``."""
         return self.trials
 
     async def has_session(self, trial: TrialId, name: str) -> bool:  # noqa: ARG002 - names are unique
-        """As ``ServiceProvider.has_session``."""
+        """Return whether ``name`` is in ``sessions``."""
         return name in self.sessions

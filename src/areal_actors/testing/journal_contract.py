@@ -1,7 +1,7 @@
-"""The contract that every ``Journal`` keeps, as checks that anybody can run against their own.
+"""The contract of every ``Journal``, as checks that you can run against your own.
 
-``restorable`` says, slowly and obviously, what a journal must give back; each check is a coroutine function that takes
-``open_journal``, which opens the same journal anew each time, and raises ``AssertionError`` where it is broken::
+``restorable`` is a slow and simple model of what a journal must return; each check is a coroutine function that takes
+``open_journal``, which opens the same journal again each time, and raises ``AssertionError`` if it is broken::
 
     @pytest.mark.anyio
     @pytest.mark.parametrize("check", JOURNAL_CHECKS)
@@ -50,14 +50,14 @@ _OfSession = SessionStarted | TurnEnded | RewardSet | SessionEnded | SessionForg
 
 
 def create_start(session: str) -> SessionStarted:
-    """The start of a session."""
+    """Return the start of a session."""
     return SessionStarted(
         session=SessionId(session), key_digest=b"digest", sample_key=SampleKey(seed=1, path=(session,)), started_at=1.5
     )
 
 
 def create_turn(session: str, number: int, *, num_tokens: int = 3, text: str = "answer") -> TurnEnded:
-    """The ``number``-th turn of a session, completed, with ``num_tokens`` tokens in prompt and answer each."""
+    """Return the ``number``-th turn of a session, completed, with ``num_tokens`` tokens each in prompt and answer."""
     ids = as_ints(range(num_tokens))
     logprobs = [-0.5] * num_tokens
     turn = Interaction(
@@ -81,18 +81,18 @@ def create_turn(session: str, number: int, *, num_tokens: int = 3, text: str = "
 
 
 def create_session(session: str, num_turns: int = 2) -> tuple[Fact, ...]:
-    """A session from its start to its end, with a reward for each turn."""
+    """Return the facts of a session from its start to its end, with a reward for each turn."""
     turns = [create_turn(session, number) for number in range(num_turns)]
     rewards = [RewardSet(session=turn.session, interaction=turn.interaction.id, reward=0.25) for turn in turns]
     return create_start(session), *turns, *rewards, SessionEnded(session=SessionId(session), ended_at=3.5)
 
 
 def restorable(facts: Iterable[Fact]) -> tuple[Fact, ...]:
-    """What is left of ``facts`` without those that were replaced, and those that nobody needs any longer.
+    """Return ``facts`` without those that were replaced, and those that are no longer needed.
 
-    What is said again replaces what was said before; a start and a turn keep their place. Gone are forgotten sessions
-    of which no group is made but those that were consumed up to the newest saved version, and such groups themselves,
-    once all their sessions are forgotten: until then they tell that these were trained.
+    A repeated fact replaces the earlier one; a start and a turn keep their place. Removed are forgotten sessions that
+    belong to no group, or only to groups that were consumed up to the newest saved version, and such groups themselves,
+    once all their sessions are forgotten: until then they record that these were trained.
     """
     kept: dict[tuple[object, ...], Fact] = {}
     for fact in facts:
@@ -152,12 +152,12 @@ async def _read(open_journal: OpenJournal) -> tuple[Fact, ...]:
 
 
 async def check_a_new_journal_is_empty(open_journal: OpenJournal) -> None:
-    """What nobody wrote is not read."""
+    """A new journal has no facts."""
     assert await _read(open_journal) == ()
 
 
 async def check_facts_come_back_in_order(open_journal: OpenJournal) -> None:
-    """Facts of every kind are read as they were written, in order, however they were handed over."""
+    """Facts of every kind are read as they were written, in order, whether written or noted."""
     group = GroupQueued(group=GroupId("g"), position=3, sessions=(SessionId("a"), SessionId("b")), data={"x": [1]})
     consumed = GroupConsumed(group=GroupId("g"), version=6, is_trained=True)
     facts = (*create_session("a"), *create_session("b"), group, consumed, VersionSaved(version=5))
@@ -172,7 +172,7 @@ async def check_facts_come_back_in_order(open_journal: OpenJournal) -> None:
 
 
 async def check_a_write_includes_earlier_notes(open_journal: OpenJournal) -> None:
-    """When a write has returned, what was noted before it is there as well."""
+    """When a write has returned, the facts noted before it have been written, too."""
     async with open_journal() as journal:
         journal.note(create_start("a"))
         await journal.write()
@@ -182,7 +182,7 @@ async def check_a_write_includes_earlier_notes(open_journal: OpenJournal) -> Non
 
 
 async def check_leaving_writes_what_was_noted(open_journal: OpenJournal) -> None:
-    """Nobody has to wait for the last notes of an orderly end."""
+    """Closing the journal writes its last notes, without waiting for them."""
     async with open_journal() as journal:
         journal.note(create_start("a"))
 
@@ -190,7 +190,7 @@ async def check_leaving_writes_what_was_noted(open_journal: OpenJournal) -> None
 
 
 async def check_concurrent_writers(open_journal: OpenJournal) -> None:
-    """Every writer's facts are there, each writer's own in order."""
+    """The facts of all writers are read, those of each writer in order."""
     sessions = {name: create_session(name, 3) for name in ("a", "b", "c", "d")}
 
     async def write(journal: Journal, facts: tuple[Fact, ...]) -> None:
@@ -206,7 +206,7 @@ async def check_concurrent_writers(open_journal: OpenJournal) -> None:
 
 
 async def check_a_cancelled_write_is_written(open_journal: OpenJournal) -> None:
-    """Who gives up waiting takes nothing back."""
+    """Cancelling a write does not undo it."""
     async with open_journal() as journal:
         with anyio.CancelScope() as scope:
             scope.cancel()
@@ -217,7 +217,7 @@ async def check_a_cancelled_write_is_written(open_journal: OpenJournal) -> None:
 
 
 async def check_what_is_said_again_replaces(open_journal: OpenJournal) -> None:
-    """A reward that is corrected is read once, as it was set last; a session that is finalized has one end."""
+    """A corrected reward is read once, as it was set last; a session that is finalized has one end."""
     facts = create_session("a", 1)
     turn = create_turn("a", 0)
     again = RewardSet(session=turn.session, interaction=turn.interaction.id, reward=-1.0, scope=RewardScope.EPISODE)
@@ -230,7 +230,7 @@ async def check_what_is_said_again_replaces(open_journal: OpenJournal) -> None:
 
 
 async def check_forgotten_sessions_go(open_journal: OpenJournal) -> None:
-    """What was forgotten does not restore; what was not, does."""
+    """Forgotten sessions are not restored; others are."""
     async with open_journal() as journal:
         await journal.write(*create_session("a"), *create_session("b"))
         journal.note(SessionForgotten(session=SessionId("a")))
@@ -239,7 +239,7 @@ async def check_forgotten_sessions_go(open_journal: OpenJournal) -> None:
 
 
 async def check_groups_stay_until_their_sessions_are_forgotten(open_journal: OpenJournal) -> None:
-    """Whoever is killed before that must not take a session for one that was never trained."""
+    """After a crash before that, a trained session must not look like one that was never trained."""
     session, group = SessionId("a"), GroupId("g")
     queued = GroupQueued(group=group, position=0, sessions=(session,))
     consumed = GroupConsumed(group=group, version=5, is_trained=True)

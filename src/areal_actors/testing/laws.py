@@ -1,4 +1,4 @@
-"""The laws of reward propagation, as checks of any rule: which ones hold is the first thing to know of a new one.
+"""The laws of reward propagation, as checks for any rule, such as a new one.
 
 ::
 
@@ -8,9 +8,9 @@
     def test_my_rule(law):
         law.check(my_rule)
 
-Not every law suits every rule: ``max`` is not linear, and a rule that looks at the order of arrival is not free of it.
-Say which ones yours keeps, and Hypothesis looks for a tree that proves you wrong. The rule is asked through
-``backpropagate``, as training asks it; a name in ``RULES`` will do, too. The laws themselves are in ``cache.laws``.
+Not every law suits every rule: ``max`` is not linear, and a rule that uses the order of arrival depends on it.
+Choose the laws that yours keeps, and Hypothesis searches for a counterexample. The rule is called through
+``backpropagate``, as in training; a name in ``RULES`` is accepted, too. The laws themselves are in ``cache.laws``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["REWARD_LAWS", "RewardLaw", "chain", "is_close"]
 
 @frozen
 class _HypothesisDraw:
-    """Examples that Hypothesis chooses, and shrinks."""
+    """Examples chosen and shrunk by Hypothesis."""
 
     data: st.DataObject
 
@@ -49,7 +49,7 @@ class _HypothesisDraw:
 
 @frozen(kw_only=True)
 class RewardLaw:
-    """One law. ``statement`` says it in a sentence."""
+    """One law. ``statement`` describes it in a sentence."""
 
     name: str
     statement: str
@@ -57,10 +57,10 @@ class RewardLaw:
     law: Law
 
     def check(self, rule: str | Rule) -> None:
-        """Look for a tree on which ``rule`` breaks the law.
+        """Search for a tree on which ``rule`` breaks the law.
 
-        As many trees are tried as the profile of Hypothesis says. Raises ``AssertionError`` with the smallest tree
-        that was found.
+        The number of trees is set by the Hypothesis profile. Raises ``AssertionError`` with the smallest tree that was
+        found.
         """
 
         @given(self.trees, st.data())

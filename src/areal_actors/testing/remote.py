@@ -1,4 +1,4 @@
-"""Remote actors without a network: a pair of streams in memory, one that goes wrong on purpose, and a pretended node.
+"""Remote actors without a network: a pair of streams in memory, with optional faults, and a simulated node.
 
 ``pretend_remote`` puts a connection in memory between a test and an actor, so that every message is encoded, framed,
 decoded and fenced as between two machines, while time stays virtual.
@@ -23,13 +23,13 @@ __all__ = ["MemoryStream", "OnSend", "memory_pair", "pretend_remote"]
 _SECRET = b"a secret between two tests"
 
 OnSend = Callable[[bytes], bytes | Awaitable[bytes]]
-"""What happens to one write."""
+"""Transforms one write."""
 
 
 class MemoryStream(ByteStream):
     """One end of a pair of byte streams.
 
-    ``on_send`` sees each write and says which bytes go through instead, at once or after a while (a coroutine); raising
+    ``on_send`` gets each write and returns the bytes to send instead, immediately or as a coroutine; raising
     ``BrokenResourceError`` cuts the pair.
     """
 
@@ -43,7 +43,7 @@ class MemoryStream(ByteStream):
         self._left = b""
 
     async def send(self, item: bytes) -> None:
-        """Send, at most a few writes ahead of the other end."""
+        """Send ``item``, at most a few writes ahead of the other end."""
         data = bytes(item)
         if self._on_send is not None:
             try:
@@ -56,14 +56,14 @@ class MemoryStream(ByteStream):
             await self._send.send(data)
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
-        """What has arrived, at most ``max_bytes``."""
+        """Return received bytes, at most ``max_bytes``."""
         if not self._left:
             self._left = await self._receive.receive()
         data, self._left = self._left[:max_bytes], self._left[max_bytes:]
         return data
 
     async def send_eof(self) -> None:
-        """No more is sent."""
+        """Close the sending direction."""
         self._send.close()
 
     async def aclose(self) -> None:
@@ -77,7 +77,7 @@ class MemoryStream(ByteStream):
 
 
 def memory_pair(*, on_send: tuple[OnSend | None, OnSend | None] = (None, None)) -> tuple[MemoryStream, MemoryStream]:
-    """Two ends of one connection in memory."""
+    """Return the two ends of a connection in memory."""
     there_send, there_receive = anyio.create_memory_object_stream[bytes](4)
     back_send, back_receive = anyio.create_memory_object_stream[bytes](4)
     return (
@@ -90,7 +90,7 @@ def memory_pair(*, on_send: tuple[OnSend | None, OnSend | None] = (None, None)) 
 async def pretend_remote(
     expose: Mapping[str, Ref[Any]] | None = None, *, limits: Limits | None = None
 ) -> AsyncIterator[tuple[Peer, Listener]]:
-    """A peer that is connected, through memory, to actors of this very process; and its listener, to expose more."""
+    """Yield a peer that is connected, through memory, to actors of this process, and its listener, to expose more."""
     near, far = memory_pair()
     body: list[BaseException] = []
     async with listen(None, secret=_SECRET, expose=expose, node="far", limits=limits) as listener:

@@ -30,7 +30,7 @@ __all__ = ["ScriptedProxy", "open_scripted_proxy"]
 
 @frozen(kw_only=True)
 class ScriptedProxy:
-    """A proxy that is served. ``sessions.requests`` is what was asked of it."""
+    """A running proxy. ``sessions.requests`` holds the requests that it received."""
 
     endpoint: Endpoint
     sessions: ScriptedSessions
@@ -40,16 +40,16 @@ class ScriptedProxy:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL on which it listens."""
         return self.endpoint.url
 
     @property
     def admin_headers(self) -> dict[str, str]:
-        """What the administrator sends."""
+        """The headers of the administrator."""
         return {"authorization": f"Bearer {self.endpoint.admin_key}"}
 
     def open_session(self, task_id: str = "task", *, api_key: str | None = None) -> OpenAIProxyClient:
-        """A session, to be entered with ``async with``."""
+        """Return a session, to be entered with ``async with``."""
         return OpenAIProxyClient(self.url, admin_key=self.endpoint.admin_key, task_id=task_id, api_key=api_key)
 
 
@@ -65,11 +65,11 @@ async def open_scripted_proxy(
     """Serve until the block is left.
 
     Args:
-        script: what the model says.
-        config: the proxy's settings; any free port of this machine without them.
+        script: yields the answers of the model.
+        config: the proxy's settings; by default it listens on any free port of this machine.
         settings: how long sessions are kept.
-        max_sessions: how many may be live at once.
-        users: where users and their keys are kept; there are none without it.
+        max_sessions: maximum number of live sessions.
+        users: where users and their keys are stored; without it there are no users.
     """
     limits = CapacityLimits(max_concurrent=max_sessions, batch_size=max_sessions)
     sessions = ScriptedSessions(script, settings=settings)

@@ -1,7 +1,7 @@
-"""A session manager without a model: what the proxy asks, answered by a script.
+"""A session manager without a model, which answers the proxy's requests by a script.
 
-For tests of anything that speaks HTTP to the proxy, ours and yours. Keys, ends and grace periods are real
-(``cache.SessionStore``); text is what the script says, and tokens are made up, one per delta.
+For tests of code that speaks HTTP to the proxy, in this library and in yours. Keys, ends and grace periods are real
+(``cache.SessionStore``); text comes from the script, and tokens are made up, one per delta.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ from areal_actors.messages import (
 __all__ = ["Script", "ScriptedSessions", "echo_script"]
 
 Script = Callable[[CompletionRequest], AsyncGenerator[Delta, None]]
-"""What is said to a request, as it is sampled. Cancelled, or closed, when the client leaves."""
+"""Yields the deltas of an answer. Cancelled, or closed, when the client disconnects."""
 
 
 async def echo_script(request: CompletionRequest) -> AsyncGenerator[Delta, None]:
-    """The last message again, word by word."""
+    """Yield the last message, word by word."""
     for word in _last_text(request).split(" "):
         yield TextDelta(text=word + " ")
 
@@ -86,7 +86,7 @@ def _num_prompt_tokens(request: CompletionRequest) -> int:
 
 @define(kw_only=True)
 class _Saying:
-    """What has been said of one answer."""
+    """The deltas of one answer so far."""
 
     request: CompletionRequest
     interaction: InteractionId
@@ -121,7 +121,7 @@ class _Saying:
 
 
 class ScriptedSessions(Actor[Sessions]):
-    """Answers for sessions by a script. ``requests`` is everything that was asked for, in order."""
+    """Answers requests of sessions by a script. ``requests`` holds all requests, in order."""
 
     def __init__(self, script: Script = echo_script, *, settings: SessionSettings | None = None) -> None:
         self.requests: list[CompletionRequest] = []
@@ -133,7 +133,7 @@ class ScriptedSessions(Actor[Sessions]):
 
     @WatchSessions.handler
     async def watch(self, message: WatchSessions) -> None:
-        """Remember whom to tell of sessions that end."""
+        """Store the watcher to notify of sessions that end."""
         self._intake = message.watcher
 
     @OpenSession.handler
@@ -154,7 +154,7 @@ class ScriptedSessions(Actor[Sessions]):
 
     @Complete.handler(concurrency=10_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
-        """Say the script once per choice."""
+        """Run the script once per choice and return the answers."""
         session = self._admit(message)
         answers = []
         for name in self._names(message.request):
@@ -167,7 +167,7 @@ class ScriptedSessions(Actor[Sessions]):
 
     @StreamComplete.handler(concurrency=10_000)
     async def stream(self, message: StreamComplete) -> AsyncIterator[AnswerStarted | Delta | Answer]:
-        """Say the script once per choice, as it goes."""
+        """Run the script once per choice, and stream its deltas."""
         session = self._admit(message)
         for index, name in enumerate(self._names(message.request)):
             saying = _Saying(request=message.request, interaction=name)
@@ -180,20 +180,20 @@ class ScriptedSessions(Actor[Sessions]):
 
     @CheckCredential.handler
     async def check(self, message: CheckCredential) -> SessionId:
-        """Say whose it is."""
+        """Return the session that the credential belongs to."""
         credential = message.credential
         session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
         return session.id
 
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:
-        """One token per message, or per id of a raw prompt, as answers count them."""
+        """Count one token per message, or per id of a raw prompt, as answers do."""
         self._store.resolve(message.credential, is_capability=message.credential.is_capability)
         return _num_prompt_tokens(message.request)
 
     @LogNumbers.handler
     async def log(self, message: LogNumbers) -> None:
-        """Keep named numbers with the session."""
+        """Store named numbers with the session."""
         session = self._store.for_log(
             message.credential, anyio.current_time(), is_capability=message.credential.is_capability
         )
@@ -221,28 +221,28 @@ class ScriptedSessions(Actor[Sessions]):
         return SessionClosed(session=session.id, num_interactions=len(self._interactions[session.id]))
 
     @DescribeSessions.handler
-    async def describe(self, message: DescribeSessions) -> SessionsView:  # noqa: ARG002 - the message says it all
+    async def describe(self, message: DescribeSessions) -> SessionsView:  # noqa: ARG002 - the message has no fields
         """Count the sessions."""
         num_live = self._store.num_live
         return SessionsView(num_live=num_live, num_ended=len(self._store) - num_live, num_pending=0)
 
     @DescribeOwner.handler
     async def describe_owner(self, message: DescribeOwner) -> SessionOwner:
-        """Say who started a session."""
+        """Return the user who started a session."""
         credential = message.credential
         session = self._store.resolve(credential, is_capability=credential.is_capability)
         return SessionOwner(session=session.id, user=session.user, user_key=session.user_key)
 
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:
-        """The session as it stands."""
+        """Return the current state of the session."""
         session = self._store.get(message.session)
         interactions = tuple(self._interactions[session.id].values())
         return SessionRecord(id=session.id, interactions=interactions, is_ended=session.is_ended)
 
     @ForgetSession.handler
     async def forget(self, message: ForgetSession) -> None:
-        """Forget a session; one that is still live ends by that."""
+        """Forget a session; a live one ends."""
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)

@@ -1,7 +1,7 @@
-"""A server that speaks SGLang's native HTTP interface over any engine, with all the ways in which real ones die.
+"""A server with SGLang's native HTTP interface over any engine, and with the ways in which real ones fail.
 
-It streams as SGLang does: each event repeats what came before, versions are named in the last one, a pause with
-``retract`` keeps requests, and weights are loaded from disk under a label::
+It streams like SGLang: each event repeats the earlier output, the last one has the versions, a pause with ``retract``
+keeps requests, and weights are loaded from disk under a label::
 
     async with open_sglang_server(engine, model=directory) as server:
         async with ServerEngine.open(SGLangDialect(), ServerConfig(), urls=[server.url], ...) as remote:
@@ -39,32 +39,32 @@ from areal_actors.testing.sglang_words import Said, parse_request
 __all__ = ["FakeSGLang", "Fault", "UpdateFault", "open_sglang_server"]
 
 UNLABELLED = "default"
-"""What a server calls the weights that it started with."""
+"""The label of the weights that a server started with."""
 
 
 class Fault(StrEnum):
-    """What goes wrong with one request to generate."""
+    """Faults of one request to generate."""
 
     ERROR = "error"
     """An answer 500."""
     GARBAGE = "garbage"
-    """A stream of something else."""
+    """A stream that is not JSON."""
     CUT = "cut"
     """The stream ends after two tokens."""
     SILENCE = "silence"
-    """The stream says nothing after two tokens, for ever."""
+    """The stream stalls after two tokens and never continues."""
     FOREIGN_ABORT = "foreign_abort"
-    """Somebody else ends it after two tokens."""
+    """Another client aborts it after two tokens."""
     DEATH = "death"
     """The server dies after two tokens."""
 
 
 @define(eq=False)
 class FakeSGLang:
-    """A server that can be killed and started again, on one port. ``faults`` happen to the next requests, in order.
+    """A server that can be killed and started again, on one port. ``faults`` apply to the next requests, in order.
 
-    ``update_faults`` happen to the next updates in a group, one to each; those that are ``None`` succeed.
-    ``paths`` keeps what was asked, ``bodies`` what was to be generated, ``routing_keys`` the headers that came with it.
+    ``update_faults`` apply to the next updates in a group, one to each; those that are ``None`` succeed. ``paths``
+    records the paths of all requests, ``bodies`` the requests to generate, and ``routing_keys`` their headers.
     """
 
     engine: Engine
@@ -88,16 +88,16 @@ class FakeSGLang:
 
     @property
     def url(self) -> str:
-        """Where it listens, or did."""
+        """The URL on which it listens, or did."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def label(self) -> str:
-        """What it calls its weights."""
+        """The label of its weights."""
         return self._label
 
     async def start(self) -> None:
-        """Listen, with the weights that the model's directory has. On the same port as before."""
+        """Listen, with the weights in the model's directory, on the same port as before."""
         await self.engine.resume()
         self._received = ReceivedWeights()
         await self._load(Snapshot(version=self.engine.version + 1, path=self.model), UNLABELLED)
@@ -107,7 +107,7 @@ class FakeSGLang:
         self.tasks.start_soon(self._serve, listener, self._dying, self._ended)
 
     async def kill(self) -> None:
-        """Be gone, in the middle of everything."""
+        """Stop at once, breaking all streams."""
         self._die()
         if self._ended is not None:
             with anyio.CancelScope(shield=True):
@@ -115,7 +115,7 @@ class FakeSGLang:
 
     async def _serve(self, listener: Any, dying: anyio.Event, ended: anyio.Event) -> None:
         try:
-            with anyio.CancelScope(shield=True):  # Hypercorn does not like to be cancelled; ``kill`` ends it
+            with anyio.CancelScope(shield=True):  # Hypercorn does not stop cleanly when cancelled; ``kill`` ends it
                 await serve(self._create_app(), listener, shutdown=dying.wait)
         finally:
             ended.set()
@@ -273,15 +273,15 @@ class FakeSGLang:
 
 
 class _Events(Response):
-    """A stream that breaks off when its server dies, and ends when its client hangs up."""
+    """A stream that breaks off when its server dies, and ends when its client disconnects."""
 
     def __init__(self, server: FakeSGLang, events: AsyncGenerator[str]) -> None:
         super().__init__()
-        self._streams = server._streams  # noqa: SLF001 - two halves of one thing
+        self._streams = server._streams  # noqa: SLF001 - both classes are one server
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Stream."""
+        """Stream the events until they end, the client disconnects or the server dies."""
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with anyio.create_task_group() as tasks, aclosing(self._events) as events:
@@ -320,12 +320,12 @@ async def open_sglang_server(
     """Serve ``engine`` on a port of this machine while the block lasts.
 
     Args:
-        engine: open, and nobody else's: a server that starts again loads ``model`` into it.
-        model: the directory that it says it serves.
-        version: which SGLang it says it is.
-        end_token_id: ends whatever does not ignore it.
-        is_incremental: whether events leave out what earlier ones said.
-        port: where it listens; 0 takes one that is free.
+        engine: open and not shared: a server that starts again loads ``model`` into it.
+        model: the directory that the server reports as its model.
+        version: the reported version of SGLang.
+        end_token_id: ends generations unless they ignore it.
+        is_incremental: whether events omit what earlier ones contained.
+        port: the port to listen on; 0 takes a free one.
     """
     body: list[BaseException] = []
     with unwrapped(body):

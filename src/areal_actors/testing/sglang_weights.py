@@ -1,6 +1,6 @@
-"""How the small SGLang server receives weights in a group: as a real one does, with the ways in which that goes wrong.
+"""Weight updates of the fake SGLang server in a process group, including the ways in which real ones fail.
 
-It joins by the means of ``torch.distributed`` that servers use, so that what meets it here meets them.
+It joins through the same ``torch.distributed`` calls as real servers, so code that works with it works with them.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from areal_actors.engines.base import Snapshot
 __all__ = ["ReceivedWeights", "UpdateFault", "join_group", "leave_group", "receive_tensors"]
 
 _SECONDS = 20.0
-"""After which a wait in a group fails; real servers wait for half an hour."""
+"""Timeout of a wait in a group; real servers wait for half an hour."""
 
 
 class UpdateFault(StrEnum):
-    """What goes wrong with one update in a group."""
+    """Faults of one update in a group."""
 
     REFUSED_BEGIN = "refused_begin"
-    """It may not begin; tried again, that is another update."""
+    """The update may not begin; a retry counts as another update."""
     LEFT_OPEN = "left_open"
-    """Somebody has begun before, and was killed."""
+    """Another client began an update before, and was killed."""
     REFUSED = "refused"
-    """What is to be received is refused, before anything is."""
+    """The tensors are rejected before any is received."""
     HALF = "half"
-    """Half of a bucket is received, and loading that fails."""
+    """Half of a bucket is received, and loading it fails."""
     SILENCE = "silence"
-    """Nothing is received, and nothing said, until the group is left."""
+    """Nothing is received or answered until the group is left."""
     DEATH = "death"
     """The server dies with half of a bucket received."""
 
 
 @define(eq=False)
 class ReceivedWeights:
-    """The groups of one life of a server, and what it has received since the update began."""
+    """The groups of one incarnation of a server, and the tensors received since the update began."""
 
     has_died: bool = False
     fault: UpdateFault | None = None
@@ -51,7 +51,7 @@ class ReceivedWeights:
     _state: dict[str, Any] = field(factory=dict)
 
     async def join(self, body: Mapping[str, Any]) -> str | None:
-        """Meet the others; returns why not."""
+        """Join a group; return the problem, if any."""
         try:
             self._groups[body["group_name"]] = await to_thread.run_sync(join_group, body, abandon_on_cancel=True)
         except (RuntimeError, ValueError) as error:
@@ -59,7 +59,7 @@ class ReceivedWeights:
         return None
 
     async def leave(self, name: str) -> str | None:
-        """Leave a group; what waits in it fails."""
+        """Leave a group; waits in it fail."""
         group = self._groups.pop(name, None)
         self._left.set()
         if group is None:
@@ -68,7 +68,7 @@ class ReceivedWeights:
         return None
 
     def begin(self, fault: UpdateFault | None) -> str | None:
-        """Begin an update, to which ``fault`` happens."""
+        """Begin an update with the fault ``fault``."""
         self.fault, self._left = fault, anyio.Event()
         is_open = self._is_open or fault is UpdateFault.LEFT_OPEN
         self._is_open = True
@@ -78,7 +78,7 @@ class ReceivedWeights:
         return None
 
     async def receive(self, body: Mapping[str, Any]) -> str | None:
-        """Receive a bucket; returns why not."""
+        """Receive a bucket; return the problem, if any."""
         group = self._groups.get(body["group_name"])
         if not self._is_open or group is None or self.fault is UpdateFault.REFUSED:
             return "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
@@ -96,7 +96,7 @@ class ReceivedWeights:
         return "Please discard the whole weights." if is_half else None
 
     def snapshot(self, version: int) -> Snapshot:
-        """What was received."""
+        """Return the received weights as a snapshot."""
         return Snapshot(version=version, state=self._state)
 
     def end(self) -> str | None:
@@ -107,7 +107,7 @@ class ReceivedWeights:
         return None
 
     def die(self) -> None:
-        """Be gone: whoever is in a group with it loses it."""
+        """Stop: the other members of its groups lose it."""
         self.has_died = True
         self._left.set()
         while self._groups:
@@ -115,7 +115,7 @@ class ReceivedWeights:
 
 
 def join_group(body: Mapping[str, Any]) -> Any:
-    """What servers do with the address that they are given. Raises ``RuntimeError`` if nobody is there."""
+    """Join a group as servers do, given its address. Raises ``RuntimeError`` if nothing listens there."""
     from torch.distributed import Backend, PrefixStore, distributed_c10d, rendezvous  # type: ignore[attr-defined]
 
     timeout, size = timedelta(seconds=_SECONDS), body["world_size"]
@@ -124,7 +124,7 @@ def join_group(body: Mapping[str, Any]) -> Any:
     store.set_timeout(timeout)
     name = body["group_name"]
     store = PrefixStore(name, store)
-    group, _ = distributed_c10d._new_process_group_helper(  # noqa: SLF001 - there is no other way, for them either
+    group, _ = distributed_c10d._new_process_group_helper(  # noqa: SLF001 - real servers use it too, as there is no public way
         size, rank, [], Backend(body["backend"]), store, group_name=name, timeout=timeout
     )
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}  # noqa: SLF001
@@ -132,7 +132,7 @@ def join_group(body: Mapping[str, Any]) -> Any:
 
 
 def receive_tensors(group: Any, body: Mapping[str, Any], is_half: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
-    """The tensors that ``body`` describes, or the first half of them. Raises ``RuntimeError`` if they do not come."""
+    """Return the tensors that ``body`` describes, or the first half. Raises ``RuntimeError`` if they do not arrive."""
     import torch
 
     described = list(zip(body["names"], body["dtypes"], body["shapes"], strict=True))

@@ -1,4 +1,4 @@
-"""What the small SGLang server says of a generation, and how it reads what is asked of it."""
+"""Events and requests of the fake SGLang server: formatting of its streams, and parsing of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_p", "min_p", "frequency_penal
 
 @define
 class Said:
-    """What a stream has said, and how the next event says it."""
+    """The content of a stream so far, and the format of its events."""
 
     body: Mapping[str, Any]
     is_incremental: bool
@@ -28,7 +28,7 @@ class Said:
     spans: list[dict[str, Any]] = field(factory=list)
 
     def add(self, chunk: Chunk, label: str) -> None:
-        """Remember a chunk, sampled under the weights ``label``."""
+        """Add a chunk, sampled under the weights ``label``."""
         start = len(self.ids)
         temperature_is_one = self.body["sampling_params"]["temperature"] in (0.0, 1.0)
         logprobs = chunk.raw_logprobs if temperature_is_one else chunk.logprobs
@@ -43,7 +43,7 @@ class Said:
             self.spans.append({"version": label, "start": start, "end": len(self.ids)})
 
     def event(self, chunk: Chunk, label: str) -> str:
-        """The event about a chunk that was added last; ``label`` is that of the present weights."""
+        """Return the event for the chunk that was added last; ``label`` is that of the current weights."""
         since = len(self.ids) - len(chunk.token_ids) if self.is_incremental else 0
         finish = None if chunk.finish is None else {"type": str(chunk.finish)}
         meta = {
@@ -61,7 +61,7 @@ class Said:
 
 
 def parse_request(body: Mapping[str, Any], end_token_id: int | None) -> EngineRequest:
-    """What the body of a request to generate asks for; ``end_token_id`` ends what does not ignore it."""
+    """Parse the body of a request to generate; ``end_token_id`` ends generations unless they ignore it."""
     params = body["sampling_params"]
     ends = [] if params["ignore_eos"] or end_token_id is None else [end_token_id]
     sampling = Sampling(

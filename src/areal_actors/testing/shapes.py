@@ -27,16 +27,16 @@ from areal_actors.testing.gradients import Play, Shape, Turn
 __all__ = ["DrawnShape", "episode_shapes"]
 
 _MAX_GROUPS = 130
-"""Groups up to the order of their members that are enumerated at most; a shape takes some 30 ms with it."""
+"""Maximum number of groups, up to the order of their members, that are enumerated; a shape takes some 30 ms then."""
 _REWARDS = (-1.0, -0.25, 0.0, 0.5, 1.0, 2.0)
 
 
 @frozen(kw_only=True)
 class DrawnShape:
-    """A shape with the discount and the group size that it is to be measured with.
+    """A shape with the discount and the group size to measure it with.
 
-    ``is_outcome`` says that the agent returns one number, rather than a reward for each of several answers.
-    ``is_steady`` says that which turns there are depends on nothing: each is at a fixed distance from the end.
+    ``is_outcome`` means that the agent returns one number, rather than a reward for each of several answers.
+    ``is_steady`` means that the set of turns never varies: each is at a fixed distance from the end.
     """
 
     shape: Shape
@@ -48,7 +48,10 @@ class DrawnShape:
 
 @frozen(kw_only=True)
 class _TurnPlan:
-    """One turn. ``parent`` is the number of an earlier plan, ``condition`` one and the option that it must take."""
+    """One turn.
+
+    ``parent`` is the number of an earlier plan; ``condition`` is one and the option that must be taken there.
+    """
 
     probabilities: tuple[float, ...]
     parent: int | None
@@ -62,7 +65,7 @@ class _TurnPlan:
 
 @frozen(kw_only=True)
 class _Agent:
-    """A script from plans. ``outcomes`` are the numbers that it returns, by the option of the turn ``decider``."""
+    """A script made of plans. ``outcomes`` are the numbers that it returns, by the option of the turn ``decider``."""
 
     plans: tuple[_TurnPlan, ...]
     decider: int
@@ -150,12 +153,12 @@ def _distributions(num_options: int) -> st.SearchStrategy[tuple[float, ...]]:
 
 
 def _rewards(num_options: int) -> st.SearchStrategy[tuple[float, ...]]:
-    """A reward for each option, of which not all are equal where there are several."""
+    """Return a reward for each option; they are not all equal if there are several."""
     is_unique = num_options > 1
     return st.lists(st.sampled_from(_REWARDS), min_size=num_options, max_size=num_options, unique=is_unique).map(tuple)
 
 
 def _largest_group(num_episodes: int) -> int:
-    """The largest group whose combinations of ``num_episodes`` episodes are not too many, at least 2 and at most 8."""
+    """Return the largest group size from 2 to 8 for which ``num_episodes`` episodes do not make too many groups."""
     sizes = (size for size in range(2, 9) if math.comb(num_episodes + size - 1, size) <= _MAX_GROUPS)
     return max(sizes, default=2)

@@ -1,8 +1,7 @@
 """Hypothesis strategies for conversations, sessions and rewards, and the ways in which clients echo an answer.
 
-They feed property tests of this library and of code that uses it: a new reward rule is attacked with
-``reward_trees()``, a new exporter with ``session_records()``, a client or a matcher with ``conversations()`` and
-``ECHO_STYLES``.
+They feed property tests of this library and of code that uses it: test a new reward rule with ``reward_trees()``, a new
+exporter with ``session_records()``, a client or a matcher with ``conversations()`` and ``ECHO_STYLES``.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ _MAX_TOKEN = 200
 
 
 def _texts() -> st.SearchStrategy[str]:
-    """Short texts, with the characters that serialisers and templates stumble over."""
+    """Return short texts, with characters that often break serialisers and templates."""
     return st.text(st.sampled_from('ab \n"\\{}<>é漢🙂\u2028'), max_size=6)
 
 
 def _arguments() -> st.SearchStrategy[str]:
-    """JSON objects as a model might write them, and now and then text that is no JSON."""
+    """Return JSON objects as a model might write them, and sometimes text that is not JSON."""
     values = st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from([0.5, 2.0, -0.0]) | _texts()
     objects = st.dictionaries(st.sampled_from(["a", "b", "ü"]), values | st.lists(values, max_size=2), max_size=3)
     written = st.builds(
@@ -91,7 +90,7 @@ def chat_messages(role: str | None = None) -> st.SearchStrategy[ChatMessage]:
 
 @st.composite
 def conversations(draw: st.DrawFn, *, max_turns: int = 3) -> tuple[ChatMessage, ...]:
-    """What a client might send: perhaps a system message, then turns; every tool call has its result."""
+    """Return conversations of a client: perhaps a system message, then turns; every tool call has its result."""
     messages = list(draw(st.lists(chat_messages("system"), max_size=1)))
     messages.append(draw(chat_messages("user")))
     for _ in range(draw(st.integers(0, max_turns))):
@@ -108,7 +107,7 @@ def _rewrite_arguments(message: ChatMessage, write: Callable[[object], str]) -> 
         try:
             return evolve(call, arguments=write(json.loads(call.arguments, parse_constant=_refuse)))
         except (ValueError, RecursionError):
-            return call  # no client can parse it either, and passes it on as text
+            return call  # clients cannot parse it either, and pass it on as text
 
     return evolve(message, tool_calls=tuple(map(rewrite, message.tool_calls)))
 
@@ -126,7 +125,7 @@ def _lose_text(message: ChatMessage) -> ChatMessage:
 
 
 def _with_integers(value: object) -> object:
-    """What a language with one type of number makes of ``value``."""
+    """Convert ``value`` as a language with only one type of number does."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -148,11 +147,11 @@ ECHO_STYLES: Mapping[str, Callable[[ChatMessage], ChatMessage]] = {
     "arguments with integers": lambda m: _rewrite_arguments(m, lambda v: json.dumps(_with_integers(v))),
     "name added": lambda m: evolve(m, name="agent"),
 }
-"""How clients echo an answer of ours in their next request, by name: all of them faithful, hardly any of them exact."""
+"""How clients echo an answer in their next request, by name: all keep its meaning, hardly any keep it exactly."""
 
 
 def echo_styles() -> st.SearchStrategy[Callable[[ChatMessage], ChatMessage]]:
-    """One of ``ECHO_STYLES``, or two of them one after the other."""
+    """Return one of ``ECHO_STYLES``, or two of them in sequence."""
     names = st.lists(st.sampled_from(sorted(ECHO_STYLES)), min_size=1, max_size=2)
     return names.map(_chained)
 

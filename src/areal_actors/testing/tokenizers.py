@@ -1,4 +1,4 @@
-"""A real tokenizer that takes milliseconds to build, that of the tiny model: byte-level BPE of 384 tokens."""
+"""A real tokenizer that is built in milliseconds, that of the tiny model: byte-level BPE of 384 tokens."""
 
 from __future__ import annotations
 

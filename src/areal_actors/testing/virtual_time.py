@@ -1,4 +1,4 @@
-"""Virtual time: an hour of sleeping takes milliseconds, and always the same number of steps.
+"""Virtual time: an hour of sleeping takes milliseconds, and always takes the same number of steps.
 
 When every task waits for the clock, the clock jumps to the next deadline. This works on asyncio (``AutojumpLoop``)
 and on trio (its ``MockClock``)::
@@ -28,23 +28,23 @@ class AutojumpLoop(asyncio.SelectorEventLoop):
         super().__init__(_AutojumpSelector(self))
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self._virtual_now
 
     def jump(self, seconds: float) -> None:
-        """Let ``seconds`` pass at once."""
+        """Advance the clock by ``seconds`` at once."""
         self._virtual_now += seconds
 
 
 class _AutojumpSelector(selectors.DefaultSelector):
-    """Polls instead of waiting for a timer, and moves the loop's clock by the time it was asked to wait."""
+    """Polls instead of waiting for a timer, and advances the loop's clock by the requested timeout."""
 
     def __init__(self, loop: AutojumpLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Report what is ready now; without a timer, really wait for input or output."""
+        """Return what is ready now; without a timer, wait for actual input or output."""
         events = super().select(0 if timeout is not None else None)
         if not events and timeout is not None and timeout > 0:
             self._loop.jump(timeout)
@@ -52,7 +52,7 @@ class _AutojumpSelector(selectors.DefaultSelector):
 
 
 def virtual_backend(name: str) -> tuple[str, dict[str, Any]]:
-    """Backend and options with virtual time, as an ``anyio_backend`` fixture returns them or ``anyio.run`` takes them.
+    """Return backend and options for virtual time, for an ``anyio_backend`` fixture or for ``anyio.run``.
 
     Args:
         name: ``asyncio`` or ``trio``.

@@ -1,13 +1,13 @@
-"""A server that speaks vLLM's HTTP over any ``Engine``: what ``backend: vllm`` talks to, without vLLM.
+"""A server with vLLM's HTTP interface over any ``Engine``, to test ``backend: vllm`` without vLLM.
 
 ::
 
     async with open_vllm_server(engine) as server, ServerEngine.open(VllmDialect(), ..., urls=[server.url]) as remote:
         ...
 
-It says what a real server says, to the requests that ``VllmDialect`` sends: also that an error within a stream comes as
-an event after a 200, that ids are extended before they can be aborted, and that weights have no label until they are
-given one. Grammars it has none. ``failures`` are what it answers in the place of the next answers to generate.
+It answers the requests that ``VllmDialect`` sends like a real server: an error within a stream is an event after a
+status 200, ids have a prefix when they are aborted, and weights have no label until they get one. It has no grammars.
+``failures`` replace the next answers to generate.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ __all__ = ["Failure", "VllmServer", "open_vllm_server"]
 
 
 class Failure(StrEnum):
-    """How an answer goes wrong."""
+    """Ways in which an answer fails."""
 
     ERROR = "error"
     """Status 500."""
     GARBAGE = "garbage"
-    """A stream that is no JSON."""
+    """A stream that is not JSON."""
     CUT = "cut"
-    """A stream that ends after its first token, without a word."""
+    """A stream that ends after its first token, without an error."""
 
 
 @define(kw_only=True, eq=False)
 class VllmServer:
-    """A server over ``engine``. ``bodies`` holds what was asked of it, in order."""
+    """A server over ``engine``. ``bodies`` holds the requests to generate, in order."""
 
     engine: Engine
     model: Path
@@ -66,7 +66,7 @@ class VllmServer:
     _ids: count[int] = field(factory=count, init=False)
 
     def create_app(self) -> Starlette:
-        """The routes that the dialect knows."""
+        """Create the application with the routes that the dialect uses."""
         said = {
             "/version": self._describe_version,
             "/v1/models": self._describe_models,
@@ -136,7 +136,10 @@ class VllmServer:
         return _Events(events)
 
     def _parse(self, body: Mapping[str, Any]) -> EngineRequest:
-        """Ids of requests need not be unique; ours of generations are. Nothing seeds them but their number."""
+        """Parse a request to generate.
+
+        vLLM's request ids need not be unique, but an engine's must be, so each gets a number, which is also its seed.
+        """
         wanted, number = body["sampling_params"], next(self._ids)
         sampling = Sampling(
             max_new_tokens=wanted["max_tokens"],
@@ -203,7 +206,7 @@ class VllmServer:
         return JSONResponse({"results": [None]})
 
     async def _reset(self, _: Request) -> Response:
-        """The engine has done so when it loaded."""
+        """Do nothing: the engine dropped its cache when it loaded."""
         return JSONResponse({"success": True})
 
     async def _name_weights(self, request: Request) -> Response:
@@ -235,7 +238,7 @@ def _choice(chunk: Chunk, spans: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Events(StreamingResponse):
-    """A stream of events that is closed in the task that read it, also when nobody wants the rest."""
+    """A stream of events that is closed in the task that reads it, even if the client does not want the rest."""
 
     def __init__(self, events: AsyncGenerator[str]) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -260,9 +263,9 @@ async def _refuse_incomplete(_: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def open_vllm_server(engine: Engine, *, model: Path, port: int = 0) -> AsyncIterator[VllmServer]:
-    """Serve ``engine`` on this machine until the block is left; who is being answered then is cut off.
+    """Serve ``engine`` on this machine until the block is left; answers in progress are cut off then.
 
-    ``model`` is the directory that it says it was started with. The engine is opened and closed by the caller.
+    ``model`` is the directory that the server reports as its model. The caller opens and closes the engine.
     """
     listener = listen("127.0.0.1", port, section="vllm")
     server = VllmServer(engine=engine, model=model, url=url_of(listener))

@@ -117,6 +117,7 @@ def _problems(root: yaml.Node | None, source: str) -> Iterator[str]:
     """Yield duplicate keys and cycles. Each node is visited once, however often anchors repeat it."""
     done: set[int] = set()
     above: set[int] = set()
+    # A stack instead of recursion: anchors may form cycles, and nesting may be deep.
     stack: list[tuple[yaml.Node, bool]] = [] if root is None else [(root, False)]
     while stack:
         node, is_leaving = stack.pop()

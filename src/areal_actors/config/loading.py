@@ -73,6 +73,7 @@ class Schema(Generic[C]):
         is_secret = redact_settings(text) != text or (path.exists() and not path.stat().st_mode & 0o077)
         mode = 0o600 if is_secret else 0o666
         partial = path.with_name(f".{path.name}.partial")
+        # The mode below only applies to a file that is created, so a leftover must not be reused.
         partial.unlink(missing_ok=True)
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
             file.write(text)
@@ -93,7 +94,7 @@ class Schema(Generic[C]):
     # ---------------------------------------------------------------------------------------------- its steps
 
     def _apply_aliases(self, document: Document) -> tuple[Any, dict[ConfigPath, ConfigPath], list[str]]:
-        """The data under proper names, which names stand for aliases in the file, and what was given twice."""
+        """Return the data under canonical names, the aliases used by the file, and mistakes for values given twice."""
         data: Any = plain(document.data or {})
         used: dict[ConfigPath, ConfigPath] = {}
         found: list[str] = []

@@ -173,7 +173,7 @@ class ServeConfig:
 
 @frozen(kw_only=True)
 class LoggingConfig:
-    """What a run displays and keeps."""
+    """The display of a run, and the output that it keeps."""
 
     display: DisplayStyle = DisplayStyle.AUTO
     """auto uses rich output at a terminal and plain lines elsewhere."""

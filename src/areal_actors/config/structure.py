@@ -123,6 +123,7 @@ def _structure_scalar_or_choice(value: Any, kind: Any) -> Any:
 
 
 def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> Any:
+    # bool is a subclass of int, but not accepted as a number.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return _float(value)
     if (str if isinstance(value, str) else type(value)) is not kind:

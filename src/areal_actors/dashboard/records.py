@@ -79,6 +79,7 @@ def rewrite_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[
         with open_records(partial, "w") as file:
             file.writelines(map(format_record, kept))
             file.flush()
+            # Before the rename: otherwise a power loss could leave an empty file under the final name.
             os.fsync(file.fileno())
         partial.replace(path)
     return kept

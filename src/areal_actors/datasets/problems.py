@@ -56,6 +56,7 @@ class Problems:
         return tuple(self._problem(index, index) for index in range(len(self._rows)))
 
     def _problem(self, position: int, row: int) -> Problem:
+        # A copy, because an agent may change its data and the row is used again.
         return Problem(position=position, data=deepcopy(dict(self._rows[row])))
 
     def _permutation(self, epoch: int) -> list[int]:

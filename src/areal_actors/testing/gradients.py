@@ -232,7 +232,7 @@ class Shape:
         return sum(place.stop - place.start for place in self.places.values())
 
     def scores(self, played: _Played) -> Doubles:
-        """The gradient of each turn's log-probability, float64 [turns, parameters]."""
+        """Return the gradient of each turn's log-probability, float64 [turns, parameters]."""
         result = np.zeros((len(played.choices), self.num_parameters))
         for row, choice in zip(result, played.choices, strict=True):
             if choice is not None:
@@ -288,7 +288,7 @@ def enumerate_episodes(script: Script) -> tuple[_Played, ...]:
 
 
 def _record(play: Play, rewards: float | Mapping[Turn, float]) -> SessionRecord:
-    """The session as the proxy leaves it: a float is the outcome of the episode, and is set on the last answer."""
+    """Return the session as the proxy leaves it: a float is the episode's outcome, set on the last answer."""
     by_answer = dict(rewards) if isinstance(rewards, Mapping) else {}
     interactions = list(play.interactions)
     for turn, reward in {**play.rewards, **by_answer}.items():
@@ -371,9 +371,9 @@ class _Combination:
 
 @frozen(kw_only=True)
 class _Weights:
-    """The weights of a group's trained tokens, as a batch of its own; 0 where they are masked.
+    """The weights of a group's trained tokens in a batch of only this group; 0 if they are masked.
 
-    ``denominator`` is what they are divided by, of all that depends on the whole batch.
+    ``denominator`` is the part of the divisor that depends on the whole batch.
     """
 
     values: Doubles = field(eq=False)
@@ -436,7 +436,7 @@ class Enumeration:
         return cls(shape=shape, group_size=group_size, estimand=estimand, combinations=tuple(combinations))
 
     def measure(self, estimator: Estimator, *, num_groups: int | None = None) -> Bias:
-        """See the function ``measure``; the export is that of the enumeration."""
+        """Return the bias under this export; see the function ``measure``."""
         weights = self._weights_of(estimator.aggregation, masks_truncated=estimator.masks_truncated)
         advantages = self._advantages(estimator)
         shares = self._shares([weight.denominator for weight in weights], num_groups)
@@ -602,7 +602,7 @@ def _cosine(left: Doubles, right: Doubles) -> float:
 
 
 def _noise(update: Doubles, square: float) -> float:
-    """The standard deviation of a random update over its mean ``update``, given the mean square of its length."""
+    """Return the standard deviation of a random update over its mean ``update``, given its mean squared length."""
     length = float(update @ update)
     return math.sqrt(max(square - length, 0.0) / length) if length > _NOTHING**2 else math.inf
 

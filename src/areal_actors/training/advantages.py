@@ -262,8 +262,10 @@ class _Member:
         for row in episode.trajectories:
             for turn in _turns_of(row):
                 values[turn.kind].append(turn.value)
+        # Returns are float32: the reward has to be rounded like them to count as equal.
         returns = [value for found in values.values() for value in found] or [float(np.float32(episode.reward))]
         return cls(
+            # fsum rounds once, so the order of turns does not change a mean.
             by_kind={kind: math.fsum(found) / len(found) for kind, found in values.items()},
             mean=math.fsum(returns) / len(returns),
             constant=returns[0] if _is_constant(np.array(returns)) else None,

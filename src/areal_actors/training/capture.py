@@ -153,6 +153,7 @@ class CaptureWatch:
 
     def expect(self, rows: Sequence[TrainingRow]) -> None:
         """Set the rows of the step, including those that no pass computes."""
+        # By identity: rows are copied when baselines are added to them, and share the trajectory.
         self._seen = {id(row.trajectory): _Seen(row=row.trajectory, is_constant=_is_constant(row)) for row in rows}
 
     def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], raw_logprobs: Floats, logprobs: Floats) -> None:

@@ -98,6 +98,7 @@ def _checked_rows(custom: CustomFunction, group: Group, found: Any) -> Iterator[
                 f"returned {shape}{shorten(values)} for a row of session {row.session}; {wanted}."
             ) from None
         masked = np.where(row.loss_mask == 1, advantages, 0.0)
+        # Overflow gives inf, which is reported below with its token.
         with np.errstate(over="ignore"):
             result = masked.astype(np.float32)
         if not np.isfinite(result).all():

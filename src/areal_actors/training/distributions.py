@@ -120,6 +120,7 @@ def truncation_bounds(logits: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tenso
     size = logits.shape[-1]
     normaliser = logits.logsumexp(-1)
     num = min(size, max(_NUM_CANDIDATES, int(top_k.max())))
+    # Nearly always enough, and far cheaper than sorting the whole vocabulary.
     values = logits.topk(num, dim=-1).values
     kept = _num_kept(values, normaliser, top_p, top_k, min_p)
     bounds = values.gather(-1, kept[:, None] - 1).squeeze(-1)
@@ -133,10 +134,13 @@ def truncation_bounds(logits: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tenso
 
 def _num_kept(values: Tensor, normaliser: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
     """Return how many of the descending ``values`` [n, m] are kept, int64 [n], at least one."""
+    # float64, because a sum of many small probabilities decides what top_p keeps.
     probabilities = (values - normaliser[:, None]).double().exp()
     ends = probabilities.cumsum(-1)
     num = values.shape[-1]
     by_top_k = torch.where(top_k > 0, top_k.long(), num).clamp(max=num)
+    # Engines apply top_p to the probabilities that top_k left, renormalised; comparing with a share of their mass is
+    # the same.
     mass = torch.where(top_k > 0, ends.gather(-1, by_top_k[:, None] - 1).squeeze(-1), 1.0)
     before = ends - probabilities
     by_top_p = torch.where(top_p < 1, (before < (top_p * mass)[:, None]).sum(-1), num)

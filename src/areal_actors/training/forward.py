@@ -116,6 +116,7 @@ class _Shaping:
         _, top_p, top_k, min_p = self.settings[part][chosen].T
         found = truncation_bounds(logits[chosen], top_p, top_k, min_p)
         outside = _pick(logits, targets)[chosen] < found
+        # A target outside the bound would have the log-probability -inf, so it is scored without truncation.
         self.bounds[part][chosen] = found.masked_fill(outside, -torch.inf)
         is_outside[chosen] = outside
         return is_outside
@@ -197,6 +198,7 @@ class _Scores(torch.autograd.Function):
 def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, entropies: Tensor) -> Tensor:
     """Return -p (g_logprob + g_entropy (log p + H)), in place: the gradient without the target's own entry."""
     probabilities = logprobs_NV.exp()
+    # The usual case, without an entropy bonus: one pass over [n, V] fewer.
     if not grad_entropies.any():
         return probabilities.mul_(-grad_logprobs[:, None])
     factor = (
@@ -217,6 +219,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     if grad.dtype == total.dtype:
+        # In place: a separate product [V, H] for each chunk would need as much memory as the weight.
         total.addmm_(grad.T, hidden)
     else:
         total += grad.T @ hidden

@@ -107,12 +107,12 @@ class PolicyObjective:
 
     @property
     def needs_every_row(self) -> bool:
-        """See ``Objective``."""
+        """Whether a custom surrogate, the distance or the entropy gives rows without advantage a gradient."""
         is_custom = isinstance(self.surrogate, CustomSurrogate)  # may have a gradient where the advantage is 0
         return is_custom or bool(self.kl_coefficient or self.entropy_coefficient)
 
     def __call__(self, scores: TokenScores, terms: Terms) -> ObjectiveLoss:
-        """See ``Objective``."""
+        """Return the weighted sum of the losses of the tokens, and their statistics."""
         policy = self.surrogate(scores.logprobs, terms)
         losses = policy.losses if self.correction is None else policy.losses * self.correction(terms)
         if self.kl_coefficient and terms.reference is not None:

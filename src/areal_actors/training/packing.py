@@ -176,6 +176,7 @@ def _by_group(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[list[
 
 
 def _sort_key(sequence: Ints) -> bytes:
+    # Big-endian bytes of ids, which are never negative, sort like the ids themselves.
     return sequence.astype(">i4").tobytes()
 
 
@@ -260,6 +261,7 @@ def _fill_row(tries: Sequence[Trie], *, max_tokens: int) -> list[list[Trie]]:
 
 def _needed(row: TrainingRow) -> int:
     """Return the number of tokens to compute: those that predict a trained token, and those that they attend to."""
+    # Token t is predicted at t - 1, so the last trained token itself is not computed.
     return int(row.positions[-1])
 
 

@@ -53,6 +53,7 @@ def kl_costs(row: Trajectory, estimates: Floats, *, coefficient: float) -> Float
     which it influences.
     """
     paid = coefficient * estimates.astype(np.float64) * (row.loss_mask == 1)
+    # Cumulative sum from the end: each token is charged for its own estimate and all later ones.
     return as_floats(paid[::-1].cumsum()[::-1] * (row.loss_mask == 1))
 
 

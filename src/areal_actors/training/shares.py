@@ -20,5 +20,6 @@ def deal(sizes: Sequence[int], *, num_ranks: int) -> tuple[tuple[int | None, ...
     exactly one share, and all shares have the same length.
     """
     by_size = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    # Pad the last round, so that all ranks make the same number of collective calls.
     order = [*by_size, *[None] * (-len(by_size) % num_ranks)]
     return tuple(tuple(order[rank::num_ranks]) for rank in range(num_ranks))

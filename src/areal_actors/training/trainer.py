@@ -78,6 +78,7 @@ class PolicyTrainer:
         max_length: int | None = None,
     ) -> None:
         self.config = config or TrainerConfig()
+        # Evaluation mode, also in training: dropout would make every ratio of probabilities random.
         self.model = model.float().eval()
         self.version = 0
         self._scorer = Scorer(self.model)
@@ -189,6 +190,7 @@ class PolicyTrainer:
         packs, num_skipped = self._packs(batch)
         self._optimizer.zero_grad()
         found = self._passes.accumulate(self._scorer, self._objective, batch, packs)
+        # Before the optimiser: an update with nan cannot be taken back.
         if not np.isfinite(found.loss):
             self._optimizer.zero_grad()
             raise TrainingDiverged(
@@ -349,6 +351,7 @@ class PolicyTrainer:
                     )
                     rows.append(row)
                 num_episodes += 1
+        # Masking truncated answers may leave rows without a trained token.
         return [row for row in rows if row.trajectory.num_trained_tokens]
 
     def _unweighted(self, row: Trajectory) -> TrainingRow:
@@ -391,6 +394,7 @@ class PolicyTrainer:
         for epoch in range(self.config.num_epochs):
             order = np.arange(len(groups))
             if count > 1:
+                # No generator state is involved, so a resumed run draws the same order.
                 order = np.random.default_rng((self.config.seed, self.version, epoch)).permutation(len(groups))
             for part in np.array_split(order, count):
                 yield [row for index in part for row in groups[index]]

@@ -48,6 +48,7 @@ def export_model(
     cannot be written.
     """
     state = _converted(model.state_dict(), dtype)
+    # Tied tensors are written once.
     num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in state.values()}.values())
     with atomic_directory(directory, num_bytes=num_bytes) as partial:
         model.save_pretrained(partial, state_dict=state)
@@ -67,6 +68,7 @@ def distinct_tensors(model: Any) -> dict[str, Tensor]:
 def tied_names(model: Any) -> dict[str, str]:
     """Return for each tensor of the model its name in ``distinct_tensors``."""
     tensors = model.state_dict(keep_vars=True)
+    # Reversed, so that the first name of tied tensors wins.
     first = {_identity(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: first[_identity(tensor)] for name, tensor in tensors.items()}
 

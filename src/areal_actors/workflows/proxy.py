@@ -68,6 +68,7 @@ class ProxyWorkflow(RolloutWorkflow):
             interactions = InteractionViews(taken.record).rows(taken.episode.trajectories)
             is_kept = True
         finally:
+            # Shielded: if this episode is cancelled, its session has to be released for the next one.
             with anyio.move_on_after(_SETTLE_SECONDS, shield=True), suppress(ActorStopped):
                 await self._intake.tell(SettleTaken(taker=taker, is_kept=is_kept))
         return interactions

@@ -56,7 +56,7 @@ class InteractionViews:
         return evolve(made, row=row, reward=row.reward, others=others)
 
     def rows(self, trajectories: Sequence[Trajectory]) -> dict[str, InteractionWithTokenLogpReward]:
-        """The training rows in order, each by the interaction that it ends."""
+        """Return the interactions that end the training rows, in order, each with its row."""
         return {row.interactions[-1]: self.view(row.interactions[-1], row=row) for row in trajectories}
 
     def _make(self, name: InteractionId) -> None:

@@ -61,6 +61,7 @@ class _Channel:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
+        # From now on the agent's output goes to stderr, which the parent logs.
         os.dup2(2, 1)
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # the last lines before a crash explain it

@@ -197,9 +197,9 @@ Script = Callable[[Play], "float | Mapping[Turn, float]"]
 class Shape:
     """A small agent and its problems, which are drawn with equal probability.
 
-    ``note`` says why an estimator may differ from the gradient of the episode's reward by its configuration (what it is
-    asked to estimate is something else), ``None`` where it may not. ``is_selected`` says that which episodes are
-    trained at all depends on what the policy chose, so that no advantage makes up for it.
+    ``note`` explains why an estimator may differ from the gradient of the episode's reward by its configuration (it
+    estimates another quantity); ``None`` if it may not. ``is_selected`` means that the policy's choices decide which
+    episodes are trained at all, so that no advantage can compensate for it.
     """
 
     name: str
@@ -483,7 +483,10 @@ class Enumeration:
         return [_on_mask(group, values) for group, values in zip(groups, rows, strict=True)]
 
     def _shares(self, own: Sequence[int], num_groups: int | None) -> list[float]:
-        """For each group its probability times its denominator over the batch's, averaged over the other groups."""
+        """Return for each group its probability times its expected share of the batch's denominator.
+
+        For a batch of ``num_groups`` groups, its denominator over the batch's is averaged over the other groups.
+        """
         mean = sum(found.probability * size for found, size in zip(self.combinations, own, strict=True))
         if num_groups is None:
             return [found.probability * size / mean for found, size in zip(self.combinations, own, strict=True)]

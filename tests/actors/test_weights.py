@@ -105,7 +105,7 @@ async def test_a_server_that_does_not_come_is_given_up(tmp_path: Path, model: An
     async with keeping(tmp_path, model) as keeper:
         place = await open_group(keeper, seconds=0.1)
         wanted = SendBucket(group=place.name, version=3, number=0)
-        with pytest.raises(EngineError, match="Nobody has joined"):
+        with pytest.raises(EngineError, match="No process has joined"):
             await keeper.ask(wanted)
         with pytest.raises(EngineError, match="There is no group"):
             await keeper.ask(wanted)

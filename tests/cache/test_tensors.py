@@ -143,7 +143,7 @@ def test_missing_versions_are_those_of_the_engine() -> None:
         ({"logprobs": torch.full((1, 5), float("nan"))}, "log-probability that cannot be one"),
         ({"logprobs": torch.full((1, 5), 0.5)}, "log-probability that cannot be one"),
         ({"versions": torch.full((1, 5), -1)}, "nothing sampled it"),
-        ({"advantages": torch.zeros(1, 5)}, "Nobody reads 'advantages'"),
+        ({"advantages": torch.zeros(1, 5)}, "Unknown columns 'advantages'"),
     ],
 )
 def test_each_mistake_has_its_name(changes: dict[str, Any], complaint: str) -> None:

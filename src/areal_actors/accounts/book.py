@@ -20,7 +20,7 @@ from areal_actors.errors import InvalidRequest, NotFound, QuotaExceeded, Unautho
 
 __all__ = ["AccountBook", "Claim"]
 
-_INVALID = "This key is not valid (any more); ask whoever runs this service for another."
+_INVALID = "This key is not valid (any more); ask the operator of this service for another."
 """One message for unknown, revoked and expired keys, so that it reveals nothing to strangers."""
 
 

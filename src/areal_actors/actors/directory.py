@@ -211,7 +211,7 @@ class DirectoryActor(Actor[Directory]):
         """
         entry = self._entries.get(worker)
         if entry is None:
-            raise NotFound(f"Nobody here expects a worker {worker}; it belongs to another run, or to none any more.")
+            raise NotFound(f"This run expects no worker {worker}; it belongs to another run, or to none any more.")
         if life < entry.life:
             raise Conflict(f"Life {life} of {worker} is over; its life {entry.life} has begun.")
         # The cluster restarted it by itself, but other workers depend on its lost state.

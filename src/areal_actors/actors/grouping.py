@@ -92,7 +92,7 @@ class OpenGroup:
         """
         self._check(wanted)
         member = self._free_member() if wanted.member is None else wanted.member
-        assert member is not None, "whoever sits down has looked for room"
+        assert member is not None, "a seat is taken only after room was found"
         self.seats[member] = Seat(member=member, task=wanted.task, started_at=now)
         return self.seats[member]
 

@@ -259,7 +259,7 @@ class IntakeKeeper(Actor[Intake]):
     async def _episode(self, seat: Seat, session: SessionId, record: SessionRecord | None) -> Episode:
         nothing = Episode(session=session, member=seat.member)
         if record is None:
-            return evolve(nothing, failure="forgotten: somebody else made the service forget the session.")
+            return evolve(nothing, failure="forgotten: another client made the service forget the session.")
         nothing = evolve(nothing, num_turns=len(record.interactions), logged=record.logged)
         if not has_reward(record):
             return evolve(nothing, failure=_reason(seat), is_rejected=not seat.is_expired)
@@ -313,7 +313,9 @@ class IntakeKeeper(Actor[Intake]):
     async def take(self, message: TakeSession) -> TakenSession:
         """Lend the next finished session. Raises ``Conflict`` if the sessions go to a trainer."""
         if self._config.is_delivering:
-            raise Conflict("The sessions of this service go to its trainer; take them where nobody trains on them.")
+            raise Conflict(
+                "The sessions of this service go to its trainer; take them from a service that does not train on them."
+            )
         return await self._handout.lend(message.taker)
 
     @SettleTaken.handler
@@ -353,7 +355,7 @@ class IntakeKeeper(Actor[Intake]):
 
 
 _RESTORED = "They hold permits until their agents end them, or until sessions.lifetimes.idle_seconds have passed."
-_EXPIRED = "expired: nobody used the session for too long, and nobody ended it."
+_EXPIRED = "expired: the session was idle for too long and was not ended."
 
 
 def has_reward(record: SessionRecord) -> bool:
@@ -365,7 +367,7 @@ def _reason(seat: Seat) -> str:
     """Return why a session without a reward is not trained."""
     if seat.is_expired:
         return _EXPIRED
-    return "no_reward: nobody rewarded the session before its grace period was over; use set_reward or finalize."
+    return "no_reward: the session was not rewarded before its grace period was over; use set_reward or finalize."
 
 
 def _queued(group: OpenGroup, sessions: tuple[SessionId, ...]) -> GroupQueued:

@@ -280,7 +280,7 @@ class Launcher(Actor[Hosting]):
         elif service.state is ServiceState.BACKING_OFF and service.num_failures >= _NUM_PATIENT:
             wait = max(service.retry_at - anyio.current_time(), 1.0)
             raise Unavailable(
-                f"{name} could not be started {service.num_failures} times; whoever runs this host sees why. "
+                f"{name} could not be started {service.num_failures} times; the operator of this host sees why. "
                 "It is tried again.",
                 retry_after_seconds=wait,
             )

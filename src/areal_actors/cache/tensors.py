@@ -152,7 +152,7 @@ def _read(tensors: Mapping[str, Any]) -> dict[str, Array]:
     unknown = sorted(set(tensors) - {*_BY_TOKEN, "rewards"})
     if unknown:
         known = ", ".join((*_BY_TOKEN, "rewards"))
-        raise ExportError(f"Nobody reads {', '.join(map(repr, unknown))}; leave it out. Rows are made of {known}.")
+        raise ExportError(f"Unknown columns {', '.join(map(repr, unknown))}; leave them out. Rows are made of {known}.")
     arrays = {name: _array(name, tensors[name], kind) for name, (kind, _) in _BY_TOKEN.items() if name in tensors}
     shape = arrays["input_ids"].shape
     if len(shape) != _NUM_AXES or 0 in shape:

@@ -59,7 +59,7 @@ _ROWS: Mapping[Support, Mapping[str, str]] = {
         "prompt_cache_retention": "prefixes are cached without it",
         "cache_salt": "prefixes are cached without it",
         "request_id": "answers have ids of their own",
-        "access_programs": "whoever has a session has access",
+        "access_programs": "every client of a session has access",
         "image": "there are no images to compress",
     },
     Support.REFUSED: {

@@ -40,7 +40,7 @@ async def fetch_listener(path: Path) -> socket:
         async with await anyio.connect_unix(path) as stream:
             _, descriptors = await stream.receive_fds(1, 1)
     except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
-        raise ConnectionResetError(f"whoever hands out the socket at {path} has left") from error
+        raise ConnectionResetError(f"the process that serves the socket at {path} has exited") from error
     listener = socket(fileno=descriptors[0])
     listener.setblocking(False)
     return listener

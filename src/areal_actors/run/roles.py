@@ -296,7 +296,7 @@ def _check_version(post: Post, version: int) -> None:
     if version != post.order.checkpoint:
         raise CheckpointError(
             f"The newest checkpoint in {post.directory.checkpoints} is of step {version}, and this attempt goes on "
-            f"from step {post.order.checkpoint}; somebody else writes there. Train one run in a directory."
+            f"from step {post.order.checkpoint}; another process writes there. Train one run in a directory."
         )
 
 

@@ -69,7 +69,7 @@ class BroadcastGroup:
         try:
             store = open_store(host, config)
         except (OSError, RuntimeError) as error:
-            raise EngineError(f"Nobody can be met at {host}: {error}. Publish by disk, or mend the network.") from error
+            raise EngineError(f"No process can join {host}: {error}. Publish by disk, or mend the network.") from error
         return cls(
             name=name,
             host=host,
@@ -87,7 +87,7 @@ class BroadcastGroup:
         if store is None:
             raise self._closed()
         with self._guard():
-            self._wait(lambda: store.num_keys() > 0, f"Nobody has joined {self.name} at {self.host}:{self.port}")
+            self._wait(lambda: store.num_keys() > 0, f"No process has joined {self.name} at {self.host}:{self.port}")
             prefixed = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
             # torch uses this prefix: it creates one backend for all devices and names it after the first.
             device = dist.Backend.backend_capability[self.backend][0]

@@ -273,10 +273,10 @@ async def test_what_is_not_safe_is_refused(tmp_path):
         async with listen(None, secret=b"short"):
             pass
     async with listen(f"unix:{tmp_path}/own/x.sock", secret=SECRET) as listener:
-        with pytest.raises(ActorError, match="somebody listens at"):
+        with pytest.raises(ActorError, match="another process already listens at"):
             async with listen(listener.address, secret=SECRET):
                 pass
-    with pytest.raises(Unreachable, match="nobody answers at"):
+    with pytest.raises(Unreachable, match="no answer at"):
         async with connect(listener.address, secret=SECRET):
             pass
 

@@ -186,6 +186,6 @@ async def test_nobody_there():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(Unreachable, match=f"nobody answers at tcp://127.0.0.1:{port}"):
+    with pytest.raises(Unreachable, match=f"no answer at tcp://127.0.0.1:{port}"):
         async with connect(f"tcp://127.0.0.1:{port}", secret=SECRET):
             pass

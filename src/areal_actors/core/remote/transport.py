@@ -217,9 +217,9 @@ async def connect(
         with anyio.fail_after(limits.hello_seconds):
             stream = await _dial(address)
     except TimeoutError:
-        raise Unreachable(f"nobody answers at {address} within {limits.hello_seconds:g} s", sent=False) from None
+        raise Unreachable(f"no answer at {address} within {limits.hello_seconds:g} s", sent=False) from None
     except OSError as error:
-        raise Unreachable(f"nobody answers at {address}: {error}", sent=False) from None
+        raise Unreachable(f"no answer at {address}: {error}", sent=False) from None
     async with connect_stream(
         stream, secret=secret, expose=expose, node=node, incarnation=incarnation, limits=limits
     ) as peer:
@@ -334,7 +334,7 @@ async def _listen_unix(path: Path) -> SocketListener[Any]:
         pass  # no listener: anyio replaces the file that a dead one left
     else:
         await anyio.aclose_forcefully(stream)
-        raise ActorError(f"somebody listens at unix:{path} already; choose another path")
+        raise ActorError(f"another process already listens at unix:{path}; choose another path")
     return await anyio.create_unix_listener(path, mode=0o600)
 
 

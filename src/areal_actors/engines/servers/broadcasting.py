@@ -156,7 +156,7 @@ class Broadcasts:
                 return await keeper.ask(message)
         except (ActorError, CheckpointError, TimeoutError) as error:
             reason = str(error) or f"no answer within {self.timeout_seconds:g} s"
-            raise EngineError(f"Whoever keeps the weights did not give them: {reason}") from error
+            raise EngineError(f"The weight store did not provide the weights: {reason}") from error
 
 
 def open_broadcasts(dialect: ServerDialect, find: FindWeights, config: ServerConfig) -> Broadcasts:

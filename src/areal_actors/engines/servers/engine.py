@@ -208,7 +208,7 @@ class ServerEngine:
             return await to_thread.run_sync(self._publisher.write, snapshot)
         if self._pool.broadcasts is None:
             raise ModelError(
-                f"Snapshot of version {snapshot.version} is kept by somebody whom this engine does not know; publish "
+                f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; publish "
                 "its state or a path."
             )
         buckets = await self._pool.broadcasts.describe(snapshot.version)

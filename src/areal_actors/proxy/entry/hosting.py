@@ -145,7 +145,7 @@ class _Host(EveryPath):
             return TrialId(user.experiment or default.experiment, user.trial or default.trial)
         except ValueError as error:
             raise InvalidRequest(
-                f"{error}. Ask whoever runs this host to name the experiment of {user.name}."
+                f"{error}. Ask the operator of this host to name the experiment of {user.name}."
             ) from error
 
 

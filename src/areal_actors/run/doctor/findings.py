@@ -23,7 +23,7 @@ class Verdict(StrEnum):
     FAILED = "failed"
     """The job cannot run like this."""
     SKIPPED = "skipped"
-    """Nobody could find out, or nobody asked."""
+    """The check was not possible, or not asked for."""
 
 
 @frozen(kw_only=True)

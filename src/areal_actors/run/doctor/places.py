@@ -46,7 +46,7 @@ def examine_places(config: RunConfig, *, has_trial: bool) -> Iterator[Finding]:
     yield from cluster
     yield from examined("home", lambda: _home(config))
     if any(finding.verdict is Verdict.FAILED for finding in cluster):
-        yield _skipped("jobs", "without a cluster, nobody can say whether it would take them")
+        yield _skipped("jobs", "without a cluster, it is unknown whether it would accept them")
         return
     for role, settings in placed.items():
         job = examined(f"job of {role}", partial(_job, config, role, settings))

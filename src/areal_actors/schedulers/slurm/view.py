@@ -27,7 +27,7 @@ _ADVICE = {
     "BeginTime": "it was put back into the queue, and waits there for a while",
     "launch failed requeued held": "its node could not launch it, and Slurm holds it until it is released",
     "JobHoldMaxRequeue": "nodes could not launch it several times, and Slurm holds it until it is released",
-    "JobHeldUser": "somebody holds it: scontrol release",
+    "JobHeldUser": "held by a user: scontrol release",
     "JobHeldAdmin": "an administrator holds it",
     "PartitionConfig": "no node of the partition has what it asks for, and it would wait for ever",
     "BadConstraints": "no node has what it asks for, and it would wait for ever",

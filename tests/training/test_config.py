@@ -23,9 +23,12 @@ from areal_actors.training.config import (
     [
         (AdvantageConfig, {"std_floor": 0}),
         (BehaviourConfig, {"cap": -1}),
+        (BehaviourConfig, {"floor": 6.0}),
         (KlConfig, {"coefficient": -0.1}),
         (OverlongConfig, {"max_tokens": 0}),
         (ObjectiveConfig, {"clip_low": 1.5}),
+        (ObjectiveConfig, {"entropy_coefficient": float("nan")}),
+        (ObjectiveConfig, {"entropy_coefficient": float("inf")}),
         (OptimizerConfig, {"learning_rate": 0}),
         (OptimizerConfig, {"beta2": 1.0}),
         (OptimizerConfig, {"max_grad_norm": -1.0}),

@@ -6,6 +6,7 @@ imports torch.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any
 
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 _positive: Any = gt(0)
+_finite: Any = and_(gt(-math.inf), lt(math.inf))  # rejects NaN, too
 _not_negative: Any = ge(0)
 _fraction: Any = and_(ge(0), le(1))
 _below_one: Any = and_(ge(0), lt(1))
@@ -221,6 +223,11 @@ class BehaviourConfig:
     cap: float = field(default=5.0, validator=_positive)
     floor: float = field(default=0.0, validator=_not_negative)
 
+    def __attrs_post_init__(self) -> None:
+        # With mask, an empty range excludes every token, so the run would go on without learning.
+        if self.floor > self.cap:
+            raise ValueError(f"floor ({self.floor:g}) must not exceed cap ({self.cap:g})")
+
 
 @frozen(kw_only=True)
 class KlConfig:
@@ -285,7 +292,7 @@ class ObjectiveConfig:
     aggregation: Aggregation = Aggregation.EPISODE_SUM
     fixed_length: int = field(default=1024, validator=_positive)
     kl: KlConfig = field(factory=KlConfig)
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: float = field(default=0.0, validator=_finite)
     overlong: OverlongConfig = field(factory=OverlongConfig)
     masks_truncated: bool = False
 

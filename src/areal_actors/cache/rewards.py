@@ -354,11 +354,13 @@ class _Checked:
         return [self._number(name, value) for name, value in zip(tree.ids, values, strict=True)]
 
     def _number(self, name: InteractionId, value: Any) -> float:
-        with suppress(RewardError):
+        with suppress(RewardError, OverflowError):
             scalar = _item(value)
-            if isinstance(scalar, Real) and not math.isnan(float(scalar)):
+            # OverflowError: an int that no float holds.
+            if isinstance(scalar, Real) and _is_trainable(float(scalar)):
                 return float(scalar)
-        raise self.function.complaint(f"returned {shorten(value)} for interaction {name}; a return is a number.")
+        wanted = "a return is a number that fits into a float32"
+        raise self.function.complaint(f"returned {shorten(value)} for interaction {name}; {wanted}.")
 
 
 def _find_rule(rule: str | Rule) -> Rule:

@@ -119,3 +119,17 @@ def test_a_rule_of_ones_own_is_measured():
     nothing = measure(ONE_TURN, Estimator(rule=constant), group_size=2)
     assert (0.0, math.inf) == (nothing.cosine, nothing.noise)
     assert measure(ONE_TURN, Estimator(rule=reward), group_size=2).is_right
+
+
+def test_a_reward_that_no_choice_changes_has_no_direction():
+    """There is nothing to divide by: the scale is NaN, and nothing warns."""
+
+    def constant(play: Play) -> float:
+        play.turn("answer", (0.5, 0.5))
+        return 1.0
+
+    bias = measure(Shape(name="constant", statement="", problems=(constant,)), Estimator(), group_size=2)
+
+    assert math.isnan(bias.scale)
+    assert bias.cosine == 0
+    assert not bias.is_right

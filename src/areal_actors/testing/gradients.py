@@ -326,6 +326,7 @@ class Estimator:
 class Bias:
     """An expected update against the true gradient: its ``scale`` along it (1 is right), and the cosine between them.
 
+    Where the true gradient is zero, the scale is NaN and the cosine 0.
     ``estimand_cosine`` is the cosine to the gradient of what the settings ask for: each turn's own return, which a
     discount or a mean over branches may make another thing than the episode's reward. ``noise`` is the standard
     deviation of a single group's update over the length of the expected one: with k groups in a batch, divide it by
@@ -454,8 +455,9 @@ class Enumeration:
 
     def _compare(self, update: Doubles, *, noise: float) -> Bias:
         truth = self.shape.gradient
+        length = float(truth @ truth)
         return Bias(
-            scale=float(update @ truth / (truth @ truth)),
+            scale=float(update @ truth) / length if length > _NOTHING**2 else math.nan,
             cosine=_cosine(update, truth),
             estimand_cosine=_cosine(update, self.estimand),
             noise=noise,

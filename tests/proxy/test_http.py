@@ -135,6 +135,7 @@ async def test_rewards_that_mean_nothing():
         listed = await http.post(path, json={"reward": [1]})
         nothing = await http.post(path, json={})
         unknown = await http.post(path, json={"reward": 1, "completion_id": "chatcmpl-none"})
+        two = await http.post(path, json={"reward": 1, "completion_id": "chatcmpl-1", "interaction_id": "chatcmpl-2"})
         await http.post(f"/{session}/rl/end_session")
         settled = await http.post(path, json={"reward": 1})
 
@@ -142,6 +143,7 @@ async def test_rewards_that_mean_nothing():
     assert [r.status_code for r in (nan_body, nan_query, text, listed, nothing)] == [400] * 5
     assert {r.json()["error"]["param"] for r in (nan_query, text, listed, nothing)} == {"reward"}
     assert unknown.status_code == 404
+    assert (two.status_code, two.json()["error"]["param"]) == (400, "completion_id")
     assert settled.status_code == 410
 
 

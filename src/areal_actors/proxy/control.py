@@ -163,7 +163,10 @@ class ControlEndpoints:
     async def set_reward(self, exchange: Exchange) -> None:
         """Reward one interaction, or the last completed one."""
         arguments = await self._arguments(exchange)
-        interaction = read_text(arguments, "interaction_id") or read_text(arguments, "completion_id")
+        names = {read_text(arguments, name) or "" for name in ("interaction_id", "completion_id")} - {""}
+        if len(names) > 1:
+            raise InvalidRequest("interaction_id and completion_id name two answers; send one.", param="completion_id")
+        interaction = next(iter(names), None)
         rewarded = await self.sessions.ask(
             SetReward(
                 credential=await self._credential(exchange, arguments),

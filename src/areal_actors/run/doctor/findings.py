@@ -1,4 +1,4 @@
-"""What an examination found, one line per check."""
+"""The findings of `areal-actors doctor`, one line per check."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def format_finding(finding: Finding) -> str:
 
 
 def examined(check: str, look: Callable[[], Iterator[Finding]]) -> tuple[Finding, ...]:
-    """What ``look`` finds; an error that it raises is a finding, too, and does not keep others from being looked at."""
+    """Yield the findings of ``look``; an error that it raises becomes a finding, so that the other checks still run."""
     found: list[Finding] = []
     try:
         found.extend(look())

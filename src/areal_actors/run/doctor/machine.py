@@ -1,4 +1,4 @@
-"""What this machine has to have for a job: packages, model, problems, agent, a place to write, a port, a device."""
+"""Checks of this machine for a job: packages, model, problems, agent, directories, port and device."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _open_files(config: RunConfig) -> Iterator[Finding]:
 
 
 def _needed_files(config: RunConfig) -> int:
-    """What the process has open without agents, and connections of each episode that runs."""
+    """Return the number of open files that a run needs: those of the process, and the connections of each episode."""
     episodes = config.rollout.max_concurrent_rollouts * config.rollout.group_size
     return _OWN_FILES + _FILES_PER_EPISODE * episodes
 

@@ -26,7 +26,7 @@ from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, r
 __all__ = ["examine_places"]
 
 _HARMLESS = "platform"
-"""What a trial job runs once it has found that it could begin: a module of Python that prints a line."""
+"""The Python module that a trial job runs when it has started. It prints one line."""
 
 
 def examine_places(config: RunConfig, *, has_trial: bool) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _home(config: RunConfig) -> Iterator[Finding]:
 
 
 def _job(config: RunConfig, role: Role, settings: RoleConfig) -> Iterator[Finding]:
-    """What Slurm says of such a job, which it does not keep."""
+    """Return the answer of Slurm to a test submission of the job, which Slurm does not queue."""
     directory = config.run_directory.path
     request = JobRequest(
         run=secrets.token_hex(8),

@@ -21,6 +21,7 @@ from tests.training.conftest import _make_agent_group, _make_model
 
 from areal_actors.errors import ArealError
 from areal_actors.training.config import (
+    Activations,
     ComputeDtype,
     GangBackend,
     GangConfig,
@@ -88,6 +89,7 @@ def config_of(case: Mapping[str, Any]) -> TrainerConfig:
         objective=evolve(ObjectiveConfig(), kl=kl),
         layout=Layout(case.get("layout", "tree")),
         max_packed_tokens=case.get("max_packed_tokens", 40),
+        activations=Activations(case.get("activations", "keep")),
         num_epochs=case.get("epochs", 1),
         num_minibatches=case.get("minibatches", 1),
         gang=GANG,

@@ -6,6 +6,7 @@ import pytest
 
 from areal_actors.training.advice import doubtful_settings, inert_settings
 from areal_actors.training.config import (
+    Activations,
     AdvantageConfig,
     Aggregation,
     BehaviourConfig,
@@ -66,6 +67,7 @@ def test_a_setting_of_the_objective_that_cannot_act_is_named(objective, setting)
         (TrainerConfig(gang=GangConfig(timeout_seconds=7.0)), "gang.timeout_seconds"),
         (TrainerConfig(publish_keep=7), "publish_keep"),
         (TrainerConfig(publish_bucket_mib=7), "publish_bucket_mib"),
+        (TrainerConfig(device="cpu", activations=Activations.OFFLOAD), "activations offload"),
     ],
 )
 def test_other_settings_that_cannot_act_are_named(config, setting):

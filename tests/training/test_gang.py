@@ -23,6 +23,7 @@ from areal_actors.training.shares import deal
 CASES = {
     "tree": {"steps": 3},
     "flat": {"layout": "flat", "model": "qwen2"},
+    "recomputed activations": {"activations": "recompute"},
     "several updates": {"epochs": 2, "minibatches": 2},
     "a penalty in the loss": {"kl": "loss"},
     "a penalty in the reward": {"kl": "reward", "layout": "flat"},

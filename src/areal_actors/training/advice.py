@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from areal_actors.training.config import (
+    Activations,
     Aggregation,
     BehaviourConfig,
     CaptureConfig,
@@ -114,6 +115,8 @@ def _others(config: TrainerConfig) -> Iterator[str]:
         yield f"advantages.std_floor has no effect: normalisation {advantages.normalisation} does not divide."
     if optimizer.decay is Decay.CONSTANT:
         yield from _changed(optimizer, OptimizerConfig(), "optimizer", ("num_decay_steps", "final_fraction"), "decay")
+    if config.activations is Activations.OFFLOAD and config.device == "cpu":
+        yield "activations offload has no effect: device is cpu, whose memory is that of the host; use recompute."
     if not config.capture.enabled:
         yield from _changed(config.capture, CaptureConfig(), "capture", ("tolerance", "max_bad_fraction"), "enabled")
     if config.gang.num_processes == 1:

@@ -16,6 +16,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, o
 from areal_actors.references import FunctionReference, builtin_or_reference
 
 __all__ = [
+    "Activations",
     "AdvantageConfig",
     "Aggregation",
     "BehaviourConfig",
@@ -388,6 +389,19 @@ class GangConfig:
     timeout_seconds: float = field(default=300.0, validator=_positive)
 
 
+class Activations(StrEnum):
+    """What a forward pass keeps for the backward pass. Losses and gradients are the same, bit for bit."""
+
+    AUTO = "auto"
+    """``keep`` if a pass would surely fit into the device's memory, ``recompute`` otherwise."""
+    KEEP = "keep"
+    """Everything: fastest."""
+    RECOMPUTE = "recompute"
+    """The inputs of each layer; the rest is computed again, which makes a step about a third longer."""
+    OFFLOAD = "offload"
+    """The inputs of each layer, in the memory of the host instead of the GPU's."""
+
+
 @frozen(kw_only=True)
 class TrainerConfig:
     """One training step: how groups become updates.
@@ -396,7 +410,8 @@ class TrainerConfig:
     applies to rows that do not record the one they were sampled at (tensors that a workflow builds itself); all others
     record it for each turn. ``num_epochs`` is the number of passes over a batch and ``num_minibatches`` the number of
     updates per pass. ``device`` "auto" takes CUDA if there is a GPU; the processes of a gang choose theirs by its
-    backend. ``skips_inert_rows`` leaves rows that cannot change the gradient out of the forward pass.
+    backend. ``activations`` says what a forward pass keeps in memory for the backward pass: ``auto`` keeps everything
+    where that surely fits. ``skips_inert_rows`` leaves rows that cannot change the gradient out of the forward pass.
     """
 
     objective: ObjectiveConfig = field(factory=ObjectiveConfig)
@@ -408,6 +423,7 @@ class TrainerConfig:
     max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
     dtype: ComputeDtype = ComputeDtype.AUTO
     device: str = "auto"
+    activations: Activations = Activations.AUTO
     temperature: float = field(default=1.0, validator=_positive)
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)

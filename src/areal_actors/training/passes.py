@@ -137,7 +137,9 @@ class Passes:
     def _precision(self, device_type: str) -> AbstractContextManager[Any]:
         if self.dtype is torch.float32:
             return nullcontext()
-        return torch.autocast(device_type, dtype=self.dtype)
+        # Without autocast's cache: a pass uses each weight once, and the cache would hold a bfloat16 copy of all of
+        # them until its end.
+        return torch.autocast(device_type, dtype=self.dtype, cache_enabled=False)
 
     # ------------------------------------------------------------------------------------------ what all ranks know
 

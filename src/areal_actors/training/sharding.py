@@ -6,7 +6,6 @@ them. Gradients are summed over the ranks, never averaged: the weights of tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_actors.training.gang import Gang
+from areal_actors.training.memory import decoder_layers
 
 __all__ = ["free_gathered", "gather", "scatter", "shard"]
 
@@ -27,7 +27,7 @@ def shard(scorer: torch.nn.Module, gang: Gang) -> None:
     """
     assert gang.device is not None, "a gang of several has devices"
     mesh = init_device_mesh(gang.device.type, (gang.size,))
-    for module in (*_layers(scorer), scorer):
+    for module in (*decoder_layers(scorer), scorer):
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other way to sum without dividing
@@ -53,9 +53,3 @@ def scatter(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _layers(scorer: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the decoder layers, the modules that transformers says must not be split."""
-    names = {name for module in scorer.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    yield from [module for module in scorer.modules() if type(module).__name__ in names]

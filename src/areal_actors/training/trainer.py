@@ -29,7 +29,7 @@ from areal_actors.training.custom import StepInputs, estimate_advantages, load_e
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.generators import generator_states, set_generator_states
-from areal_actors.training.memory import release_free_memory
+from areal_actors.training.memory import device_bytes, release_free_memory, resolve_activations, set_activations
 from areal_actors.training.objective import Objective, TokenSums, create_objective
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_tree
@@ -93,6 +93,7 @@ class PolicyTrainer:
         self.expect_engine(dtype="float32")
         self._check()
         self._optimizer = self._create_optimizer()
+        self._set_activations()
         self._num_updates_before = 0
 
     def expect_engine(self, *, dtype: str) -> None:
@@ -125,6 +126,7 @@ class PolicyTrainer:
             self._dtype = self._choose_dtype()
             self._optimizer = self._create_optimizer()
             self._optimizer.load_state_dict(moments, num_updates=num_updates)
+            self._set_activations()
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -438,6 +440,20 @@ class PolicyTrainer:
         """Return the data type of forward and backward passes; weights and moments are always float32."""
         dtype: torch.dtype = getattr(torch, choose_dtype(self.config.dtype, str(self.model.device)))
         return dtype
+
+    def _set_activations(self) -> None:
+        """Decide what passes keep for the backward pass, for the current device and number of ranks."""
+        num_bytes = sum(p.nbytes * (4 if p.requires_grad else 1) for p in self.model.parameters())
+        self.activations = resolve_activations(
+            self.config.activations,
+            self.model.config,
+            dtype=self._dtype,
+            # A row that is longer than a pass gets one to itself.
+            num_tokens=max(self.config.max_packed_tokens, self._max_length or 0),
+            state_bytes=num_bytes // self.gang.size,
+            memory_bytes=device_bytes(self.model.device),
+        )
+        set_activations(self._scorer, self.activations)
 
     def _create_optimizer(self) -> Optimizer:
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

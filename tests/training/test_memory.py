@@ -1,0 +1,150 @@
+"""What a forward pass keeps for the backward pass: counted from what autograd saves."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import moe
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from areal_actors.training.config import Activations, ComputeDtype, TrainerConfig
+from areal_actors.training.gang import Gang
+from areal_actors.training.memory import activation_bytes, decoder_layers, resolve_activations, set_activations
+from areal_actors.training.passes import Passes
+from areal_actors.training.trainer import PolicyTrainer
+
+QWEN2_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+}
+
+
+def kept_bytes(kind: str, dtype: torch.dtype, activations: Activations, **shape: int) -> float:
+    """Bytes that autograd saves for one token and layer of a decoder, weights and embeddings aside."""
+    found = {}
+    for num_layers, num_tokens in product((1, 2), (64, 128)):
+        model_class, config_class = KINDS[kind]
+        model = model_class(config_class(num_hidden_layers=num_layers, **shape)).eval()
+        set_activations(model, activations)
+        found[num_layers, num_tokens] = _saved_bytes(model, dtype, num_tokens)
+    return ((found[2, 128] - found[2, 64]) - (found[1, 128] - found[1, 64])) / 64
+
+
+def _saved_bytes(model: Any, dtype: torch.dtype, num_tokens: int) -> int:
+    own = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            seen[storage._cdata] = storage
+        return tensor
+
+    ids = torch.zeros((1, num_tokens), dtype=torch.int64)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        Passes(gang=Gang.alone(), dtype=dtype)._precision("cpu"),
+    ):
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    return sum(storage.nbytes() for storage in seen.values())
+
+
+def test_a_layer_of_a_7b_model_keeps_its_input_alone():
+    """20 kB for each token at most if it recomputes; without, it is 261 kB."""
+    with FakeTensorMode():  # shapes without memory: a layer has 233 million weights
+        recomputed = kept_bytes("qwen2", torch.bfloat16, Activations.RECOMPUTE, **QWEN2_7B)
+    config = Qwen2Config(num_hidden_layers=1, **QWEN2_7B)
+
+    assert recomputed <= 20_000
+    assert 261 == activation_bytes(config, dtype=torch.bfloat16, activations=Activations.KEEP) // 1000
+
+
+@settings(max_examples=12)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    activations=st.sampled_from([Activations.KEEP, Activations.RECOMPUTE]),
+    heads=st.sampled_from([(4, 4), (8, 2), (16, 4)]),
+    widths=st.tuples(*map(st.sampled_from, [(256, 384, 1024), (256, 1024, 1536), (32, 64)])),
+)
+def test_bytes_are_predicted_from_the_configuration(kind, dtype, activations, heads, widths):
+    """Within 2 % of the saved tensors, for any shape."""
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "head_dim")
+    shape = {"vocab_size": 64, **dict(zip(names, (*heads, *widths), strict=True))}
+    config = KINDS[kind][1](num_hidden_layers=1, **shape)
+
+    predicted = activation_bytes(config, dtype=dtype, activations=activations)
+
+    assert predicted == pytest.approx(kept_bytes(kind, dtype, activations, **shape), rel=0.02)
+
+
+@pytest.mark.parametrize("activations", [Activations.RECOMPUTE, Activations.OFFLOAD])
+@pytest.mark.parametrize("dtype", [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16])
+@pytest.mark.parametrize("kind", ["llama", moe.KINDS[0]])
+def test_recomputed_activations_change_no_bit(make_model, make_agent_group, kind, dtype, activations):
+    """Losses, weights after two steps, and names of weights are those of a trainer that keeps everything."""
+    config = TrainerConfig(dtype=dtype, activations=Activations.KEEP)
+    groups = [make_agent_group(seed) for seed in range(2)]
+    one, other = (
+        PolicyTrainer(make_model(kind), evolve(config, activations=chosen))
+        for chosen in (Activations.KEEP, activations)
+    )
+
+    for _ in range(2):
+        assert one.train_step(groups).loss == other.train_step(groups).loss
+
+    assert list(dict(one.model.named_parameters())) == list(dict(other.model.named_parameters()))
+    expected = one.state_dict()
+    assert list(expected) == list(other.state_dict())
+    assert all(torch.equal(weight, expected[name]) for name, weight in other.state_dict().items())
+
+
+def test_a_copy_of_a_model_that_recomputes_has_its_own_weights(make_model):
+    """The engine copies the trainer's model: its layers must not compute with the trainer's weights."""
+    model = make_model()
+    set_activations(model, Activations.RECOMPUTE)
+    ids = torch.arange(5)[None]
+    before = model(ids).logits
+
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in decoder_layers(changed):
+            for weight in layer.parameters():
+                weight.zero_()
+
+    assert torch.equal(before, model(ids).logits)
+    assert not torch.allclose(before, changed(ids).logits)
+
+
+def test_activations_are_kept_where_they_fit(make_model):
+    """``auto`` recomputes if a pass needs more than a third of what the state leaves; a choice is taken as it is."""
+    config = make_model().config
+    kept = activation_bytes(config, dtype=torch.float32, activations=Activations.KEEP)
+
+    def resolve(asked: Activations, memory_bytes: int) -> Activations:
+        return resolve_activations(
+            asked, config, dtype=torch.float32, num_tokens=10, state_bytes=500, memory_bytes=memory_bytes
+        )
+
+    assert resolve(Activations.AUTO, 30 * kept + 501) is Activations.KEEP
+    assert resolve(Activations.AUTO, 30 * kept + 400) is Activations.RECOMPUTE
+    assert resolve(Activations.AUTO, 100) is Activations.RECOMPUTE
+    assert resolve(Activations.KEEP, 100) is Activations.KEEP
+    assert PolicyTrainer(make_model(), TrainerConfig()).activations is Activations.KEEP

@@ -8,8 +8,7 @@ import pytest
 from attrs import frozen
 
 from areal_actors.core import Actor, ActorSystem, Message, StreamMessage
-from areal_actors.core.contract import check_complete, protocols_of
-from areal_actors.core.message import messages_of, protocol_of, reply_of
+from areal_actors.core.message import check_complete, messages_of, protocol_of, protocols_of, reply_of
 from areal_actors.errors import ProtocolError
 
 

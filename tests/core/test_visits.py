@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 from attrs import frozen
 
 from areal_actors.core import Actor, ActorSystem, Message, Ref, StreamMessage
-from areal_actors.core.envelope import current_frame
+from areal_actors.core.runtime import current_frame
 from areal_actors.errors import ActorStopped, DeadlineExceeded, GenerationAborted, RemoteError
 from areal_actors.testing.virtual_time import virtual_backend
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from areal_actors.core.actor import Actor, BackgroundTasks, Context
 from areal_actors.core.failure import root_cause
 from areal_actors.core.message import Address, Message, StreamMessage
 from areal_actors.core.portal import Portal
-from areal_actors.core.ref import Ref
+from areal_actors.core.ref import Down, DownReason, Ref
+from areal_actors.core.runtime import Actor, BackgroundTasks, Context
 from areal_actors.core.statistics import ActorState, ActorStatistics, SystemStatistics
-from areal_actors.core.supervision import Down, DownReason, Escalate, Restart, Stop, Supervision
+from areal_actors.core.supervision import Escalate, Restart, Stop, Supervision
 from areal_actors.core.system import ActorSystem
 from areal_actors.core.threads import OwnThread
 from areal_actors.core.wire import Wire

@@ -12,7 +12,7 @@ A sender offers an entry. If there is no room, the sender queues and is admitted
 newcomer overtakes it. Parked entries still count against the bound. The control lane overtakes the data lane; it
 carries only notifications of the kernel, whose number is bounded by the number of actors that an actor watches.
 
-The tasks that wait for a mailbox are managed in ``cell`` and ``ref``; callbacks notify them of changes.
+The tasks that wait for a mailbox are managed in ``runtime``; callbacks notify them of changes.
 """
 
 from __future__ import annotations

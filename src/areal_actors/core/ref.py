@@ -1,28 +1,31 @@
 """The public interface of an actor: a ``Ref``, with methods to ask, tell, stream from and stop it.
 
-The actor may live in any process: ``local.LocalRef`` reaches one in this process, ``remote.ref.RemoteRef`` one at the
+The actor may run in any process: ``runtime.LocalRef`` reaches one in this process, ``remote.ref.RemoteRef`` one at the
 other end of a connection. This module documents the guarantees that callers may rely on.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from enum import StrEnum
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from areal_actors.core.message import Address, Message, StreamMessage
+from attrs import frozen
+
+from areal_actors.core.message import Address, Message, StreamMessage, System
 from areal_actors.core.statistics import ActorStatistics
 from areal_actors.errors import ActorError
 
-if TYPE_CHECKING:
-    from areal_actors.core.watching import Watcher
-
-__all__ = ["Life", "Ref"]
+__all__ = ["Down", "DownReason", "Life", "Ref", "Watched", "Watcher"]
 
 P_contra = TypeVar("P_contra", contravariant=True)
 R = TypeVar("R")
 Item = TypeVar("Item")
+
+
+Watcher: TypeAlias = "Callable[[Down], object]"
 
 
 class Life(Protocol):
@@ -151,3 +154,56 @@ class Ref(ABC, Generic[P_contra]):
 
     def __repr__(self) -> str:
         return f"<Ref {self.address.node}/{self.address.name}>"
+
+
+# ------------------------------------------------------------------------------------------------------------ watching
+
+
+class DownReason(StrEnum):
+    """The reason why an incarnation of an actor has ended."""
+
+    STOPPED = "stopped"
+    CRASHED = "crashed"
+    UNREACHABLE = "unreachable"
+
+
+@frozen(kw_only=True)
+class Down(Message[System, None]):
+    """Notification that an incarnation of a watched actor has ended, delivered on the watcher's control lane.
+
+    It is handled before the messages in the watcher's queue. ``is_restarting`` tells whether the same ref will answer
+    again, with fresh state, as the next incarnation.
+    """
+
+    ref: Ref[Any]
+    incarnation: int
+    reason: DownReason
+    error: str | None = None
+    is_restarting: bool = False
+
+
+class Watched:
+    """The watchers of one actor. Its ``last_words``, the final ``Down``, are delivered to later watchers."""
+
+    __slots__ = ("_watchers", "last_words")
+
+    def __init__(self) -> None:
+        self._watchers: dict[Watcher, None] = {}
+        self.last_words: Down | None = None
+
+    def watch(self, watcher: Watcher) -> None:
+        """Report the end of each incarnation to ``watcher``; immediately if the actor has ended for good."""
+        if self.last_words is None:
+            self._watchers[watcher] = None
+        else:
+            watcher(self.last_words)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Remove ``watcher``, if it is registered."""
+        self._watchers.pop(watcher, None)
+
+    def report(self, down: Down) -> None:
+        """Notify all watchers."""
+        # Copied, because a watcher may unregister itself when it is called.
+        for watcher in tuple(self._watchers):
+            watcher(down)

@@ -1,4 +1,4 @@
-"""Supervision of crashed actors: the three policies, the restart arithmetic, and the notification of an end.
+"""Supervision of crashed actors: the three policies and the restart arithmetic.
 
 An actor crashes when a told message, its lifespan or a background task raises. Its policy decides what follows:
 
@@ -6,45 +6,17 @@ An actor crashes when a told message, its lifespan or a background task raises. 
 * ``Stop``: the actor ends, the error is logged, and watchers are notified;
 * ``Restart``: a fresh instance takes over the ref and the mailbox; state and the failing message are lost.
 
-This module makes the decisions, without a clock and without waiting; ``cell`` waits and restarts.
+This module makes the decisions, without a clock and without waiting; ``runtime`` waits and restarts.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from enum import StrEnum
 from random import Random
-from typing import Any
 
 from attrs import field, frozen, validators
 
-from areal_actors.core.message import Message, System
-from areal_actors.core.ref import Ref
-
-__all__ = ["Down", "DownReason", "Escalate", "Restart", "RestartHistory", "Stop", "Supervision"]
-
-
-class DownReason(StrEnum):
-    """The reason why an incarnation of an actor has ended."""
-
-    STOPPED = "stopped"
-    CRASHED = "crashed"
-    UNREACHABLE = "unreachable"
-
-
-@frozen(kw_only=True)
-class Down(Message[System, None]):
-    """Notification that an incarnation of a watched actor has ended, delivered on the watcher's control lane.
-
-    It is handled before the messages in the watcher's queue. ``is_restarting`` tells whether the same ref will answer
-    again, with fresh state, as the next incarnation.
-    """
-
-    ref: Ref[Any]
-    incarnation: int
-    reason: DownReason
-    error: str | None = None
-    is_restarting: bool = False
+__all__ = ["Escalate", "Restart", "RestartHistory", "Stop", "Supervision"]
 
 
 @frozen(kw_only=True)

@@ -21,17 +21,15 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.from_thread import BlockingPortal
 
-from areal_actors.core.actor import Actor
-from areal_actors.core.cell import Blueprint, Cell
 from areal_actors.core.failure import leaves, root_cause
 from areal_actors.core.hosting import Host
-from areal_actors.core.local import LocalRef
 from areal_actors.core.loops import running_loop
 from areal_actors.core.message import Address
 from areal_actors.core.portal import Portal
-from areal_actors.core.ref import Ref
+from areal_actors.core.ref import Down, Ref
+from areal_actors.core.runtime import Actor, Blueprint, Cell, LocalRef, Runtime
 from areal_actors.core.statistics import SystemStatistics
-from areal_actors.core.supervision import Down, Escalate, Supervision
+from areal_actors.core.supervision import Escalate, Supervision
 from areal_actors.errors import ActorError, ActorStopped, ConfigError
 
 __all__ = ["ActorSystem"]
@@ -39,7 +37,7 @@ __all__ = ["ActorSystem"]
 P = TypeVar("P")
 
 
-class ActorSystem:
+class ActorSystem(Runtime):
     """A group of actors that run in one task group. Made by ``open`` or ``start_hosted``."""
 
     def __init__(self, *, name: str, grace: float, cleanup_seconds: float, random: Random) -> None:

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import anyio
 
 from areal_actors.core import Actor, ActorState, ActorStatistics, Address, Message, Ref, StreamMessage
-from areal_actors.core.contract import Handler, check_complete, collect_handlers
 from areal_actors.core.failure import transferred
+from areal_actors.core.message import Handler, check_complete, collect_handlers
 from areal_actors.errors import DeadlineExceeded, ProtocolError
 
 __all__ = ["InlineRef"]

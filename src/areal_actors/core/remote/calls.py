@@ -10,13 +10,12 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from areal_actors.core.envelope import PENDING
 from areal_actors.core.loops import Signal
 from areal_actors.core.message import Address, AnyMessage, protocol_of
+from areal_actors.core.ref import Down, DownReason, Watched
 from areal_actors.core.remote.frames import Buffer, Kind, Outgoing
+from areal_actors.core.runtime import PENDING
 from areal_actors.core.statistics import ActorState, ActorStatistics
-from areal_actors.core.supervision import Down, DownReason
-from areal_actors.core.watching import Watched
 from areal_actors.errors import ActorStopped, ArealError, ProtocolError, Unreachable
 
 if TYPE_CHECKING:

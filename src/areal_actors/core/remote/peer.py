@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import anyio
 
 from areal_actors.core.message import AnyMessage, reply_of
-from areal_actors.core.ref import Ref
+from areal_actors.core.ref import DownReason, Ref
 from areal_actors.core.remote.calls import Call, Channel
 from areal_actors.core.remote.codec import Codec
 from areal_actors.core.remote.connection import Connection
@@ -25,7 +25,6 @@ from areal_actors.core.remote.limits import CHUNK_BYTES, Limits
 from areal_actors.core.remote.ref import RemoteRef
 from areal_actors.core.remote.serving import KERNEL_ERRORS, Exposed, Server
 from areal_actors.core.remote.serving import expose as expose_actor
-from areal_actors.core.supervision import DownReason
 from areal_actors.errors import ActorStopped, ArealError, ProtocolError, RemoteError, Unreachable
 
 __all__ = ["Peer"]

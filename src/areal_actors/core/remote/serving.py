@@ -18,14 +18,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from attrs import frozen
 
-from areal_actors.core.contract import Handler
-from areal_actors.core.envelope import Ask, StreamCall
-from areal_actors.core.local import LocalRef
-from areal_actors.core.message import AnyMessage, protocol_of
-from areal_actors.core.ref import Ref
+from areal_actors.core.message import AnyMessage, Handler, protocol_of
+from areal_actors.core.ref import Down, Ref
 from areal_actors.core.remote.credit import Credit
 from areal_actors.core.remote.frames import Frame, Kind, Outgoing
-from areal_actors.core.supervision import Down
+from areal_actors.core.runtime import Ask, LocalRef, StreamCall
 from areal_actors.errors import (
     ActorStopped,
     ArealError,

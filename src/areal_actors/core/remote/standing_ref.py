@@ -11,10 +11,8 @@ import anyio
 from attrs import evolve
 
 from areal_actors.core.message import Address, AnyMessage, Message, StreamMessage
-from areal_actors.core.ref import Life, Ref
+from areal_actors.core.ref import Down, DownReason, Life, Ref, Watched
 from areal_actors.core.statistics import ActorState, ActorStatistics
-from areal_actors.core.supervision import Down, DownReason
-from areal_actors.core.watching import Watched
 from areal_actors.errors import DeadlineExceeded, Unreachable
 
 if TYPE_CHECKING:

@@ -60,6 +60,7 @@ def _branch(row: Trajectory, places: npt.NDArray[np.int64], is_done: npt.NDArray
         reward=row.reward if last is None or is_whole else float(row.returns[last]),
         predecessors=None,
         raw_logprobs=None if row.raw_logprobs is None else np.where(mask == 1, row.raw_logprobs[places], 0),
+        teacher_logprobs=None if row.teacher_logprobs is None else np.where(mask == 1, row.teacher_logprobs[places], 0),
     )
 
 

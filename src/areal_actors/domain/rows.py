@@ -77,7 +77,8 @@ class Trajectory:
     the token, -1 elsewhere. ``reward`` is the return of the row's last interaction.
 
     ``predecessors`` int32 [T], if set, make the row a tree (see ``domain.predecessors``). ``raw_logprobs`` float32 [T],
-    if the engine knows them, are those of the plain softmax on the mask, and 0 off it.
+    if the engine knows them, are those of the plain softmax on the mask, and 0 off it. ``teacher_logprobs`` float32
+    [T], if a teacher has scored the row, are those of its plain softmax on the mask, and 0 off it.
 
     ``turn_infos`` are aligned with ``interactions``; empty if nothing is known about the turns, as in rows that a
     workflow built from its own tensors.
@@ -96,6 +97,7 @@ class Trajectory:
     predecessors: Ints | None = field(default=None, converter=optional(as_ints), eq=array_equality)
     raw_logprobs: Floats | None = field(default=None, converter=optional(as_floats), eq=array_equality)
     turn_infos: tuple[TurnInfo, ...] = ()
+    teacher_logprobs: Floats | None = field(default=None, converter=optional(as_floats), eq=array_equality)
 
     @property
     def position_ids(self) -> Ints:

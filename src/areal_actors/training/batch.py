@@ -39,10 +39,10 @@ _FORCED_NATS = 0.5
 class TrainingRow:
     """One trajectory with its advantages (float32 [T]); ``episode`` and ``group`` are indices within the batch.
 
-    ``proximal`` and ``reference`` are log-probabilities float32 [T] under the policy that ratios are taken to and under
-    the frozen reference, if they were computed. ``temperature`` applies to turns that do not record the one they were
-    sampled at. Creating a row raises ``ExportError`` if its arrays do not fit together, and ``CaptureViolation`` if a
-    trained token has no version or an impossible log-probability.
+    ``proximal``, ``reference`` and ``teacher`` are log-probabilities float32 [T] under the policy that ratios are taken
+    to, under the frozen reference and under the teacher, if they were computed. ``temperature`` applies to turns that
+    do not record the one they were sampled at. Creating a row raises ``ExportError`` if its arrays do not fit together,
+    and ``CaptureViolation`` if a trained token has no version or an impossible log-probability.
     """
 
     trajectory: Trajectory
@@ -51,6 +51,7 @@ class TrainingRow:
     group: int = 0
     proximal: Floats | None = field(default=None, eq=False)
     reference: Floats | None = field(default=None, eq=False)
+    teacher: Floats | None = field(default=None, eq=False)
     temperature: float = 1.0
 
     def __attrs_post_init__(self) -> None:
@@ -195,6 +196,11 @@ class Batch:
     def reference(self) -> Floats | None:
         """Log-probabilities under the reference, float32 [N]; ``None`` unless all rows have them."""
         return self._optional([row.reference for row in self.rows])
+
+    @cached_property
+    def teacher(self) -> Floats | None:
+        """Log-probabilities under the teacher, float32 [N]; ``None`` unless all rows have them."""
+        return self._optional([row.teacher for row in self.rows])
 
     def _optional(self, arrays: Sequence[Floats | None]) -> Floats | None:
         present = [array[row.positions] for row, array in zip(self.rows, arrays, strict=True) if array is not None]

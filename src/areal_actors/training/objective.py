@@ -39,6 +39,7 @@ class TokenSums:
     ``behaviour_gap`` is |log π - log π_behaviour|: before the first update of on-policy rows it is the engine's error.
     It and the KL sums cover the ``num_plain`` tokens that were sampled from the distribution that the trainer computes.
     The log-probabilities of other tokens, such as those that a grammar forced, belong to another distribution.
+    ``teacher_kl`` is the sum of log π/teacher over the ``num_taught`` tokens that a teacher scored.
     """
 
     num_tokens: int = 0
@@ -52,6 +53,8 @@ class TokenSums:
     num_out_of_range: float = 0.0
     behaviour_gap: float = 0.0
     behaviour_gap_max: float = 0.0
+    teacher_kl: float = 0.0
+    num_taught: float = 0.0
 
     def __add__(self, other: TokenSums) -> TokenSums:
         return TokenSums(
@@ -66,6 +69,8 @@ class TokenSums:
             num_out_of_range=self.num_out_of_range + other.num_out_of_range,
             behaviour_gap=self.behaviour_gap + other.behaviour_gap,
             behaviour_gap_max=max(self.behaviour_gap_max, other.behaviour_gap_max),
+            teacher_kl=self.teacher_kl + other.teacher_kl,
+            num_taught=self.num_taught + other.num_taught,
         )
 
 

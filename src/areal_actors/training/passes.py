@@ -201,6 +201,7 @@ def _terms(batch: Batch, pack: Pack, scores: TokenScores) -> Terms:
         behaviour=pick(batch.behaviour),
         proximal=scores.logprobs.detach() if batch.proximal is None else pick(batch.proximal),
         reference=None if batch.reference is None else pick(batch.reference),
+        teacher=None if batch.teacher is None else pick(batch.teacher),
         plain=pick(batch.plain),
         is_plain=torch.from_numpy(batch.is_plain[tokens]).to(device),
         rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),

@@ -58,12 +58,12 @@ class StepStatistics:
 
     ``loss`` and ``grad_norm`` are means over its updates; the rest are means over the tokens that were computed (nan if
     there were none). ``num_updates`` counts the updates that moved the weights: one without any gradient does not.
-    ``approximate_kl`` estimates KL(behaviour || policy) by k3, ``reference_kl`` KL(policy || reference). ``importance``
-    is the ratio to the behaviour policy before its bounds. ``behaviour_gap`` is |log π - log π_behaviour|. Distances
-    and gap leave out tokens that were not sampled from the distribution that the trainer computes. ``outside_fraction``
-    is the share of tokens that truncation (top-k, top-p, min-p) would cut off under the current weights; they are
-    scored before truncation. ``num_packed_tokens`` counts the tokens of all forward passes with gradient, without
-    padding.
+    ``approximate_kl`` estimates KL(behaviour || policy) by k3, ``reference_kl`` KL(policy || reference), ``teacher_kl``
+    KL(policy || teacher) by k1. ``importance`` is the ratio to the behaviour policy before its bounds.
+    ``behaviour_gap`` is |log π - log π_behaviour|. Distances and gap leave out tokens that were not sampled from the
+    distribution that the trainer computes. ``outside_fraction`` is the share of tokens that truncation (top-k, top-p,
+    min-p) would cut off under the current weights; they are scored before truncation. ``num_packed_tokens`` counts the
+    tokens of all forward passes with gradient, without padding.
     """
 
     version: int
@@ -74,6 +74,7 @@ class StepStatistics:
     entropy: float
     approximate_kl: float
     reference_kl: float
+    teacher_kl: float
     clip_fraction: float
     importance_mean: float
     importance_max: float
@@ -116,6 +117,7 @@ class StepStatistics:
             entropy=sums.entropy / num_tokens,
             approximate_kl=sums.approximate_kl / num_plain,
             reference_kl=sums.reference_kl / num_plain,
+            teacher_kl=sums.teacher_kl / (sums.num_taught or float("nan")),
             clip_fraction=sums.num_clipped / num_tokens,
             importance_mean=sums.importance / num_tokens,
             importance_max=sums.importance_max,

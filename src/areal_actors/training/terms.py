@@ -17,8 +17,9 @@ class Terms:
     """Tensors [n] over the trained tokens of one pass.
 
     ``advantages``, ``weights`` (share in the loss), ``behaviour`` (log-probabilities when sampled), ``proximal`` (those
-    that ratios are taken to; see ``Centre``) and ``reference`` (those of the frozen model, if there is one) are
-    float32; ``rows`` int64 numbers each token's row from 0 to ``num_rows`` - 1. None of them carries a gradient.
+    that ratios are taken to; see ``Centre``), ``reference`` (those of the frozen model, if there is one) and
+    ``teacher`` (those of the teacher's plain softmax, if there is one) are float32; ``rows`` int64 numbers each token's
+    row from 0 to ``num_rows`` - 1. None of them carries a gradient.
 
     ``plain`` float32 holds the sampler's log-probabilities under the distribution that the trainer computes, and
     ``is_plain`` bool says whether ``behaviour`` belongs to that distribution, which it does not for tokens that a
@@ -30,6 +31,7 @@ class Terms:
     behaviour: Tensor = field(eq=False)
     proximal: Tensor = field(eq=False)
     reference: Tensor | None = field(default=None, eq=False)
+    teacher: Tensor | None = field(default=None, eq=False)
     rows: Tensor = field(eq=False)
     num_rows: int
     plain: Tensor = field(default=Factory(lambda self: self.behaviour, takes_self=True), eq=False)

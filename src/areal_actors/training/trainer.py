@@ -29,12 +29,14 @@ from areal_actors.training.custom import StepInputs, estimate_advantages, load_e
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.generators import generator_states, set_generator_states
+from areal_actors.training.imitation import create_phase_objective, required_scores, supervised_advantages
 from areal_actors.training.memory import device_bytes, release_free_memory, resolve_activations, set_activations
-from areal_actors.training.objective import Objective, TokenSums, create_objective
+from areal_actors.training.objective import Objective, TokenSums
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_tree
 from areal_actors.training.passes import Passes, PassScores, Scorer
 from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
+from areal_actors.training.phases import Phase, PhaseName, phase_of
 from areal_actors.training.sharding import gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
 from areal_actors.training.support import attention_window, require_plain_head, require_tree_support
@@ -62,7 +64,9 @@ class PolicyTrainer:
     The trainer takes ownership of the model: its weights become float32, and it stays in evaluation mode, since a ratio
     of probabilities under two different dropout masks is meaningless. ``reference`` is a frozen model for KL penalties.
     ``objective`` replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means
-    the limit of the model.
+    the limit of the model. ``phases`` replace ``config`` by the settings of each phase; by default all steps are of one
+    phase ``rl``. ``teacher`` is a frozen model that scores rows for a distillation phase, unless they carry the scores
+    of another teacher.
 
     Raises ``ConfigError`` if the layout does not fit the model or a KL penalty lacks its reference, and ``ModelError``
     if the model changes its logits after its head.
@@ -76,18 +80,21 @@ class PolicyTrainer:
         reference: Any | None = None,
         objective: Objective | None = None,
         max_length: int | None = None,
+        phases: Sequence[Phase] = (),
+        teacher: Any | None = None,
     ) -> None:
-        self.config = config or TrainerConfig()
+        self._phases = tuple(phases) or (Phase(config=config or TrainerConfig()),)
+        self._given_objective = objective
         # Evaluation mode, also in training: dropout would make every ratio of probabilities random.
         self.model = model.float().eval()
         self.version = 0
         self._scorer = Scorer(self.model)
         self._reference = Scorer(reference.eval()) if reference is not None else None
+        self._teacher = Scorer(teacher.eval()) if teacher is not None else None
         self.gang = Gang.alone()
+        self._follow(self._phases[0])
         self._estimator = load_estimator(self.config.advantages)
         self._metrics = load_metrics(self.config.metrics)
-        self._centre = self.config.objective.resolve_centre(self._num_updates)
-        self._objective = objective or create_objective(self.config.objective, num_updates=self._num_updates)
         self._dtype = self._choose_dtype()
         self._max_length = max_length
         self.expect_engine(dtype="float32")
@@ -95,6 +102,21 @@ class PolicyTrainer:
         self._optimizer = self._create_optimizer()
         self._set_activations()
         self._num_updates_before = 0
+
+    def _follow(self, phase: Phase) -> None:
+        """Take the settings and the objective of ``phase``."""
+        self.phase, self.config = phase, phase.config
+        is_supervised = phase.name is PhaseName.SFT
+        # Nothing sampled the rows of supervised steps, so there is no policy that a ratio could be taken to.
+        self._centre = Centre.POLICY if is_supervised else self.config.objective.resolve_centre(self._num_updates)
+        self._objective = self._given_objective or create_phase_objective(phase)
+
+    def _enter_phase(self) -> None:
+        """Begin the phase of the next step, if it is another one, with a new optimiser."""
+        phase = phase_of(self._phases, self.version + 1)
+        if phase is not self.phase:
+            self._follow(phase)
+            self._optimizer = self._create_optimizer()
 
     def expect_engine(self, *, dtype: str) -> None:
         """Set the engine's data type, which bounds how far its log-probabilities may be from the trainer's."""
@@ -120,7 +142,7 @@ class PolicyTrainer:
             digests = {what: digest(tensors) for what, tensors in state.items()}
             digests |= {"configuration": digest({}, repr(self.config)), "version": self.version}
             gang.require_equal(list(digests.values()), list(digests))
-            for scorer in filter(None, (self._scorer, self._reference)):
+            for scorer in filter(None, (self._scorer, self._reference, self._teacher)):
                 shard(scorer, gang)
             self.gang, num_updates = gang, self._optimizer.num_updates
             self._dtype = self._choose_dtype()
@@ -142,6 +164,7 @@ class PolicyTrainer:
         fails in a later update of the step (``is_within_step``).
         """
         started = time.perf_counter()
+        self._enter_phase()
         if self.config.capture.enabled:
             self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
         num_greedy = sum(map(num_greedy_tokens, groups))
@@ -301,6 +324,8 @@ class PolicyTrainer:
         if checkpoint is None:
             return None
         load_weights(self.model, checkpoint)
+        self._follow(phase_of(self._phases, max(checkpoint.step, 1)))
+        self._optimizer = self._create_optimizer()
         self._optimizer.load_state_dict(checkpoint.load("optimizer"), num_updates=checkpoint.counters["num_updates"])
         set_generator_states(checkpoint.load("rng"))
         self.version = checkpoint.step
@@ -312,6 +337,9 @@ class PolicyTrainer:
 
     def _prepare(self, groups: Sequence[Group]) -> tuple[list[TrainingRow], int, float]:
         """Return rows with their advantages, the number of groups without variance, and the sum of all penalties."""
+        if self.phase.name is PhaseName.SFT:
+            unfolded = [unfold_group(group) for group in groups]
+            return self._rows(unfolded, supervised_advantages(unfolded)), 0, 0.0
         penalised = penalise_overlong(
             [withhold_greedy(unfold_group(group)) for group in groups], self.config.objective.overlong
         )
@@ -319,6 +347,8 @@ class PolicyTrainer:
         advantages = estimate_advantages(penalised, self.config.advantages, self._estimator)
         num_zero = sum(found.has_zero_variance for found in advantages)
         rows = self._rows(penalised, advantages)
+        if self.phase.name is PhaseName.DISTILLATION:
+            rows = self._with_teacher(rows)
         if self._reference is not None:
             scored = self._score_rows(self._reference, rows)
             rows = [evolve(row, reference=found) for row, found in zip(rows, scored, strict=True)]
@@ -355,6 +385,13 @@ class PolicyTrainer:
                 num_episodes += 1
         # Masking truncated answers may leave rows without a trained token.
         return [row for row in rows if row.trajectory.num_trained_tokens]
+
+    def _with_teacher(self, rows: list[TrainingRow]) -> list[TrainingRow]:
+        """Return rows with the log-probabilities of the teacher, under its plain softmax."""
+        if self._teacher is not None:
+            scored = self._score_rows(self._teacher, rows, is_raw=True)
+            return [evolve(row, teacher=found) for row, found in zip(rows, scored, strict=True)]
+        return [evolve(row, teacher=required_scores(row.trajectory)) for row in rows]
 
     def _unweighted(self, row: Trajectory) -> TrainingRow:
         """Return a row that is scored but not trained."""
@@ -479,7 +516,8 @@ class PolicyTrainer:
             raise ConfigError(
                 "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
             )
-        for model in [scorer.model for scorer in (self._scorer, self._reference) if scorer is not None]:
+        scorers = (self._scorer, self._reference, self._teacher)
+        for model in [scorer.model for scorer in scorers if scorer is not None]:
             require_plain_head(model)
             if self.config.layout is Layout.TREE:
                 use_tree_attention(model)

@@ -1,0 +1,91 @@
+"""The phases of a run: which objective each step has, and with which settings.
+
+A run is one axis of steps, cut into phases that follow one another: ``sft`` trains on conversations, ``distillation``
+and ``rl`` on what agents do with the current weights. The phase of a step depends on its number only, so that every
+rank of a gang, and a run that resumes, finds the same one. Each phase begins with a new optimiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from attrs import evolve, field, frozen
+from attrs.validators import ge
+
+from areal_actors.training.config import Aggregation, ObjectiveConfig, OptimizerConfig, TrainerConfig
+
+__all__ = ["Phase", "PhaseName", "distillation_phase", "phase_of", "sft_phase"]
+
+
+class PhaseName(StrEnum):
+    """The kinds of phases, by what their steps minimise."""
+
+    SFT = "sft"
+    """The negative log-likelihood of the answers of given conversations: a warm start."""
+    DISTILLATION = "distillation"
+    """The reverse KL divergence to a teacher, on what the student samples; rewards can be added."""
+    RL = "rl"
+    """The policy gradient of the rewards."""
+
+
+@frozen(kw_only=True)
+class Phase:
+    """``num_steps`` steps with one objective; ``None`` is all that remain.
+
+    ``teacher_coefficient`` and ``reward_coefficient`` weight the two parts of the advantage in a distillation phase.
+    """
+
+    name: PhaseName = PhaseName.RL
+    num_steps: int | None = field(default=None)
+    config: TrainerConfig = field(factory=TrainerConfig)
+    teacher_coefficient: float = field(default=1.0, validator=ge(0))
+    reward_coefficient: float = field(default=0.0, validator=ge(0))
+
+
+def phase_of(phases: Sequence[Phase], step: int) -> Phase:
+    """Return the phase of ``step``, counted from 1 over all phases; the last one goes on without end."""
+    end = 0
+    for phase in phases:
+        end += phase.num_steps or 0
+        if phase.num_steps is None or step <= end:
+            return phase
+    return phases[-1]
+
+
+def sft_phase(config: TrainerConfig, *, num_steps: int | None = None, learning_rate: float | None = None) -> Phase:
+    """Return a phase of supervised steps: one update on the mean over tokens, without any policy-gradient setting."""
+    return Phase(
+        name=PhaseName.SFT,
+        num_steps=num_steps,
+        config=evolve(
+            config,
+            objective=ObjectiveConfig(aggregation=Aggregation.TOKEN_MEAN),
+            optimizer=_optimizer(config, learning_rate),
+            temperature=1.0,
+            num_epochs=1,
+            num_minibatches=1,
+        ),
+    )
+
+
+def distillation_phase(
+    config: TrainerConfig,
+    *,
+    num_steps: int | None = None,
+    learning_rate: float | None = None,
+    coefficient: float = 1.0,
+    reward_coefficient: float = 0.0,
+) -> Phase:
+    """Return a phase whose advantages are ``coefficient`` times log teacher/student, plus weighted rewards."""
+    return Phase(
+        name=PhaseName.DISTILLATION,
+        num_steps=num_steps,
+        config=evolve(config, optimizer=_optimizer(config, learning_rate)),
+        teacher_coefficient=coefficient,
+        reward_coefficient=reward_coefficient,
+    )
+
+
+def _optimizer(config: TrainerConfig, learning_rate: float | None) -> OptimizerConfig:
+    return config.optimizer if learning_rate is None else evolve(config.optimizer, learning_rate=learning_rate)

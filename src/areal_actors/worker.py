@@ -31,10 +31,9 @@ from anyio import to_thread
 
 from areal_actors.config import load_config
 from areal_actors.core import ActorSystem, Ref
-from areal_actors.core.failure import leaves, root_cause
+from areal_actors.core.failure import error_to_data, leaves, root_cause
 from areal_actors.core.remote import Line, Listener, listen, standing
 from areal_actors.core.remote.addresses import own_address
-from areal_actors.core.remote.codec import Codec
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
 from areal_actors.messages import (
@@ -330,7 +329,7 @@ async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: 
 
 async def _confess(bootstrap: Bootstrap, home: Line, error: BaseException) -> bool:
     """Report the error to the controller, and return whether it was received."""
-    words: dict[str, Any] = Codec().error_to_data(root_cause(error), bootstrap.name)
+    words: dict[str, Any] = error_to_data(root_cause(error), bootstrap.name)
     message = ReportFailure(worker=bootstrap.name, life=bootstrap.life, error=words)
     with anyio.move_on_after(_LAST_WORDS_SECONDS):
         try:

@@ -11,7 +11,6 @@ from areal_actors.core.statistics import ActorState, ActorStatistics, SystemStat
 from areal_actors.core.supervision import Escalate, Restart, Stop, Supervision
 from areal_actors.core.system import ActorSystem
 from areal_actors.core.threads import OwnThread
-from areal_actors.core.wire import Wire
 
 __all__ = [
     "Actor",
@@ -33,6 +32,5 @@ __all__ = [
     "StreamMessage",
     "Supervision",
     "SystemStatistics",
-    "Wire",
     "root_cause",
 ]

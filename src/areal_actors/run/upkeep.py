@@ -16,8 +16,7 @@ import anyio
 from attrs import define, frozen
 
 from areal_actors.core import Ref
-from areal_actors.core.failure import leaves
-from areal_actors.core.remote.codec import Codec
+from areal_actors.core.failure import error_from_data, leaves
 from areal_actors.domain import Role
 from areal_actors.errors import (
     ActorError,
@@ -270,6 +269,6 @@ def _error_of(words: Any) -> ArealError | None:
     if words is None:
         return None
     try:
-        return Codec().error_from_data(dict(words))
+        return error_from_data(words)
     except ProtocolError:
         return None

@@ -26,8 +26,7 @@ import numpy.typing as npt
 from areal_actors.core.message import Address
 from areal_actors.core.ref import Ref
 from areal_actors.core.remote.frames import Buffer
-from areal_actors.core.wire import Wire
-from areal_actors.errors import ArealError, ProtocolError
+from areal_actors.errors import ProtocolError
 
 __all__ = ["Codec"]
 
@@ -103,7 +102,6 @@ class Codec:
     """Encoder and decoder of one connection; used by one task at a time."""
 
     def __init__(self) -> None:
-        self._errors = Wire(resolve=_refuse_ref)
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._extend)
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._restore)
         self._buffers: list[Buffer] = []
@@ -175,20 +173,6 @@ class Codec:
             raise ProtocolError(f"{what} does not fit its class: {'; '.join(cattrs.transform_error(group))}") from None
         except (ProtocolError, *_UNSENDABLE) as error:
             raise ProtocolError(f"{what} does not fit its class: {error}") from None
-
-    def error_to_data(self, error: BaseException, actor: str) -> dict[str, Any]:
-        """Return an error of a handler of ``actor`` as plain data, in the format of ``Wire``."""
-        return self._errors.error_to_data(error, actor)
-
-    def error_from_data(self, data: Any) -> ArealError:
-        """Return the error that ``error_to_data`` was given.
-
-        Raises:
-            ProtocolError: the data does not describe an error.
-        """
-        if not isinstance(data, dict):
-            raise ProtocolError(f"this describes no error: {data!r}")
-        return self._errors.error_from_data(data)
 
     # ------------------------------------------------------------------------------------------------ msgpack
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import anyio
 
+from areal_actors.core.failure import error_from_data
 from areal_actors.core.message import AnyMessage, reply_of
 from areal_actors.core.ref import DownReason, Ref
 from areal_actors.core.remote.calls import Call, Channel
@@ -284,7 +285,7 @@ class Peer:
         if known is not None:
             return known(text)
         try:
-            return self.codec.error_from_data(text)
+            return error_from_data(text)
         except ProtocolError as error:
             return RemoteError("a remote actor", "an error that cannot be read", str(error))
 

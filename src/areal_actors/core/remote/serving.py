@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from attrs import frozen
 
+from areal_actors.core.failure import error_to_data
 from areal_actors.core.message import AnyMessage, Handler, protocol_of
 from areal_actors.core.ref import Down, Ref
 from areal_actors.core.remote.credit import Credit
@@ -290,7 +291,7 @@ class Server:
 
     def _fail(self, call: int, name: str, error: ArealError, *, is_handlers: bool = False) -> None:
         kernel = type(error).__name__ if type(error).__name__ in KERNEL_ERRORS and not is_handlers else None
-        words = [kernel, str(error)] if kernel else [None, self._peer.codec.error_to_data(error, name)]
+        words = [kernel, str(error)] if kernel else [None, error_to_data(error, name)]
         self._peer.queue(Outgoing(Kind.ERROR, call, self._peer.codec.encode(words)))
 
 

@@ -294,6 +294,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """Measure engine and trainer on a GPU, and run the device tests. ``-- --device cpu --quick`` tries it on a CPU."""
+    install(session, "test")
+    session.run("python", "-m", "benchmarks.gpu", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+@nox.session
 def shape(session: nox.Session) -> None:
     """Measure how hard the source is to read: file hops, single use, import cycles. ``-- --examples`` lists them."""
     install(session)

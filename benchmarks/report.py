@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 from benchmarks.harness import Result
-from rich.table import Table
-from rich.text import Text
+
+# rich is imported where a table is made: the GPU benchmark writes reports on machines without it.
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["NOISE_OF_RATIOS", "NOISE_OF_TIMES", "Change", "Report", "compare", "create_changes_table", "create_table"]
 
@@ -22,7 +24,8 @@ NOISE_OF_TIMES = 0.25
 NOISE_OF_RATIOS = 0.10
 """What is measured against a baseline in the same run moves less."""
 
-_VERDICTS = {None: Text(""), True: Text("pass", style="green"), False: Text("FAIL", style="bold red")}
+_VERDICTS = {None: ("", ""), True: ("pass", "green"), False: ("FAIL", "bold red")}
+"""The text and the style of a verdict."""
 
 
 @frozen(kw_only=True)
@@ -70,12 +73,15 @@ class Report:
 
 def create_table(report: Report) -> Table:
     """All figures, each with what it is a multiple of, its gate and whether it respects that."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table("benchmark", "figure", box=None, pad_edge=False, header_style="bold")
     for column in ("value", "unit", "of", "gate", ""):
         table.add_column(column, justify="right" if column in {"value", "gate"} else "left")
     for result in report.results:
         gate = "" if result.gate is None else f"{'≥' if result.higher_is_better else '≤'} {format_number(result.gate)}"
-        verdict = _VERDICTS[result.passed]
+        verdict = Text(*_VERDICTS[result.passed])
         cells = (format_number(result.value), result.unit, result.baseline or "", gate, verdict)
         table.add_row(result.benchmark, result.name, *cells)
     for name, reason in report.skips.items():
@@ -141,6 +147,9 @@ def _key(result: Result) -> tuple[str, str, str]:
 
 def create_changes_table(changes: tuple[Change, ...]) -> Table:
     """Two runs side by side; what changed beyond noise is marked."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table("benchmark", "figure", box=None, pad_edge=False, header_style="bold")
     for column in ("old", "new", "unit", "new/old", ""):
         table.add_column(column, justify="left" if column in {"unit", ""} else "right")

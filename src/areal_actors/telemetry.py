@@ -21,11 +21,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import structlog
-from structlog.stdlib import BoundLogger
-from structlog.typing import EventDict, WrappedLogger
+# structlog is imported where it is used: the embedded engine and the trainer log nothing and run without it.
+if TYPE_CHECKING:
+    from structlog.stdlib import BoundLogger
+    from structlog.typing import EventDict, WrappedLogger
 
 __all__ = ["get_logger", "logging_to_file", "logging_to_stream", "quiet_transformers", "redact", "redact_settings"]
 
@@ -69,6 +70,8 @@ def get_logger(name: str) -> BoundLogger:
 
     Events are names that can be searched for; facts go into keyword arguments.
     """
+    import structlog
+
     logger: BoundLogger = structlog.wrap_logger(
         logging.getLogger(name),
         processors=[
@@ -81,7 +84,7 @@ def get_logger(name: str) -> BoundLogger:
             _redact_event,
             _to_record,
         ],
-        wrapper_class=BoundLogger,
+        wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
     return logger
@@ -188,6 +191,8 @@ class _PeopleFormatter(logging.Formatter):
     """Formats one line per record, as ``structlog`` prints them."""
 
     def __init__(self, *, has_colors: bool) -> None:
+        import structlog
+
         super().__init__()
         self._render = structlog.dev.ConsoleRenderer(
             colors=has_colors, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback

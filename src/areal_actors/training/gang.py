@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]  # exported, not declared
 
-from areal_actors.core.remote.addresses import is_loopback
 from areal_actors.errors import ArealError, ConfigError, GangError
 from areal_actors.training.config import GangBackend, GangConfig
 from areal_actors.training.interfaces import interface_to
@@ -87,6 +86,9 @@ class Gang:
         Raises ``GangError`` if they do not join in time, and ``ConfigError`` for a backend that this machine does not
         have.
         """
+        # Imported here: the package of addresses needs cattrs and msgspec, and a trainer without a gang does not.
+        from areal_actors.core.remote.addresses import is_loopback
+
         backend = _backend(config)
         gang = cls(rank=rank, size=config.num_processes, device=_device(backend, rank))
         with _gloo_at(store.host), gang.guard():

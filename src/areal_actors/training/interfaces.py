@@ -10,8 +10,6 @@ from contextlib import suppress
 from ipaddress import IPv6Address
 from pathlib import Path
 
-from areal_actors.core.remote.addresses import is_loopback, own_address
-
 __all__ = ["interface_to"]
 
 _SIOCGIFADDR = 0x8915
@@ -23,6 +21,8 @@ def interface_to(host: str) -> str | None:
 
     ``host`` may be this machine itself. Nothing is sent.
     """
+    from areal_actors.core.remote.addresses import is_loopback, own_address  # see ``Gang.form``
+
     if is_loopback(host):
         return "lo"
     try:

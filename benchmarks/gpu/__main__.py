@@ -1,0 +1,310 @@
+"""The command line: run each section in a process, collect its figures, and write a report and a page after each.
+
+Nothing but the standard library is imported before the requirements are checked, so that a machine that lacks some of
+them is told which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "anyio": "anyio",
+    "attrs": "attrs",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+}
+"""Modules without which nothing can be measured, with their packages."""
+OPTIONAL = {"peft": ("peft", "training with LoRA"), "pytest": ("pytest", "the device tests")}
+SECTIONS = {"machine": 60, "engine": 150, "trainer": 210, "weights": 100, "tests": 120}
+"""Sections in order, each with the seconds after which it begins no further cell."""
+MODELS = ("0.5b", "1.5b", "4b", "tiny")
+_GRACE_SECONDS = 45
+"""A section that is still in a cell so long after its time is killed."""
+_NUM_ATTEMPTS = 3
+"""A section whose process dies is started again for the cells after the one that it died of, so many times in all."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sections, or keep a report. Return the exit code: 1 if a section or a cell failed."""
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    missing = [package for module, package in REQUIRED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print(f"This machine lacks {', '.join(missing)}: pip install {' '.join(missing)}", file=sys.stderr)
+        return 2
+    if options.command == "keep":
+        from benchmarks.gpu.pages import keep
+
+        print("\n".join(map(str, keep(options.report))))
+        return 0
+    if options.command == "page":
+        from benchmarks.gpu.pages import write_pages
+
+        print("\n".join(map(str, write_pages())))
+        return 0
+    if options.child:
+        return _run_child(options)
+    for module, (package, purpose) in OPTIONAL.items():
+        if importlib.util.find_spec(module) is None:
+            print(f"This machine lacks {package}, which {purpose} needs; that part is skipped.")
+    if options.device.startswith("cuda") and not _has_cuda():
+        print("torch sees no CUDA device. Use --device cpu --quick to try the command.", file=sys.stderr)
+        return 2
+    return _Run(options).perform()
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("command", nargs="?", choices=("run", "keep", "page"), default="run")
+    parser.add_argument("report", nargs="?", type=Path, help="the report.json that keep copies into the repository")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="directory of report, page and logs")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no section begins after this time")
+    parser.add_argument("--only", type=_names(SECTIONS), default=tuple(SECTIONS), help="sections, by comma")
+    parser.add_argument("--model", type=_names(MODELS), default=None, help="0.5b, 1.5b or 4b; several by comma")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and short rows")
+    parser.add_argument("--profile", action="store_true", help="also write tables of kernels")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.command == "keep" and options.report is None:
+        parser.error("keep needs the path of a report")
+    options.model = options.model or (("tiny",) if options.quick else ("1.5b",))
+    return options
+
+
+def _names(known: Any) -> Any:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(filter(None, text.split(",")))
+        unknown = [name for name in names if name not in known]
+        if unknown or not names:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _has_cuda() -> bool:
+    """Ask a child, because a process that has used CUDA keeps memory on the device."""
+    command = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def _run_child(options: argparse.Namespace) -> int:
+    from benchmarks.gpu.cells import Context
+
+    context = Context(
+        section=options.child,
+        device=options.device,
+        model=options.model[0],
+        is_quick=options.quick,
+        has_profile=options.profile,
+        deadline=options.deadline,
+        path=options.path,
+        out=options.out,
+        skipped=frozenset(json.loads(options.skip)),
+    )
+    module = "ceilings" if options.child == "machine" else options.child
+    importlib.import_module(f"benchmarks.gpu.{module}").run(context)
+    return 0
+
+
+class _Run:
+    """One run of the command."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from benchmarks.machine import describe_machine, load_average
+
+        self._options = options
+        self._out: Path = options.out.absolute()
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._started = time.time()
+        self._deadline = self._started + 60 * options.minutes
+        self._results: list[dict[str, Any]] = []
+        self._failures: dict[str, str] = {}
+        self._skips: dict[str, str] = {}
+        self._facts: dict[str, Any] = describe_machine() | {
+            "kind": "gpu",
+            "models": list(options.model),
+            "quick": options.quick,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "load_before": load_average(),
+            "seconds_of_sections": {},
+        }
+
+    def perform(self) -> int:
+        """Run all sections for all models."""
+        for model in self._options.model:
+            for section in self._options.only:
+                if section in {"machine", "tests"} and model != self._options.model[0]:
+                    continue
+                self._say(f"{section} {model}")
+                began = time.time()
+                if self._deadline - began < (1 if self._options.quick else 10):
+                    self._skips[f"gpu {section} {model}"] = "the time was used up"
+                elif section == "tests":
+                    self._test()
+                else:
+                    self._measure(section, model)
+                self._facts["seconds_of_sections"][f"{section} {model}"] = round(time.time() - began, 1)
+                self._save()
+        num_missed = sum(result["passed"] is False for result in self._results)
+        self._say(f"{len(self._results)} figures, {num_missed} beyond their goals, {len(self._failures)} failures")
+        self._say(f"written to {self._out / 'report.json'} and {self._out / 'report.md'}")
+        return int(bool(self._failures))
+
+    def _say(self, text: str) -> None:
+        print(f"{datetime.now(UTC):%H:%M:%S} +{time.time() - self._started:5.1f} s  {text}", flush=True)
+
+    def _measure(self, section: str, model: str) -> None:
+        skipped: list[str] = []
+        deadline = min(self._deadline, time.time() + SECTIONS[section] * (1 if model != "4b" else 1.5))
+        for _ in range(_NUM_ATTEMPTS):
+            path = self._out / f"{section}-{model}.jsonl"
+            path.unlink(missing_ok=True)
+            command = [sys.executable, "-m", "benchmarks.gpu", "--child", section, "--model", model]
+            command += ["--device", self._options.device, "--deadline", str(deadline), "--path", str(path)]
+            command += ["--out", str(self._out), "--skip", json.dumps(skipped)]
+            command += [f"--{name}" for name in ("quick", "profile") if getattr(self._options, name)]
+            code = self._execute(command, f"{section}-{model}", deadline + _GRACE_SECONDS)
+            finished, open_cells = self._collect(path, section, model)
+            if code == 0:
+                return
+            where = f"in {open_cells[-1]!r}" if open_cells else "outside of its cells"
+            self._failures[f"gpu {section}, {model}, {where}"] = f"the process ended with {code}; see its log"
+            skipped += [*finished, *open_cells]
+            if not open_cells or time.time() > deadline:
+                return
+
+    def _collect(self, path: Path, section: str, model: str) -> tuple[list[str], list[str]]:
+        """Read what a process wrote; return the cells that ended and those that did not."""
+        begun: list[str] = []
+        finished: list[str] = []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except ValueError:  # the process was killed while it wrote
+                continue
+            name = next((f"gpu {section}, {model}, {entry[kind]}" for kind in _KINDS if kind in entry), "")
+            if "result" in entry:
+                self._results.append(entry["result"])
+            elif "facts" in entry:
+                self._facts |= entry["facts"]
+            elif "failure" in entry:
+                self._failures[name] = entry["reason"]
+            elif "skip" in entry or "misfit" in entry:
+                self._skips[name] = entry["reason"]
+            elif "begun" in entry:
+                begun.append(entry["begun"])
+            elif "done" in entry:
+                finished.append(entry["done"])
+        return finished, [name for name in begun if name not in finished]
+
+    def _execute(self, command: Sequence[str], name: str, deadline: float) -> int:
+        """Run a process until ``deadline``, and print its lines with the time. Return its exit code."""
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        with (
+            (self._out / f"{name}.log").open("a", encoding="utf-8") as log,
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            ) as process,
+        ):
+            timer = threading.Timer(max(1.0, deadline - time.time()), _kill, [process])
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    log.write(line)
+                    log.flush()
+                    self._say(f"  {line.rstrip()}")
+                return process.wait()
+            finally:
+                timer.cancel()
+                if process.poll() is None:
+                    _kill(process)
+
+    def _test(self) -> None:
+        """Run the device tests and record how many pass."""
+        if importlib.util.find_spec("pytest") is None:
+            self._skips["gpu tests"] = "pytest is not installed"
+            return
+        path = self._out / "tests.xml"
+        path.unlink(missing_ok=True)
+        folder = ROOT / "tests" / "device"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(folder),
+            "-c",
+            str(folder / "pytest.ini"),
+            "--rootdir",
+            str(ROOT),
+        ]
+        command += ["--confcutdir", str(folder), "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={path}"]
+        if self._options.device.startswith("cuda"):  # without CUDA they are skipped: the suite has tests of its own
+            os.environ["AREAL_TEST_DEVICE"] = self._options.device
+        code = self._execute(command, "tests", min(self._deadline, time.time() + SECTIONS["tests"]) + _GRACE_SECONDS)
+        if not path.exists():
+            self._failures["gpu tests"] = f"pytest ended with {code} and wrote no results; see tests.log"
+            return
+        from benchmarks.gpu.pages import read_tests
+
+        results, failures = read_tests(path.read_text(encoding="utf-8"))
+        self._results += [result.to_json() for result in results]
+        self._failures |= failures
+
+    def _save(self) -> None:
+        from benchmarks.gpu.pages import format_page
+        from benchmarks.harness import Result
+        from benchmarks.report import Report
+
+        report = Report(
+            results=tuple(map(Result.from_json, self._results)),
+            failures=self._failures,
+            skips=self._skips,
+            facts=self._facts,
+        )
+        report.save(self._out / "report.json")
+        (self._out / "report.md").write_text(format_page(report), encoding="utf-8")
+
+
+_KINDS = ("failure", "skip", "misfit")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a process with all that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Section engine: sampled tokens per second at several batch sizes, against ``transformers.generate``.
+
+Prompts have 128 to 512 tokens and nothing stops a generation early. Time is counted from the first submission to the
+last token, prompts included, on the clock. transformers gets the same prompts, padded on the left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import anyio
+import numpy as np
+import torch
+from attrs import define, field
+from benchmarks.gpu.cells import Cell, Context, peak_gib, reset_peak, synchronise
+from benchmarks.gpu.groups import create_prompts
+from benchmarks.gpu.models import create_model
+from benchmarks.gpu.profiling import profiled
+
+from areal_actors.domain import Ints, SampleKey, Sampling
+from areal_actors.engines.base import EngineRequest
+from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
+
+__all__ = ["Timing", "generate_all", "run"]
+
+_GOAL = {32: 5.0}
+"""Multiples of ``transformers.generate`` that the engine shall reach, by batch size."""
+
+
+@define
+class Timing:
+    """When tokens arrived, in seconds after the first submission."""
+
+    firsts: list[float] = field(factory=list)
+    lasts: list[float] = field(factory=list)
+    arrivals: list[tuple[float, int]] = field(factory=list)
+    """Times with the number of tokens that arrived then."""
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second while all generations decode; nan if there is no such time."""
+        start, stop = max(self.firsts), min(self.lasts)
+        number = sum(count for at, count in self.arrivals if start < at <= stop)
+        return number / (stop - start) if stop > start else float("nan")
+
+
+def run(context: Context) -> None:
+    """Measure all batch sizes with one engine, then transformers with the same model."""
+    model = create_model(context.shape, context.device)
+    batches = (1, 4) if context.is_quick else (1, 32, 256)
+    num_new = 8 if context.is_quick else 128
+    lengths = (8, 24) if context.is_quick else (128, 512)
+    anyio.run(_measure_engine, context, model, batches, lengths, num_new)
+    for batch in batches:
+        name = f"batch {batch}"
+        if context.may_begin(f"{name}, transformers"):
+            with context.cell(f"{name}, transformers") as cell:
+                rate = _measure_transformers(cell, model, batch, lengths, num_new)
+                _compare(context, name, rate, batch)
+
+
+_rates: dict[str, float] = {}
+
+
+def _compare(context: Context, name: str, baseline: float, batch: int) -> None:
+    if name in _rates:
+        cell = Cell(context=context, name=name)
+        of = f"{context.model}, {name}, transformers, tokens"
+        ratio = _rates[name] / baseline
+        cell.add("ratio to transformers", ratio, "ratio", gate=_GOAL.get(batch), higher_is_better=True, baseline=of)
+
+
+async def _measure_engine(
+    context: Context, model: Any, batches: Sequence[int], lengths: tuple[int, int], num_new: int
+) -> None:
+    config = TorchEngineConfig(
+        dtype="bfloat16", device=context.device, max_concurrent=max(batches), max_length=1024, num_threads=None
+    )
+    started = time.perf_counter()
+    async with TorchEngine.open(config, model=model) as engine:
+        context.say(f"engine opened in {time.perf_counter() - started:.1f} s")
+        for batch in batches:
+            name = f"batch {batch}"
+            if not context.may_begin(name):
+                continue
+            with context.cell(name) as cell:
+                await _measure_batch(cell, engine, batch, lengths, num_new)
+        if context.has_profile and context.may_begin("profile"):
+            with context.cell("profile"):
+                await _profile(context, engine, min(32, max(batches)), lengths, num_new)
+
+
+async def _measure_batch(cell: Cell, engine: TorchEngine, batch: int, lengths: tuple[int, int], num_new: int) -> None:
+    context = cell.context
+    started = time.perf_counter()
+    await generate_all(engine, _prompts(context, batch, lengths, seed=1), num_new=min(16, num_new))
+    cell.add("warm-up", time.perf_counter() - started, "s")
+    reset_peak(context.device)
+    best = 0.0
+    for seed in (2, 3):
+        prompts = _prompts(context, batch, lengths, seed=seed)
+        started = time.perf_counter()
+        timing = await generate_all(engine, prompts, num_new=num_new)
+        rate = batch * num_new / (time.perf_counter() - started)
+        if rate > best:
+            best, chosen = rate, timing
+    _rates[cell.name] = cell.add("tokens", best, "tokens/s", higher_is_better=True)
+    if np.isfinite(chosen.decode_rate):
+        cell.add("tokens while all decode", chosen.decode_rate, "tokens/s", higher_is_better=True)
+    cell.add("first token, median", median(chosen.firsts) * 1e3, "ms")
+    peak = peak_gib(context.device)
+    if peak is not None:
+        cell.add("peak memory, with the model twice", peak, "GiB")
+
+
+def _prompts(context: Context, batch: int, lengths: tuple[int, int], *, seed: int) -> list[Ints]:
+    return create_prompts(batch, lengths, vocab_size=context.shape.vocab_size, seed=seed)
+
+
+async def generate_all(
+    engine: TorchEngine,
+    prompts: Sequence[Ints],
+    *,
+    num_new: int,
+    found: dict[int, tuple[list[int], list[float], list[float]]] | None = None,
+    timing: Timing | None = None,
+) -> Timing:
+    """Sample ``num_new`` tokens for all prompts at once.
+
+    ``found`` receives ids, log-probabilities and plain ones by the place of the prompt.
+    """
+    timing = Timing() if timing is None else timing
+    started = time.perf_counter()
+
+    async def consume(number: int, prompt: Ints) -> None:
+        request = EngineRequest(
+            id=f"{started}-{number}",
+            prompt=prompt,
+            sampling=Sampling(max_new_tokens=num_new),
+            key=SampleKey(seed=0, path=(number,)),
+        )
+        ids, logprobs, raw = [], [], []
+        is_first = True
+        async with engine.generate(request) as chunks:
+            async for chunk in chunks:
+                now = time.perf_counter() - started
+                if is_first and len(chunk.token_ids):
+                    timing.firsts.append(now)
+                    is_first = False
+                timing.arrivals.append((now, len(chunk.token_ids)))
+                ids.extend(chunk.token_ids)
+                logprobs.extend(chunk.logprobs)
+                raw.extend(chunk.raw_logprobs)
+        timing.lasts.append(now)
+        if found is not None:
+            found[number] = ids, logprobs, raw
+
+    async with anyio.create_task_group() as tasks:
+        for number, prompt in enumerate(prompts):
+            tasks.start_soon(consume, number, prompt)
+    return timing
+
+
+async def _profile(context: Context, engine: TorchEngine, batch: int, lengths: tuple[int, int], num_new: int) -> None:
+    """Write the kernels of some steps in which all of ``batch`` decode."""
+    timing, num_steps = Timing(), max(2, num_new // 4)
+    async with anyio.create_task_group() as tasks:
+        prompts = _prompts(context, batch, lengths, seed=4)
+        tasks.start_soon(lambda: generate_all(engine, prompts, num_new=num_new, timing=timing))
+        while len(timing.firsts) < batch:  # noqa: ASYNC110  a profiler need not start at once
+            await anyio.sleep(0.001)
+        before = sum(count for _, count in timing.arrivals)
+        with profiled(context) as profile:
+            while sum(count for _, count in timing.arrivals) < before + batch * num_steps and not timing.lasts:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+            done = (sum(count for _, count in timing.arrivals) - before) / batch
+    text = f"{context.model}, batch {batch}, {done:.1f} decode steps in all\n{profile.table}"
+    (context.out / f"profile-engine-{context.model}.txt").write_text(text, encoding="utf-8")
+    context.say(text)
+
+
+def _measure_transformers(cell: Cell, model: Any, batch: int, lengths: tuple[int, int], num_new: int) -> float:
+    context = cell.context
+    _generate(context, model, _prompts(context, batch, lengths, seed=1), 4)
+    reset_peak(context.device)
+    prompts = _prompts(context, batch, lengths, seed=2)
+    rate = batch * num_new / _generate(context, model, prompts, num_new)
+    cell.add("tokens", rate, "tokens/s", higher_is_better=True)
+    cell.add("first token", _generate(context, model, prompts, 1) * 1e3, "ms")
+    peak = peak_gib(context.device)
+    if peak is not None:
+        cell.add("peak memory", peak, "GiB")
+    return rate
+
+
+def _generate(context: Context, model: Any, prompts: Sequence[Ints], num_new: int) -> float:
+    """Return the seconds that ``generate`` takes to sample ``num_new`` tokens for each prompt."""
+    width = max(map(len, prompts))
+    ids, mask = (np.zeros((len(prompts), width), dtype=np.int64) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+    inputs = {name: tensor.to(context.device) for name, tensor in inputs.items()}
+    synchronise(context.device)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(
+            **inputs, do_sample=True, top_k=0, max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0
+        )
+    synchronise(context.device)
+    return time.perf_counter() - started

@@ -1,0 +1,177 @@
+"""Section trainer: ``PolicyTrainer.train_step`` on branching groups: tokens per second, MFU and peak memory.
+
+Each step trains one group of eight sessions (``groups.py``) in passes of up to the group's distinct tokens. Operations
+are counted once for each token that a layout computes: MFU has no benefit from padding or from computing again.
+"""
+
+from __future__ import annotations
+
+import time
+
+from attrs import evolve, fields_dict, frozen
+from benchmarks.gpu.ceilings import datasheet_tflops, matmul_tflops
+from benchmarks.gpu.cells import Cell, Context, peak_gib, reset_peak, synchronise
+from benchmarks.gpu.groups import Branching, create_branching
+from benchmarks.gpu.models import create_model, train_flops
+from benchmarks.gpu.profiling import profiled
+from benchmarks.harness import Skipped
+
+from areal_actors.training.config import ComputeDtype, Layout, TrainerConfig
+from areal_actors.training.trainer import PolicyTrainer
+
+__all__ = ["Setting", "configure", "run", "settings"]
+
+_NUM_STEPS = 2
+
+
+@frozen(kw_only=True)
+class Setting:
+    """A way to train: what is trained, the layout, and activation checkpointing (``None``: the default)."""
+
+    layout: Layout
+    has_lora: bool = False
+    checkpoints: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """For the names of figures."""
+        checkpointing = {None: "", True: ", checkpointing", False: ", no checkpointing"}[self.checkpoints]
+        return f"{'LoRA' if self.has_lora else 'full'}, {self.layout}{checkpointing}"
+
+
+def settings(*, is_quick: bool) -> list[Setting]:
+    """Return what is measured, the most informative first."""
+    tree, flat = Layout.TREE, Layout.FLAT
+    main = [Setting(layout=tree), Setting(layout=flat)]
+    main += [Setting(layout=tree, has_lora=True), Setting(layout=flat, has_lora=True)]
+    more = [Setting(layout=tree, checkpoints=value) for value in (True, False)]
+    return main if is_quick else main + more
+
+
+def configure(setting: Setting, *, max_packed_tokens: int, device: str) -> TrainerConfig:
+    """Return the trainer's configuration. Raises ``Skipped`` if this version has no such setting."""
+    config = TrainerConfig(
+        layout=setting.layout, max_packed_tokens=max_packed_tokens, dtype=ComputeDtype.BFLOAT16, device=device
+    )
+    known = fields_dict(TrainerConfig)
+    if setting.has_lora:
+        if "lora" not in known:
+            raise Skipped("this version has no trainer.lora")
+        from areal_actors.training.config import LoraConfig  # type: ignore[attr-defined,unused-ignore]
+
+        config = evolve(config, lora=LoraConfig(rank=16))
+    if setting.checkpoints is not None:
+        raise Skipped("this version has no activation checkpointing")
+    return config
+
+
+def run(context: Context) -> None:
+    """Measure each setting at each length; then compare the layouts."""
+    lengths = (256, 384) if context.is_quick else (8192, 32768, 16384, 4096)
+    measured: dict[tuple[Setting, int], dict[str, float]] = {}
+    ceiling = matmul_tflops(context.device)
+    for setting in settings(is_quick=context.is_quick):
+        trainer = None
+        chosen = lengths if setting.checkpoints is None else lengths[:2]
+        for length in chosen:
+            name = f"{setting.name}, {length // 1024}k" if length >= 1024 else f"{setting.name}, {length}"
+            if not context.may_begin(name):
+                continue
+            with context.cell(name) as cell:
+                trainer = trainer or _create_trainer(context, setting, max(lengths))
+                measured[setting, length] = _measure(cell, trainer, _branching(context, length), setting, ceiling)
+        is_profiled = context.has_profile and not setting.has_lora and setting.checkpoints is None
+        if is_profiled and trainer is not None and context.may_begin(f"profile of {setting.name}"):
+            with context.cell(f"profile of {setting.name}"):
+                _profile(context, trainer, setting, lengths[0])
+        trainer = None
+        _compare(context, measured, setting)
+
+
+def _branching(context: Context, length: int) -> Branching:
+    prompt = 128 if context.is_quick else 2048
+    return create_branching(length, prompt=prompt, vocab_size=context.shape.vocab_size)
+
+
+def _create_trainer(context: Context, setting: Setting, max_packed_tokens: int) -> PolicyTrainer:
+    config = configure(setting, max_packed_tokens=max_packed_tokens, device=context.device)
+    started = time.perf_counter()
+    trainer = PolicyTrainer(create_model(context.shape, context.device), config)
+    context.say(f"{setting.name}: trainer created in {time.perf_counter() - started:.1f} s")
+    return trainer
+
+
+def _measure(cell: Cell, trainer: PolicyTrainer, work: Branching, setting: Setting, ceiling: float) -> dict[str, float]:
+    context = cell.context
+    # The pass takes the group as a whole in the tree, and as many rows as fit into as many tokens otherwise.
+    _bound_passes(trainer, work.num_tree_tokens)
+    started = time.perf_counter()
+    statistics = trainer.train_step([work.group])
+    synchronise(context.device)
+    cell.add("first step", time.perf_counter() - started, "s")
+    reset_peak(context.device)
+    seconds = float("inf")
+    for _ in range(_NUM_STEPS):
+        started = time.perf_counter()
+        trainer.train_step([work.group])
+        synchronise(context.device)
+        seconds = min(seconds, time.perf_counter() - started)
+    is_tree = setting.layout is Layout.TREE
+    num_tokens = work.num_tree_tokens if is_tree else work.num_row_tokens
+    flops = train_flops(
+        context.shape,
+        num_tokens=num_tokens,
+        num_trained=work.num_trained,
+        num_pairs=work.num_tree_pairs if is_tree else work.num_row_pairs,
+        is_full=not setting.has_lora,
+    )
+    cell.add("step", seconds, "s", row_tokens=work.num_row_tokens, packed_tokens=statistics.num_packed_tokens)
+    cell.add("computed tokens", num_tokens / seconds, "tokens/s", higher_is_better=True)
+    cell.add("row tokens", work.num_row_tokens / seconds, "tokens/s", higher_is_better=True)
+    rate = flops / seconds / 1e12
+    cell.add("share of the measured ceiling", 100 * rate / ceiling, "%", higher_is_better=True)
+    sheet = datasheet_tflops(context.device)
+    if sheet is not None:
+        gate = None if setting.has_lora else 40.0
+        cell.add("MFU by the data sheet", 100 * rate / sheet, "%", gate=gate, higher_is_better=True)
+    peak = peak_gib(context.device)
+    if peak is not None:
+        cell.add("peak memory", peak, "GiB")
+    return {"seconds": seconds, "tokens": num_tokens} | ({} if peak is None else {"peak": peak})
+
+
+def _bound_passes(trainer: PolicyTrainer, max_packed_tokens: int) -> None:
+    """Change the bound of a trainer that exists: to create one for each length would take longer than its steps."""
+    trainer.config = evolve(trainer.config, max_packed_tokens=max_packed_tokens)
+
+
+def _compare(context: Context, measured: dict[tuple[Setting, int], dict[str, float]], flat: Setting) -> None:
+    """Record what the tree gains over flat rows, in time and in tokens."""
+    if flat.layout is not Layout.FLAT:
+        return
+    tree = evolve(flat, layout=Layout.TREE)
+    for (setting, length), slow in measured.items():
+        fast = measured.get((tree, length))
+        if setting != flat or fast is None:
+            continue
+        size = f"{length // 1024}k" if length >= 1024 else str(length)
+        cell = Cell(context=context, name=f"{'LoRA' if flat.has_lora else 'full'}, {size}, tree over flat")
+        of = f"{context.model}, {flat.name}, {size}, step"
+        tokens, speed = slow["tokens"] / fast["tokens"], slow["seconds"] / fast["seconds"]
+        cell.add("tokens that need not be computed", tokens, "ratio", higher_is_better=True)
+        cell.add("time", speed, "ratio", higher_is_better=True, baseline=of)
+        cell.add("time over tokens", speed / tokens, "ratio", gate=0.9, higher_is_better=True, baseline=of)
+        if "peak" in fast and "peak" in slow:
+            cell.add("peak memory", fast["peak"] / slow["peak"], "ratio", gate=1.0, baseline=of)
+
+
+def _profile(context: Context, trainer: PolicyTrainer, setting: Setting, length: int) -> None:
+    work = _branching(context, length)
+    _bound_passes(trainer, work.num_tree_tokens)
+    trainer.train_step([work.group])
+    with profiled(context) as profile:
+        trainer.train_step([work.group])
+    text = f"{context.model}, {setting.name}, {length} tokens\n{profile.table}"
+    name = setting.name.replace(", ", "-").replace(" ", "-")
+    (context.out / f"profile-trainer-{context.model}-{name}.txt").write_text(text, encoding="utf-8")
+    context.say(text)

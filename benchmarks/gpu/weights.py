@@ -1,0 +1,105 @@
+"""Section weights: how far engine and trainer are apart in bfloat16, and how long new weights take to reach the engine.
+
+The engine samples, the trainer scores the same tokens in each layout, and the capture gate judges them in a step. The
+head is untied and the logits spread like those of a trained model, because with weights as they are initialised all ids
+are equally probable, whatever the rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import anyio
+import numpy as np
+from benchmarks.gpu.cells import Context, synchronise
+from benchmarks.gpu.engine import generate_all
+from benchmarks.gpu.groups import create_group, create_prompts, create_sampled_row
+from benchmarks.gpu.models import create_model, set_logit_spread
+
+from areal_actors.domain import Trajectory
+from areal_actors.engines.base import Snapshot
+from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
+from areal_actors.errors import CaptureViolation
+from areal_actors.training.config import ComputeDtype, Layout, OptimizerConfig, TrainerConfig
+from areal_actors.training.trainer import PolicyTrainer
+
+__all__ = ["run"]
+
+_SPREAD = 3.0
+"""Standard deviation of the logits."""
+
+
+def run(context: Context) -> None:
+    """Sample, score, judge and load."""
+    anyio.run(_run, context)
+
+
+async def _run(context: Context) -> None:
+    model = create_model(context.shape, context.device, is_tied=False)
+    set_logit_spread(model, _SPREAD)
+    number, num_new = (4, 8) if context.is_quick else (32, 384)
+    lengths = (8, 24) if context.is_quick else (128, 512)
+    config = TorchEngineConfig(dtype="bfloat16", device=context.device, max_concurrent=number, max_length=1024)
+    async with TorchEngine.open(config, model=model) as engine:
+        rows: list[Trajectory] = []
+        with context.cell("sampling") as cell:
+            prompts = create_prompts(number, lengths, vocab_size=context.shape.vocab_size, seed=5)
+            found: dict[int, Any] = {}
+            await generate_all(engine, prompts, num_new=num_new, found=found)
+            rows = [
+                create_sampled_row(prompt, np.array(found[i][0]), found[i][1], found[i][2], member=i)
+                for i, prompt in enumerate(prompts)
+            ]
+            cell.add("mean log-probability", np.concatenate([found[i][2] for i in found]).mean(), "nats")
+        for layout in Layout:
+            if rows and context.may_begin(f"gap, {layout}"):
+                with context.cell(f"gap, {layout}") as cell:
+                    trainer = _create_trainer(context, model, layout)
+                    scored = trainer.logprobs(rows, is_raw=True)
+                    pairs = zip(scored, rows, strict=True)
+                    gap = np.concatenate([np.abs(own - row.raw_logprobs)[row.loss_mask == 1] for own, row in pairs])
+                    cell.add("mean difference", gap.mean(), "nats", num_tokens=len(gap))
+                    cell.add("99th percentile of differences", np.percentile(gap, 99), "nats")
+                    cell.add("largest difference", gap.max(), "nats")
+                    has_passed = float(_passes_gate(context, trainer, rows))
+                    cell.add("capture gate", has_passed, "passed", gate=1.0, higher_is_better=True)
+                    trainer = None
+        if context.may_begin("update"):
+            with context.cell("update") as cell:
+                trainer = _create_trainer(context, model, Layout.FLAT)
+                num_bytes = 2 * sum(p.numel() for p in trainer.model.parameters())
+                best = float("inf")
+                for version in range(1, 5):
+                    synchronise(context.device)
+                    started = time.perf_counter()
+                    await engine.load(Snapshot(version=version, state=trainer.state_dict()))
+                    synchronise(context.device)
+                    best = min(best, time.perf_counter() - started)
+                cell.add("trainer to engine", best, "s")
+                cell.add("engine's bytes", num_bytes / best / 1e9, "GB/s", higher_is_better=True, num_bytes=num_bytes)
+
+
+def _create_trainer(context: Context, model: Any, layout: Layout) -> PolicyTrainer:
+    """Return a trainer of a copy of ``model``, whose step is too small to matter."""
+    own = create_model(context.shape, context.device, is_tied=False)
+    own.load_state_dict(model.state_dict())
+    config = TrainerConfig(
+        layout=layout,
+        max_packed_tokens=8192,
+        dtype=ComputeDtype.BFLOAT16,
+        device=context.device,
+        optimizer=OptimizerConfig(learning_rate=1e-12),
+    )
+    trainer = PolicyTrainer(own, config)
+    trainer.expect_engine(dtype="bfloat16")
+    return trainer
+
+
+def _passes_gate(context: Context, trainer: PolicyTrainer, rows: list[Trajectory]) -> bool:
+    try:
+        trainer.train_step([create_group(rows)])
+    except CaptureViolation as violation:
+        context.say(str(violation))
+        return False
+    return True

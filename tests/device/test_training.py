@@ -1,0 +1,74 @@
+"""Training on a GPU: the tree layout computes what flat rows do, forward and backward, in float32 and bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.gpu.groups import create_branching
+from tests.device.models import FAMILIES, VOCAB_SIZE, create_model
+
+from areal_actors.training.config import ComputeDtype, Layout, TrainerConfig
+from areal_actors.training.trainer import PolicyTrainer
+
+LENGTHS = (600, 3000)
+"""Distinct tokens of a group: less than a block of a sparse kernel in some branches, and many blocks."""
+
+
+def create_trainer(device: str, layout: Layout, *, family: str = "llama", dtype: str = "float32") -> PolicyTrainer:
+    config = TrainerConfig(layout=layout, max_packed_tokens=4096, dtype=ComputeDtype(dtype), device=device)
+    return PolicyTrainer(create_model(device, family=family), config)
+
+
+def reference_logprobs(model: Any, ids: np.ndarray) -> torch.Tensor:
+    """Log-probabilities of a row's tokens under the plain model, float32 [T - 1]."""
+    whole = torch.tensor(ids, dtype=torch.long, device=model.device)[None]
+    logprobs = model(input_ids=whole, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, whole[0, 1:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_scores_are_those_of_plain_rows(device: str, family: str, layout: Layout, num_tokens: int):
+    """Each row of a branching group, as the model scores it alone with ordinary attention."""
+    rows = create_branching(num_tokens, prompt=300, vocab_size=VOCAB_SIZE).group.rows
+    plain = create_model(device, family=family)
+    for row, found in zip(rows, create_trainer(device, layout, family=family).logprobs(rows), strict=True):
+        with torch.no_grad():
+            expected = reference_logprobs(plain, row.input_ids).cpu().numpy() * row.loss_mask[1:]
+        np.testing.assert_allclose(found[1:], expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_bfloat16_stays_close(device: str, layout: Layout, num_tokens: int):
+    """Rounding moves log-probabilities by hundredths; a wrong mask moves them by whole nats."""
+    rows = create_branching(num_tokens, prompt=300, vocab_size=VOCAB_SIZE).group.rows
+    plain = create_model(device)
+    gaps = []
+    for row, found in zip(rows, create_trainer(device, layout, dtype="bfloat16").logprobs(rows), strict=True):
+        with torch.no_grad():
+            expected = reference_logprobs(plain, row.input_ids).cpu().numpy()
+        gaps.append(np.abs(found[1:] - expected)[row.loss_mask[1:] == 1])
+    assert np.concatenate(gaps).mean() < 0.05
+    assert np.concatenate(gaps).max() < 0.5
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_a_step_moves_the_weights_equally_in_both_layouts(device: str, num_tokens: int):
+    """Gradients of the same group, read from AdamW's first moments, which are a tenth of them after one step."""
+    group = create_branching(num_tokens, prompt=300, vocab_size=VOCAB_SIZE).group
+    norms, moments = [], []
+    for layout in Layout:
+        trainer = create_trainer(device, layout)
+        norms.append(trainer.train_step([group]).grad_norm)
+        moments.append({name: t.float() for name, t in trainer.help_save()["optimizer"].items() if "exp_avg" in name})
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert norms[0] > 0
+    assert len(moments[0]) == len(moments[1]) > 0
+    for name, flat in moments[0].items():
+        scale = float(flat.abs().max())
+        assert float((moments[1][name] - flat).abs().max()) <= 2e-3 * scale + 1e-9, name

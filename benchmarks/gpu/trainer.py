@@ -16,27 +16,35 @@ from benchmarks.gpu.models import create_model, train_flops
 from benchmarks.gpu.profiling import profiled
 from benchmarks.harness import Skipped
 
-from areal_actors.training.config import ComputeDtype, Layout, TrainerConfig
+from areal_actors.domain import Group
+from areal_actors.training.config import Activations, ComputeDtype, Layout, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
 
 __all__ = ["Setting", "configure", "run", "settings"]
 
 _NUM_STEPS = 2
+PROFILED = 8192
+"""Length of the groups of which ``--profile`` writes tables."""
 
 
 @frozen(kw_only=True)
 class Setting:
-    """A way to train: what is trained, the layout, and activation checkpointing (``None``: the default)."""
+    """A way to train: what is trained, the layout, and what a pass keeps (``trainer.activations``)."""
 
     layout: Layout
     has_lora: bool = False
-    checkpoints: bool | None = None
+    activations: Activations = Activations.AUTO
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the trainer decides what a pass keeps."""
+        return self.activations is Activations.AUTO
 
     @property
     def name(self) -> str:
         """For the names of figures."""
-        checkpointing = {None: "", True: ", checkpointing", False: ", no checkpointing"}[self.checkpoints]
-        return f"{'LoRA' if self.has_lora else 'full'}, {self.layout}{checkpointing}"
+        kept = "" if self.is_default else f", {self.activations}"
+        return f"{'LoRA' if self.has_lora else 'full'}, {self.layout}{kept}"
 
 
 def settings(*, is_quick: bool) -> list[Setting]:
@@ -44,14 +52,18 @@ def settings(*, is_quick: bool) -> list[Setting]:
     tree, flat = Layout.TREE, Layout.FLAT
     main = [Setting(layout=tree), Setting(layout=flat)]
     main += [Setting(layout=tree, has_lora=True), Setting(layout=flat, has_lora=True)]
-    more = [Setting(layout=tree, checkpoints=value) for value in (True, False)]
+    more = [Setting(layout=tree, activations=kept) for kept in (Activations.RECOMPUTE, Activations.KEEP)]
     return main if is_quick else main + more
 
 
 def configure(setting: Setting, *, max_packed_tokens: int, device: str) -> TrainerConfig:
     """Return the trainer's configuration. Raises ``Skipped`` if this version has no such setting."""
     config = TrainerConfig(
-        layout=setting.layout, max_packed_tokens=max_packed_tokens, dtype=ComputeDtype.BFLOAT16, device=device
+        layout=setting.layout,
+        max_packed_tokens=max_packed_tokens,
+        dtype=ComputeDtype.BFLOAT16,
+        device=device,
+        activations=setting.activations,
     )
     known = fields_dict(TrainerConfig)
     if setting.has_lora:
@@ -60,8 +72,6 @@ def configure(setting: Setting, *, max_packed_tokens: int, device: str) -> Train
         from areal_actors.training.config import LoraConfig  # type: ignore[attr-defined,unused-ignore]
 
         config = evolve(config, lora=LoraConfig(rank=16))
-    if setting.checkpoints is not None:
-        raise Skipped("this version has no activation checkpointing")
     return config
 
 
@@ -71,21 +81,16 @@ def run(context: Context) -> None:
     measured: dict[tuple[Setting, int], dict[str, float]] = {}
     ceiling = matmul_tflops(context.device)
     for setting in settings(is_quick=context.is_quick):
-        trainer = None
-        chosen = lengths if setting.checkpoints is None else lengths[:2]
-        for length in chosen:
-            name = f"{setting.name}, {length // 1024}k" if length >= 1024 else f"{setting.name}, {length}"
-            if not context.may_begin(name):
-                continue
-            with context.cell(name) as cell:
-                trainer = trainer or _create_trainer(context, setting, max(lengths))
-                measured[setting, length] = _measure(cell, trainer, _branching(context, length), setting, ceiling)
-        is_profiled = context.has_profile and not setting.has_lora and setting.checkpoints is None
-        if is_profiled and trainer is not None and context.may_begin(f"profile of {setting.name}"):
-            with context.cell(f"profile of {setting.name}"):
-                _profile(context, trainer, setting, lengths[0])
-        trainer = None
+        for length in lengths if setting.is_default else lengths[:2]:
+            name = f"{setting.name}, {_format_length(length)}"
+            if context.may_begin(name):
+                with context.cell(name) as cell:
+                    measured[setting, length] = _measure(cell, setting, length, ceiling)
         _compare(context, measured, setting)
+
+
+def _format_length(length: int) -> str:
+    return f"{length // 1024}k" if length >= 1024 else str(length)
 
 
 def _branching(context: Context, length: int) -> Branching:
@@ -101,10 +106,11 @@ def _create_trainer(context: Context, setting: Setting, max_packed_tokens: int) 
     return trainer
 
 
-def _measure(cell: Cell, trainer: PolicyTrainer, work: Branching, setting: Setting, ceiling: float) -> dict[str, float]:
+def _measure(cell: Cell, setting: Setting, length: int, ceiling: float) -> dict[str, float]:
     context = cell.context
-    # The pass takes the group as a whole in the tree, and as many rows as fit into as many tokens otherwise.
-    _bound_passes(trainer, work.num_tree_tokens)
+    work = _branching(context, length)
+    # A pass takes the whole group in the tree, and as many rows as fit into as many tokens otherwise.
+    trainer = _create_trainer(context, setting, work.num_tree_tokens)
     started = time.perf_counter()
     statistics = trainer.train_step([work.group])
     synchronise(context.device)
@@ -137,12 +143,9 @@ def _measure(cell: Cell, trainer: PolicyTrainer, work: Branching, setting: Setti
     peak = peak_gib(context.device)
     if peak is not None:
         cell.add("peak memory", peak, "GiB")
+    if context.has_profile and setting.is_default and length == PROFILED:
+        _profile(cell, trainer, work.group)
     return {"seconds": seconds, "tokens": num_tokens} | ({} if peak is None else {"peak": peak})
-
-
-def _bound_passes(trainer: PolicyTrainer, max_packed_tokens: int) -> None:
-    """Change the bound of a trainer that exists: to create one for each length would take longer than its steps."""
-    trainer.config = evolve(trainer.config, max_packed_tokens=max_packed_tokens)
 
 
 def _compare(context: Context, measured: dict[tuple[Setting, int], dict[str, float]], flat: Setting) -> None:
@@ -154,7 +157,7 @@ def _compare(context: Context, measured: dict[tuple[Setting, int], dict[str, flo
         fast = measured.get((tree, length))
         if setting != flat or fast is None:
             continue
-        size = f"{length // 1024}k" if length >= 1024 else str(length)
+        size = _format_length(length)
         cell = Cell(context=context, name=f"{'LoRA' if flat.has_lora else 'full'}, {size}, tree over flat")
         of = f"{context.model}, {flat.name}, {size}, step"
         tokens, speed = slow["tokens"] / fast["tokens"], slow["seconds"] / fast["seconds"]
@@ -165,13 +168,10 @@ def _compare(context: Context, measured: dict[tuple[Setting, int], dict[str, flo
             cell.add("peak memory", fast["peak"] / slow["peak"], "ratio", gate=1.0, baseline=of)
 
 
-def _profile(context: Context, trainer: PolicyTrainer, setting: Setting, length: int) -> None:
-    work = _branching(context, length)
-    _bound_passes(trainer, work.num_tree_tokens)
-    trainer.train_step([work.group])
-    with profiled(context) as profile:
-        trainer.train_step([work.group])
-    text = f"{context.model}, {setting.name}, {length} tokens\n{profile.table}"
-    name = setting.name.replace(", ", "-").replace(" ", "-")
-    (context.out / f"profile-trainer-{context.model}-{name}.txt").write_text(text, encoding="utf-8")
-    context.say(text)
+def _profile(cell: Cell, trainer: PolicyTrainer, group: Group) -> None:
+    with profiled(cell.context) as profile:
+        trainer.train_step([group])
+    text = f"{cell.context.model}, {cell.name}\n{profile.table}"
+    name = cell.name.replace(", ", "-").replace(" ", "-")
+    (cell.context.out / f"profile-trainer-{cell.context.model}-{name}.txt").write_text(text, encoding="utf-8")
+    cell.context.say(text)

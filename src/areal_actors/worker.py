@@ -32,7 +32,7 @@ from anyio import to_thread
 from areal_actors.config import load_config
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.core.failure import error_to_data, leaves, root_cause
-from areal_actors.core.remote import Line, Listener, listen, standing
+from areal_actors.core.remote import Listener, ReconnectingConnection, listen, reconnecting
 from areal_actors.core.remote.addresses import own_address
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
@@ -129,7 +129,7 @@ async def _work(bootstrap: Bootstrap) -> int:
     async def locate() -> str:
         return next(addresses)
 
-    async with standing(
+    async with reconnecting(
         locate, secret=bootstrap.secret, node=bootstrap.node, incarnation=max(bootstrap.life, 1)
     ) as home:
         try:
@@ -144,7 +144,7 @@ async def _work(bootstrap: Bootstrap) -> int:
     return 0
 
 
-async def _explain(bootstrap: Bootstrap, home: Line, error: Exception) -> int:
+async def _explain(bootstrap: Bootstrap, home: ReconnectingConnection, error: Exception) -> int:
     """Report to the controller why the worker ends, and return the exit code.
 
     An error that could not be reported, because the controller is unreachable, counts as a lost controller.
@@ -160,7 +160,7 @@ async def _explain(bootstrap: Bootstrap, home: Line, error: Exception) -> int:
     return HOME_LOST if bootstrap.rejoin_seconds and not is_told and not home.is_connected else _EXIT_FAILED
 
 
-async def _until_superseded(bootstrap: Bootstrap, home: Line) -> None:
+async def _until_superseded(bootstrap: Bootstrap, home: ReconnectingConnection) -> None:
     """Raise ``_HomeLost`` once a later controller of the run has started."""
     if not bootstrap.rejoin_seconds:
         return
@@ -182,13 +182,13 @@ def _lost(bootstrap: Bootstrap, why: str) -> _HomeLost:
     return _HomeLost(why)
 
 
-async def _serve_rank(bootstrap: Bootstrap, home: Line) -> None:
+async def _serve_rank(bootstrap: Bootstrap, home: ReconnectingConnection) -> None:
     from areal_actors.run.rank_worker import serve_task
 
     await serve_task(bootstrap, home)
 
 
-async def _serve(bootstrap: Bootstrap, home: Line) -> None:
+async def _serve(bootstrap: Bootstrap, home: ReconnectingConnection) -> None:
     from areal_actors.run.rank_worker import FIRST_WORD_SECONDS
     from areal_actors.run.ranks import expect_ranks, open_ranks
     from areal_actors.run.roles import Post, needs_of, open_role
@@ -243,7 +243,7 @@ async def _until_warned(training: Ref[Training] | None) -> None:
 class _Finder:
     """A finder of refs; see ``run.roles.Finder``."""
 
-    def __init__(self, order: Order, home: Line, lines: dict[Role, Line]) -> None:
+    def __init__(self, order: Order, home: ReconnectingConnection, lines: dict[Role, ReconnectingConnection]) -> None:
         self._order, self._home, self._lines = order, home, lines
 
     async def __call__(self, protocol: type[P], name: str, /) -> Ref[P]:
@@ -257,17 +257,17 @@ class _Finder:
 
 @asynccontextmanager
 async def _open_lines(
-    bootstrap: Bootstrap, order: Order, home: Line, needs: Sequence[Role]
-) -> AsyncIterator[dict[Role, Line]]:
+    bootstrap: Bootstrap, order: Order, home: ReconnectingConnection, needs: Sequence[Role]
+) -> AsyncIterator[dict[Role, ReconnectingConnection]]:
     """Connect to the worker of each role in ``needs`` that is not in the controller process."""
     directory = home.ref(Directory, "directory")
-    lines: dict[Role, Line] = {}
+    lines: dict[Role, ReconnectingConnection] = {}
     async with AsyncExitStack() as stack:
         for role in needs:
             if role in order.at_home:
                 continue
             target = f"{role}-0"
-            line = standing(
+            line = reconnecting(
                 _Locator(directory, target),
                 secret=bootstrap.secret,
                 target=target,
@@ -327,7 +327,7 @@ async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: 
         await anyio.sleep(seconds / _SIGNS_PER_LEASE)
 
 
-async def _confess(bootstrap: Bootstrap, home: Line, error: BaseException) -> bool:
+async def _confess(bootstrap: Bootstrap, home: ReconnectingConnection, error: BaseException) -> bool:
     """Report the error to the controller, and return whether it was received."""
     words: dict[str, Any] = error_to_data(root_cause(error), bootstrap.name)
     message = ReportFailure(worker=bootstrap.name, life=bootstrap.life, error=words)

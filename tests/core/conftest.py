@@ -16,8 +16,7 @@ from tests.core.processes import Elsewhere, elsewhere, start
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.core.loops import is_trio
 from areal_actors.core.remote import Limits
-from areal_actors.core.remote.calls import Channel
-from areal_actors.core.remote.ref import RemoteRef
+from areal_actors.core.remote.peer import Channel, RemoteRef
 from areal_actors.testing.remote import pretend_remote
 
 LOCAL_ONLY = {

@@ -26,8 +26,7 @@ from attrs import evolve, frozen
 
 from areal_actors.core import Actor, ActorSystem, Context, Message, Ref
 from areal_actors.core.remote import Limits, Listener, Peer, connect, listen
-from areal_actors.core.remote.calls import Channel
-from areal_actors.core.remote.ref import RemoteRef
+from areal_actors.core.remote.peer import Channel, RemoteRef
 from areal_actors.core.statistics import ActorStatistics
 
 SECRET = b"a secret of a test and its process"

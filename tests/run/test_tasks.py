@@ -16,7 +16,7 @@ from attrs import evolve
 from areal_actors.actors.directory import DirectoryActor
 from areal_actors.config import RunConfig, load_config, save_config
 from areal_actors.core import ActorSystem
-from areal_actors.core.remote import Listener, listen, standing
+from areal_actors.core.remote import Listener, listen, reconnecting
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import Role
 from areal_actors.errors import Conflict, GangError
@@ -73,7 +73,7 @@ async def be_rank(bootstrap: Bootstrap, problems: list[Exception]) -> None:
     async def locate() -> str:
         return bootstrap.addresses[0]
 
-    async with standing(locate, secret=SECRET, node=bootstrap.node) as line:
+    async with reconnecting(locate, secret=SECRET, node=bootstrap.node) as line:
         try:
             await serve_task(bootstrap, line)
         except (Conflict, GangError) as error:
@@ -91,7 +91,7 @@ async def test_a_task_joins_its_worker_and_leaves_with_it(directory, config):
         first = first_of(listener)
         tasks.start_soon(be_rank, evolve(first, rank=1), problems)
         async with (
-            standing(partial(_address, listener), secret=SECRET, node=first.node) as line,
+            reconnecting(partial(_address, listener), secret=SECRET, node=first.node) as line,
             listen("tcp://127.0.0.1:0", secret=SECRET, node=first.node) as own,
             expect_ranks(
                 SimpleNamespace(config=config, directory=directory),
@@ -115,7 +115,7 @@ async def test_a_task_that_does_not_come_is_named(directory, config):
     async with home(directory) as listener:
         first = first_of(listener)
         async with (
-            standing(partial(_address, listener), secret=SECRET, node=first.node) as line,
+            reconnecting(partial(_address, listener), secret=SECRET, node=first.node) as line,
             listen("tcp://127.0.0.1:0", secret=SECRET, node=first.node) as own,
         ):
             known = line.ref(Directory, "directory")

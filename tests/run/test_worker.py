@@ -13,7 +13,7 @@ import pytest
 from areal_actors import worker
 from areal_actors.actors.directory import DirectoryActor
 from areal_actors.core import ActorSystem
-from areal_actors.core.remote import Line, Listener, listen
+from areal_actors.core.remote import Listener, ReconnectingConnection, listen
 from areal_actors.domain import Role
 from areal_actors.errors import EngineError
 from areal_actors.messages import Directory, ExpectWorker, Order
@@ -24,7 +24,7 @@ from areal_actors.schedulers.statuses import HOME_LOST
 pytestmark = pytest.mark.anyio
 
 SECRET = b"known to home and to its workers"
-Serve = Callable[[Bootstrap, Line], Awaitable[None]]
+Serve = Callable[[Bootstrap, ReconnectingConnection], Awaitable[None]]
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -80,7 +80,7 @@ async def work(
         )
 
 
-async def fail(bootstrap: Bootstrap, home: Line) -> None:
+async def fail(bootstrap: Bootstrap, home: ReconnectingConnection) -> None:
     """A role whose engine breaks."""
     raise EngineError("the engine broke")
 
@@ -90,7 +90,7 @@ async def test_what_home_is_told_is_no_loss_of_home(files, tmp_path, monkeypatch
     """It decides what is next; the job ends."""
     async with home(tmp_path) as listener:
 
-        async def serve(bootstrap: Bootstrap, line: Line) -> None:
+        async def serve(bootstrap: Bootstrap, line: ReconnectingConnection) -> None:
             await line.wait_connected()
             await fail(bootstrap, line)
 
@@ -107,7 +107,7 @@ async def test_a_later_home_is_a_loss_of_home_also_while_the_former_answers(file
     """It is asked for soon enough. Nothing that a role does keeps it."""
     async with home(tmp_path) as listener:
 
-        async def serve(bootstrap: Bootstrap, line: Line) -> None:
+        async def serve(bootstrap: Bootstrap, line: ReconnectingConnection) -> None:
             try:
                 files.begin_epoch()
                 await anyio.sleep_forever()
@@ -120,7 +120,7 @@ async def test_a_later_home_is_a_loss_of_home_also_while_the_former_answers(file
 async def test_a_lease_that_is_over_is_a_loss_of_home(files, monkeypatch):
     """As where jobs are not kept: the status says so."""
 
-    async def serve(bootstrap: Bootstrap, line: Line) -> None:
+    async def serve(bootstrap: Bootstrap, line: ReconnectingConnection) -> None:
         await worker._keep_lease(bootstrap, line.ref(Directory, "directory"), 0.2)
 
     for rejoin in (0.0, 60.0):
@@ -132,7 +132,7 @@ async def test_a_rank_leaves_with_its_first_process_or_with_home(files, tmp_path
     """The first process may be gone because home is: then the job stays, if all of its processes do."""
     async with home(tmp_path) as listener:
 
-        async def serve(bootstrap: Bootstrap, line: Line) -> None:
+        async def serve(bootstrap: Bootstrap, line: ReconnectingConnection) -> None:
             if not is_lost:
                 await line.wait_connected()
 
@@ -143,7 +143,7 @@ async def test_a_rank_leaves_with_its_first_process_or_with_home(files, tmp_path
 async def test_a_first_process_that_is_done_is_done(files, tmp_path, monkeypatch):
     """Whether home answers at that moment or not."""
 
-    async def serve(bootstrap: Bootstrap, line: Line) -> None:
+    async def serve(bootstrap: Bootstrap, line: ReconnectingConnection) -> None:
         """Nothing."""
 
     assert 0 == await work(monkeypatch, "tcp://127.0.0.1:9", serve)

@@ -33,4 +33,4 @@ async def test_a_worker_whose_home_has_gone_before_its_first_word_ends(tmp_path,
         code = await vars(worker)["_work"](told)
 
     assert 0 != code
-    assert "the line is down (no answer at" in caplog.text
+    assert "the connection is down (no answer at" in caplog.text

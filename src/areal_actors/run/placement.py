@@ -30,7 +30,7 @@ from areal_actors.actors.trainer import parse_position
 from areal_actors.config import RunConfig
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.core.failure import root_cause
-from areal_actors.core.remote import Line, standing
+from areal_actors.core.remote import ReconnectingConnection, reconnecting
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import DataPosition, Role
 from areal_actors.errors import SchedulerError, Unreachable
@@ -180,7 +180,7 @@ class _House:
             return report.address
 
         async with (
-            standing(locate, secret=self.premises.secret, target=name, node="home") as line,
+            reconnecting(locate, secret=self.premises.secret, target=name, node="home") as line,
             self._replicas.having(name, line.ref(Generation, REPLICA)),
         ):
             yield
@@ -273,7 +273,7 @@ class _Attempt:
         self._begin = begin
         self._replicas = replicas
         self._local: dict[str, Ref[Any]] = {"directory": self._premises.directory}
-        self._lines: dict[Role, Line] = {}
+        self._lines: dict[Role, ReconnectingConnection] = {}
         self._arrived = anyio.Event()
 
     async def run(self) -> None:
@@ -316,7 +316,7 @@ class _Attempt:
             if role in self._house.alone:
                 continue
             worker = f"{role}-0"
-            line = standing(partial(self._locate, worker), secret=self._premises.secret, target=worker, node="home")
+            line = reconnecting(partial(self._locate, worker), secret=self._premises.secret, target=worker, node="home")
             self._lines[role] = await stack.enter_async_context(line)
 
     async def _locate(self, worker: str) -> str:

@@ -19,7 +19,7 @@ from attrs import frozen
 
 from areal_actors.config import load_config
 from areal_actors.core import ActorSystem
-from areal_actors.core.remote import Line, Peer, connect
+from areal_actors.core.remote import Peer, ReconnectingConnection, connect
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import GangError
 from areal_actors.messages import AwaitGang, Directory, FetchOrder
@@ -50,7 +50,7 @@ async def serve_rank(order: Mapping[str, Any]) -> None:
         await joined.stay(until_orphaned, until_signalled)
 
 
-async def serve_task(bootstrap: Bootstrap, home: Line) -> None:
+async def serve_task(bootstrap: Bootstrap, home: ReconnectingConnection) -> None:
     """Run a rank that a cluster has started together with its worker, until the worker is gone.
 
     Raises:
@@ -72,7 +72,7 @@ async def serve_task(bootstrap: Bootstrap, home: Line) -> None:
         await joined.stay()
 
 
-async def _find_first(bootstrap: Bootstrap, home: Line, *, seconds: float) -> str:
+async def _find_first(bootstrap: Bootstrap, home: ReconnectingConnection, *, seconds: float) -> str:
     try:
         with anyio.fail_after(seconds):
             return await home.ref(Directory, "directory").ask(AwaitGang(worker=bootstrap.name, life=bootstrap.life))

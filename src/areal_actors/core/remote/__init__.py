@@ -9,15 +9,25 @@
         view = await sessions.ask(DescribeSessions())
 
 The layers, from the bytes upwards: ``frames`` and ``codec`` (no sockets), ``connection`` (one socket), ``hello`` (the
-handshake), ``calls`` and ``serving`` (the two directions of a connection), ``peer`` (both directions), ``transport``
-(listening and connecting), ``standing`` (refs to actors that move).
+handshake), ``peer`` (asking and answering over a connection), ``transport`` (listening and connecting), ``reconnect``
+(refs to actors that move).
 """
 
 from __future__ import annotations
 
 from areal_actors.core.remote.limits import Limits
 from areal_actors.core.remote.peer import Peer
-from areal_actors.core.remote.standing import Line, standing, standing_from
+from areal_actors.core.remote.reconnect import ReconnectingConnection, reconnecting, reconnecting_from
 from areal_actors.core.remote.transport import Listener, connect, connect_stream, listen
 
-__all__ = ["Limits", "Line", "Listener", "Peer", "connect", "connect_stream", "listen", "standing", "standing_from"]
+__all__ = [
+    "Limits",
+    "Listener",
+    "Peer",
+    "ReconnectingConnection",
+    "connect",
+    "connect_stream",
+    "listen",
+    "reconnecting",
+    "reconnecting_from",
+]

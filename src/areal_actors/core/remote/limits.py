@@ -58,7 +58,7 @@ class Limits:
     """Time limit of clean-up: for the handler of a stream to end, and for the last messages to be written."""
 
     redial_seconds: float = field(default=0.1, validator=_POSITIVE)
-    """Time that a standing line waits before it reconnects; doubled after each failed attempt."""
+    """Time that a lost connection waits before it reconnects; doubled after each failed attempt."""
 
     max_redial_seconds: float = field(default=5.0, validator=_POSITIVE)
-    """Longest time that a standing line waits before it reconnects."""
+    """Longest time that a lost connection waits before it reconnects."""

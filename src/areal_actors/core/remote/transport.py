@@ -23,9 +23,8 @@ from areal_actors.core.remote.addresses import check_directory, parse_address
 from areal_actors.core.remote.connection import Connection
 from areal_actors.core.remote.hello import Hello, check_secret, greet, receive_hello, send_hello, send_packet
 from areal_actors.core.remote.limits import Limits
-from areal_actors.core.remote.peer import Peer
-from areal_actors.core.remote.serving import Exposed, check_free
-from areal_actors.core.remote.serving import expose as expose_actor
+from areal_actors.core.remote.peer import Exposed, Peer, check_free
+from areal_actors.core.remote.peer import expose as expose_actor
 from areal_actors.core.remote.sockets import accept, dial_tcp, dial_unix
 from areal_actors.errors import ActorError, ProtocolError, Unreachable
 

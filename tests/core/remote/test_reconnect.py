@@ -13,7 +13,7 @@ from anyio import wait_all_tasks_blocked
 from tests.core.remote.clerks import SECRET, Clerk, Desk, Foreign, Note, Numbers, Other, Wait, WhoAreYou
 
 from areal_actors.core import ActorSystem, Down, DownReason
-from areal_actors.core.remote import Limits, Line, connect, listen, standing, standing_from
+from areal_actors.core.remote import Limits, ReconnectingConnection, connect, listen, reconnecting, reconnecting_from
 from areal_actors.errors import (
     ActorStopped,
     ConfigError,
@@ -75,7 +75,7 @@ class World:
             self.address = None
 
     def line(self, **options: Any) -> Any:
-        return standing(self.locate, secret=SECRET, target="worker", limits=LIMITS, **options)
+        return reconnecting(self.locate, secret=SECRET, target="worker", limits=LIMITS, **options)
 
 
 @asynccontextmanager
@@ -215,14 +215,14 @@ async def test_each_loss_is_reported(tmp_path):
         assert heard[-1:] == late
         assert line.ref(Desk, "late").life.watch(late.append) is None
         assert len(late) == 2
-        with pytest.raises(Unreachable, match="the line to 'worker' is closed"):
+        with pytest.raises(Unreachable, match="the connection to 'worker' is closed"):
             await desk.ask(WhoAreYou())
 
 
 async def test_leaving_ends_those_who_wait(tmp_path):
     """They are outside, and the line will not come back."""
     async with opened(tmp_path) as world, anyio.create_task_group() as tasks:
-        lines: list[Line] = []
+        lines: list[ReconnectingConnection] = []
 
         async def ask() -> None:
             with pytest.raises(Unreachable, match="is closed"):
@@ -256,7 +256,7 @@ async def test_wrong_names_are_said(tmp_path):
     """An actor that the node does not have, a protocol that it does not speak, a secret that is none."""
     limits = Limits(redial_seconds=0.001, hello_seconds=0.1)
     async with opened(tmp_path) as world, world.life("x"):
-        async with standing(world.locate, secret=SECRET, limits=limits) as line:
+        async with reconnecting(world.locate, secret=SECRET, limits=limits) as line:
             with pytest.raises(ActorStopped, match="exposes no actor 'nobody'; it exposes desk"):
                 await line.ref(Desk, "nobody").ask(WhoAreYou())
             with pytest.raises(ProtocolError, match="does not speak Other"):
@@ -264,7 +264,7 @@ async def test_wrong_names_are_said(tmp_path):
             assert line.ref(Desk, "desk").statistics().num_handled == 0
             assert line.ref(Desk, "nobody").statistics().mailbox_size == 0
         with pytest.raises(ConfigError, match="at least 16"):
-            async with standing(world.locate, secret=b"short"):
+            async with reconnecting(world.locate, secret=b"short"):
                 pass
 
 
@@ -294,7 +294,7 @@ async def test_a_line_to_a_node_that_calls_home(tmp_path):
     async with (
         opened(tmp_path) as world,
         listen(f"unix:{tmp_path}/own/home.sock", secret=SECRET, node="home") as home,
-        standing_from(home, "worker", limits=LIMITS) as line,
+        reconnecting_from(home, "worker", limits=LIMITS) as line,
     ):
         desk = line.ref(Desk, "desk")
         for number in (1, 2):

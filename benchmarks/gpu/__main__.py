@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "keep":
         from benchmarks.gpu.pages import keep
 
-        print("\n".join(map(str, keep(options.report))))
+        print("\n".join(map(str, keep(options.reports, revision=options.revision))))
         return 0
     if options.command == "page":
         from benchmarks.gpu.pages import write_pages
@@ -73,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("command", nargs="?", choices=("run", "keep", "page"), default="run")
-    parser.add_argument("report", nargs="?", type=Path, help="the report.json that keep copies into the repository")
+    parser.add_argument(
+        "reports", nargs="*", type=Path, help="files of one machine that keep copies into the repository"
+    )
+    parser.add_argument("--revision", help="the commit that reports are of, if they do not say")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="directory of report, page and logs")
     parser.add_argument("--minutes", type=float, default=8.0, help="no section begins after this time")
     parser.add_argument("--only", type=_names(SECTIONS), default=tuple(SECTIONS), help="sections, by comma")
@@ -86,7 +89,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.command == "keep" and options.report is None:
+    if options.command == "keep" and not options.reports:
         parser.error("keep needs the path of a report")
     options.model = options.model or (("tiny",) if options.quick else ("1.5b",))
     return options

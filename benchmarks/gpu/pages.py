@@ -17,6 +17,7 @@ __all__ = [
     "format_page",
     "keep",
     "machine_name",
+    "merge",
     "read_reports",
     "read_tests",
     "write_pages",
@@ -93,12 +94,46 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def keep(path: Path) -> list[Path]:
-    """Copy a report into the repository under the name of its machine; return the files that were written."""
-    report = Report.load(path)
+def keep(paths: Sequence[Path], *, revision: str | None = None) -> list[Path]:
+    """Copy reports of one machine into the repository under its name; return the files that were written.
+
+    Of figures in several reports, the last one counts. Raises ``ValueError`` for reports of several machines.
+    """
+    report = merge([Report.load(path) for path in paths], revision=revision)
     target = RESULTS / f"{machine_name(report.facts)}.json"
     report.save(target)
     return [target, *write_pages()]
+
+
+def merge(reports: Sequence[Report], *, revision: str | None = None) -> Report:
+    """Return one report of all figures; ``runs`` of its facts say when, and of which commit, each report is."""
+    names = {machine_name(report.facts) for report in reports}
+    if len(names) != 1:
+        raise ValueError(
+            f"The reports are of {len(names)} machines ({', '.join(sorted(names))}); keep them one by one."
+        )
+    results: dict[str, Result] = {}
+    skips: dict[str, str] = {}
+    failures: dict[str, str] = {}
+    for report in reports:
+        new = {f"{result.benchmark}, {result.name}": result for result in report.results}
+        for kept in (skips, failures):  # what was measured later is not skipped or failed any more
+            for cell in [cell for cell in kept if any(name.startswith(f"{cell}, ") for name in new)]:
+                del kept[cell]
+        results |= new
+        skips |= report.skips
+        failures |= report.failures
+    runs = [
+        {
+            "date": report.facts["date"],
+            "revision": report.facts.get("revision") or revision,
+            "sections": list(dict.fromkeys(result.benchmark for result in report.results)),
+        }
+        for report in reports
+    ]
+    models = dict.fromkeys(model for report in reports for model in report.facts.get("models", ()))
+    facts = {**reports[-1].facts, "models": list(models), "revision": runs[-1]["revision"], "runs": runs}
+    return Report(results=tuple(results.values()), skips=skips, failures=failures, facts=facts)
 
 
 def write_pages() -> list[Path]:

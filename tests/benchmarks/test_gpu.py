@@ -11,11 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.cells import Context
 from benchmarks.gpu.groups import create_branching
 from benchmarks.gpu.models import SHAPES, create_model, train_flops
-from benchmarks.gpu.pages import HARDWARE_PAGE, format_hardware, format_page, machine_name, read_reports, read_tests
+from benchmarks.gpu.pages import (
+    HARDWARE_PAGE,
+    format_hardware,
+    format_page,
+    machine_name,
+    merge,
+    read_reports,
+    read_tests,
+)
 from benchmarks.gpu.profiling import format_kernels
 from benchmarks.harness import Result, Skipped
 from benchmarks.machine import ROOT, describe_machine
@@ -227,6 +236,21 @@ def test_a_gpu_is_listed_with_its_figures():
     assert "NVIDIA H100 80GB HBM3" in hardware
     assert "1 parts failed" in hardware
     assert "Nothing has been measured on a GPU" in format_hardware({})
+
+
+def test_reports_of_one_machine_are_merged():
+    """The last figure counts, what is measured later is not skipped any more, and each run keeps its date."""
+    facts = describe_machine() | GPU
+    old = Report(results=(FIGURE,), facts=facts, skips={"gpu trainer, 4b, full": "late", "gpu weights": "late"})
+    step = Result(benchmark="gpu trainer", name="4b, full, step", value=1.0, unit="s")
+    new = Report(results=(evolve(FIGURE, value=7.0), step), facts=facts | {"date": "2026-11-23T00:00:00"})
+    found = merge([old, new], revision="abc")
+
+    assert [7.0, 1.0] == [result.value for result in found.results]
+    assert ["gpu weights"] == list(found.skips)
+    assert ["2026-11-22", "2026-11-23"] == [run["date"][:10] for run in found.facts["runs"]]
+    with pytest.raises(ValueError, match="2 machines"):
+        merge([old, evolve(new, facts=facts | {"gpu": "another"})])
 
 
 def test_the_results_of_pytest_are_read():

@@ -22,8 +22,8 @@ class Branching:
     """A group of eight rows that share a prompt, and in pairs also their first turns.
 
     ``num_row_tokens`` counts the tokens of all rows, ``num_tree_tokens`` each shared one once; ``num_row_pairs`` and
-    ``num_tree_pairs`` count the pairs of a query and a visible key in the same ways. ``num_trained`` counts trained
-    tokens of rows.
+    ``num_tree_pairs`` count the pairs of a query and a visible key, and ``num_row_trained`` and ``num_tree_trained``
+    the trained tokens, in the same ways.
     """
 
     group: Group = field(eq=False, repr=False)
@@ -31,7 +31,8 @@ class Branching:
     num_tree_tokens: int
     num_row_pairs: int
     num_tree_pairs: int
-    num_trained: int
+    num_row_trained: int
+    num_tree_trained: int
 
 
 def create_branching(num_tokens: int, *, prompt: int, vocab_size: int, seed: int = 0) -> Branching:
@@ -58,7 +59,12 @@ def create_branching(num_tokens: int, *, prompt: int, vocab_size: int, seed: int
         num_tree_tokens=sum(count * (stop - start) for start, stop, count in spans),
         num_row_pairs=NUM_BRANCHES * _pairs(0, length),
         num_tree_pairs=sum(count * _pairs(start, stop) for start, stop, count in spans),
-        num_trained=sum(row.num_trained_tokens for row in rows),
+        num_row_trained=sum(row.num_trained_tokens for row in rows),
+        num_tree_trained=sum(
+            int(row.loss_mask[start:stop].sum())
+            for start, stop, count in spans
+            for row in rows[:: NUM_BRANCHES // count]
+        ),
     )
 
 

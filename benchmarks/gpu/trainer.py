@@ -127,7 +127,7 @@ def _measure(cell: Cell, setting: Setting, length: int, ceiling: float) -> dict[
     flops = train_flops(
         context.shape,
         num_tokens=num_tokens,
-        num_trained=work.num_trained,
+        num_trained=work.num_tree_trained if is_tree else work.num_row_trained,
         num_pairs=work.num_tree_pairs if is_tree else work.num_row_pairs,
         is_full=not setting.has_lora,
     )

@@ -174,7 +174,8 @@ def test_tokens_and_pairs_are_those_that_the_layouts_compute(num_tokens: int, pr
     assert work.num_row_tokens - slack <= sum(pack.num_tokens for pack in flat) <= work.num_row_tokens
     assert visible(tree.segments).sum() <= work.num_tree_pairs
     assert work.num_tree_tokens <= num_tokens < work.num_tree_tokens + 12
-    assert work.num_trained == sum(len(row.positions) for row in rows)
+    assert work.num_row_trained == sum(len(row.positions) for row in rows)
+    assert work.num_tree_trained == len(set(zip(tree.sources.tolist(), tree.targets.tolist(), strict=True)))
 
 
 @pytest.mark.parametrize("name", SHAPES)

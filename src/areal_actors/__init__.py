@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from areal_actors.direct import ArealAnthropic, ArealOpenAI
     from areal_actors.errors import ArealError
     from areal_actors.run import RunSummary, Server, Trainer, serve, train
+    from areal_actors.run.conversations import conversations_to_rows
     from areal_actors.run.inference import EmbeddedSession, Inference, InferenceConfig, open_inference
     from areal_actors.run.remote_engine import GeneratedText, RemoteSGLangEngine
     from areal_actors.workflows.generation import GenerationConfig, ModelRequest
@@ -59,6 +60,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "backpropagate",
+    "conversations_to_rows",
     "create_config",
     "load_config",
     "open_inference",
@@ -83,6 +85,7 @@ _HOMES = {
     "areal_actors.workflows.wrapped": ("OpenAIProxyWorkflow",),
     "areal_actors.workflows.interactions": ("InteractionWithTokenLogpReward", "ModelResponse"),
     "areal_actors.run.remote_engine": ("GeneratedText", "RemoteSGLangEngine"),
+    "areal_actors.run.conversations": ("conversations_to_rows",),
     "areal_actors.run.inference": ("EmbeddedSession", "Inference", "InferenceConfig", "open_inference"),
 }
 """The module of each name; type checkers read the same from the imports above."""

@@ -37,6 +37,8 @@ def test_every_row_is_one_line_in_the_file_of_its_task(tmp_path, news, decode):
         "reward": 0.5,
         "prompt": " 1 2 3",
         "completion": " 10 11",
+        "token_ids": [1, 2, 3, 10, 11],
+        "trained": [[3, 5]],
     }
     assert (second["prompt"], second["completion"]) == (" 1 2 4 5", " 12 13 14")
 

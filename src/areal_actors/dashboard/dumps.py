@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from areal_actors.core import Message
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import format_record, open_records, rewrite_records
@@ -62,7 +64,10 @@ class RolloutDumper:
 
 
 def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]:
-    """Yield one record per training row, or per branch of a tree. The prompt ends before the first trained token."""
+    """Yield one record per training row, or per branch of a tree. The prompt ends before the first trained token.
+
+    ``trained`` lists the spans of trained tokens, as indices of their first token and of the one after their last.
+    """
     for row in (branch.row for whole in news.episode.trajectories for branch in unfold(whole)):
         num_prompt = _num_prompt_tokens(row)
         yield {
@@ -75,7 +80,15 @@ def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]
             "reward": row.reward,
             "prompt": decode(row.input_ids[:num_prompt]),
             "completion": decode(row.input_ids[num_prompt:]),
+            "token_ids": row.input_ids.tolist(),
+            "trained": _spans(row.loss_mask),
         }
+
+
+def _spans(loss_mask: Ints) -> list[list[int]]:
+    edges = np.flatnonzero(np.diff(loss_mask == 1, prepend=False, append=False))
+    spans: list[list[int]] = edges.reshape(-1, 2).tolist()
+    return spans
 
 
 def _num_prompt_tokens(row: Trajectory) -> int:

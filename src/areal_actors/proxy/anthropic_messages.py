@@ -21,7 +21,13 @@ from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy.fields import shown, wrong
 
-__all__ = ["format_input", "parse_anthropic_messages", "parse_anthropic_tools", "sign_thought"]
+__all__ = [
+    "format_input",
+    "parse_anthropic_conversation",
+    "parse_anthropic_messages",
+    "parse_anthropic_tools",
+    "sign_thought",
+]
 
 _UNPARSED = "unparsed_arguments"
 """The only key of a tool input whose text is not a JSON object, so that nothing that the model wrote is lost."""
@@ -57,11 +63,7 @@ def parse_anthropic_messages(system: Any, messages: Any) -> tuple[ChatMessage, .
         InvalidRequest: a message is malformed; the error names its index and the problem.
         UnsupportedParameter: a block that is not text, thinking, a tool call or a tool result.
     """
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", "a list of at least one message", messages)
-    parsed = [*_parse_system(system, "system")] if system else []
-    for index, raw in enumerate(messages):
-        parsed.extend(_parse_turn(raw, f"messages[{index}]"))
+    parsed = parse_anthropic_conversation(system, messages)
     if parsed and parsed[-1].role == "assistant":
         raise InvalidRequest(
             "The last message is an answer; an answer is a turn of its own here and cannot be begun by the client.",
@@ -69,6 +71,19 @@ def parse_anthropic_messages(system: Any, messages: Any) -> tuple[ChatMessage, .
         )
     if all(message.role == "system" for message in parsed):
         raise InvalidRequest("messages has instructions only; say something as the user.", param="messages")
+    return parsed
+
+
+def parse_anthropic_conversation(system: Any, messages: Any) -> tuple[ChatMessage, ...]:
+    """Parse a conversation that may end with an answer, with the system messages first.
+
+    Raises as ``parse_anthropic_messages`` for malformed messages.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise wrong("messages", "a list of at least one message", messages)
+    parsed = [*_parse_system(system, "system")] if system else []
+    for index, raw in enumerate(messages):
+        parsed.extend(_parse_turn(raw, f"messages[{index}]"))
     return tuple(parsed)
 
 

@@ -30,6 +30,8 @@ __all__ = ["TemplateRenderer"]
 _NO_OPTIONS: Mapping[str, Any] = {}
 _MAX_KEPT = 4096
 """Number of cached verdicts, bounded because a client may send any number of shapes."""
+_MAX_SHOWN = 40
+"""Number of characters of a rendering that an error repeats."""
 _QUESTION = ChatMessage(role="user", content="question")
 
 
@@ -79,6 +81,57 @@ class TemplateRenderer:
         """Render the whole conversation; see ``Renderer.render``."""
         text = self.typesetter.set(messages, tools=tools, options=template_kwargs or _NO_OPTIONS)
         return as_ints(self.vocabulary.encode(text))
+
+    def render_answer(
+        self,
+        messages: Sequence[ChatMessage],
+        answer: ChatMessage,
+        *,
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Ints:
+        """Return the ids that a model would sample to give ``answer`` after the prompt of ``messages``, int32 [n].
+
+        They end with the end of the turn. The answer is tokenised apart from its prompt, as sampling separates them.
+
+        Raises:
+            RenderError: the template refuses the conversation, or does not write the answer after its own prompt.
+        """
+        options = template_kwargs or _NO_OPTIONS
+        prompt = self.typesetter.set(messages, tools=tools, options=options)
+        whole = self.typesetter.set([*messages, answer], tools=tools, options=options, has_generation_prompt=False)
+        text = self._find_answer(prompt, whole, answer)
+        ids = self._until_end(text)
+        if ids is None:
+            # Some families end a turn with the role of the next one, which only another message shows.
+            followed = self.typesetter.set([*messages, answer, *_replies(answer)], tools=tools, options=options)
+            ids = self._until_end(followed[len(prompt) :]) if followed.startswith(whole) else None
+        # A template without an end of turn leaves it to the model's end token.
+        return as_ints(ids or [*self.vocabulary.encode(text), *self.stop_token_ids[:1]])
+
+    def _find_answer(self, prompt: str, whole: str, answer: ChatMessage) -> str:
+        """Return the part of ``whole`` after ``prompt``. Raises ``RenderError`` if it does not begin with that."""
+        if whole.startswith(prompt):
+            return whole[len(prompt) :]
+        form = self.reasoning_format
+        if form is not None and answer.reasoning is not None and form.is_opened_by(prompt):
+            # Some templates open the reasoning in the prompt, and drop it from every answer that they write.
+            opened, closed, *_ = form.markers
+            before = prompt[: prompt.rindex(opened)]
+            if whole.startswith(before):
+                thought = self.vocabulary.guard(answer.reasoning)
+                return f"{thought}\n{closed}\n\n{whole[len(before) :]}"
+        num_equal = next(n for n, (a, b) in enumerate(zip(whole + "\0", prompt + "\1", strict=False)) if a != b)
+        raise RenderError(
+            f"The chat template ends a prompt with {prompt[num_equal:][-_MAX_SHOWN:]!r}, and writes this answer as "
+            f"{whole[num_equal:][:_MAX_SHOWN]!r}; where a prompt opens the reasoning, answers need reasoning_content."
+        )
+
+    def _until_end(self, text: str) -> list[int] | None:
+        """Return the ids of ``text`` up to the first one that ends a turn; ``None`` if none does."""
+        ids = self.vocabulary.encode(text)
+        end = next((index + 1 for index, token_id in enumerate(ids) if token_id in self.stop_token_ids), None)
+        return None if end is None else ids[:end]
 
     def extend(
         self,
@@ -257,3 +310,9 @@ class TemplateRenderer:
 
 def _create_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
+
+
+def _replies(answer: ChatMessage) -> list[ChatMessage]:
+    """Return messages that may follow ``answer``: a result for each call, or a question."""
+    calls = answer.tool_calls
+    return [ChatMessage(role="tool", content="", tool_call_id=call.id) for call in calls] if calls else [_QUESTION]

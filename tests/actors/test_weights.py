@@ -13,17 +13,16 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from areal_actors.actors.weights import WeightKeeper
 from areal_actors.core import ActorSystem, Ref
 from areal_actors.errors import ArealError, CheckpointError, EngineError
 from areal_actors.messages import (
-    CloseGroup,
     DescribeWeights,
     GroupPlace,
-    OpenGroup,
-    SendBucket,
+    Receiver,
+    SendWeights,
     TensorBucket,
     Weights,
     WriteWeights,
@@ -65,9 +64,10 @@ async def keeping(root: Path, model: Any, *, grace: float = 5.0) -> AsyncIterato
         yield await system.spawn(WeightKeeper(shelf), name="weights")
 
 
-async def open_group(keeper: Ref[Weights], *, server: str = "a", seconds: float = 20.0) -> GroupPlace:
-    wanted = OpenGroup(server=server, machine="localhost", device="cpu", num_ranks=1, timeout_seconds=seconds)
-    return await keeper.ask(wanted)
+def wanted(engine: str = "a", *, seconds: float = 20.0) -> SendWeights:
+    """A request for a server that never joins."""
+    receiver = Receiver(name=f"server of {engine}", machine="localhost", device="cpu", num_ranks=1)
+    return SendWeights(engine=engine, version=3, receivers=(receiver,), timeout_seconds=seconds)
 
 
 async def test_what_is_kept_is_described_and_written_once(tmp_path: Path, model: Any) -> None:
@@ -101,57 +101,65 @@ async def test_a_disk_that_refuses_is_told(tmp_path: Path, model: Any) -> None:
 
 
 async def test_a_server_that_does_not_come_is_given_up(tmp_path: Path, model: Any) -> None:
-    """After its time; then its group is unknown, and closing it again is fine."""
+    """After its time the engine hears of it; the next request gets another group."""
     async with keeping(tmp_path, model) as keeper:
-        place = await open_group(keeper, seconds=0.1)
-        wanted = SendBucket(group=place.name, version=3, number=0)
-        with pytest.raises(EngineError, match="No process has joined"):
-            await keeper.ask(wanted)
-        with pytest.raises(EngineError, match="There is no group"):
-            await keeper.ask(wanted)
-        await keeper.ask(CloseGroup(group=place.name))
+        names = set()
+        for _ in range(2):
+            async with keeper.stream(wanted(seconds=0.1)) as places:
+                with pytest.raises(EngineError, match="Not all of 1 processes have joined"):
+                    names |= {place.name async for place in places}
+        with pytest.raises(EngineError, match="version 3 is"):
+            async with keeper.stream(evolve(wanted(), version=4)) as places:
+                await anext(aiter(places))
 
 
-async def test_a_group_that_is_closed_or_replaced_holds_up_nobody(tmp_path: Path, model: Any) -> None:
-    """Whoever waits to send in it hears of it at once; another server's group stays."""
+async def test_engines_that_announce_themselves_share_a_group(tmp_path: Path, model: Any) -> None:
+    """Each gets the ranks of its own servers; if one leaves, the other hears of it at once."""
     said: list[str] = []
+    seen: dict[str, GroupPlace] = {}
 
     async with keeping(tmp_path, model) as keeper:
 
-        async def send(place: GroupPlace) -> None:
+        async def send(engine: str, placed: anyio.Event) -> None:
             try:
-                await keeper.ask(SendBucket(group=place.name, version=3, number=0))
+                async with keeper.stream(wanted(engine)) as places:
+                    async for place in places:
+                        seen[engine] = place
+                        placed.set()
             except ArealError as error:
                 said.append(str(error))
 
-        first, other = await open_group(keeper), await open_group(keeper, server="b")
+        for engine in "ab":
+            await keeper.ask(DescribeWeights(version=3, engine=engine))
+        events = {engine: anyio.Event() for engine in "ab"}
         with anyio.fail_after(10):
-            async with anyio.create_task_group() as tasks:
-                for place in (first, other):
-                    tasks.start_soon(send, place)
-                await anyio.wait_all_tasks_blocked()
-                second = await open_group(keeper)
-                while not said:
-                    await anyio.lowlevel.checkpoint()
-                assert len(said) == 1
-                await keeper.ask(CloseGroup(group=other.name))
-        assert second.name != first.name
-        assert all("closed" in text for text in said)
-        assert len(said) == 2
+            async with anyio.create_task_group() as tasks, anyio.create_task_group() as others:
+                tasks.start_soon(send, "a", events["a"])
+                others.start_soon(send, "b", events["b"])
+                for event in events.values():
+                    await event.wait()
+                others.cancel_scope.cancel()
+
+    assert seen["a"].name == seen["b"].name
+    assert (seen["a"].size, seen["a"].offsets, seen["b"].offsets) == (3, (1,), (2,))
+    assert len(said) == 1
+    assert "b left" in said[0]
 
 
 async def test_a_keeper_ends_while_servers_are_waited_for(tmp_path: Path, model: Any) -> None:
     """Those that ask hear of its end, and nothing is left that would hold the process up."""
     said: list[ArealError] = []
 
-    async def send(keeper: Ref[Weights], place: GroupPlace) -> None:
+    async def send(keeper: Ref[Weights]) -> None:
         try:
-            await keeper.ask(SendBucket(group=place.name, version=3, number=0))
+            async with keeper.stream(wanted()) as places:
+                async for _ in places:
+                    pass
         except ArealError as error:
             said.append(error)
 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks, keeping(tmp_path, model, grace=0.1) as keeper:
-            tasks.start_soon(send, keeper, await open_group(keeper))
+            tasks.start_soon(send, keeper)
             await anyio.wait_all_tasks_blocked()
     assert len(said) == 1

@@ -47,7 +47,7 @@ def group() -> Iterator[BroadcastGroup]:
 def open_group(*, num_ranks: int = 1, seconds: float = 20.0) -> BroadcastGroup:
     group = BroadcastGroup.open(
         "g",
-        machine="localhost",
+        machines=["localhost"],
         device="cpu",
         source=torch.device("cpu"),
         num_ranks=num_ranks,
@@ -87,6 +87,7 @@ def test_all_ranks_of_a_server_receive_what_is_sent() -> None:
         joined = joining.result(10)
         receiving = run_aside(lambda: receive_tensors(joined, BODY))
         group.send([torch.arange(3.0), torch.ones(2, 2, dtype=torch.bfloat16)])
+        group.flush()
         received = [tensor.tolist() for tensor in receiving.result(10).values()]
         leave_group(joined)
 
@@ -102,7 +103,7 @@ def test_all_ranks_of_a_server_receive_what_is_sent() -> None:
 def test_nobody_is_waited_for_longer_than_allowed() -> None:
     """Who does not come is named with the place where they were expected; the group is of no more use."""
     group = open_group(seconds=0.05)
-    with pytest.raises(EngineError, match=r"No process has joined g\d+ at 127.0.0.1:\d+ within 0.05 s"):
+    with pytest.raises(EngineError, match=r"Not all of 1 processes have joined g\d+ at 127.0.0.1:\d+ within 0.05 s"):
         group.join()
     with pytest.raises(EngineError, match="closed"):
         group.send([torch.zeros(1)])
@@ -127,7 +128,7 @@ def test_a_rank_that_does_not_receive_or_is_killed_holds_up_nobody() -> None:
     sending = []
     for group in (left, lost):
         group.join()
-        sending.append(run_aside(lambda group=group: group.send([torch.zeros(NUM_NUMBERS)])))
+        sending.append(run_aside(lambda group=group: (group.send([torch.zeros(NUM_NUMBERS)]), group.flush())))
     while not (left._works and lost._works):
         threading.Event().wait(0.001)
     left.cancel()

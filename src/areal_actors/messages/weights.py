@@ -1,15 +1,16 @@
 """Messages to the owner of the published weights, from engines whose servers receive them.
 
-::
+One broadcast serves the servers of all engines. ::
 
-    Generation                          Weights (beside the trainer)        server
+    Generation                          Weights (beside the trainer)        servers
         ├─ DescribeWeights ────────────────▶│                                  │
-        ├─ OpenGroup ──────────────────────▶│ listens                          │
-        ├─ "join the group at host:port" ──────────────────────────────────────▶│
+        ├─ SendWeights ────────────────────▶│ waits for the other engines      │
+        │◀────────────────────── GroupPlace ┤ listens                          │
+        ├─ "join the group at host:port" ──────────────────────────────────────▶│    if it is a new group
         │                                   │◀───────────── meets ─────────────┤
         ├─ "receive these tensors" ─────────────────────────────────────────────▶│
-        ├─ SendBucket ─────────────────────▶│─────────── broadcasts ───────────▶│    once for each bucket
-        └─ CloseGroup, if something failed ▶│
+        │                                   ├─────────── broadcasts ───────────▶│    once for each bucket
+        │◀─────────────── end of the stream ┤                                  │
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from pathlib import Path
 
 from attrs import frozen
 
-from areal_actors.core import Message
+from areal_actors.core import Message, StreamMessage
 
 __all__ = [
-    "CloseGroup",
     "DescribeWeights",
     "GroupPlace",
-    "OpenGroup",
-    "SendBucket",
+    "Receiver",
+    "SendWeights",
     "TensorBucket",
     "Weights",
     "WriteWeights",
@@ -47,9 +47,13 @@ class TensorBucket:
 
 @frozen(kw_only=True)
 class DescribeWeights(Message[Weights, tuple[TensorBucket, ...]]):
-    """Return the contents of a version. Raises ``EngineError`` if another version is kept."""
+    """Return the contents of a version. Raises ``EngineError`` if another version is kept.
+
+    With the name of an ``engine``, the broadcast of this version waits a moment for its ``SendWeights``.
+    """
 
     version: int
+    engine: str = ""
 
 
 @frozen(kw_only=True)
@@ -63,51 +67,50 @@ class WriteWeights(Message[Weights, Path]):
 
 
 @frozen(kw_only=True)
-class GroupPlace:
-    """The address at which the other ranks of a group join rank 0, which is the owner of the weights."""
+class Receiver:
+    """A server that receives weights."""
 
     name: str
-    host: str
-    port: int
-    backend: str
-    """``nccl`` or ``gloo``."""
-
-
-@frozen(kw_only=True)
-class OpenGroup(Message[Weights, GroupPlace]):
-    """Listen for the ranks of a server, which join in the background.
-
-    A group that is open for the same ``server`` is closed. Raises ``EngineError`` if this machine cannot listen.
-    """
-
-    server: str
-    """A unique name of the server."""
+    """A unique name of this incarnation of the server: one that was restarted is in no group."""
     machine: str
     """The host on which it runs, as a name or an address that other machines can resolve."""
     device: str
     """``cuda`` or ``cpu``: the device of its tensors."""
     num_ranks: int
     """The number of its processes."""
-    timeout_seconds: float
-    """Time limit for the ranks to join, and for each bucket."""
 
 
 @frozen(kw_only=True)
-class SendBucket(Message[Weights, None]):
-    """Broadcast a bucket of a version to a group. Replies when all ranks have received it.
+class GroupPlace:
+    """The address at which the servers of an engine join rank 0 of a group, which is the owner of the weights.
 
-    Cancellation closes the group. Raises ``EngineError``, and closes the group, if another version is kept, or if a
-    rank did not join, was lost, or did not receive the bucket in time.
+    The processes of a server take consecutive ranks from its entry in ``offsets`` on, which are in the order of the
+    ``receivers`` that asked.
     """
 
-    group: str
-    version: int
-    number: int
-    """Counted from 0."""
+    name: str
+    host: str
+    port: int
+    backend: str
+    """``nccl`` or ``gloo``."""
+    size: int
+    """The number of all ranks, rank 0 included."""
+    offsets: tuple[int, ...]
 
 
 @frozen(kw_only=True)
-class CloseGroup(Message[Weights, None]):
-    """End a group in any state. Unknown groups are ignored."""
+class SendWeights(StreamMessage[Weights, GroupPlace]):
+    """Broadcast all buckets of a version to servers, together with those of other engines that ask for it.
 
-    group: str
+    Yields the place of the group once, which remains open for later versions: servers that are in it already do not
+    join again. The stream ends when all ranks have received everything. Leaving it earlier ends the broadcast for all
+    engines. Raises ``EngineError`` if another version is kept, or if a rank did not join, was lost, or did not receive
+    a bucket in time; the group is closed then.
+    """
+
+    engine: str
+    """A unique name of the engine."""
+    version: int
+    receivers: tuple[Receiver, ...]
+    timeout_seconds: float
+    """Time limit for the ranks to join, and for each bucket."""

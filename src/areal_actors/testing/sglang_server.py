@@ -96,6 +96,11 @@ class FakeSGLang:
         """The label of its weights."""
         return self._label
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the process groups that it has joined."""
+        return self._received.groups
+
     async def start(self) -> None:
         """Listen, with the weights in the model's directory, on the same port as before."""
         await self.engine.resume()

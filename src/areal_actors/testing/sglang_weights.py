@@ -1,6 +1,8 @@
 """Weight updates of the fake SGLang server in a process group, including the ways in which real ones fail.
 
-It joins through the same ``torch.distributed`` calls as real servers, so code that works with it works with them.
+``join_group`` makes the same calls to ``torch.distributed`` as real servers: code that works with it works with them.
+torch registers the name of a group once in a process, in which several fakes may run: they create the group as
+these calls do, but do not register it.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import anyio
@@ -50,10 +53,16 @@ class ReceivedWeights:
     _left: anyio.Event = field(factory=anyio.Event)
     _state: dict[str, Any] = field(factory=dict)
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups."""
+        return tuple(self._groups)
+
     async def join(self, body: Mapping[str, Any]) -> str | None:
         """Join a group; return the problem, if any."""
         try:
-            self._groups[body["group_name"]] = await to_thread.run_sync(join_group, body, abandon_on_cancel=True)
+            joining = partial(join_group, body, is_registered=False)
+            self._groups[body["group_name"]] = await to_thread.run_sync(joining, abandon_on_cancel=True)
         except (RuntimeError, ValueError) as error:
             return f"Failed to initialize custom process group: {error}."
         return None
@@ -114,9 +123,15 @@ class ReceivedWeights:
             leave_group(self._groups.popitem()[1])
 
 
-def join_group(body: Mapping[str, Any]) -> Any:
+def join_group(body: Mapping[str, Any], *, is_registered: bool = True) -> Any:
     """Join a group as servers do, given its address. Raises ``RuntimeError`` if nothing listens there."""
-    from torch.distributed import Backend, PrefixStore, distributed_c10d, rendezvous  # type: ignore[attr-defined]
+    from torch.distributed import (  # type: ignore[attr-defined]  # exported, not declared
+        Backend,
+        PrefixStore,
+        ProcessGroupGloo,
+        distributed_c10d,
+        rendezvous,
+    )
 
     timeout, size = timedelta(seconds=_SECONDS), body["world_size"]
     address = f"tcp://{body['master_address']}:{body['master_port']}"
@@ -124,6 +139,8 @@ def join_group(body: Mapping[str, Any]) -> Any:
     store.set_timeout(timeout)
     name = body["group_name"]
     store = PrefixStore(name, store)
+    if not is_registered:
+        return ProcessGroupGloo(PrefixStore("cpu/", PrefixStore(f"{name}/", store)), rank, size, timeout=timeout)
     group, _ = distributed_c10d._new_process_group_helper(  # noqa: SLF001 - real servers use it too, as there is no public way
         size, rank, [], Backend(body["backend"]), store, group_name=name, timeout=timeout
     )
@@ -139,7 +156,7 @@ def receive_tensors(group: Any, body: Mapping[str, Any], is_half: bool = False) 
     state = {}
     for name, dtype, shape in described[: len(described) // 2] if is_half else described:
         state[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        torch.distributed.broadcast(state[name], src=0, group=group)
+        group.broadcast([state[name]], torch.distributed.BroadcastOptions()).wait()
     return state
 
 
@@ -147,4 +164,7 @@ def leave_group(group: Any) -> None:
     """Leave a group."""
     import torch
 
-    torch.distributed.destroy_process_group(group)
+    if isinstance(group, torch.distributed.ProcessGroupGloo):
+        group.abort()
+    else:
+        torch.distributed.destroy_process_group(group)

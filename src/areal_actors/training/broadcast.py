@@ -1,5 +1,6 @@
-"""A process group for broadcasting weights: this process is its first rank, the others are those of a server.
+"""A process group for broadcasting weights: this process is its first rank, the others are those of servers.
 
+One broadcast serves all of them, in a tree or a ring between them, so that this process does not send once per server.
 The others join through ``torch.distributed``, as an inference server does that is given a host, a port and a name. On
 this side the group is not registered: it is not the default group, which belongs to the gang, and does not end with it.
 Every method except ``cancel`` blocks, but not beyond its timeout: waits are polled, so that ``cancel`` ends them from
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -51,20 +53,29 @@ class BroadcastGroup:
     _store: TCPStore | None = field(alias="store")
     port: int
     _group: Any = None
-    _works: list[Any] = field(factory=list)
+    _works: deque[tuple[list[Tensor], list[Any]]] = field(factory=deque)
+    """The buckets that are being sent: their tensors, which have to stay alive, and their broadcasts."""
     _is_closed: bool = False
 
     @classmethod
     def open(
-        cls, name: str, *, machine: str, device: str, source: torch.device, num_ranks: int, timeout_seconds: float
+        cls,
+        name: str,
+        *,
+        machines: Sequence[str],
+        device: str,
+        source: torch.device,
+        num_ranks: int,
+        timeout_seconds: float,
     ) -> BroadcastGroup:
-        """Listen for the ``num_ranks`` processes of a server on ``machine``, whose tensors are on ``device``.
+        """Listen for the ``num_ranks`` processes of servers on ``machines``, whose tensors are on ``device``.
 
         Weights are sent from ``source``; by nccl if both are on GPUs, otherwise by gloo. Raises ``EngineError`` if
         there is no address to listen on.
         """
         is_fast = device == "cuda" and source.type == "cuda" and dist.is_nccl_available()
-        host = address_towards(machine)
+        # An address that other machines reach is reached from this one, too, but not the reverse.
+        host = address_towards(next((each for each in machines if not _is_here(each)), "localhost"))
         config = GangConfig(num_processes=num_ranks + 1, timeout_seconds=timeout_seconds)
         try:
             store = open_store(host, config)
@@ -87,7 +98,11 @@ class BroadcastGroup:
         if store is None:
             raise self._closed()
         with self._guard():
-            self._wait(lambda: store.num_keys() > 0, f"No process has joined {self.name} at {self.host}:{self.port}")
+            # The first key counts the clients; each rank of gloo adds one. gloo's own setup cannot be cancelled, so it
+            # begins when all ranks are there. That of nccl does not wait.
+            num_keys = 1 + (self.num_ranks if self.backend == "gloo" else 0)
+            missing = f"Not all of {self.num_ranks} processes have joined {self.name} at {self.host}:{self.port}"
+            self._wait(lambda: store.num_keys() >= num_keys, missing)
             prefixed = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
             # torch uses this prefix: it creates one backend for all devices and names it after the first.
             device = dist.Backend.backend_capability[self.backend][0]
@@ -96,7 +111,11 @@ class BroadcastGroup:
                 raise self._closed()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcast ``tensors``, which are on the CPU. Raises ``EngineError`` if they were not received in time."""
+        """Begin to broadcast ``tensors``, and return when the tensors of the previous call were received.
+
+        Preparing the next tensors thus overlaps with sending these; the tensors of at most two calls are on the device.
+        Raises ``EngineError`` if the previous ones were not received in time.
+        """
         group = self._group
         if self._is_closed or group is None:
             raise self._closed()
@@ -105,12 +124,23 @@ class BroadcastGroup:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timedelta(seconds=2 * self.timeout_seconds)  # our own wait ends first
+            works: list[Any] = []
+            self._works.append((sent, works))
             for tensor in sent:
-                self._works.append(group.broadcast([tensor], options))
-            for work in self._works:
-                self._wait(work.is_completed, f"The server did not take its weights from {self.name}")
-                work.wait()
-            self._works = []
+                works.append(group.broadcast([tensor], options))  # noqa: PERF401 - those before an error are kept
+        self._settle(1)
+
+    def flush(self) -> None:
+        """Return when everything was received. Raises ``EngineError`` if it was not in time."""
+        self._settle(0)
+
+    def _settle(self, num_left: int) -> None:
+        with self._guard():
+            while len(self._works) > num_left:
+                for work in self._works[0][1]:
+                    self._wait(work.is_completed, f"Not every server took its weights from {self.name}")
+                    work.wait()
+                self._works.popleft()
 
     def cancel(self) -> None:
         """Make every wait of this group end soon, from any thread.
@@ -127,12 +157,13 @@ class BroadcastGroup:
         """
         self._is_closed = True
         group, self._group, self._store = self._group, None, None
-        works, self._works = self._works, []
+        works = [work for _, bucket in self._works for work in bucket]
         if group is not None:
             with suppress(RuntimeError):  # the group may be gone at this moment
                 group.abort()
         while not all(work.is_completed() for work in works):
             time.sleep(_LEAVING_POLL_SECONDS)
+        self._works.clear()
 
     def _create(self, store: PrefixStore) -> Any:
         size, longest = self.num_ranks + 1, timedelta(seconds=self.timeout_seconds)
@@ -164,7 +195,7 @@ class BroadcastGroup:
         except (RuntimeError, ValueError, OSError) as error:
             self.cancel()
             said = str(error).strip().split("\n", 1)[0]
-            raise EngineError(f"The server in {self.name} was lost: {said}") from error
+            raise EngineError(f"A server in {self.name} was lost: {said}") from error
         except BaseException:
             self.cancel()
             raise
@@ -173,12 +204,16 @@ class BroadcastGroup:
         return EngineError(f"The group {self.name} is closed; open another one.")
 
 
+def _is_here(machine: str) -> bool:
+    return machine == socket.gethostname() or is_loopback(machine)
+
+
 def address_towards(machine: str) -> str:
     """Return the address by which ``machine`` reaches this host: a loopback address if it is this host.
 
     Nothing is sent. Raises ``EngineError`` if there is no route to it.
     """
-    if machine == socket.gethostname() or is_loopback(machine):
+    if _is_here(machine):
         return "127.0.0.1"
     try:
         return own_address(machine)

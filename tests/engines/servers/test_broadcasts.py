@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -147,6 +147,51 @@ async def test_servers_receive_each_version_and_nothing_is_written(model: Path, 
     assert all("/destroy_weights_update_group" in server.paths for server in servers)
 
 
+async def load_all(engines: Sequence[ServerEngine], snapshot: Snapshot) -> None:
+    """Have all engines load at the same time, as the router of replicas does."""
+    async with anyio.create_task_group() as tasks:
+        for engine in engines:
+            tasks.start_soon(engine.load, snapshot)
+
+
+async def test_servers_of_several_engines_receive_one_broadcast(model: Path, tmp_path: Path) -> None:
+    """All are in one group; an engine that joins is in the next one, and one whose server dies stops no other."""
+    async with AsyncExitStack() as stack:
+        trainer = await stack.enter_async_context(open_trainer(model, tmp_path))
+        servers, engines = [], []
+        config = evolve(CONFIG, update_timeout_seconds=20)
+        for number in range(3):
+            echo = Holding(script, vocab_size=384, context_length=256)
+            server = await stack.enter_async_context(open_sglang_server(echo, model=model))
+            opening = open_engine([server], model, tmp_path / str(number), config=config, find_weights=trainer.find)
+            servers.append(server)
+            engines.append(await stack.enter_async_context(opening))
+        await load_all(engines[:2], trainer.step())
+        first = servers[0].groups
+        assert len(first) == 1
+        assert [server.groups for server in servers] == [first, first, ()]
+
+        await load_all(engines, trainer.step())
+        second = servers[0].groups
+        assert second != first
+        assert [server.groups for server in servers] == [second] * 3
+        await load_all(engines, trainer.step())
+        assert [server.groups for server in servers] == [second] * 3
+
+        servers[2].update_faults.append(UpdateFault.DEATH)
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(load_all, engines, trainer.step())
+                while not (servers[0].label == servers[1].label == "4"):
+                    await anyio.lowlevel.checkpoint()
+                await servers[2].kill()
+                await servers[2].start()
+        assert [engine.version for engine in engines] == [4] * 3
+        assert has_weights_of(servers[0], trainer)
+        assert has_weights_of(servers[1], trainer)
+        assert servers[2].engine.held.path is not None  # it came back, and has the version from disk
+
+
 async def test_versions_are_exact_to_the_token(model: Path, tmp_path: Path) -> None:
     """Tokens sampled before weights were received have the old version, those after it the new one."""
     async with open_house(model, tmp_path, is_gated=True) as (engine, (server,), trainer):
@@ -168,8 +213,9 @@ async def test_a_server_that_does_not_receive_loads_from_disk(model: Path, tmp_p
     """Whatever goes wrong, that server has the weights from disk, its neighbour was sent them, and nobody hangs."""
     async with open_house(model, tmp_path, num_servers=2, seconds=2.0) as (engine, servers, trainer):
         await engine.load(trainer.step())
-        num_begins = 2 if fault is UpdateFault.REFUSED_BEGIN else 1
-        servers[0].update_faults += [fault] * num_begins
+        # A server that answers has a second chance; a refused update is begun again in each.
+        times = {UpdateFault.SILENCE: 1, UpdateFault.DEATH: 1, UpdateFault.REFUSED_BEGIN: 4}
+        servers[0].update_faults += [fault] * times.get(fault, 2)
         with anyio.fail_after(30):
             await engine.load(trainer.step())
             if fault is UpdateFault.DEATH:
@@ -220,7 +266,7 @@ async def test_a_server_with_half_a_version_is_not_asked(model: Path, tmp_path: 
     """Nobody can give it the rest, and its label is the old one: it serves again once it has been given all."""
     async with open_house(model, tmp_path, num_servers=2) as (engine, servers, trainer):
         await engine.load(trainer.step())
-        servers[0].update_faults.append(UpdateFault.HALF)
+        servers[0].update_faults += [UpdateFault.HALF] * 2
         trainer.shelf.is_full = True
         await engine.load(trainer.step())
 

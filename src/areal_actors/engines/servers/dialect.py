@@ -138,8 +138,11 @@ class BroadcastDialect(ServerDialect, Protocol):
     The server is paused meanwhile. Every method raises ``EngineError`` with the reason if the server refuses.
     """
 
-    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, num_ranks: int) -> None:
-        """Let the server's ``num_ranks`` processes join the group at ``place``; return when they have joined."""
+    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, offset: int) -> None:
+        """Let the server's processes join the group at ``place``; return when they have joined.
+
+        Their ranks begin with ``offset``.
+        """
         ...
 
     async def leave_group(self, client: httpx.AsyncClient, name: str) -> None:

@@ -211,7 +211,7 @@ class ServerEngine:
                 f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; publish "
                 "its state or a path."
             )
-        buckets = await self._pool.broadcasts.describe(snapshot.version)
+        buckets = await self._pool.broadcasts.describe(snapshot.version, is_receiving=bool(self._pool.serving))
         return await to_thread.run_sync(self._publisher.admit, snapshot.version, buckets)
 
     def statistics(self) -> EngineStatistics:

@@ -121,10 +121,10 @@ class ServerPool:
         try:
             if not self.is_paused:
                 await self.pause()
-            refusals = await self._each(lambda server: self._update(server, weights))
+            refusals = await self._update_all(weights)
             if refusals:
                 # Servers that accepted the new weights get the old ones back.
-                await self._each(lambda server: self._update(server, self.weights))
+                await self._update_all(self.weights)
                 raise refusals[0]
             self.weights = weights
         finally:
@@ -133,36 +133,47 @@ class ServerPool:
             self.is_loading = False
             self.notify()
 
-    async def _update(self, server: Server, weights: Weights, *, is_sent: bool = True) -> None:
-        """Load ``weights`` into a server.
+    async def _update_all(self, weights: Weights) -> list[ModelError]:
+        """Load ``weights`` into all ready servers; return rejections.
 
-        Weights in the store are sent if ``is_sent``; they are written to disk otherwise, or if sending fails.
+        Weights in the store are sent to all of them at once. Servers that do not receive them load them from disk.
         """
-        # Set until the load is complete: a load that is interrupted leaves undefined weights under an old label.
+        servers = self.serving
+        for server in servers:
+            # Set until the load is complete: a load that is interrupted leaves undefined weights under an old label.
+            server.is_spoiled = True
+        if weights.path is None and servers:
+            lost = await self._send(servers, weights)
+            for server in servers:
+                server.is_spoiled = server.url in lost
+        return await self._each(lambda server: self._update(server, weights), only=_is_spoiled)
+
+    async def _send(self, servers: Sequence[Server], weights: Weights) -> set[str]:
+        """Send weights from the store; return the URLs of servers that did not receive all of them."""
+        assert self.broadcasts is not None
+        receiving = [(server.url, server.control, server.facts) for server in servers if server.facts is not None]
+        lost = await self.broadcasts.send(receiving, version=weights.version, buckets=weights.buckets)
+        for url, error in lost.items():
+            _log.warning("weights_not_received", url=url, version=weights.version, reason=str(error))
+        return set(lost)
+
+    async def _update(self, server: Server, weights: Weights) -> None:
+        """Load ``weights`` into a server from disk, to which those in the store are written if necessary."""
         server.is_spoiled = True
         path = weights.path
-        if path is None and not (is_sent and await self._send(server, weights)):
+        if path is None:
             assert self.broadcasts is not None
             path = await self.broadcasts.write(weights.version)
-        if path is not None:
-            await self.dialect.update_from_disk(server.control, path, version=weights.label)
+        await self.dialect.update_from_disk(server.control, path, version=weights.label)
         server.is_spoiled = False
 
-    async def _send(self, server: Server, weights: Weights) -> bool:
-        """Send weights from the store, and return whether the server received all of them."""
-        assert self.broadcasts is not None
-        assert server.facts is not None
-        try:
-            await self.broadcasts.send(
-                server.url, server.control, server.facts, version=weights.version, buckets=weights.buckets
-            )
-        except EngineError as error:
-            _log.warning("weights_not_received", url=server.url, version=weights.version, reason=str(error))
-            return False
-        return True
+    async def _each(
+        self, action: Callable[[Server], Awaitable[None]], *, only: Callable[[Server], bool] = lambda _: True
+    ) -> list[ModelError]:
+        """Run ``action`` for all ready servers concurrently, or ``only`` for some.
 
-    async def _each(self, action: Callable[[Server], Awaitable[None]]) -> list[ModelError]:
-        """Run ``action`` for all ready servers concurrently. Servers that fail are removed; rejections are returned."""
+        Servers that fail are removed; rejections are returned.
+        """
         refusals: list[ModelError] = []
 
         async def act(server: Server) -> None:
@@ -175,7 +186,7 @@ class ServerPool:
                 server.suspect()
 
         async with anyio.create_task_group() as tasks:
-            for server in self.serving:
+            for server in filter(only, self.serving):
                 tasks.start_soon(act, server)
         return refusals
 
@@ -226,11 +237,15 @@ class ServerPool:
             await self.dialect.pause(server.control, PauseMode.KEEP)
             if self.broadcasts is not None:
                 await self.broadcasts.part(server.url, server.control)
-            await self._update(server, self.weights, is_sent=False)
+            await self._update(server, self.weights)
         if self.is_paused:
             await self.dialect.pause(server.control, PauseMode.KEEP)
         else:
             await self.dialect.resume(server.control)
+
+
+def _is_spoiled(server: Server) -> bool:
+    return server.is_spoiled
 
 
 def _weigh(url: str, routing_key: str) -> bytes:

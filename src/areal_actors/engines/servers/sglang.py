@@ -160,13 +160,13 @@ class SGLangDialect:
             raise ModelError(f"{client.base_url} refuses the weights in {path}: {answer.said} The old weights stay.")
         raise EngineError(describe_failure(client, "/update_weights_from_disk", answer))
 
-    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, num_ranks: int) -> None:
+    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, offset: int) -> None:
         """Join a process group; see ``BroadcastDialect.join_group``."""
         body = {
             "master_address": place.host,
             "master_port": place.port,
-            "rank_offset": 1,
-            "world_size": 1 + num_ranks,
+            "rank_offset": offset,
+            "world_size": place.size,
             "group_name": place.name,
             "backend": place.backend,
         }

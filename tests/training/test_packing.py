@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.training.batch import TrainingRow
-from areal_actors.training.packing import build_trie, pack_flat, pack_tree, visible
+from areal_actors.training.packing import (
+    build_trie,
+    node_depths,
+    pack_flat,
+    pack_padded,
+    pack_tree,
+    subtree_ends,
+    visible,
+)
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=7)
 
@@ -37,7 +45,7 @@ def test_a_trie_has_one_node_for_each_prefix(found):
 
 
 @given(data=st.data(), max_tokens=st.integers(1, 60))
-@pytest.mark.parametrize("pack", [pack_flat, pack_tree])
+@pytest.mark.parametrize("pack", [pack_flat, pack_padded, pack_tree])
 def test_every_trained_token_is_predicted_from_its_own_past(make_row, data, pack, max_tokens):
     """What a source attends to, by position, is the row up to that token; targets are the tokens; none is missing."""
     rows = data.draw(batches(make_row))
@@ -68,7 +76,7 @@ def past_of(pack, source):
 
 
 @given(data=st.data(), max_tokens=st.integers(1, 60))
-@pytest.mark.parametrize("pack", [pack_flat, pack_tree])
+@pytest.mark.parametrize("pack", [pack_flat, pack_padded, pack_tree])
 def test_passes_stay_within_the_bound(make_row, data, pack, max_tokens):
     """Only a pass of a single row may be larger than the bound."""
     rows = data.draw(batches(make_row))
@@ -96,12 +104,39 @@ def test_nothing_is_computed_for_what_nobody_reads(make_row):
     """Tokens after the last prediction stay out of the forward pass."""
     row = TrainingRow(trajectory=make_row([5, 6, 7, 8, 9], [0, 1, 0, 0, 0]), advantages=np.ones(5))
 
-    (flat,) = pack_flat([row], [0], max_tokens=10)
-    (tree,) = pack_tree([row], [0], max_tokens=10)
-
-    assert [[5]] == flat.input_ids.tolist() == tree.input_ids.tolist()
+    for pack in (pack_flat, pack_padded, pack_tree):
+        (found,) = pack([row], [0], max_tokens=10)
+        assert found.input_ids.tolist() == [[5]]
 
 
 def test_no_rows_need_no_pass():
     """An empty choice of rows packs to nothing."""
-    assert pack_flat([], [], max_tokens=8) == pack_tree([], [], max_tokens=8) == []
+    for pack in (pack_flat, pack_padded, pack_tree):
+        assert pack([], [], max_tokens=8) == []
+
+
+@given(data=st.data())
+def test_two_numbers_for_each_node_define_the_mask(make_row, data):
+    """A node attends to those that start before it and end after it; its depth is the number of its ancestors."""
+    rows = data.draw(batches(make_row))
+
+    for pack in (pack_flat, pack_tree):
+        for found in pack(rows, range(len(rows)), max_tokens=40):
+            ends, places = subtree_ends(found.segments), np.arange(found.num_tokens)
+            seen = (places <= places[:, None]) & (places[:, None] < ends)
+            np.testing.assert_array_equal(seen, visible(found.segments))
+            np.testing.assert_array_equal(node_depths(found.segments), seen.sum(1) - 1)
+            np.testing.assert_array_equal(node_depths(found.segments), found.position_ids[0])
+
+
+def test_flat_rows_are_not_padded(make_row):
+    """Rows of any lengths share passes, whose bound counts their tokens only."""
+    lengths = [9, 2, 7, 3, 3]
+    rows = [
+        TrainingRow(trajectory=make_row(np.arange(n + 1), [0] * n + [1]), advantages=np.ones(n + 1)) for n in lengths
+    ]
+
+    packs = pack_flat(rows, range(5), max_tokens=12)
+
+    assert [found.rows for found in packs] == [(0, 1), (2, 3), (4,)]
+    assert all(found.input_ids.size == found.num_tokens for found in packs)

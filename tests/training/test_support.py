@@ -18,7 +18,7 @@ from transformers import (
 
 from areal_actors.errors import ConfigError, ModelError
 from areal_actors.training.config import ComputeDtype, Layout, TrainerConfig
-from areal_actors.training.support import require_plain_head, require_tree_support
+from areal_actors.training.support import plan_attention, require_plain_head, require_tree_support
 from areal_actors.training.trainer import PolicyTrainer
 
 
@@ -103,21 +103,40 @@ def plain_logprobs(model, row):
 
 
 @pytest.mark.parametrize("kind", list(WINDOWED))
-def test_a_window_that_rows_may_exceed_is_refused_in_trees(make_row, kind):
-    """The error names the window and the way out, where every row is what the model computes."""
+@pytest.mark.parametrize("layout", Layout)
+def test_windows_reach_back_in_the_row(make_row, kind, layout):
+    """Rows longer than the window are what the model computes for each of them alone, in both layouts."""
+    trainer = PolicyTrainer(windowed_model(kind, window=8), TrainerConfig(dtype=ComputeDtype.FLOAT32, layout=layout))
+    rows = [make_row(np.append(np.arange(45), last), np.repeat([0, 1], [6, 40])) for last in (50, 60)]
+
+    for row, values in zip(rows, trainer.logprobs(rows), strict=True):
+        np.testing.assert_allclose(values, plain_logprobs(trainer.model, row), atol=1e-4)
+
+
+def eager(model):
+    """The model with an attention that packs do not replace."""
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("kind", list(WINDOWED))
+def test_a_window_that_rows_may_exceed_is_refused_in_trees_of_other_attention(make_row, kind):
+    """A dense mask knows no window. The error names it and the way out, where every row is what the model computes."""
     row = make_row(np.arange(46) % 61, np.repeat([0, 1], [6, 40]))
 
     with pytest.raises(ConfigError, match=r"last 8 tokens only, while rows may have 64 tokens; use layout=flat"):
-        PolicyTrainer(windowed_model(kind, window=8), TrainerConfig(dtype=ComputeDtype.FLOAT32))
+        PolicyTrainer(eager(windowed_model(kind, window=8)), TrainerConfig(dtype=ComputeDtype.FLOAT32))
 
-    flat = PolicyTrainer(windowed_model(kind, window=8), TrainerConfig(dtype=ComputeDtype.FLOAT32, layout=Layout.FLAT))
+    config = TrainerConfig(dtype=ComputeDtype.FLOAT32, layout=Layout.FLAT)
+    flat = PolicyTrainer(eager(windowed_model(kind, window=8)), config)
     np.testing.assert_allclose(flat.logprobs([row])[0], plain_logprobs(flat.model, row), atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", list(WINDOWED))
-def test_rows_within_a_window_are_trained_in_trees(make_row, kind):
+def test_rows_within_a_window_are_trained_in_trees_of_other_attention(make_row, kind):
     """As long as the engine's context is no longer than the window; a longer row from elsewhere is refused."""
-    trainer = PolicyTrainer(windowed_model(kind, window=24), TrainerConfig(dtype=ComputeDtype.FLOAT32), max_length=24)
+    config = TrainerConfig(dtype=ComputeDtype.FLOAT32)
+    trainer = PolicyTrainer(eager(windowed_model(kind, window=24)), config, max_length=24)
     rows = [make_row(np.append(np.arange(23), last), np.repeat([0, 1], [6, 18])) for last in (30, 40)]
 
     for row, values in zip(rows, trainer.logprobs(rows), strict=True):
@@ -125,3 +144,40 @@ def test_rows_within_a_window_are_trained_in_trees(make_row, kind):
 
     with pytest.raises(ConfigError, match="a row has 25"):
         trainer.logprobs([make_row(np.arange(25), np.repeat([0, 1], [6, 19]))])
+
+
+def test_attention_that_ignores_plans_keeps_its_mask(make_model):
+    """A decoder that makes its own mask of ours cannot take a plan: it is left as it was, and trains as before."""
+    model = make_model().eval()
+    plain = model.model.forward
+    model.model.forward = lambda **kwargs: plain(**(kwargs | {"attention_mask": to_tensor(kwargs["attention_mask"])}))
+
+    assert not plan_attention(model)
+    assert model.config._attn_implementation == "sdpa"
+    require_tree_support(model)
+
+
+def to_tensor(mask):
+    """A mask as a decoder may treat it that knows tensors only."""
+    return None if mask is None else mask.to(torch.float32).contiguous()
+
+
+def test_a_window_that_a_layer_does_not_name_is_not_planned():
+    """Were it not for the count, a window longer than the trial would be lost."""
+    model = windowed_model("mistral", window=60).eval()
+    for layer in model.model.layers:
+        layer.self_attn.config = NoWindow(layer.self_attn.config)
+
+    assert not plan_attention(model)
+
+
+class NoWindow:
+    """A configuration as an attention layer sees it that leaves windows to the mask."""
+
+    sliding_window = None
+
+    def __init__(self, config):
+        self._config = config
+
+    def __getattr__(self, name):
+        return getattr(self._config, name)

@@ -1,20 +1,45 @@
-"""Attention by plan equals attention over the mask, and is what tree packs really use."""
+"""Attention by plan equals attention over the mask, on every device's path, and is what packs really use."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
 from areal_actors.training import tree_attention
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.forward import score_pack
-from areal_actors.training.packing import build_trie, pack_tree
-from areal_actors.training.tree_attention import tree_mask, use_tree_attention
+from areal_actors.training.packing import build_trie, node_depths, pack_flat, pack_tree, subtree_ends, visible
+from areal_actors.training.tree_attention import (
+    BLOCK_ATTENTION,
+    SEGMENT_ATTENTION,
+    PackMask,
+    SegmentPlan,
+    padded_length,
+    plan_blocks,
+    planned_attention,
+)
 
 CPU = torch.device("cpu")
+PLANNED = (SEGMENT_ATTENTION, BLOCK_ATTENTION)
+
+tries = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=6)
+windows = st.none() | st.integers(1, 10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _flex_attention_trains_on_cpu():
+    """The operator has a backward pass on CPUs, which torch refuses because its compiled kernel has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_flex, "_validate_device", lambda *_: None)
+        yield
 
 
 class Module(torch.nn.Module):
@@ -24,53 +49,226 @@ class Module(torch.nn.Module):
     is_causal = True
 
 
-@given(
-    found=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=6), seed=st.integers(0, 99)
-)
-def test_the_plan_equals_the_mask(found, seed):
-    """Outputs and all gradients agree on random tries with grouped heads."""
-    trie = build_trie([np.array(ids, dtype=np.int32) for ids in found], list(range(len(found))))
+def merge(found):
+    """The trie of these sequences."""
+    return build_trie([np.array(ids, dtype=np.int32) for ids in found], list(range(len(found))))
+
+
+def seen_by(segments, window):
+    """The mask by the book, bool [L, L]: ancestors that are nearer than the window."""
+    depths = node_depths(segments)
+    near = depths[:, None] - depths < (window or len(depths))
+    return visible(segments) & near
+
+
+@pytest.mark.parametrize("name", PLANNED)
+@settings(max_examples=40, deadline=None)
+@given(found=tries, window=windows, seed=st.integers(0, 99))
+def test_a_plan_equals_the_mask(name, found, window, seed):
+    """Outputs and all gradients agree on random tries with grouped heads, with and without a window."""
+    segments = merge(found).segments
+    length = segments[-1].stop
+    total = padded_length(length) if name == BLOCK_ATTENTION else length
     generator = torch.Generator().manual_seed(seed)
-    query, key, value = (
-        torch.randn(1, heads, trie.num_nodes, 4, generator=generator, requires_grad=True) for heads in (4, 2, 2)
+    inputs = [torch.randn(1, heads, total, 4, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    seen = torch.from_numpy(seen_by(segments, window))
+
+    def results(output):
+        return output, *torch.autograd.grad(output.square().sum(), inputs)
+
+    query, key, value = (tensor[:, :, :length] for tensor in inputs)
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=0.3, enable_gqa=True)
+    planned, _ = AttentionInterface()[name](
+        Module(), *inputs, PackMask(segments, CPU), scaling=0.3, sliding_window=window
     )
-    planned = tree_mask(trie.segments, CPU)
-    plain = planned.clone()
-
-    def results(mask):
-        output, _ = tree_attention._tree_attention_forward(Module(), query, key, value, mask, scaling=0.3)
-        return output, *torch.autograd.grad(output.square().sum(), (query, key, value))
-
-    assert not hasattr(plain, "tree_plan")
-    for ours, theirs in zip(results(planned), results(plain), strict=True):
+    for ours, theirs in zip(results(planned[:, :length]), results(plain.transpose(1, 2)), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_models_attend_by_plan(make_model, make_agent_group, monkeypatch, kind):
-    """The plan reaches the attention of real models, and their scores are those of eager attention over the mask."""
-    rows = [
-        TrainingRow(trajectory=episode.trajectories[0], advantages=np.ones(episode.trajectories[0].num_tokens))
-        for episode in make_agent_group(0).episodes
+@given(found=tries, window=windows, size=st.integers(1, 5))
+def test_blocks_hold_everything_visible(found, window, size):
+    """Blocks that are left out hold nothing visible, full ones everything; without a window none is listed in vain."""
+    segments = merge(found).segments
+    length = segments[-1].stop
+    padding = -length % size
+    ends = np.concatenate([subtree_ends(segments), np.arange(length, length + padding) + 1])
+    seen = np.eye(length + padding, dtype=bool)
+    seen[:length, :length] = seen_by(segments, window)
+
+    lists = plan_blocks(ends, np.pad(node_depths(segments), (0, padding)), window=window, size=size)
+
+    for row, tiles in enumerate(np.split(seen, len(seen) // size)):
+        partial = lists.blocks[row, : lists.counts[row]].tolist()
+        full = lists.full_blocks[row, : lists.full_counts[row]].tolist()
+        assert not set(partial) & set(full)
+        for column, tile in enumerate(np.split(tiles, len(seen) // size, axis=1)):
+            assert not tile.any() or column in partial + full
+            assert tile.all() or column not in full
+            assert tile.any() or column not in partial or window is not None
+
+
+def test_a_long_pack_needs_no_square_tensor():
+    """Plans of 24k tokens stay below a hundredth of the bytes of a mask of bits."""
+    shared, branch = 2048, 2760
+    rows = [np.append(np.zeros(shared), np.full(branch, 1 + member)).astype(np.int32) for member in range(8)]
+    segments = merge(rows).segments
+    sizes = []
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            sizes.extend(found.numel() for found in torch.utils._pytree.tree_leaves(result) if hasattr(found, "numel"))
+            return result
+
+    with Largest():
+        PackMask(segments, CPU).by_block(None)
+        PackMask(segments, CPU).by_block(512)
+
+    length = segments[-1].stop
+    assert length > 24_000
+    assert max(sizes) <= max(length + 128, (length // 128 + 2) ** 2)
+
+
+def test_rows_alone_need_no_masks_in_segments():
+    """Rows without ancestors are plain causal calls, unless they are longer than a window."""
+    segments = tuple(segment.shifted(offset) for offset in (0, 5) for segment in merge([[1, 2, 3, 4, 5]]).segments)
+
+    assert SegmentPlan.create(segments).masks == (None, None)
+    assert SegmentPlan.create(segments, window=5).masks == (None, None)
+    assert SegmentPlan.create(segments, window=4).masks != (None, None)
+
+
+def test_lengths_do_not_compile_again(monkeypatch):
+    """Seven packs compile once, or once more if the first has as many blocks as heads, which torch takes for a rule."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(torch_flex.flex_attention, dynamic=True, fullgraph=True, backend=counter)
+    monkeypatch.setattr(tree_attention, "_compiled_attention", lambda _: compiled)
+    for length in (100, 300, 700, 20, 520, 1100, 900):
+        segments = merge(
+            [[0] * (length // 2) + [branch] * (length // 4) for branch in range(1, 2 + length % 3)]
+        ).segments
+        total = padded_length(segments[-1].stop)
+        query, key, value = (torch.randn(1, heads, total, 4, requires_grad=True) for heads in (4, 2, 2))
+        output, _ = AttentionInterface()[BLOCK_ATTENTION](Module(), query, key, value, PackMask(segments, CPU))
+        output.sum().backward()
+
+    assert counter.frame_count <= 2
+
+
+# ------------------------------------------------------------------------------------------------------- in models
+
+
+@pytest.fixture(scope="module")
+def rows(make_agent_group):
+    """Rows of two groups with several tries."""
+    episodes = [episode for seed in (0, 1) for episode in make_agent_group(seed).episodes]
+    return [
+        TrainingRow(
+            trajectory=episode.trajectories[0],
+            advantages=np.ones(episode.trajectories[0].num_tokens),
+            group=index // 4,
+        )
+        for index, episode in enumerate(episodes)
     ]
-    (pack,) = pack_tree(rows, range(len(rows)), max_tokens=1000)
+
+
+def scored(model, pack):
+    """Log-probabilities and the gradients of all weights."""
+    found = score_pack(model, pack)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return found.logprobs.detach(), torch.autograd.grad(found.logprobs.square().sum(), weights)
+
+
+def assert_same(found, expected, *, atol):
+    assert torch.allclose(found[0], expected[0], atol=atol)
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert torch.allclose(ours, theirs, rtol=atol, atol=atol * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("pack", [pack_flat, pack_tree])
+def test_models_attend_by_plan(make_model, rows, name, kind, pack):
+    """Every layer asks for the plan; scores and gradients are those of eager attention over the dense mask."""
+    (packed,) = pack(rows, range(len(rows)), max_tokens=1000)
     model = make_model(kind).eval()
     model.set_attn_implementation("eager")
-    expected = score_pack(model, pack)
+    expected = scored(model, packed)
 
-    model.set_attn_implementation("sdpa")
-    use_tree_attention(model)
-    monkeypatch.setattr(tree_attention, "sdpa_attention_forward", None)
-    found = score_pack(model, pack)
+    model.set_attn_implementation(name)
 
-    assert torch.allclose(expected.logprobs, found.logprobs, atol=1e-4)
+    assert_same(scored(model, packed), expected, atol=1e-4)
+    mask = PackMask(packed.segments, CPU)
+    score_pack(model, packed, mask=mask)
+    assert mask.windows == [None] * model.config.num_hidden_layers
 
 
-def test_eager_models_keep_their_attention(make_model):
-    """Only sdpa is replaced: what somebody chose on purpose stays."""
+@pytest.mark.parametrize("name", PLANNED)
+def test_recomputed_layers_attend_by_the_same_plan(make_model, rows, name):
+    """Gradients with activation checkpointing equal those without."""
+    (packed,) = pack_tree(rows, range(len(rows)), max_tokens=1000)
+    model = make_model().eval()
+    model.set_attn_implementation(name)
+    expected = scored(model, packed)
+
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+
+    assert_same(scored(model, packed), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_plans_work_under_autocast(make_model, rows, name):
+    """Queries and keys, which rotary embeddings leave in float32, are cast; the difference is that of bfloat16."""
+    (packed,) = pack_tree(rows, range(len(rows)), max_tokens=1000)
+    model = make_model().eval()
+    model.set_attn_implementation(name)
+    expected = scored(model, packed)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = scored(model, packed)
+
+    assert (found[0] - expected[0]).abs().mean() < 0.05
+    norms = [sum(float(weight.square().sum()) for weight in weights) for weights in (found[1], expected[1])]
+    assert norms[0] == pytest.approx(norms[1], rel=0.1)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_windows_reach_back_in_the_row(make_row, name):
+    """Branches see the last tokens of their own history, as in a row of their own."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        initializer_range=0.5,
+    )
+    model = MistralForCausalLM(config).eval()
+    found = [
+        TrainingRow(
+            trajectory=make_row([*range(20), *range(last, last + 20)], np.repeat([0, 1], [10, 30])),
+            advantages=np.ones(40),
+        )
+        for last in (30, 40)
+    ]
+
+    ids = torch.stack([torch.tensor(row.trajectory.input_ids, dtype=torch.long) for row in found])
+    expected = model(ids).logits[:, 9:-1].log_softmax(-1).gather(-1, ids[:, 10:, None]).reshape(-1)
+    model.set_attn_implementation(name)
+    (packed,) = pack_tree(found, [0, 1], max_tokens=1000)
+
+    assert torch.allclose(score_pack(model, packed).logprobs, expected, atol=1e-4)
+
+
+def test_only_sdpa_is_replaced(make_model):
+    """What somebody chose on purpose stays."""
     model = make_model()
+    assert planned_attention(model) == SEGMENT_ATTENTION
+
     model.set_attn_implementation("eager")
 
-    use_tree_attention(model)
-
-    assert model.config._attn_implementation == "eager"
+    assert planned_attention(model) is None

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_actors.training.config import Layout, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
-from areal_actors.training.tree_attention import TREE_ATTENTION
+from areal_actors.training.tree_attention import SEGMENT_ATTENTION
 from areal_actors.training.weights import export_model
 
 
@@ -61,5 +61,5 @@ def test_an_export_does_not_mention_how_it_was_trained(tmp_path, make_model):
 
     export_model(trainer.model, tmp_path / "export")
 
-    assert trainer.model.config._attn_implementation == TREE_ATTENTION
-    assert TREE_ATTENTION not in (tmp_path / "export" / "config.json").read_text()
+    assert trainer.model.config._attn_implementation == SEGMENT_ATTENTION
+    assert SEGMENT_ATTENTION not in (tmp_path / "export" / "config.json").read_text()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from areal_actors.training.distributions import Distributions, truncation_bounds
 from areal_actors.training.packing import Pack
-from areal_actors.training.tree_attention import tree_mask
+from areal_actors.training.tree_attention import BLOCK_ATTENTION, PackMask, create_mask, padded_length
 
 __all__ = ["TokenScores", "score_pack", "score_tokens"]
 
@@ -38,13 +39,20 @@ class TokenScores:
     is_outside: Tensor | None = field(default=None, eq=False)
 
 
-def score_pack(model: Any, pack: Pack) -> TokenScores:
-    """Run the decoder over ``pack`` and score its trained tokens. Differentiable unless under ``no_grad``."""
+def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None) -> TokenScores:
+    """Run the decoder over ``pack`` and score its trained tokens. Differentiable unless under ``no_grad``.
+
+    ``mask`` is that of the pack's segments, created if it is not given.
+    """
     device = next(model.parameters()).device
+    if mask is None and pack.segments is not None:
+        mask = create_mask(model, pack.segments, device)
+    # Predictions at padding are not read, and no token attends to it.
+    padding = _num_padding(model, pack)
     hidden = model.get_decoder()(
-        input_ids=torch.from_numpy(pack.input_ids).to(device),
-        position_ids=torch.from_numpy(pack.position_ids).to(device),
-        attention_mask=None if pack.segments is None else tree_mask(pack.segments, device),
+        input_ids=torch.from_numpy(np.pad(pack.input_ids, ((0, 0), (0, padding)))).to(device),
+        position_ids=torch.from_numpy(np.pad(pack.position_ids, ((0, 0), (0, padding)))).to(device),
+        attention_mask=mask,
         use_cache=False,
     ).last_hidden_state
     sources = torch.from_numpy(pack.sources).to(device)
@@ -52,6 +60,13 @@ def score_pack(model: Any, pack: Pack) -> TokenScores:
     head = model.get_output_embeddings()
     targets = torch.from_numpy(pack.targets).to(device)
     return score_tokens(selected_NH, head.weight, head.bias, targets, distributions=pack.distributions)
+
+
+def _num_padding(model: Any, pack: Pack) -> int:
+    if pack.segments is None or model.config._attn_implementation != BLOCK_ATTENTION:  # noqa: SLF001
+        return 0
+    length: int = pack.input_ids.shape[1]
+    return padded_length(length) - length
 
 
 def score_tokens(

@@ -1,7 +1,9 @@
-"""Packing of rows into forward passes: padded rows, or token tries that compute a shared prefix once.
+"""Packing of rows into forward passes: rows one after another, or token tries that compute a shared prefix once.
 
-In the ``tree`` layout the rows of a group are merged while their ids agree. A trie of U nodes becomes one packed row
-of U tokens; a node's position is its depth, and it attends to its ancestors and itself::
+In the ``flat`` layout rows follow each other in one packed row without padding, and none attends to another. For models
+that accept no such packs they are stacked and padded on the right. In the ``tree`` layout the rows of a group are
+merged while their ids agree. A trie of U nodes becomes one packed row of U tokens; a node's position is its depth, and
+it attends to its ancestors and itself::
 
     row 0   s u a b c            nodes      s u a b c d e x
     row 1   s u a d e     ->     positions  0 1 2 3 4 3 4 2
@@ -11,7 +13,8 @@ A token that several rows train is one node and still one term per row: each row
 below which nothing is trained are not computed, as their predictions are not used (in both layouts).
 
 The points where rows diverge are found by sorting them, so a trie costs vector operations per row instead of a
-dictionary per token; the sorted order also makes ancestors precede descendants, hence the mask is lower triangular.
+dictionary per token. The sorted order also lists nodes depth first: the nodes below a node follow it directly. Hence
+one number for each node defines the whole mask: node i attends to node j if ``j <= i < subtree_ends[j]``.
 """
 
 from __future__ import annotations
@@ -27,7 +30,18 @@ from areal_actors.training.aggregation import Indices
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.distributions import Distributions
 
-__all__ = ["Pack", "Segment", "Trie", "build_trie", "pack_flat", "pack_tree", "visible"]
+__all__ = [
+    "Pack",
+    "Segment",
+    "Trie",
+    "build_trie",
+    "node_depths",
+    "pack_flat",
+    "pack_padded",
+    "pack_tree",
+    "subtree_ends",
+    "visible",
+]
 
 _PAD = 0
 """Token id that pads short rows. Any id would do: no real token attends to it, and its predictions are not read."""
@@ -73,7 +87,8 @@ class Pack:
     """One forward pass: R rows of L positions, and the positions in it that predict the trained tokens.
 
     ``input_ids`` and ``position_ids`` are int64 [R, L]. If ``segments`` is ``None``, rows are plain causal ones;
-    otherwise R is 1 and the segments, which cover all L positions, define which positions attend to which. ``rows``
+    otherwise R is 1 and the segments, which cover all L positions in order and depth first, define which positions
+    attend to which. ``rows``
     names the batch rows inside; for their trained tokens, row by row, ``sources`` int64 [n] is the index into R·L that
     predicts the token, and ``targets`` int64 [n] its id. ``num_tokens`` excludes padding. ``distributions`` are those
     that the targets were sampled from; ``None`` means the plain softmax.
@@ -90,12 +105,22 @@ class Pack:
 
 
 def pack_flat(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
-    """Return forward passes of the rows ``indices``, right-padded, at most ``max_tokens`` positions each.
+    """Return forward passes of the rows ``indices``, one after another, at most ``max_tokens`` positions each.
 
     A longer row gets a pass to itself. Every one of these rows must train a token.
     """
+    alone = [build_trie([_input_ids(rows[index])], [index]) for index in indices]
+    return [_packed(rows, chosen) for chosen in _fill_row(alone, max_tokens=max_tokens)]
+
+
+def pack_padded(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
+    """Return forward passes of the rows ``indices``, right-padded, at most ``max_tokens`` positions each.
+
+    These need no attention mask, so any model computes them. A longer row gets a pass to itself. Every one of these
+    rows must train a token.
+    """
     bins = _fill_bins([_needed(rows[index]) for index in indices], max_tokens=max_tokens)
-    return [_flat_pack(rows, [indices[slot] for slot in slots]) for slots in bins]
+    return [_padded_pack(rows, [indices[slot] for slot in slots]) for slots in bins]
 
 
 def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
@@ -105,7 +130,7 @@ def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens
     split into several. Every one of these rows must train a token.
     """
     tries = [trie for members in _by_group(rows, indices) for trie in _tries(rows, members, max_tokens=max_tokens)]
-    return [_tree_pack(rows, chosen) for chosen in _fill_row(tries, max_tokens=max_tokens)]
+    return [_packed(rows, chosen) for chosen in _fill_row(tries, max_tokens=max_tokens)]
 
 
 def visible(segments: Sequence[Segment]) -> npt.NDArray[np.bool_]:
@@ -117,6 +142,28 @@ def visible(segments: Sequence[Segment]) -> npt.NDArray[np.bool_]:
         result[own, segment.ancestors] = True
         result[own, own] = np.tri(segment.stop - segment.start, dtype=bool)
     return result
+
+
+def subtree_ends(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
+    """Return, for each of the L positions that ``segments`` cover, the end of its subtree, int32 [L].
+
+    The nodes below node j are those from j + 1 up to this end, so that i attends to j exactly if ``j <= i < ends[j]``.
+    """
+    ends = np.zeros(segments[-1].stop, dtype=np.int32)
+    for segment in segments:  # in ascending order, so that the last segment below a node sets its end
+        ends[segment.start : segment.stop] = segment.stop
+        ends[segment.ancestors] = segment.stop
+    return ends
+
+
+def node_depths(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
+    """Return the number of ancestors of each of the L positions that ``segments`` cover, int32 [L]."""
+    sizes = [segment.stop - segment.start for segment in segments]
+    starts = [len(segment.ancestors) for segment in segments]
+    firsts = [segment.start for segment in segments]
+    depths: npt.NDArray[np.int32] = np.repeat(np.subtract(starts, firsts), sizes).astype(np.int32)
+    depths += np.arange(segments[-1].stop, dtype=np.int32)
+    return depths
 
 
 def build_trie(sequences: Sequence[Ints], rows: Sequence[int]) -> Trie:
@@ -189,7 +236,7 @@ def _common_prefix(first: Ints, second: Ints) -> int:
 # ------------------------------------------------------------------------------------------------------- packs
 
 
-def _flat_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
+def _padded_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
     sequences = [_input_ids(rows[index]) for index in indices]
     length = max(len(sequence) for sequence in sequences)
     return Pack(
@@ -204,7 +251,7 @@ def _flat_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
     )
 
 
-def _tree_pack(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
+def _packed(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
     """Concatenate tries in a single row; tokens of one trie do not attend to another."""
     offsets = np.cumsum([0, *(trie.num_nodes for trie in tries)])
     indices = [index for trie in tries for index in trie.rows]

@@ -13,11 +13,14 @@ import torch
 from attrs import evolve
 
 from areal_actors.errors import ConfigError, ModelError
+from areal_actors.telemetry import get_logger
 from areal_actors.training.forward import score_pack
 from areal_actors.training.packing import Pack, Segment
-from areal_actors.training.tree_attention import TREE_ATTENTION
+from areal_actors.training.tree_attention import PackMask, create_mask, has_planned_attention, planned_attention
 
-__all__ = ["attention_window", "require_plain_head", "require_tree_support"]
+__all__ = ["attention_window", "plan_attention", "require_plain_head", "require_tree_support"]
+
+_log = get_logger(__name__)
 
 _TOLERANCE = 1e-3
 """Log-probabilities of a float32 model agree to 1e-5; a wrong mask or position is off by more than this."""
@@ -49,14 +52,38 @@ def attention_window(config: Any) -> int | None:
     return int(window) if window else None
 
 
+def plan_attention(model: Any) -> bool:
+    """Make ``model`` attend by plan, if it then scores packed rows as it scores them separately; return whether.
+
+    Otherwise its attention stays as it was.
+    """
+    before, planned = model.config._attn_implementation, planned_attention(model)  # noqa: SLF001
+    if has_planned_attention(model):
+        return True
+    if planned is None or not _has_only_attention(model.config):
+        return False
+    model.set_attn_implementation(planned)
+    try:
+        if _agrees(model):
+            return True
+    except Exception as error:  # noqa: BLE001 - models fail in many ways on a mask that is no tensor, and torch to compile
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        _log.warning("planned_attention_failed", model=type(model).__name__, attention=planned, reason=reason)
+    model.set_attn_implementation(before)
+    return False
+
+
 def require_tree_support(model: Any, *, max_length: int | None = None) -> None:
     """Check that the model scores two rows in one trie as it scores them separately.
 
     Rows have up to ``max_length`` tokens; ``None`` means the context length of the model. Raises ``ConfigError`` if the
-    attention accepts no mask, if its window is shorter than such rows, or if a layer has no attention.
+    attention accepts no mask, if a layer has no attention, or, for models that do not attend by plan, if their window
+    is shorter than such rows.
     """
+    if has_planned_attention(model):
+        return
     config = model.config
-    takes_mask = config._attn_implementation in ("sdpa", "eager", TREE_ATTENTION)  # noqa: SLF001
+    takes_mask = config._attn_implementation in ("sdpa", "eager")  # noqa: SLF001
     window = attention_window(config)
     longest = max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
     if window is not None and (longest is None or longest > window):
@@ -65,38 +92,60 @@ def require_tree_support(model: Any, *, max_length: int | None = None) -> None:
             f"only, while rows may have {longest or 'any number of'} tokens; use layout=flat, or bound them by "
             f"engine.max_length={window}."
         )
-    kinds = getattr(config, "layer_types", None) or ()
-    is_full = all(kind == "full_attention" or (kind == "sliding_attention" and window) for kind in kinds)
-    if not (takes_mask and is_full and _agrees(model, longest or _NUM_TRIED)):
+    if not (takes_mask and _has_only_attention(config) and _agrees(model, max_length=longest)):
         raise ConfigError(
             f"layout: tree needs full attention with sdpa or eager in every layer, which {type(model).__name__} does "
             "not have; use layout=flat."
         )
 
 
+def _has_only_attention(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or ()
+    window = attention_window(config)
+    return all(kind == "full_attention" or (kind == "sliding_attention" and window) for kind in kinds)
+
+
+def _layer_windows(config: Any) -> list[int | None]:
+    """Return the window of each layer, in their order."""
+    text, window = config.get_text_config(), attention_window(config)
+    kinds = getattr(text, "layer_types", None)
+    if not kinds:
+        return [window] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 @torch.no_grad()
-def _agrees(model: Any, max_length: int) -> bool:
-    length = min(_NUM_TRIED, max_length)
+def _agrees(model: Any, *, max_length: int | None = None) -> bool:
+    """Whether rows in one pack have the same scores as rows in a batch, and layers attend with their windows.
+
+    The pack has two rows that share all but their last token, and a third that shares nothing.
+    """
+    length = min(_NUM_TRIED, max_length or _NUM_TRIED)
     shared, size = length - 1, model.config.get_text_config().vocab_size
     ids, positions = np.arange(length + 1) % size, np.arange(length)
+    none = np.zeros(0, dtype=np.int64)
     tree = Pack(
-        input_ids=ids[None],
-        position_ids=np.append(positions, shared)[None],
+        input_ids=np.concatenate([ids, ids[:length][::-1]])[None],
+        position_ids=np.concatenate([positions, [shared], positions])[None],
         segments=(
-            Segment(start=0, stop=length, ancestors=np.zeros(0, dtype=np.int64)),
+            Segment(start=0, stop=length, ancestors=none),
             Segment(start=length, stop=length + 1, ancestors=np.arange(shared)),
+            Segment(start=length + 1, stop=2 * length + 1, ancestors=none),
         ),
-        rows=(0, 1),
-        sources=np.array([length - 1, length]),
-        targets=np.zeros(2, dtype=np.int64),
-        num_tokens=length + 1,
+        rows=(0, 1, 2),
+        sources=np.array([length - 1, length, 2 * length]),
+        targets=np.zeros(3, dtype=np.int64),
+        num_tokens=2 * length + 1,
     )
     flat = evolve(
         tree,
-        input_ids=np.stack([ids[:length], np.append(ids[:shared], ids[length])]),
-        position_ids=np.stack([positions, positions]),
+        input_ids=np.stack([ids[:length], np.append(ids[:shared], ids[length]), ids[:length][::-1]]),
+        position_ids=np.stack([positions] * 3),
         segments=None,
-        sources=np.array([length - 1, 2 * length - 1]),
+        sources=np.array([1, 2, 3]) * length - 1,
     )
-    found, expected = score_pack(model, tree).logprobs, score_pack(model, flat).logprobs
-    return torch.allclose(found, expected, rtol=0, atol=_TOLERANCE)
+    mask = create_mask(model, tree.segments or (), model.device)
+    found, expected = score_pack(model, tree, mask=mask).logprobs, score_pack(model, flat).logprobs
+    # A window is usually longer than these rows, so that only its name in the call shows that a plan respects it.
+    has_windows = not isinstance(mask, PackMask) or mask.windows == _layer_windows(model.config)
+    return has_windows and torch.allclose(found, expected, rtol=0, atol=_TOLERANCE)

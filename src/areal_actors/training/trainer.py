@@ -33,14 +33,14 @@ from areal_actors.training.imitation import create_phase_objective, required_sco
 from areal_actors.training.memory import device_bytes, release_free_memory, resolve_activations, set_activations
 from areal_actors.training.objective import Objective, TokenSums
 from areal_actors.training.optimizer import Optimizer
-from areal_actors.training.packing import Pack, pack_flat, pack_tree
+from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
 from areal_actors.training.passes import Passes, PassScores, Scorer
 from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
 from areal_actors.training.phases import Phase, PhaseName, phase_of
 from areal_actors.training.sharding import gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
-from areal_actors.training.support import attention_window, require_plain_head, require_tree_support
-from areal_actors.training.tree_attention import use_tree_attention
+from areal_actors.training.support import attention_window, plan_attention, require_plain_head, require_tree_support
+from areal_actors.training.tree_attention import has_planned_attention
 from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
 
 __all__ = ["PolicyTrainer"]
@@ -449,9 +449,11 @@ class PolicyTrainer:
         return self._pack(batch.rows, chosen), len(batch.rows) - len(chosen)
 
     def _pack(self, rows: Sequence[TrainingRow], chosen: Sequence[int]) -> list[Pack]:
-        pack = pack_tree if self.config.layout is Layout.TREE else pack_flat
-        if pack is pack_tree:
+        if self.config.layout is Layout.TREE:
+            pack = pack_tree
             self._require_within_window(rows)
+        else:
+            pack = pack_flat if all(map(has_planned_attention, self._models)) else pack_padded
         return pack(rows, chosen, max_tokens=self.config.max_packed_tokens)
 
     def _score_rows(
@@ -503,7 +505,7 @@ class PolicyTrainer:
 
         A workflow may make rows longer than the engine's context, on which the check at the start is based.
         """
-        window = attention_window(self.model.config)
+        window = None if has_planned_attention(self.model) else attention_window(self.model.config)
         longest = max((row.trajectory.num_tokens for row in rows), default=0)
         if window is not None and longest > window:
             raise ConfigError(
@@ -516,12 +518,17 @@ class PolicyTrainer:
             raise ConfigError(
                 "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
             )
-        scorers = (self._scorer, self._reference, self._teacher)
-        for model in [scorer.model for scorer in scorers if scorer is not None]:
+        for model in self._models:
             require_plain_head(model)
+            plan_attention(model)
             if self.config.layout is Layout.TREE:
-                use_tree_attention(model)
                 require_tree_support(model, max_length=self._max_length)
+
+    @property
+    def _models(self) -> list[Any]:
+        """The models that score packs: the trained one, the reference and the teacher."""
+        scorers = (self._scorer, self._reference, self._teacher)
+        return [scorer.model for scorer in scorers if scorer is not None]
 
 
 def _total_reward(groups: Sequence[Group]) -> float:

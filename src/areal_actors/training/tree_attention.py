@@ -1,108 +1,356 @@
-"""Attention over a packed trie, segment by segment, without computing what a mask would forbid.
+"""Attention over packed rows without computing, or storing, what a mask would forbid.
 
 Half of the attention of a padded causal row is masked, and far more of a trie's: eight answers to one prompt do not
-attend to each other. So each segment attends, in a separate call, to its ancestors and itself. All keys are gathered by
-one index and all queries split once, because the backward pass of many small slices would spend its time on filling and
-adding zeros.
+attend to each other. There is one implementation for each kind of device:
 
-transformers finds this implementation by name. The plan is attached to the mask that is passed as usual; an
-architecture that creates its own mask loses the plan and gets the ordinary attention over that mask, which is slower
-and equally exact.
+* ``SEGMENT_ATTENTION`` (CPU): each segment attends, in a separate call of sdpa, to its ancestors and itself. All keys
+  are gathered by one index and all queries split once, because the backward pass of many small slices would spend its
+  time on filling and adding zeros.
+* ``BLOCK_ATTENTION`` (GPU): FlexAttention over blocks of 128 by 128. A pass of L tokens needs two int32 [L] and four
+  int32 [L/128, L/128]; no tensor is L by L.
+
+transformers finds both by name. A ``PackMask`` takes the place of the mask: transformers passes a ``BlockMask`` that it
+did not make to all layers unchanged, through activation checkpointing, too. Layers with a sliding window name it in
+their call, and get the plan of that window; distances are those in the row, not those in the pack. Models that do not
+work like this (``support.py`` tries) keep their attention, over a dense mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import field, frozen
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from areal_actors.training.packing import Segment, visible
+from areal_actors.training.packing import Segment, node_depths, subtree_ends
 
-__all__ = ["TREE_ATTENTION", "AttentionPlan", "tree_mask", "use_tree_attention"]
+__all__ = [
+    "BLOCK_ATTENTION",
+    "SEGMENT_ATTENTION",
+    "BlockLists",
+    "PackMask",
+    "SegmentPlan",
+    "create_mask",
+    "has_planned_attention",
+    "padded_length",
+    "plan_blocks",
+    "planned_attention",
+]
 
-TREE_ATTENTION = "areal_tree"
-"""Name under which this attention is registered with transformers."""
+SEGMENT_ATTENTION = "areal_segments"
+"""Name of the attention by segments, which is fastest on a CPU."""
+BLOCK_ATTENTION = "areal_blocks"
+"""Name of the attention by blocks, which compiles for a GPU."""
+
+_BLOCK = 128
+_MIN_HEAD_DIM = 16
+"""FlexAttention multiplies blocks on tensor cores, which take no smaller dimension."""
+
+
+def planned_attention(model: Any) -> str | None:
+    """Return the name of the attention that computes packs on the model's device; ``None`` if it keeps its own.
+
+    Only sdpa is replaced: another attention was chosen on purpose, or is the only one that the model has.
+    """
+    if model.config._attn_implementation != "sdpa":  # noqa: SLF001 - transformers has no public name for it
+        return None
+    if model.device.type == "cpu":
+        return SEGMENT_ATTENTION
+    return BLOCK_ATTENTION if _head_dim(model.config.get_text_config()) >= _MIN_HEAD_DIM else None
+
+
+def has_planned_attention(model: Any) -> bool:
+    """Whether ``model`` computes packs by plan."""
+    return model.config._attn_implementation in (SEGMENT_ATTENTION, BLOCK_ATTENTION)  # noqa: SLF001
+
+
+def create_mask(model: Any, segments: Sequence[Segment], device: torch.device) -> Tensor | PackMask:
+    """Return the mask of a pass over ``segments``: a plan, or an additive float32 [1, 1, L, L] for other attention."""
+    if has_planned_attention(model):
+        return PackMask(segments, device)
+    ends = torch.from_numpy(subtree_ends(segments)).to(device)
+    places = torch.arange(len(ends), dtype=torch.int32, device=device)
+    seen = (places[None, :] <= places[:, None]) & (places[:, None] < ends[None, :])
+    mask = torch.zeros(seen.shape, device=device)
+    return mask.masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
+
+
+class PackMask(BlockMask):
+    """The plans of attention over ``segments``, in the place of a mask [1, 1, L, L] that is never made.
+
+    Each plan is made when a layer first needs it. ``windows`` lists the window of every layer that has attended.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        # The fields of a BlockMask stay unset: layers get the block masks that ``blocks`` returns.
+        self.segments = segments
+        self.device = device
+        self.length = segments[-1].stop
+        self.windows: list[int | None] = []
+        self._segment_plans: dict[int | None, SegmentPlan] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the mask that this stands for; transformers looks at its length."""
+        return (1, 1, self.length, self.length)
+
+    def __repr__(self) -> str:
+        """Return the number of segments and of tokens; a ``BlockMask`` would draw its blocks."""
+        return f"PackMask({len(self.segments)} segments, {self.length} tokens)"
+
+    def by_segment(self, window: int | None) -> SegmentPlan:
+        """Return the plan for attention by segments."""
+        if window not in self._segment_plans:
+            self._segment_plans[window] = SegmentPlan.create(self.segments, window=window)
+        return self._segment_plans[window]
+
+    def by_block(self, window: int | None) -> BlockMask:
+        """Return the mask for attention by blocks, of ``padded_length(L)`` positions."""
+        if window not in self._block_masks:
+            self._block_masks[window] = _block_mask(self.segments, window=window, device=self.device)
+        return self._block_masks[window]
+
+
+# --------------------------------------------------------------------------------------------------- by segments
 
 
 @frozen(kw_only=True)
-class AttentionPlan:
-    """A plan of attention: ``keys`` int64 [K] of all segments, concatenated, and the sizes and masks of each segment.
+class SegmentPlan:
+    """Attention segment by segment: ``keys`` int64 [K] of all segments, concatenated, and each one's sizes and mask.
 
-    ``masks`` are additive float32 [queries, keys], or ``None`` for plain causal attention.
+    ``keys`` is ``None`` if no segment has ancestors, so that they are all positions in their order. ``masks`` are
+    additive float32 [queries, keys], or ``None`` for plain causal attention.
     """
 
-    keys: Tensor = field(eq=False)
+    keys: Tensor | None = field(eq=False)
     query_sizes: tuple[int, ...]
     key_sizes: tuple[int, ...]
     masks: tuple[Tensor | None, ...] = field(eq=False)
 
     @classmethod
-    def create(cls, segments: Sequence[Segment]) -> AttentionPlan:
-        """Return the plan for ``segments``."""
-        keys = [np.concatenate([segment.ancestors, np.arange(segment.start, segment.stop)]) for segment in segments]
+    def create(cls, segments: Sequence[Segment], *, window: int | None = None) -> SegmentPlan:
+        """Return the plan for ``segments``, of which a token sees the last ``window`` ancestors, itself included."""
+        # Ancestors ascend in depth: those that not even the first token sees are at the front.
+        seen = [segment.ancestors[_num_unseen(segment, window) :] for segment in segments]
+        keys = [
+            np.concatenate([ancestors, np.arange(segment.start, segment.stop)])
+            for segment, ancestors in zip(segments, seen, strict=True)
+        ]
+        sizes = [segment.stop - segment.start for segment in segments]
         return cls(
-            keys=torch.from_numpy(np.concatenate(keys)),
-            query_sizes=tuple(segment.stop - segment.start for segment in segments),
+            keys=torch.from_numpy(np.concatenate(keys)) if any(map(len, seen)) else None,
+            query_sizes=tuple(sizes),
             key_sizes=tuple(len(found) for found in keys),
-            masks=tuple(_segment_mask(segment) for segment in segments),
+            masks=tuple(
+                _segment_mask(size, len(found), window=window) for size, found in zip(sizes, keys, strict=True)
+            ),
         )
 
 
-def use_tree_attention(model: Any) -> None:
-    """Make ``model`` attend by plan if that is faster: on CPU, if its attention is sdpa. Otherwise nothing changes."""
-    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":  # noqa: SLF001
-        model.set_attn_implementation(TREE_ATTENTION)
+def _num_unseen(segment: Segment, window: int | None) -> int:
+    return 0 if window is None else max(0, len(segment.ancestors) - window + 1)
 
 
-def tree_mask(segments: Sequence[Segment], device: torch.device) -> Tensor:
-    """Return an additive float32 mask [1, 1, L, L] for ``segments``, which carries the plan on the CPU."""
-    seen = torch.from_numpy(visible(segments)).to(device)
-    mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
-    if device.type == "cpu":
-        mask.tree_plan = AttentionPlan.create(segments)  # type: ignore[attr-defined]
-    return mask
+def _segment_mask(num_queries: int, num_keys: int, *, window: int | None) -> Tensor | None:
+    if num_queries == num_keys and (window is None or num_keys <= window):
+        return None
+    hidden = torch.full((num_queries, num_keys), torch.finfo(torch.float32).min)
+    first = num_keys - num_queries
+    mask = hidden.triu(first + 1)
+    return mask if window is None else mask.add_(hidden.tril_(first - window))
 
 
-def _tree_attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend as transformers calls it: ``query`` [1, H, L, D], ``key``, ``value`` [1, K, L, D]; return [1, L, H, D]."""
-    plan: AttentionPlan | None = getattr(attention_mask, "tree_plan", None)
-    if plan is None or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    keys = key.index_select(2, plan.keys).split_with_sizes(plan.key_sizes, 2)
-    values = value.index_select(2, plan.keys).split_with_sizes(plan.key_sizes, 2)
+def _attend_by_segment(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    plan = mask.by_segment(call.window)
+    if plan.keys is not None:
+        key, value = key.index_select(2, plan.keys), value.index_select(2, plan.keys)
     outputs = [
         scaled_dot_product_attention(
-            query_part, key_part, value_part, mask, is_causal=mask is None, scale=kwargs.get("scaling"), enable_gqa=True
+            query_part, key_part, value_part, part, is_causal=part is None, scale=call.scaling, enable_gqa=True
         )
-        for query_part, key_part, value_part, mask in zip(
-            query.split_with_sizes(plan.query_sizes, 2), keys, values, plan.masks, strict=True
+        for query_part, key_part, value_part, part in zip(
+            query.split_with_sizes(plan.query_sizes, 2),
+            key.split_with_sizes(plan.key_sizes, 2),
+            value.split_with_sizes(plan.key_sizes, 2),
+            plan.masks,
+            strict=True,
         )
     ]
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, 2)
 
 
-def _segment_mask(segment: Segment) -> Tensor | None:
-    if not len(segment.ancestors):
-        return None
-    length = segment.stop - segment.start
-    own = torch.full((length, length), torch.finfo(torch.float32).min).triu_(1)
-    return torch.cat([torch.zeros(length, len(segment.ancestors)), own], dim=1)
+# ----------------------------------------------------------------------------------------------------- by blocks
 
 
-AttentionInterface.register(TREE_ATTENTION, _tree_attention_forward)
-AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
+@frozen(kw_only=True)
+class BlockLists:
+    """The key blocks that each of N query blocks computes: some with the mask, ``full`` ones without it.
+
+    ``counts`` and ``full_counts`` are int32 [N], the blocks int32 [N, N], of which each row's first ``counts`` count.
+    """
+
+    counts: npt.NDArray[np.int32] = field(eq=False)
+    blocks: npt.NDArray[np.int32] = field(eq=False)
+    full_counts: npt.NDArray[np.int32] = field(eq=False)
+    full_blocks: npt.NDArray[np.int32] = field(eq=False)
+
+
+def padded_length(length: int) -> int:
+    """Return the number of positions that a pass of ``length`` tokens has for attention by blocks.
+
+    A multiple of the block, so that all passes run through one compiled kernel; at least two blocks, because compilers
+    treat a dimension of one as a constant.
+    """
+    return max(2, -(-length // _BLOCK)) * _BLOCK
+
+
+def plan_blocks(
+    ends: npt.NDArray[np.int32], depths: npt.NDArray[np.int32], *, window: int | None = None, size: int = _BLOCK
+) -> BlockLists:
+    """Return the blocks of ``size`` positions that hold anything visible, from ``subtree_ends`` and ``node_depths``.
+
+    Both have a length that ``size`` divides. Nothing in here is larger than the square of the number of blocks.
+    """
+    num_blocks = len(ends) // size
+    ends_NB, depths_NB = ends.reshape(num_blocks, size), depths.reshape(num_blocks, size)
+    starts = np.arange(num_blocks)[:, None] * size
+    before = np.tri(num_blocks, k=-1, dtype=bool)
+    # The subtree of some key reaches the block's first query; those of all keys reach its last query.
+    visible = before & (ends_NB.max(1) > starts)
+    full = before & (ends_NB.min(1) >= starts + size)
+    if window is not None:
+        # Bounds from the extremes of both blocks: a block may be listed in vain, and is never left out.
+        visible &= depths_NB.min(1)[:, None] - depths_NB.max(1) < window
+        full &= depths_NB.max(1)[:, None] - depths_NB.min(1) < window
+    counts, blocks = _block_list((visible & ~full) | np.eye(num_blocks, dtype=bool))
+    full_counts, full_blocks = _block_list(full & visible)
+    return BlockLists(counts=counts, blocks=blocks, full_counts=full_counts, full_blocks=full_blocks)
+
+
+def _block_list(chosen: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    return chosen.sum(1).astype(np.int32), np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
+
+
+def _block_mask(segments: Sequence[Segment], *, window: int | None, device: torch.device) -> BlockMask:
+    length = segments[-1].stop
+    padding = padded_length(length) - length
+    # A padding position sees itself only: a query that sees nothing would be nan.
+    own_ends = np.arange(length, length + padding, dtype=np.int32) + 1
+    ends_L = np.concatenate([subtree_ends(segments), own_ends])
+    depths_L = np.pad(node_depths(segments), (0, padding))
+    lists = plan_blocks(ends_L, depths_L, window=window)
+    ends = torch.from_numpy(ends_L).to(device)
+    if window is None:
+        rule = _tree_rule(ends)
+    else:
+        rule = _window_rule(ends, torch.from_numpy(depths_L).to(device), torch.from_numpy(depths_L - window).to(device))
+    counts, blocks, full_counts, full_blocks = (
+        torch.from_numpy(found)[None, None]
+        for found in (lists.counts, lists.blocks, lists.full_counts, lists.full_blocks)
+    )
+    # Transposed on the CPU, where so few numbers cost no launches.
+    mask = BlockMask.from_kv_blocks(counts, blocks, full_counts, full_blocks, BLOCK_SIZE=_BLOCK, mask_mod=rule)
+    return mask.to(device)
+
+
+def _tree_rule(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[key])
+
+    return is_visible
+
+
+def _window_rule(
+    ends: Tensor, depths: Tensor, out_of_sight: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    # ``out_of_sight`` is a tensor because a number would be compiled in, once for each window.
+    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[key]) & (depths[key] > out_of_sight[query])
+
+    return is_visible
+
+
+def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    kind = query.device.type
+    # Rotary embeddings leave queries and keys in float32 under autocast, which would cast them for sdpa, but does not
+    # for FlexAttention.
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    with torch.autocast(kind, enabled=False):
+        output: Tensor = _compiled_attention(kind)(
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            block_mask=mask.by_block(call.window),
+            scale=call.scaling,
+            enable_gqa=True,
+        )
+    return output
+
+
+@cache
+def _compiled_attention(kind: str) -> Callable[..., Tensor]:
+    """Return FlexAttention, compiled once for each process.
+
+    On a CPU it is traced as on a GPU and then computes all scores: torch has no CPU kernel with a backward pass.
+    ``dynamic`` because every pack has another length. ``fullgraph`` because torch would otherwise, after too many
+    recompilations, silently compute all L by L scores.
+    """
+    backend = "aot_eager" if kind == "cpu" else "inductor"
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+
+
+# ---------------------------------------------------------------------------------------------- for transformers
+
+
+@frozen
+class _Call:
+    """The arguments of an attention call that a plan takes into account."""
+
+    scaling: float | None
+    window: int | None
+
+    @classmethod
+    def create(cls, kwargs: dict[str, Any]) -> _Call:
+        """Raise ``NotImplementedError`` for anything else that changes the result."""
+        for name in ("dropout", "softcap", "s_aux", "position_bias"):
+            found = kwargs.get(name)
+            if found is not None and (isinstance(found, Tensor) or found):
+                raise NotImplementedError(f"Attention by plan does not support {name}.")
+        return cls(kwargs.get("scaling"), kwargs.get("sliding_window"))
+
+
+def _for_transformers(attend: Callable[[PackMask, Tensor, Tensor, Tensor, _Call], Tensor]) -> Callable[..., Any]:
+    def forward(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attend: ``query`` [1, H, L, D], ``key``, ``value`` [1, K, L, D]; return [1, L, H, D]."""
+        if not isinstance(attention_mask, PackMask):
+            output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+            return output, None
+        call = _Call.create(kwargs)
+        attention_mask.windows.append(call.window)
+        return attend(attention_mask, query, key, value, call).transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+AttentionInterface.register(SEGMENT_ATTENTION, _for_transformers(_attend_by_segment))
+AttentionInterface.register(BLOCK_ATTENTION, _for_transformers(_attend_by_block))
+# Passes without a plan, as those of the checks, get the masks of sdpa.
+AttentionMaskInterface.register(SEGMENT_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(BLOCK_ATTENTION, sdpa_mask)

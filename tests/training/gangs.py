@@ -28,6 +28,7 @@ from areal_actors.training.config import (
     KlConfig,
     KlPlace,
     Layout,
+    LoraConfig,
     ObjectiveConfig,
     OptimizerConfig,
     TrainerConfig,
@@ -93,12 +94,13 @@ def config_of(case: Mapping[str, Any]) -> TrainerConfig:
         num_epochs=case.get("epochs", 1),
         num_minibatches=case.get("minibatches", 1),
         gang=GANG,
+        lora=LoraConfig(rank=case["lora"]) if "lora" in case else None,
     )
 
 
 def create_trainer(case: Mapping[str, Any]) -> PolicyTrainer:
     kind = case.get("model", "llama")
-    reference = _make_model(kind, seed=1) if "kl" in case else None
+    reference = _make_model(kind, seed=1) if "kl" in case and "lora" not in case else None
     trainer = PolicyTrainer(_make_model(kind, seed=case.get("seed", 0)), config_of(case), reference=reference)
     if "checkpoint" in case:
         trainer.restore(Path(case["checkpoint"]))

@@ -28,6 +28,8 @@ CASES = {
     "a penalty in the loss": {"kl": "loss"},
     "a penalty in the reward": {"kl": "reward", "layout": "flat"},
     "fewer passes than ranks": {"groups": 1, "max_packed_tokens": 10_000},
+    "an adapter": {"lora": 4, "model": "qwen2"},
+    "an adapter and its base": {"lora": 4, "kl": "loss"},
 }
 
 
@@ -76,18 +78,21 @@ def test_two_processes_train_as_one(other, name):
         np.testing.assert_allclose(own, one, rtol=1e-5, atol=1e-5)
 
 
-def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path):
+@pytest.mark.parametrize("kind", [{}, {"lora": 4}])
+def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
     """What two have saved one restores, and what one has saved two restore: weights, moments, version, bit for bit."""
-    case = {"steps": 2, "save": str(tmp_path / "two")}
+    case = {"steps": 2, "save": str(tmp_path / "two"), **kind}
     with other.meet(case) as gang:
         trainer = create_trainer(case)
         trainer.join(gang)
         play(trainer, case)
     assert {"problem": ""} == other.hear()
 
-    alone = create_trainer({"checkpoint": str(tmp_path / "two"), "seed": 1})
+    # Other weights at first, except under an adapter, whose base must be the same.
+    restored = kind | {"seed": 0 if kind else 1}
+    alone = create_trainer({"checkpoint": str(tmp_path / "two"), **restored})
     alone.save(tmp_path / "one")
-    case = {"steps": 0, "checkpoint": str(tmp_path / "one"), "seed": 1, "save": str(tmp_path / "two again")}
+    case = {"steps": 0, "checkpoint": str(tmp_path / "one"), **restored, "save": str(tmp_path / "two again")}
     with other.meet(case) as gang:
         trainer = create_trainer(case)
         trainer.join(gang)
@@ -97,7 +102,7 @@ def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path):
 
     saved = [find_latest(tmp_path / name) for name in ("two", "one", "two again")]
     assert [2, 2, 2] == [checkpoint.step for checkpoint in saved]
-    for part in ("model", "optimizer"):
+    for part in ("adapter_model" if kind else "model", "optimizer"):
         first, *rest = [checkpoint.load(part) for checkpoint in saved]
         for found in rest:
             assert first.keys() == found.keys()

@@ -85,7 +85,11 @@ class RankActor(Actor[Ranks]):
     @GatherWeights.handler
     async def gather_weights(self, message: GatherWeights) -> None:
         """Contribute this rank's part of the weights, and of the optimizer state if asked."""
-        await self._do(self._policy.help_save if message.with_moments else self._policy.state_dict)
+        policy = self._policy
+        if message.only_adapter:
+            await self._do(policy.adapter_tensors)
+        else:
+            await self._do(policy.help_save if message.with_moments else policy.state_dict)
 
     async def _do(self, action: Callable[[], object]) -> None:
         try:
@@ -128,7 +132,8 @@ class LedPolicy:
 
     async def publish(self, publisher: Publisher) -> Snapshot:
         """Publish the weights of all ranks, as ``Publisher.publish``."""
-        return await self._all(GatherWeights(), lambda: publisher.publish(self._policy))
+        wanted = GatherWeights(only_adapter=publisher.only_adapter)
+        return await self._all(wanted, lambda: publisher.publish(self._policy))
 
     async def save(self, directory: Path, *, counters: Mapping[str, Any], num_kept: int) -> None:
         """Save a checkpoint with the weights and moments of all ranks, as ``PolicyTrainer.save``."""

@@ -83,7 +83,13 @@ def _default(setting: attrs.Attribute[Any]) -> str:
     value = default_of(setting)
     value = value.value if isinstance(value, Enum) else value
     value = "runs" if isinstance(value, Path) else value
-    return " " + format_yaml(plain(value)).removesuffix("\n").removesuffix("\n...")
+    if isinstance(value, tuple):  # on one line; YAML writes lists below their key
+        return f" [{', '.join(map(_inline, value))}]"
+    return f" {_inline(value)}"
+
+
+def _inline(value: object) -> str:
+    return format_yaml(plain(value)).removesuffix("\n").removesuffix("\n...")
 
 
 def _explanations(cls: type) -> dict[str, str]:

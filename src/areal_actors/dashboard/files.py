@@ -90,6 +90,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def adapter(self) -> Path:
+        """The trained adapter, if the run trains one."""
+        return self.path / "adapter"
+
+    @property
     def published(self) -> Path:
         """The last versions of the weights, if they are published by disk."""
         return self.path / "published"

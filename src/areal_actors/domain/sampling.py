@@ -188,12 +188,14 @@ class Snapshot:
 
     ``state`` (parameter name to tensor, with the names of the model's state dict; shared, not copied) stays valid and
     unchanged until ``Engine.load`` has returned. Tied weights may be omitted. With ``is_kept`` an engine requests the
-    tensors that its servers need (``messages.Weights``), until a newer version is published.
+    tensors that its servers need (``messages.Weights``), until a newer version is published. An ``adapter`` is a
+    directory that peft can load, of low-rank changes to the weights in ``path``.
     """
 
     version: int
     state: Mapping[str, Any] | None = field(default=None, repr=False, eq=False)
     path: Path | None = None
+    adapter: Path | None = None
     is_kept: bool = False
 
     @property

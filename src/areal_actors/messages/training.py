@@ -85,6 +85,10 @@ class TrainAlong(Message[Ranks, None]):
 
 @frozen(kw_only=True)
 class GatherWeights(Message[Ranks, None]):
-    """Give rank 0 this rank's part of the weights, and ``with_moments`` also of the optimizer state."""
+    """Give rank 0 this rank's part of the weights, and ``with_moments`` also of the optimizer state.
+
+    With ``only_adapter``, give only the part of the adapter.
+    """
 
     with_moments: bool = False
+    only_adapter: bool = False

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from areal_actors.config import load_config
+from attrs import evolve
+
+from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import read_records
 from areal_actors.domain import TrainedModel
@@ -13,25 +15,51 @@ from areal_actors.errors import CheckpointError, RunDirectoryError
 from areal_actors.models import TRAINED_DOCUMENT, Catalogue, ModelFiles, load_policy, resolve_model, resolve_tokenizer
 from areal_actors.telemetry import quiet_transformers
 
-__all__ = ["export_run", "save_weights"]
+if TYPE_CHECKING:
+    from areal_actors.training.checkpoints import Checkpoint
+    from areal_actors.training.lora import Adapter
+
+__all__ = ["export_run", "load_trained", "save_weights"]
 
 
-def save_weights(model: Any, directory: RunDirectory, *, tokenizer: ModelFiles, step: int) -> None:
+def save_weights(
+    model: Any, directory: RunDirectory, *, tokenizer: ModelFiles, step: int, adapter: Adapter | None = None
+) -> None:
     """Write the weights of ``model``, trained for ``step`` steps, as a directory that transformers loads.
 
-    The directory is replaced atomically, so an earlier export stays until the new one is complete. Raises
-    ``CheckpointError`` if it cannot be written.
+    An ``adapter`` is written as a directory that peft loads, and merged into the weights. The directories are replaced
+    atomically, so an earlier export stays until the new one is complete. Raises ``CheckpointError`` if they cannot be
+    written.
     """
     from areal_actors.training.weights import export_model
 
     rewards = {record.get("step"): record.get("reward") for record in read_records(directory.metrics)}
-    facts = {"step": step, "reward": rewards.get(step)}
+    documents = {TRAINED_DOCUMENT: {"step": step, "reward": rewards.get(step)}}
+    if adapter is not None:
+        adapter.save(directory.adapter, documents)
+    state = None if adapter is None else adapter.merge(model.state_dict())
     with quiet_transformers():
-        export_model(model, directory.weights, tokenizer_directory=tokenizer.path, documents={TRAINED_DOCUMENT: facts})
+        export_model(model, directory.weights, state=state, tokenizer_directory=tokenizer.path, documents=documents)
+
+
+def load_trained(config: RunConfig, checkpoint: Checkpoint) -> tuple[Any, Adapter | None]:
+    """Return the model of a checkpoint, and its adapter if the run trains one. Raises ``CheckpointError``."""
+    from areal_actors.training.lora import Adapter
+    from areal_actors.training.weights import load_weights
+
+    model, lora = load_policy(resolve_model(config.model).path), config.trainer.lora
+    if lora is None:
+        load_weights(model, checkpoint)
+        return model, None
+    adapter = Adapter.create(model, evolve(lora, path=None))
+    adapter.load(checkpoint.path)
+    return model, adapter
 
 
 def export_run(path: Path) -> TrainedModel:
     """Export the weights of the newest complete checkpoint of the run in ``path``, which may have stopped early.
+
+    If the run trains an adapter, the adapter is exported, too, and the weights have it merged into them.
 
     Raises:
         RunDirectoryError: ``path`` holds no run.
@@ -39,7 +67,6 @@ def export_run(path: Path) -> TrainedModel:
         ModelError: the model that the run started from cannot be found.
     """
     from areal_actors.training.checkpoints import find_latest
-    from areal_actors.training.weights import load_weights
 
     directory = RunDirectory(path=path.absolute())
     if not directory.config.exists():
@@ -50,9 +77,8 @@ def export_run(path: Path) -> TrainedModel:
     _refuse_older(directory, checkpoint.step)
     config = load_config(directory.config)
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
-    model = load_policy(resolve_model(config.model).path)
-    load_weights(model, checkpoint)
-    save_weights(model, directory, tokenizer=tokenizer, step=checkpoint.step)
+    model, adapter = load_trained(config, checkpoint)
+    save_weights(model, directory, tokenizer=tokenizer, step=checkpoint.step, adapter=adapter)
     return Catalogue(root=directory.path.parents[1]).find(f"{directory.path.parent.name}/{directory.path.name}")
 
 

@@ -193,7 +193,8 @@ def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
     """
     from areal_actors.training.trainer import PolicyTrainer
 
-    needs_reference = config.trainer.objective.kl.coefficient > 0
+    # The reference of an adapter is the same model without it.
+    needs_reference = config.trainer.objective.kl.coefficient > 0 and config.trainer.lora is None
     reference = _place(load_policy(model.path), config.trainer) if needs_reference else None
     return PolicyTrainer(
         _place(load_policy(model.path), config.trainer),

@@ -25,6 +25,7 @@ from areal_actors.dashboard import (
     write_curve,
 )
 from areal_actors.dashboard.report import write_report
+from areal_actors.engines import Engine
 from areal_actors.messages import (
     AwaitTraining,
     Endpoint,
@@ -42,7 +43,14 @@ from areal_actors.run.inference import Inference, open_actors
 from areal_actors.run.job import Job
 from areal_actors.run.keeping import Keeping, keeping_weights
 from areal_actors.run.models import open_engine
-from areal_actors.run.parts import create_reporter, create_runner, export_policy, open_publisher, settings_of
+from areal_actors.run.parts import (
+    create_reporter,
+    create_runner,
+    export_policy,
+    open_publisher,
+    publisher_of,
+    settings_of,
+)
 from areal_actors.run.proxies import open_proxies
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.signals import open_interrupts
@@ -102,18 +110,20 @@ async def learn(job: Job, learning: Learning) -> None:
 @asynccontextmanager
 async def _open_inference(job: Job, learning: Learning, keeping: Keeping | None) -> AsyncIterator[Inference]:
     """Open the engine, with a copy of the policy's weights, and the actors around it."""
-    config = job.config
+    config, policy = job.config, job.policy
     settings = settings_of(config, proxy=learning.proxy, intake=learning.intake)
-    version = job.policy.version
+    version = policy.version
     async with (
         open_engine(
             config.served_engine(job.directory.path) or config.engine,
-            model=job.policy.model,
+            # With an adapter, the engine starts from the base model and is then given the weights of the policy.
+            model=policy.model if policy.adapter is None else job.model.path,
             renderer=job.renderer,
             version=version,
             files=job.model.path,
             find_weights=None if keeping is None else keeping.find,
         ) as engine,
+        _with_adapter(job, engine),
         open_actors(
             settings,
             engine=engine,
@@ -124,8 +134,18 @@ async def _open_inference(job: Job, learning: Learning, keeping: Keeping | None)
             journal=learning.journal,
         ) as inference,
     ):
-        await check_engine(engine, policy=job.policy, renderer=job.renderer)
+        await check_engine(engine, policy=policy, renderer=job.renderer)
         yield inference
+
+
+@asynccontextmanager
+async def _with_adapter(job: Job, engine: Engine) -> AsyncIterator[None]:
+    """Load the policy's weights into an engine that was opened with the base model of its adapter."""
+    if job.policy.adapter is not None:
+        trainer = job.config.trainer
+        publisher = publisher_of(job.config, job.directory, by=trainer.publish, dtype=engine.info.dtype)
+        await engine.load(await to_thread.run_sync(publisher.publish, job.policy))
+    yield
 
 
 async def _spawn_runner(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 from attrs import evolve, field, frozen
@@ -35,7 +35,7 @@ from areal_actors.dashboard import (
 )
 from areal_actors.dashboard.dumps import Decode
 from areal_actors.domain import DataPosition
-from areal_actors.engines.servers.config import ServedEngine
+from areal_actors.engines.servers.config import Backend, ServedEngine
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.messages import (
     Accounts,
@@ -49,16 +49,16 @@ from areal_actors.messages import (
     Progress,
     Sessions,
 )
-from areal_actors.models import Catalogue, load_policy, resolve_model, resolve_tokenizer
+from areal_actors.models import Catalogue, resolve_model, resolve_tokenizer
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import Renderer, RendererConfig
-from areal_actors.run.exporting import save_weights
+from areal_actors.run.exporting import load_trained, save_weights
 from areal_actors.run.job import ProblemSets
 from areal_actors.run.models import ModelOpener
 from areal_actors.staleness import CapacityLimits, CapacityState
 from areal_actors.telemetry import get_logger
 from areal_actors.training.advantages import has_signal
-from areal_actors.training.config import AdvantageConfig, PublishBy
+from areal_actors.training.config import AdvantageConfig, LoraServing, PublishBy
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ __all__ = [
     "create_runner",
     "export_policy",
     "open_publisher",
+    "publisher_of",
+    "serves_adapters",
     "settings_of",
     "spawn_models",
     "spawn_session_actors",
@@ -291,30 +293,44 @@ async def open_publisher(
 
     With ``keeping``, they are put into its weight store.
     """
-    from areal_actors.training.publication import create_publisher
     from areal_actors.training.shelf import ShelfPublisher
 
     view = await generation.ask(DescribeEngine())
-    if keeping is not None:
+    if keeping is not None and not serves_adapters(config):
         return ShelfPublisher(shelf=keeping.shelf, dtype=view.info.dtype)
-    return create_publisher(by, root=directory.published, dtype=view.info.dtype, num_kept=config.trainer.publish_keep)
+    return publisher_of(config, directory, by=by, dtype=view.info.dtype)
+
+
+def serves_adapters(config: RunConfig) -> bool:
+    """Return whether inference servers load the trained adapter themselves."""
+    lora = config.trainer.lora
+    return lora is not None and lora.serving is LoraServing.ADAPTER and config.rollout.backend is not Backend.TORCH
+
+
+def publisher_of(config: RunConfig, directory: RunDirectory, *, by: PublishBy, dtype: str) -> Publisher:
+    """Create the publisher of a run for engines in ``dtype``, unless weights are broadcast."""
+    from areal_actors.training.publication import AdapterPublisher, create_publisher
+
+    num_kept = config.trainer.publish_keep
+    if serves_adapters(config):
+        return AdapterPublisher(root=directory.published, base=resolve_model(config.model).path, num_kept=num_kept)
+    return create_publisher(by, root=directory.published, dtype=dtype, num_kept=num_kept)
 
 
 def export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTrainer) -> None:
     """Write the trained weights under the run's name. Blocks. Raises ``CheckpointError``."""
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
-    model = policy.model if policy.gang.is_alone else _load_trained(config, directory)
-    save_weights(model, directory, tokenizer=tokenizer, step=policy.version)
+    model, adapter = policy.model, policy.adapter
+    if not policy.gang.is_alone:  # a process of a gang holds only a shard
+        from areal_actors.training.checkpoints import find_latest
+
+        checkpoint = find_latest(directory.checkpoints)
+        assert checkpoint is not None, "training ends with one"
+        model, adapter = load_trained(config, checkpoint)
+    lora = config.trainer.lora
+    if adapter is not None and lora is not None and not lora.exports_merged:
+        adapter.save(directory.adapter)
+        _log.info("adapter_saved", path=str(directory.adapter))
+        return
+    save_weights(model, directory, tokenizer=tokenizer, step=policy.version, adapter=adapter)
     _log.info("model_saved", model=directory.model, path=str(directory.weights))
-
-
-def _load_trained(config: RunConfig, directory: RunDirectory) -> Any:
-    """Return the model of the last checkpoint, because a process of a gang holds only a shard."""
-    from areal_actors.training.checkpoints import find_latest
-    from areal_actors.training.weights import load_weights
-
-    checkpoint = find_latest(directory.checkpoints)
-    assert checkpoint is not None, "training ends with one"
-    model = load_policy(resolve_model(config.model).path)
-    load_weights(model, checkpoint)
-    return model

@@ -55,6 +55,7 @@ from areal_actors.run.parts import (
     create_runner,
     export_policy,
     open_publisher,
+    publisher_of,
     settings_of,
     spawn_models,
     spawn_session_actors,
@@ -306,11 +307,9 @@ async def _publish_first(post: Post, policy: PolicyTrainer, renderer: Renderer, 
     The first weights have the trainer's dtype, since engines report theirs only once they are ready. They are not
     broadcast.
     """
-    from areal_actors.training.publication import create_publisher
-
     config, by = post.config, _publish_by(post)
     generation = await post.find(Generation, "generation")
-    first = create_publisher(by, root=post.directory.published, dtype="float32", num_kept=config.trainer.publish_keep)
+    first = publisher_of(config, post.directory, by=by, dtype="float32")
     snapshot = await to_thread.run_sync(first.publish, policy)
     await generation.ask(PublishWeights(snapshot=snapshot))
     await check_generation(generation, policy=policy, renderer=renderer)

@@ -3,7 +3,7 @@
 ::
 
     <root>/step-00000012/
-        model.safetensors        float32 weights
+        model.safetensors        float32 weights; of a run with an adapter, its directory (``lora``) instead
         optimizer.safetensors    Adam's moments
         rng.safetensors          states of torch's generators
         checkpoint.json          step, sizes of the files above, and the caller's counters
@@ -46,6 +46,10 @@ class Checkpoint:
     step: int
     counters: Mapping[str, Any] = field(factory=dict)
 
+    def has(self, part: str) -> bool:
+        """Return whether the checkpoint has tensors of ``part``."""
+        return (self.path / f"{part}.safetensors").is_file()
+
     def load(self, part: str) -> dict[str, Tensor]:
         """Return the tensors of ``part`` ("model", "optimizer", "rng"), on the CPU.
 
@@ -63,12 +67,13 @@ def save_checkpoint(
     step: int,
     parts: Mapping[str, Mapping[str, Tensor]],
     counters: Mapping[str, Any],
+    documents: Mapping[str, Mapping[str, Any]] | None = None,
     num_kept: int = 2,
 ) -> Checkpoint:
     """Write a checkpoint of ``step`` and remove all but the last ``num_kept``.
 
-    ``counters`` must be JSON. Raises ``CheckpointError`` if it cannot be written; older checkpoints are untouched in
-    that case.
+    ``counters`` must be JSON, and so must ``documents``, which are written next to the tensors by their names. Raises
+    ``CheckpointError`` if it cannot be written; older checkpoints are untouched in that case.
     """
     sweep(root)
     path = root / f"step-{step:08d}"
@@ -76,6 +81,8 @@ def save_checkpoint(
     with atomic_directory(path, num_bytes=num_bytes) as partial:
         for name, tensors in parts.items():
             write_tensors(partial / f"{name}.safetensors", tensors)
+        for name, content in (documents or {}).items():
+            (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
         document = {"format": _FORMAT, "step": step, "sizes": sizes, "counters": dict(counters)}
         (partial / _DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
@@ -31,6 +32,8 @@ __all__ = [
     "KlPlace",
     "Layout",
     "Level",
+    "LoraConfig",
+    "LoraServing",
     "Normalisation",
     "ObjectiveConfig",
     "OptimizerConfig",
@@ -402,6 +405,47 @@ class Activations(StrEnum):
     """The inputs of each layer, in the memory of the host instead of the GPU's."""
 
 
+class LoraServing(StrEnum):
+    """The form in which inference servers get a trained adapter."""
+
+    ADAPTER = "adapter"
+    """The adapter alone, which the server loads next to the base model; it must have been started with LoRA."""
+    MERGED = "merged"
+    """Whole weights with the adapter merged into them, as full training publishes them; any server can load these."""
+
+
+def _no_dropout(_: object, __: object, value: float) -> None:
+    if value:
+        raise ValueError(
+            f"only 0 is supported, not {value:g}: the engine samples without dropout, and a ratio of probabilities "
+            "under two dropout masks is noise"
+        )
+
+
+@frozen(kw_only=True)
+class LoraConfig:
+    """Training of a low-rank adapter in place of the weights, which stay frozen. Needs the package peft.
+
+    The update of a weight W is ``alpha / rank * B A`` with A ``[rank, in]`` and B ``[out, rank]``. Adapters want about
+    ten times the learning rate of full training.
+    """
+
+    rank: int = field(default=16, validator=[instance_of(int), _positive])
+    alpha: float = field(default=32.0, validator=_positive)
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of linear modules, such as q_proj, or all-linear for all but the output head."""
+    target_parameters: tuple[str, ...] = ()
+    """Names of parameters that no linear module holds, such as mlp.experts.gate_up_proj of a mixture of experts."""
+    dropout: float = field(default=0.0, validator=_no_dropout)
+    """Only 0: ratios of probabilities under different dropout masks are meaningless."""
+    path: Path | None = None
+    """Directory of an adapter to start from, with the same rank, alpha and targets; null starts with no change."""
+    serving: LoraServing = LoraServing.ADAPTER
+    """What SGLang and vLLM servers get: adapter or merged. The embedded engine always gets merged weights."""
+    exports_merged: bool = True
+    """Whether the end of a run writes whole weights, merged, in addition to the adapter."""
+
+
 @frozen(kw_only=True)
 class TrainerConfig:
     """One training step: how groups become updates.
@@ -419,6 +463,8 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
     capture: CaptureConfig = field(factory=CaptureConfig)
     gang: GangConfig = field(factory=GangConfig)
+    lora: LoraConfig | None = None
+    """Train an adapter in place of the weights; null trains all weights."""
     layout: Layout = Layout.TREE
     max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
     dtype: ComputeDtype = ComputeDtype.AUTO

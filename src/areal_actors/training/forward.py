@@ -191,7 +191,8 @@ class _Scores(torch.autograd.Function):
         if shaping is not None:
             grad_logprobs, grad_entropies = shaping.scale(grad_logprobs), shaping.scale(grad_entropies)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, device=weight.device)
+        # A frozen head gets no gradient: a third of the products here, and a float32 copy of the head.
+        grad_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for part in _chunks(len(targets), len(weight)):
             logits = _logits(hidden[part], weight, bias)
@@ -205,9 +206,11 @@ class _Scores(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
             torch.matmul(grad, weight, out=grad_hidden[part])
-            _accumulate(grad_weight, grad, hidden[part])
+            if grad_weight is not None:
+                _accumulate(grad_weight, grad, hidden[part])
         hidden_dtype, weight_dtype = ctx.dtypes
-        return grad_hidden.to(hidden_dtype), grad_weight.to(weight_dtype), grad_bias, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight_dtype)
+        return grad_hidden.to(hidden_dtype), grad_weight, grad_bias, None, None
 
 
 def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, entropies: Tensor) -> Tensor:

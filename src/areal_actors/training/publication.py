@@ -5,6 +5,7 @@
     <root>/version-00000012/
         model.safetensors        the weights, in the engine's dtype, by the names of the model's checkpoints
         config.json              the model's, so that an engine may also be started from here
+    <root>/adapter-00000012/     an adapter (``lora``), for servers that load it next to the base model
 
 A directory is written completely or not at all (``directories``); the last few are kept, because an engine may still
 read the previous one. The trainer actor decides which engines are notified of a snapshot.
@@ -17,7 +18,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from attrs import field, frozen
@@ -28,9 +29,11 @@ from areal_actors.checkpoint_tensors import to_checkpoint_tensors
 from areal_actors.domain import Snapshot
 from areal_actors.training.config import PublishBy
 from areal_actors.training.directories import atomic_directory, sweep
+from areal_actors.training.lora import write_adapter
 from areal_actors.training.tensor_files import write_tensors
 
 __all__ = [
+    "AdapterPublisher",
     "DiskPublisher",
     "MemoryPublisher",
     "Publishable",
@@ -38,7 +41,7 @@ __all__ = [
     "create_publisher",
 ]
 
-_NAME = re.compile(r"version-(\d{8,})")
+_NAME = re.compile(r"(?:version|adapter)-(\d{8,})")
 
 
 class Publishable(Protocol):
@@ -60,7 +63,12 @@ class Publishable(Protocol):
 
 
 class Publisher(Protocol):
-    """Creates snapshots that engines can load."""
+    """Creates snapshots that engines can load, of all weights or with ``only_adapter`` of the adapter."""
+
+    @property
+    def only_adapter(self) -> bool:
+        """Whether the base weights are not needed."""
+        ...
 
     def publish(self, policy: Publishable) -> Snapshot:
         """Return a snapshot of the current weights. Blocks until it is complete."""
@@ -68,7 +76,13 @@ class Publisher(Protocol):
 
 
 class MemoryPublisher:
-    """Lends the weights themselves: for an engine in this process, valid only until the next step."""
+    """Lends the weights themselves: for an engine in this process, valid only until the next step.
+
+    An adapter is merged in float32 when the engine copies a weight. Engines with merged weights need no second path
+    through their layers, and what rounding to the engine's data type changes is what it changes in full training.
+    """
+
+    only_adapter = False
 
     def publish(self, policy: Publishable) -> Snapshot:
         """Return a snapshot that shares the weights."""
@@ -82,6 +96,7 @@ class DiskPublisher:
     root: Path
     dtype: torch.dtype = torch.float32
     num_kept: int = field(default=2, validator=ge(1))
+    only_adapter: ClassVar[bool] = False
 
     def publish(self, policy: Publishable) -> Snapshot:
         """Write the weights and remove newer versions, which a run left that was resumed from an earlier one.
@@ -106,10 +121,39 @@ class DiskPublisher:
         return path
 
     def _forget_others(self, version: int) -> None:
-        found = {int(match[1]): path for path in self.root.iterdir() if (match := _NAME.fullmatch(path.name))}
-        kept = sorted(number for number in found if number <= version)[-self.num_kept :]
-        for number in found.keys() - set(kept):
-            shutil.rmtree(found[number], ignore_errors=True)
+        _forget_others(self.root, version, self.num_kept)
+
+
+@frozen(kw_only=True)
+class AdapterPublisher:
+    """Writes the adapter of each version below ``root``, and keeps the last ``num_kept``.
+
+    Servers load it next to the base model in ``base``. At least two are kept: while a server loads one, requests run
+    under the previous one.
+    """
+
+    root: Path
+    base: Path
+    num_kept: int = field(default=2, validator=ge(1))
+    only_adapter: ClassVar[bool] = True
+
+    def publish(self, policy: Any) -> Snapshot:
+        """Write the adapter of ``policy``, and remove newer ones, as ``DiskPublisher.publish`` does.
+
+        Raises ``CheckpointError`` if it cannot be written; older versions are untouched in that case.
+        """
+        sweep(self.root)
+        path = self.root.absolute() / f"adapter-{policy.version:08d}"
+        write_adapter(path, policy.adapter_tensors(), policy.adapter.documents())
+        _forget_others(self.root, policy.version, max(2, self.num_kept))
+        return Snapshot(version=policy.version, path=self.base, adapter=path)
+
+
+def _forget_others(root: Path, version: int, num_kept: int) -> None:
+    found = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
+    kept = sorted(number for number in found if number <= version)[-num_kept:]
+    for number in found.keys() - set(kept):
+        shutil.rmtree(found[number], ignore_errors=True)
 
 
 def create_publisher(by: PublishBy, *, root: Path, dtype: str, num_kept: int) -> Publisher:

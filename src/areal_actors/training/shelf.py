@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from attrs import define, field, frozen
@@ -94,6 +95,7 @@ class ShelfPublisher:
 
     shelf: Shelf
     dtype: str = "float32"
+    only_adapter: ClassVar[bool] = False
 
     def publish(self, policy: Publishable) -> Snapshot:
         """Copy the weights to the shelf."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from areal_actors.domain import Floats, Group, Trajectory, mask_truncated, unfold, unfold_group
-from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
+from areal_actors.errors import CaptureViolation, CheckpointError, ConfigError, TrainingDiverged
 from areal_actors.precision import choose_dtype
 from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.batch import Batch, TrainingRow
@@ -30,6 +31,7 @@ from areal_actors.training.distributions import num_greedy_tokens, withhold_gree
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.generators import generator_states, set_generator_states
 from areal_actors.training.imitation import create_phase_objective, required_scores, supervised_advantages
+from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
 from areal_actors.training.memory import device_bytes, release_free_memory, resolve_activations, set_activations
 from areal_actors.training.objective import Objective, TokenSums
 from areal_actors.training.optimizer import Optimizer
@@ -62,11 +64,12 @@ class PolicyTrainer:
     """Trains a transformers causal language model from groups of episodes.
 
     The trainer takes ownership of the model: its weights become float32, and it stays in evaluation mode, since a ratio
-    of probabilities under two different dropout masks is meaningless. ``reference`` is a frozen model for KL penalties.
-    ``objective`` replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means
-    the limit of the model. ``phases`` replace ``config`` by the settings of each phase; by default all steps are of one
-    phase ``rl``. ``teacher`` is a frozen model that scores rows for a distillation phase, unless they carry the scores
-    of another teacher.
+    of probabilities under two different dropout masks is meaningless. With ``config.lora``, it puts an adapter into the
+    model and freezes the rest, which it keeps in the data type of the passes. ``reference`` is a frozen model for KL
+    penalties; with an adapter, it is the model without the adapter by default. ``objective`` replaces the one that
+    ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means the limit of the model. ``phases``
+    replace ``config`` by the settings of each phase; by default all steps are of one phase ``rl``. ``teacher`` is a
+    frozen model that scores rows for a distillation phase, unless they carry the scores of another teacher.
 
     Raises ``ConfigError`` if the layout does not fit the model or a KL penalty lacks its reference, and ``ModelError``
     if the model changes its logits after its head.
@@ -88,6 +91,8 @@ class PolicyTrainer:
         # Evaluation mode, also in training: dropout would make every ratio of probabilities random.
         self.model = model.float().eval()
         self.version = 0
+        lora = self._phases[0].config.lora
+        self.adapter = None if lora is None else Adapter.create(self.model, lora, seed=self._phases[0].config.seed)
         self._scorer = Scorer(self.model)
         self._reference = Scorer(reference.eval()) if reference is not None else None
         self._teacher = Scorer(teacher.eval()) if teacher is not None else None
@@ -99,6 +104,7 @@ class PolicyTrainer:
         self._max_length = max_length
         self.expect_engine(dtype="float32")
         self._check()
+        self._lower_base()
         self._optimizer = self._create_optimizer()
         self._set_activations()
         self._num_updates_before = 0
@@ -138,14 +144,18 @@ class PolicyTrainer:
         """
         with gang.guard():
             moments = self._optimizer.state_dict()
-            state = {"weights": self.model.state_dict(), "moments of the optimiser": moments}
-            digests = {what: digest(tensors) for what, tensors in state.items()}
+            # The base model of an adapter never changes, so that its fingerprint is enough.
+            weights = self.model.state_dict() if self.adapter is None else self.adapter.parameters()
+            base = "" if self.adapter is None else self.adapter.base["fingerprint"]
+            state = {"weights": weights, "moments of the optimiser": moments}
+            digests = {what: digest(tensors, base) for what, tensors in state.items()}
             digests |= {"configuration": digest({}, repr(self.config)), "version": self.version}
             gang.require_equal(list(digests.values()), list(digests))
+            self._dtype = self._choose_dtype(gang.device)
+            self._lower_base()
             for scorer in filter(None, (self._scorer, self._reference, self._teacher)):
                 shard(scorer, gang)
             self.gang, num_updates = gang, self._optimizer.num_updates
-            self._dtype = self._choose_dtype()
             self._optimizer = self._create_optimizer()
             self._optimizer.load_state_dict(moments, num_updates=num_updates)
             self._set_activations()
@@ -274,15 +284,27 @@ class PolicyTrainer:
         return result
 
     @guarded
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Mapping[str, Tensor]:
         """Return all weights by name, shared with the model: they change with the next ``train_step``.
+
+        An adapter is merged into those that are read. In a gang they are gathered on the CPU of the first rank; the
+        others get an empty dictionary.
+        """
+        if self.gang.is_alone:
+            state: Mapping[str, Tensor] = self.model.state_dict()
+        else:
+            whole = self._gather(distinct_tensors(self.model))
+            state = {name: whole[own] for name, own in tied_names(self.model).items()} if whole else {}
+        return state if self.adapter is None else self.adapter.merge(state)
+
+    @guarded
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Return the factors of the adapter by peft's names, shared with the model.
 
         In a gang they are gathered on the CPU of the first rank; the others get an empty dictionary.
         """
-        if self.gang.is_alone:
-            return dict(self.model.state_dict())
-        whole = self._gather(distinct_tensors(self.model))
-        return {name: whole[own] for name, own in tied_names(self.model).items()} if whole else {}
+        assert self.adapter is not None, "all weights are trained"
+        return self._gather({peft_name(name): factor for name, factor in self.adapter.parameters().items()})
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
@@ -295,13 +317,18 @@ class PolicyTrainer:
         """
         own = {"num_updates": self._optimizer.num_updates, "caller": dict(counters or {})}
         parts = self.help_save() | {"rng": generator_states()}
-        return save_checkpoint(directory, step=self.version, parts=parts, counters=own, num_kept=num_kept)
+        documents = {} if self.adapter is None else self.adapter.documents()
+        return save_checkpoint(
+            directory, step=self.version, parts=parts, counters=own, documents=documents, num_kept=num_kept
+        )
 
     @guarded
     def help_save(self) -> dict[str, dict[str, Tensor]]:
         """Gather the contents of a checkpoint from all ranks; return them on the first rank, and nothing on others."""
-        model = self._gather(distinct_tensors(self.model))
-        return {"model": model, "optimizer": self._gather(self._optimizer.state_dict())}
+        moments = self._gather(self._optimizer.state_dict())
+        if self.adapter is not None:
+            return {ADAPTER_PART: self.adapter_tensors(), "optimizer": moments}
+        return {"model": self._gather(distinct_tensors(self.model)), "optimizer": moments}
 
     def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors; in a gang on the CPU, and only on its first rank."""
@@ -323,7 +350,17 @@ class PolicyTrainer:
         checkpoint = find_latest(directory)
         if checkpoint is None:
             return None
-        load_weights(self.model, checkpoint)
+        if self.adapter is not None:
+            if not checkpoint.has(ADAPTER_PART):
+                raise CheckpointError(
+                    f"{checkpoint.path} has all weights, and trainer.lora trains an adapter; leave trainer.lora out to "
+                    "go on, or start a new run."
+                )
+            self.adapter.load(checkpoint.path)
+        elif checkpoint.has(ADAPTER_PART):
+            raise CheckpointError(f"{checkpoint.path} has an adapter only; set trainer.lora as the run had it.")
+        else:
+            load_weights(self.model, checkpoint)
         self._follow(phase_of(self._phases, max(checkpoint.step, 1)))
         self._optimizer = self._create_optimizer()
         self._optimizer.load_state_dict(checkpoint.load("optimizer"), num_updates=checkpoint.counters["num_updates"])
@@ -349,8 +386,9 @@ class PolicyTrainer:
         rows = self._rows(penalised, advantages)
         if self.phase.name is PhaseName.DISTILLATION:
             rows = self._with_teacher(rows)
-        if self._reference is not None:
-            scored = self._score_rows(self._reference, rows)
+        if self._has_reference:
+            with self._without_adapter():
+                scored = self._score_rows(self._reference or self._scorer, rows)
             rows = [evolve(row, reference=found) for row, found in zip(rows, scored, strict=True)]
         kl = self.config.objective.kl
         if kl.coefficient and kl.place is KlPlace.REWARD:
@@ -404,6 +442,15 @@ class PolicyTrainer:
             estimate_kl(torch.tensor(now), torch.tensor(row.reference), estimator).numpy()
             for row, now in zip(rows, self._score_rows(self._scorer, rows), strict=True)
         ]
+
+    @property
+    def _has_reference(self) -> bool:
+        """Whether rows get the log-probabilities of a reference: a model, or this one without its adapter."""
+        return self._reference is not None or (self.adapter is not None and self.config.objective.kl.coefficient > 0)
+
+    def _without_adapter(self) -> AbstractContextManager[None]:
+        is_needed = self.adapter is not None and self._reference is None
+        return self.adapter.disabled() if self.adapter is not None and is_needed else nullcontext()
 
     # ---------------------------------------------------------------------------------------------- from rows
 
@@ -475,9 +522,9 @@ class PolicyTrainer:
     def _passes(self) -> Passes:
         return Passes(gang=self.gang, dtype=self._dtype)
 
-    def _choose_dtype(self) -> torch.dtype:
-        """Return the data type of forward and backward passes; weights and moments are always float32."""
-        dtype: torch.dtype = getattr(torch, choose_dtype(self.config.dtype, str(self.model.device)))
+    def _choose_dtype(self, device: torch.device | None = None) -> torch.dtype:
+        """Return the data type of forward and backward passes; trained weights and moments are always float32."""
+        dtype: torch.dtype = getattr(torch, choose_dtype(self.config.dtype, str(device or self.model.device)))
         return dtype
 
     def _set_activations(self) -> None:
@@ -493,6 +540,11 @@ class PolicyTrainer:
             memory_bytes=device_bytes(self.model.device),
         )
         set_activations(self._scorer, self.activations)
+
+    def _lower_base(self) -> None:
+        """Convert weights that are not trained to the data type of the passes, after the checks in float32."""
+        if self.adapter is not None and self._dtype is not torch.float32:
+            self.adapter.lower(self._dtype)
 
     def _create_optimizer(self) -> Optimizer:
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -514,7 +566,7 @@ class PolicyTrainer:
             )
 
     def _check(self) -> None:
-        if self.config.objective.kl.coefficient and self._reference is None:
+        if self.config.objective.kl.coefficient and not self._has_reference:
             raise ConfigError(
                 "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
             )

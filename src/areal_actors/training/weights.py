@@ -37,17 +37,19 @@ def export_model(
     model: Any,
     directory: Path,
     *,
+    state: Mapping[str, Tensor] | None = None,
     tokenizer_directory: Path | None = None,
     dtype: torch.dtype = torch.float32,
     documents: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Write ``model`` (a transformers causal LM) in ``dtype`` with config, generation config and tokenizer files.
 
+    ``state`` replaces its weights, such as by those with an adapter merged into them.
     Tokenizer files are copied unchanged from ``tokenizer_directory``; ``documents`` are written next to them as JSON,
     by their names. An existing ``directory`` is replaced when the new one is complete. Raises ``CheckpointError`` if it
     cannot be written.
     """
-    state = _converted(model.state_dict(), dtype)
+    state = _converted(model.state_dict() if state is None else state, dtype)
     # Tied tensors are written once.
     num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in state.values()}.values())
     with atomic_directory(directory, num_bytes=num_bytes) as partial:
@@ -106,6 +108,7 @@ def _converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
     Names that shared one tensor still do, so that tied weights are written once.
     """
     converted: dict[int, Tensor] = {}
+    state = dict(state)  # merged weights are computed when they are read
     for tensor in state.values():
         target = dtype if tensor.is_floating_point() else tensor.dtype
         converted.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", target))

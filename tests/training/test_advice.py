@@ -15,6 +15,7 @@ from areal_actors.training.config import (
     KlConfig,
     KlEstimator,
     KlPlace,
+    LoraConfig,
     Normalisation,
     ObjectiveConfig,
     OptimizerConfig,
@@ -90,6 +91,13 @@ def test_other_settings_that_cannot_act_are_named(config, setting):
 def test_settings_that_act_are_not_named(config):
     """Nothing is said about them."""
     assert inert_settings(config) == []
+
+
+def test_a_rate_of_full_training_is_named():
+    """An adapter hardly learns with it."""
+    (sentence,) = doubtful_settings(TrainerConfig(lora=LoraConfig()))
+    assert sentence.startswith("optimizer.learning_rate 2e-05 ")
+    assert not doubtful_settings(TrainerConfig(lora=LoraConfig(), optimizer=OptimizerConfig(learning_rate=2e-4)))
 
 
 @pytest.mark.parametrize(

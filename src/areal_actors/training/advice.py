@@ -47,8 +47,15 @@ def inert_settings(config: TrainerConfig) -> list[str]:
 
 
 def doubtful_settings(config: TrainerConfig) -> list[str]:
-    """Return a sentence for each setting below ``trainer`` whose effect is known to be biased."""
-    return list(_doubts(config.objective))
+    """Return a sentence for each setting below ``trainer`` whose effect is known to be biased or too small."""
+    rate, full = config.optimizer.learning_rate, OptimizerConfig().learning_rate
+    found = list(_doubts(config.objective))
+    if config.lora is not None and rate <= full:
+        found.append(
+            f"optimizer.learning_rate {rate:g} is one for all weights; an adapter learns as fast with about ten times "
+            f"as much, such as {10 * full:g}."
+        )
+    return found
 
 
 def _clips(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
@@ -121,7 +128,7 @@ def _others(config: TrainerConfig) -> Iterator[str]:
         yield from _changed(config.capture, CaptureConfig(), "capture", ("tolerance", "max_bad_fraction"), "enabled")
     if config.gang.num_processes == 1:
         yield from _changed(config.gang, GangConfig(), "gang", ("backend", "timeout_seconds"), "num_processes")
-    if config.publish is PublishBy.MEMORY and config.publish_keep != default.publish_keep:
+    if config.publish is PublishBy.MEMORY and config.lora is None and config.publish_keep != default.publish_keep:
         yield "publish_keep has no effect: publish is memory, and nothing is written."
     if config.publish is not PublishBy.DISTRIBUTED and config.publish_bucket_mib != default.publish_bucket_mib:
         yield f"publish_bucket_mib has no effect: publish is {config.publish}, not distributed."

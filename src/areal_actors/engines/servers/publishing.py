@@ -70,6 +70,8 @@ class Publisher:
 
         Raises ``ModelError`` if it does not fit the model, or cannot be written.
         """
+        if snapshot.adapter is not None:
+            raise ModelError("Servers are given no adapters yet; set trainer.lora.serving to merged.")
         if snapshot.path is not None and snapshot.state is None:
             path = snapshot.path.absolute()
             _check_shapes(snapshot.version, read_shapes(path), read_shapes(self.model))

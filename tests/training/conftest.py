@@ -117,6 +117,9 @@ def _make_model(kind: str = "llama", *, seed: int = 0, vocab: int = VOCAB) -> An
         "max_position_embeddings": 256,
         "initializer_range": 0.2,
     }
+    if kind == "wide":  # layers are most of it
+        layers = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
+        return LlamaForCausalLM(LlamaConfig(**shape | layers))
     if kind in moe.KINDS:
         return moe.create_moe(kind, seed=seed, vocab=vocab)
     if kind == "llama":

@@ -15,9 +15,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import evolve
 from tests.training.conftest import _make_agent_group, _make_model
+from tests.training.live import LiveBytes, bytes_of
 
 from areal_actors.errors import ArealError
 from areal_actors.training.config import (
@@ -34,6 +36,7 @@ from areal_actors.training.config import (
     TrainerConfig,
 )
 from areal_actors.training.gang import Gang, connect_store, open_store
+from areal_actors.training.packing import Pack
 from areal_actors.training.sharding import gather
 from areal_actors.training.trainer import PolicyTrainer
 
@@ -85,7 +88,7 @@ def config_of(case: Mapping[str, Any]) -> TrainerConfig:
     place = case.get("kl")
     kl = KlConfig() if place is None else KlConfig(coefficient=0.1, place=KlPlace(place))
     return TrainerConfig(
-        dtype=ComputeDtype.FLOAT32,
+        dtype=ComputeDtype(case.get("dtype", "float32")),
         optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.01),
         objective=evolve(ObjectiveConfig(), kl=kl),
         layout=Layout(case.get("layout", "tree")),
@@ -109,6 +112,8 @@ def create_trainer(case: Mapping[str, Any]) -> PolicyTrainer:
 
 def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
     """Some steps; what they reported, the gradients of each update, and the log-probabilities and weights after it."""
+    if case.get("is_measured"):
+        return kept_bytes(trainer)
     gradients: list[dict[str, torch.Tensor]] = []
     update = trainer._optimizer.step
 
@@ -137,6 +142,24 @@ def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
         parts = (trainer.save(Path(case["save"])),) if trainer.gang.rank == 0 else (trainer.help_save(),)
         assert parts
     return {"steps": steps, "gradients": gradients, "logprobs": logprobs, "weights": trainer.state_dict()}
+
+
+def kept_bytes(trainer: PolicyTrainer) -> dict[str, int]:
+    """Bytes held between a forward and a backward pass of four tokens, at most in both, and by own weights."""
+    pack = Pack(
+        input_ids=np.arange(4)[None],
+        position_ids=np.arange(4)[None],
+        segments=None,
+        rows=(0,),
+        sources=np.array([2]),
+        targets=np.array([3]),
+        num_tokens=4,
+    )
+    with LiveBytes() as live:
+        scores = trainer._passes._score(trainer._scorer, pack)
+        kept = live.now()
+        torch.autograd.backward(scores.logprobs.sum())
+    return {"kept": kept, "peak": live.peak, "own": bytes_of(list(trainer.model.parameters()))}
 
 
 def main() -> None:

@@ -78,6 +78,39 @@ def test_two_processes_train_as_one(other, name):
         np.testing.assert_allclose(own, one, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rank_holds_its_shard_and_one_layer(other, dtype):
+    """Between a forward and a backward pass: the gathered weights of other layers are freed, and not copied."""
+    case = {"model": "wide", "dtype": dtype, "is_measured": True}
+    layer = sum(weight.nbytes for weight in create_trainer(case).model.model.layers[0].parameters())
+
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        found = play(trainer, case)
+
+    assert {"problem": ""} == other.hear()
+    assert found["kept"] <= layer
+
+
+def test_two_processes_compute_in_bfloat16_as_one(other):
+    """Weights are gathered in bfloat16 and gradients summed in float32: what one process computes with, to rounding."""
+    case = {"dtype": "bfloat16", "steps": 1}
+    expected = play(create_trainer(case), case)
+
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        found = play(trainer, case)
+
+    assert {"problem": ""} == other.hear()
+    assert all(weight.dtype is torch.float32 for weight in trainer.model.parameters())
+    assert error_of(found["gradients"][0], expected["gradients"][0]) <= 1e-2
+    assert found["steps"][0].loss == pytest.approx(expected["steps"][0].loss, rel=1e-3)
+    for own, one in zip(found["logprobs"], expected["logprobs"], strict=True):
+        np.testing.assert_allclose(own, one, atol=0.02)
+
+
 @pytest.mark.parametrize("kind", [{}, {"lora": 4}])
 def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
     """What two have saved one restores, and what one has saved two restore: weights, moments, version, bit for bit."""

@@ -67,7 +67,7 @@ class ComputeDtype(StrEnum):
     """The data type of forward and backward passes; the weights that the optimiser keeps are always float32."""
 
     AUTO = "auto"
-    """bfloat16 autocast on CUDA and on CPUs with bfloat16 instructions, float32 elsewhere; or ``$AREAL_AUTO_DTYPE``."""
+    """bfloat16 on CUDA and on CPUs with bfloat16 instructions, float32 elsewhere; or ``$AREAL_AUTO_DTYPE``."""
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 

@@ -16,12 +16,15 @@ import numpy.typing as npt
 import torch
 from attrs import asdict, field, frozen
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from areal_actors.domain import Floats
 from areal_actors.errors import CaptureViolation, CustomFunctionError
 from areal_actors.training.batch import Batch
+from areal_actors.training.config import Activations
 from areal_actors.training.forward import TokenScores, score_pack
 from areal_actors.training.gang import Gang
+from areal_actors.training.memory import layer_memory
 from areal_actors.training.objective import Objective, ObjectiveLoss, TokenSums
 from areal_actors.training.packing import Pack
 from areal_actors.training.sharding import free_gathered
@@ -51,12 +54,21 @@ class Scorer(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.activations = Activations.KEEP
 
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of ``TokenScores`` as a tuple, in which gradient hooks find the tensors."""
-        found = score_pack(self.model, pack)
+        with layer_memory(self.model, activations=self.activations, dtype=self._compute_dtype()):
+            found = score_pack(self.model, pack)
         assert found.is_outside is not None
         return found.logprobs, found.entropies, found.raw_logprobs, found.is_outside
+
+    def _compute_dtype(self) -> torch.dtype | None:
+        """Return the format to which layers cast their weights: the ranks of a gang gather them in it already."""
+        kind = self.model.device.type
+        if isinstance(self, FSDPModule) or not torch.is_autocast_enabled(kind):
+            return None
+        return torch.get_autocast_dtype(kind)
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_actors.training.gang import Gang
@@ -20,15 +20,20 @@ from areal_actors.training.memory import decoder_layers
 __all__ = ["free_gathered", "gather", "scatter", "shard"]
 
 
-def shard(scorer: torch.nn.Module, gang: Gang) -> None:
+def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
     """Shard the weights below ``scorer`` over the ranks; all ranks hold the same weights and all call this.
 
-    Layers are gathered one at a time, and everything else (embeddings, head, norms) with ``scorer`` itself.
+    Layers are gathered one at a time, in ``dtype``, and everything else (embeddings, head, norms) with ``scorer``
+    itself. Gradients are summed over the ranks in float32.
     """
     assert gang.device is not None, "a gang of several has devices"
     mesh = init_device_mesh(gang.device.type, (gang.size,))
+    # Gathered in ``dtype``, weights are freed after their layer. Copies that autocast made of weights gathered in
+    # float32 were not: each rank kept one of the whole model for its backward pass. Inputs are not cast, since a mask
+    # would lose the plan that it carries; hidden states have the format of the embeddings.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*decoder_layers(scorer), scorer):
-        sharded: Any = fully_shard(module, mesh=mesh)
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other way to sum without dividing
 

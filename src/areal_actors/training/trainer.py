@@ -32,7 +32,7 @@ from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.generators import generator_states, set_generator_states
 from areal_actors.training.imitation import create_phase_objective, required_scores, supervised_advantages
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
-from areal_actors.training.memory import device_bytes, release_free_memory, resolve_activations, set_activations
+from areal_actors.training.memory import cast_weights, device_bytes, release_free_memory, resolve_activations
 from areal_actors.training.objective import Objective, TokenSums
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
@@ -66,10 +66,11 @@ class PolicyTrainer:
     The trainer takes ownership of the model: its weights become float32, and it stays in evaluation mode, since a ratio
     of probabilities under two different dropout masks is meaningless. With ``config.lora``, it puts an adapter into the
     model and freezes the rest, which it keeps in the data type of the passes. ``reference`` is a frozen model for KL
-    penalties; with an adapter, it is the model without the adapter by default. ``objective`` replaces the one that
-    ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means the limit of the model. ``phases``
-    replace ``config`` by the settings of each phase; by default all steps are of one phase ``rl``. ``teacher`` is a
-    frozen model that scores rows for a distillation phase, unless they carry the scores of another teacher.
+    penalties, which it keeps in that type, too; with an adapter, it is the model without the adapter by default.
+    ``objective`` replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means
+    the limit of the model. ``phases`` replace ``config`` by the settings of each phase; by default all steps are of one
+    phase ``rl``. ``teacher`` is a frozen model that scores rows for a distillation phase, unless they carry the scores
+    of another teacher.
 
     Raises ``ConfigError`` if the layout does not fit the model or a KL penalty lacks its reference, and ``ModelError``
     if the model changes its logits after its head.
@@ -107,6 +108,8 @@ class PolicyTrainer:
         self._lower_base()
         self._optimizer = self._create_optimizer()
         self._set_activations()
+        for frozen_model in filter(None, (reference, teacher)):
+            cast_weights(frozen_model, self._dtype)
         self._num_updates_before = 0
 
     def _follow(self, phase: Phase) -> None:
@@ -123,6 +126,7 @@ class PolicyTrainer:
         if phase is not self.phase:
             self._follow(phase)
             self._optimizer = self._create_optimizer()
+            self._set_activations()
 
     def expect_engine(self, *, dtype: str) -> None:
         """Set the engine's data type, which bounds how far its log-probabilities may be from the trainer's."""
@@ -154,7 +158,7 @@ class PolicyTrainer:
             self._dtype = self._choose_dtype(gang.device)
             self._lower_base()
             for scorer in filter(None, (self._scorer, self._reference, self._teacher)):
-                shard(scorer, gang)
+                shard(scorer, gang, dtype=self._dtype)
             self.gang, num_updates = gang, self._optimizer.num_updates
             self._optimizer = self._create_optimizer()
             self._optimizer.load_state_dict(moments, num_updates=num_updates)
@@ -539,7 +543,7 @@ class PolicyTrainer:
             state_bytes=num_bytes // self.gang.size,
             memory_bytes=device_bytes(self.model.device),
         )
-        set_activations(self._scorer, self.activations)
+        self._scorer.activations = self.activations
 
     def _lower_base(self) -> None:
         """Convert weights that are not trained to the data type of the passes, after the checks in float32."""

@@ -18,7 +18,7 @@ from attrs import define, field
 from benchmarks.gpu.cells import Cell, Context, peak_gib, reset_peak, synchronise
 from benchmarks.gpu.groups import create_prompts
 from benchmarks.gpu.models import create_model
-from benchmarks.gpu.profiling import profiled
+from benchmarks.gpu.profiling import profiled, sampled
 
 from areal_actors.domain import Ints, SampleKey, Sampling
 from areal_actors.engines.base import EngineRequest
@@ -177,7 +177,9 @@ async def _profile(context: Context, engine: TorchEngine, batch: int, lengths: t
             while sum(count for _, count in timing.arrivals) < before + batch * num_steps and not timing.lasts:  # noqa: ASYNC110
                 await anyio.sleep(0.001)
             done = (sum(count for _, count in timing.arrivals) - before) / batch
-    text = f"{context.model}, batch {batch}, {done:.1f} decode steps in all\n{profile.table}"
+    with sampled("areal-torch-engine") as host:
+        await generate_all(engine, _prompts(context, batch, lengths, seed=5), num_new=num_new)
+    text = f"{context.model}, batch {batch}, {done:.1f} decode steps in all\n{profile.table}\n{host.table}"
     (context.out / f"profile-engine-{context.model}.txt").write_text(text, encoding="utf-8")
     context.say(text)
 

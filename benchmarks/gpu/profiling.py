@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from attrs import define
 from benchmarks.gpu.cells import Context, synchronise
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Profile", "profiled"]
+__all__ = ["Profile", "format_kernels", "profiled", "sampled"]
 
 _NUM_SHOWN = 30
 
@@ -42,6 +44,42 @@ def profiled(context: Context, *, num_steps: int = 1) -> Iterator[Profile]:
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     found.table = format_kernels(events, num_steps=num_steps)
+
+
+@contextmanager
+def sampled(thread_name: str | None = None, *, seconds: float = 0.002) -> Iterator[Profile]:
+    """Sample the Python stack of the thread with this name (``None``: the caller's) while the block runs.
+
+    A kernel launch takes 24 µs on a slow processor, so that the host decides how fast small kernels are.
+    """
+    threads = {thread.name: thread.ident for thread in threading.enumerate()}
+    ident = threading.get_ident() if thread_name is None else threads.get(thread_name)
+    found, stop = Profile(), threading.Event()
+    own: Counter[str] = Counter()
+    whole: Counter[str] = Counter()
+
+    def sample() -> None:
+        while not stop.wait(seconds):
+            frame = sys._current_frames().get(ident or 0)  # noqa: SLF001  documented, and there is no other name
+            names = []
+            while frame is not None:
+                code = frame.f_code
+                names.append(f"{code.co_qualname} ({'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno})")
+                frame = frame.f_back
+            own.update(names[:1])
+            whole.update(set(names))
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        sampler.join()
+        total = max(1, sum(own.values()))
+        for title, counts in (("lines that ran", own), ("lines on the stack", whole)):
+            found.table += f"{title}, of {total} samples\n"
+            found.table += "".join(f"{n / total:7.1%}  {name}\n" for name, n in counts.most_common(_NUM_SHOWN))
 
 
 def format_kernels(events: list[dict], *, num_steps: int) -> str:

@@ -13,7 +13,7 @@ from benchmarks.gpu.ceilings import datasheet_tflops, matmul_tflops
 from benchmarks.gpu.cells import Cell, Context, peak_gib, reset_peak, synchronise
 from benchmarks.gpu.groups import Branching, create_branching
 from benchmarks.gpu.models import create_model, train_flops
-from benchmarks.gpu.profiling import profiled
+from benchmarks.gpu.profiling import profiled, sampled
 from benchmarks.harness import Skipped
 
 from areal_actors.domain import Group
@@ -171,7 +171,9 @@ def _compare(context: Context, measured: dict[tuple[Setting, int], dict[str, flo
 def _profile(cell: Cell, trainer: PolicyTrainer, group: Group) -> None:
     with profiled(cell.context) as profile:
         trainer.train_step([group])
-    text = f"{cell.context.model}, {cell.name}\n{profile.table}"
+    with sampled() as host:
+        trainer.train_step([group])
+    text = f"{cell.context.model}, {cell.name}\n{profile.table}\n{host.table}"
     name = cell.name.replace(", ", "-").replace(" ", "-")
     (cell.context.out / f"profile-trainer-{cell.context.model}-{name}.txt").write_text(text, encoding="utf-8")
     cell.context.say(text)

@@ -1,7 +1,8 @@
 """The command line: run each section in a process, collect its figures, and write a report and a page after each.
 
 Nothing but the standard library is imported before the requirements are checked, so that a machine that lacks some of
-them is told which.
+them is told which. The processes are forked after torch and transformers were imported, which takes fifteen seconds on
+a slow processor, and before anything has used CUDA or started a thread.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = {
@@ -59,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print("\n".join(map(str, write_pages())))
         return 0
-    if options.child:
-        return _run_child(options)
+    if options.section:
+        return _run_section(options)
     for module, (package, purpose) in OPTIONAL.items():
         if importlib.util.find_spec(module) is None:
             print(f"This machine lacks {package}, which {purpose} needs; that part is skipped.")
@@ -84,10 +87,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny model and short rows")
     parser.add_argument("--profile", action="store_true", help="also write tables of kernels")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--deadline", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
+    parser.add_argument("--skip", type=json.loads, default=(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.command == "keep" and not options.reports:
         parser.error("keep needs the path of a report")
@@ -107,27 +110,54 @@ def _names(known: Any) -> Any:
 
 
 def _has_cuda() -> bool:
-    """Ask a child, because a process that has used CUDA keeps memory on the device."""
-    command = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]
-    return subprocess.run(command, check=False).returncode == 0
+    """Ask the driver's library, since a process that has asked CUDA itself cannot fork."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    return torch.cuda.is_available()
 
 
-def _run_child(options: argparse.Namespace) -> int:
+def _import_all() -> None:
+    """Import what the sections need, so that none of their processes has to."""
+    names = ("transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3")
+    sections = ("ceilings", "engine", "trainer", "weights")
+    for name in (*names, "transformers.generation", *(f"benchmarks.gpu.{section}" for section in sections)):
+        importlib.import_module(name)
+
+
+def _run_section(options: argparse.Namespace) -> int:
+    """Run one section in its process."""
     from benchmarks.gpu.cells import Context
 
     context = Context(
-        section=options.child,
+        section=options.section,
         device=options.device,
         model=options.model[0],
         is_quick=options.quick,
         has_profile=options.profile,
         deadline=options.deadline,
         path=options.path,
-        out=options.out,
-        skipped=frozenset(json.loads(options.skip)),
+        out=options.out.absolute(),
+        skipped=frozenset(options.skip),
     )
-    module = "ceilings" if options.child == "machine" else options.child
+    module = "ceilings" if options.section == "machine" else options.section
     importlib.import_module(f"benchmarks.gpu.{module}").run(context)
+    return 0
+
+
+def _start_section(options: argparse.Namespace) -> NoReturn:
+    """Become a new program that runs the section."""
+    values = {"section": options.section, "model": options.model[0], "device": options.device, "path": options.path}
+    values |= {"deadline": options.deadline, "out": options.out.absolute(), "skip": json.dumps(options.skip)}
+    arguments = [f"--{name}={value}" for name, value in values.items()]
+    arguments += [f"--{name}" for name in ("quick", "profile") if getattr(options, name)]
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *arguments])
+
+
+def _try_cuda() -> int:
+    import torch
+
+    torch.zeros(1, device="cuda")
     return 0
 
 
@@ -139,6 +169,8 @@ class _Run:
 
         self._options = options
         self._out: Path = options.out.absolute()
+        self._can_fork = True
+        self._parts = Path(tempfile.mkdtemp(prefix="areal-gpu-"))
         self._out.mkdir(parents=True, exist_ok=True)
         self._started = time.time()
         self._deadline = self._started + 60 * options.minutes
@@ -156,6 +188,14 @@ class _Run:
 
     def perform(self) -> int:
         """Run all sections for all models."""
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        _import_all()
+        self._say("imported torch, transformers and the library")
+        if self._options.device.startswith("cuda"):
+            self._can_fork = self._execute(_try_cuda, time.time() + 60) == 0
+            if not self._can_fork:
+                self._say("CUDA was used during an import: each section imports everything again")
         for model in self._options.model:
             for section in self._options.only:
                 if section in {"machine", "tests"} and model != self._options.model[0]:
@@ -182,18 +222,16 @@ class _Run:
         skipped: list[str] = []
         deadline = min(self._deadline, time.time() + SECTIONS[section] * (1 if model != "4b" else 1.5))
         for _ in range(_NUM_ATTEMPTS):
-            path = self._out / f"{section}-{model}.jsonl"
+            path = self._parts / f"{section}-{model}.jsonl"
             path.unlink(missing_ok=True)
-            command = [sys.executable, "-m", "benchmarks.gpu", "--child", section, "--model", model]
-            command += ["--device", self._options.device, "--deadline", str(deadline), "--path", str(path)]
-            command += ["--out", str(self._out), "--skip", json.dumps(skipped)]
-            command += [f"--{name}" for name in ("quick", "profile") if getattr(self._options, name)]
-            code = self._execute(command, f"{section}-{model}", deadline + _GRACE_SECONDS)
+            chosen = {"section": section, "model": (model,), "deadline": deadline, "path": path, "skip": [*skipped]}
+            run = _run_section if self._can_fork else _start_section
+            code = self._execute(partial(run, argparse.Namespace(**vars(self._options) | chosen)), deadline)
             finished, open_cells = self._collect(path, section, model)
             if code == 0:
                 return
             where = f"in {open_cells[-1]!r}" if open_cells else "outside of its cells"
-            self._failures[f"gpu {section}, {model}, {where}"] = f"the process ended with {code}; see its log"
+            self._failures[f"gpu {section}, {model}, {where}"] = f"the process ended with {code}; see the log"
             skipped += [*finished, *open_cells]
             if not open_cells or time.time() > deadline:
                 return
@@ -223,61 +261,50 @@ class _Run:
                 finished.append(entry["done"])
         return finished, [name for name in begun if name not in finished]
 
-    def _execute(self, command: Sequence[str], name: str, deadline: float) -> int:
-        """Run a process until ``deadline``, and print its lines with the time. Return its exit code."""
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        with (
-            (self._out / f"{name}.log").open("a", encoding="utf-8") as log,
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            ) as process,
-        ):
-            timer = threading.Timer(max(1.0, deadline - time.time()), _kill, [process])
-            timer.start()
-            try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    log.write(line)
-                    log.flush()
-                    self._say(f"  {line.rstrip()}")
-                return process.wait()
-            finally:
-                timer.cancel()
-                if process.poll() is None:
-                    _kill(process)
+    def _execute(self, work: Callable[[], int], deadline: float) -> int:
+        """Do ``work`` in a process until shortly after ``deadline``, and print its lines with the time.
+
+        Return its exit code, which is negative for a signal.
+        """
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            _become(writing, work)
+        os.close(writing)
+        reader = threading.Thread(target=self._print_lines, args=[reading])
+        reader.start()
+        while (found := os.waitpid(process, os.WNOHANG))[0] == 0:
+            if time.time() > deadline + _GRACE_SECONDS:
+                _kill(process)
+            time.sleep(0.02)
+        _kill(process)  # with whatever it started: compilers hold the pipe open
+        reader.join()
+        return os.waitstatus_to_exitcode(found[1])
+
+    def _print_lines(self, reading: int) -> None:
+        with open(reading, errors="replace") as lines, (self._out / "log").open("a", encoding="utf-8") as log:
+            for line in lines:
+                log.write(line)
+                log.flush()
+                self._say(f"  {line.rstrip()}")
 
     def _test(self) -> None:
         """Run the device tests and record how many pass."""
         if importlib.util.find_spec("pytest") is None:
             self._skips["gpu tests"] = "pytest is not installed"
             return
-        path = self._out / "tests.xml"
-        path.unlink(missing_ok=True)
+        path = self._parts / "tests.xml"
         folder = ROOT / "tests" / "device"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            str(folder),
-            "-c",
-            str(folder / "pytest.ini"),
-            "--rootdir",
-            str(ROOT),
-        ]
-        command += ["--confcutdir", str(folder), "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={path}"]
+        arguments = [str(folder), "-c", str(folder / "pytest.ini"), "--rootdir", str(ROOT), "--confcutdir", str(folder)]
+        arguments += ["-q", "-rs", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={path}"]
         if self._options.device.startswith("cuda"):  # without CUDA they are skipped: the suite has tests of its own
             os.environ["AREAL_TEST_DEVICE"] = self._options.device
-        code = self._execute(command, "tests", min(self._deadline, time.time() + SECTIONS["tests"]) + _GRACE_SECONDS)
+        deadline = min(self._deadline, time.time() + SECTIONS["tests"])
+        run = _run_pytest if self._can_fork else _start_pytest
+        code = self._execute(partial(run, arguments), deadline)
         if not path.exists():
-            self._failures["gpu tests"] = f"pytest ended with {code} and wrote no results; see tests.log"
+            self._failures["gpu tests"] = f"pytest ended with {code} and wrote no results; see the log"
             return
         from benchmarks.gpu.pages import read_tests
 
@@ -303,10 +330,37 @@ class _Run:
 _KINDS = ("failure", "skip", "misfit")
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    """End a process with all that it started."""
+def _become(writing: int, work: Callable[[], int]) -> NoReturn:
+    """Do ``work`` as the process that was forked, with all output to ``writing``, and exit."""
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        os.close(writing)
+        code = work()
+    except BaseException:  # noqa: BLE001  the parent's code must not run in this process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_pytest(arguments: Sequence[str]) -> int:
+    import pytest
+
+    return int(pytest.main(list(arguments)))
+
+
+def _start_pytest(arguments: Sequence[str]) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+
+
+def _kill(process: int) -> None:
+    """End the process with all that it started; its session has its number."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,12 @@ class Context:
         """Print a line of progress."""
         print(text, flush=True)
 
+    def profile(self, text: str) -> None:
+        """Append ``text`` to the file of profiles, and print its first lines."""
+        with (self.out / "profile.txt").open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        self.say("\n".join(text.splitlines()[:8]))
+
     def write(self, **entry: Any) -> None:
         """Append an entry to the section's file."""
         with self.path.open("a", encoding="utf-8") as file:

@@ -20,9 +20,11 @@ from areal_actors.domain import Group
 from areal_actors.training.config import Activations, ComputeDtype, Layout, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["Setting", "configure", "run", "settings"]
+__all__ = ["Setting", "choose_cells", "configure", "run"]
 
 _NUM_STEPS = 2
+_LONG_SECONDS = 3.0
+"""A step that takes longer is not repeated."""
 PROFILED = 8192
 """Length of the groups of which ``--profile`` writes tables."""
 
@@ -47,13 +49,16 @@ class Setting:
         return f"{'LoRA' if self.has_lora else 'full'}, {self.layout}{kept}"
 
 
-def settings(*, is_quick: bool) -> list[Setting]:
-    """Return what is measured, the most informative first."""
-    tree, flat = Layout.TREE, Layout.FLAT
-    main = [Setting(layout=tree), Setting(layout=flat)]
-    main += [Setting(layout=tree, has_lora=True), Setting(layout=flat, has_lora=True)]
-    more = [Setting(layout=tree, activations=kept) for kept in (Activations.RECOMPUTE, Activations.KEEP)]
-    return main if is_quick else main + more
+def choose_cells(*, is_quick: bool) -> list[tuple[Setting, int]]:
+    """Return settings with the distinct tokens of a group, the most informative first."""
+    tree, flat = Setting(layout=Layout.TREE), Setting(layout=Layout.FLAT)
+    lora = [evolve(setting, has_lora=True) for setting in (tree, flat)]
+    kept = [evolve(tree, activations=activations) for activations in (Activations.RECOMPUTE, Activations.KEEP)]
+    if is_quick:
+        return [(setting, length) for setting in (tree, flat, *lora) for length in (256, 384)]
+    rounds = [([tree, flat], 8192), ([tree, flat], 32768), (lora, 8192), (lora, 32768), (kept, 8192)]
+    rounds += [([tree, flat], 16384), ([tree, flat], 4096), (lora, 16384), (lora, 4096), (kept, 32768)]
+    return [(setting, length) for chosen, length in rounds for setting in chosen]
 
 
 def configure(setting: Setting, *, max_packed_tokens: int, device: str) -> TrainerConfig:
@@ -77,16 +82,16 @@ def configure(setting: Setting, *, max_packed_tokens: int, device: str) -> Train
 
 def run(context: Context) -> None:
     """Measure each setting at each length; then compare the layouts."""
-    lengths = (256, 384) if context.is_quick else (8192, 32768, 16384, 4096)
     measured: dict[tuple[Setting, int], dict[str, float]] = {}
     ceiling = matmul_tflops(context.device)
-    for setting in settings(is_quick=context.is_quick):
-        for length in lengths if setting.is_default else lengths[:2]:
-            name = f"{setting.name}, {_format_length(length)}"
-            if context.may_begin(name):
-                with context.cell(name) as cell:
-                    measured[setting, length] = _measure(cell, setting, length, ceiling)
-        _compare(context, measured, setting)
+    for setting, length in choose_cells(is_quick=context.is_quick):
+        name = f"{setting.name}, {_format_length(length)}"
+        if context.may_begin(name):
+            with context.cell(name) as cell:
+                measured[setting, length] = _measure(cell, setting, length, ceiling)
+        tree = evolve(setting, layout=Layout.TREE)
+        if setting != tree and (setting, length) in measured and (tree, length) in measured:
+            _compare(context, setting, length, measured[tree, length], measured[setting, length])
 
 
 def _format_length(length: int) -> str:
@@ -122,6 +127,8 @@ def _measure(cell: Cell, setting: Setting, length: int, ceiling: float) -> dict[
         trainer.train_step([work.group])
         synchronise(context.device)
         seconds = min(seconds, time.perf_counter() - started)
+        if seconds > _LONG_SECONDS:
+            break
     is_tree = setting.layout is Layout.TREE
     num_tokens = work.num_tree_tokens if is_tree else work.num_row_tokens
     flops = train_flops(
@@ -148,24 +155,17 @@ def _measure(cell: Cell, setting: Setting, length: int, ceiling: float) -> dict[
     return {"seconds": seconds, "tokens": num_tokens} | ({} if peak is None else {"peak": peak})
 
 
-def _compare(context: Context, measured: dict[tuple[Setting, int], dict[str, float]], flat: Setting) -> None:
+def _compare(context: Context, setting: Setting, length: int, tree: dict[str, float], flat: dict[str, float]) -> None:
     """Record what the tree gains over flat rows, in time and in tokens."""
-    if flat.layout is not Layout.FLAT:
-        return
-    tree = evolve(flat, layout=Layout.TREE)
-    for (setting, length), slow in measured.items():
-        fast = measured.get((tree, length))
-        if setting != flat or fast is None:
-            continue
-        size = _format_length(length)
-        cell = Cell(context=context, name=f"{'LoRA' if flat.has_lora else 'full'}, {size}, tree over flat")
-        of = f"{context.model}, {flat.name}, {size}, step"
-        tokens, speed = slow["tokens"] / fast["tokens"], slow["seconds"] / fast["seconds"]
-        cell.add("tokens that need not be computed", tokens, "ratio", higher_is_better=True)
-        cell.add("time", speed, "ratio", higher_is_better=True, baseline=of)
-        cell.add("time over tokens", speed / tokens, "ratio", gate=0.9, higher_is_better=True, baseline=of)
-        if "peak" in fast and "peak" in slow:
-            cell.add("peak memory", fast["peak"] / slow["peak"], "ratio", gate=1.0, baseline=of)
+    size = _format_length(length)
+    cell = Cell(context=context, name=f"{'LoRA' if setting.has_lora else 'full'}, {size}, tree over flat")
+    of = f"{context.model}, {setting.name}, {size}, step"
+    tokens, speed = flat["tokens"] / tree["tokens"], flat["seconds"] / tree["seconds"]
+    cell.add("tokens that need not be computed", tokens, "ratio", higher_is_better=True)
+    cell.add("time", speed, "ratio", higher_is_better=True, baseline=of)
+    cell.add("time over tokens", speed / tokens, "ratio", gate=0.9, higher_is_better=True, baseline=of)
+    if "peak" in tree and "peak" in flat:
+        cell.add("peak memory", tree["peak"] / flat["peak"], "ratio", gate=1.0, baseline=of)
 
 
 def _profile(cell: Cell, trainer: PolicyTrainer, group: Group) -> None:
@@ -174,6 +174,4 @@ def _profile(cell: Cell, trainer: PolicyTrainer, group: Group) -> None:
     with sampled() as host:
         trainer.train_step([group])
     text = f"{cell.context.model}, {cell.name}\n{profile.table}\n{host.table}"
-    name = cell.name.replace(", ", "-").replace(" ", "-")
-    (cell.context.out / f"profile-trainer-{cell.context.model}-{name}.txt").write_text(text, encoding="utf-8")
-    cell.context.say(text)
+    cell.context.profile(text)

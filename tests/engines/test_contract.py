@@ -14,6 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 from areal_actors.domain import as_floats
 from areal_actors.engines.base import Snapshot
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
+from areal_actors.engines.torch.graphs import GraphRunner
+from areal_actors.engines.torch.runner import create_runner
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.testing.tokenizers import tiny_tokenizer
@@ -29,7 +31,7 @@ async def open_echo() -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def open_torch(model, **settings) -> AsyncIterator[Subject]:
+async def open_torch(model, create_runner=create_runner, **settings) -> AsyncIterator[Subject]:
     """The embedded engine, with the model's own log-probabilities to compare with."""
 
     def recompute(prompt, output):
@@ -39,7 +41,7 @@ async def open_torch(model, **settings) -> AsyncIterator[Subject]:
         return as_floats(logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
 
     config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16, **settings)
-    async with TorchEngine.open(config, model=model) as engine:
+    async with TorchEngine.open(config, model=model, create_runner=create_runner) as engine:
         yield Subject(
             engine=engine,
             create_snapshot=lambda version: Snapshot(version=version, state=model.state_dict()),
@@ -49,11 +51,13 @@ async def open_torch(model, **settings) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def open_with_grammars() -> AsyncIterator[Subject]:
+async def open_with_grammars(create_runner=create_runner) -> AsyncIterator[Subject]:
     """The embedded engine with a tokenizer, which is smaller than the model's vocabulary."""
     model, tokenizer = create_llama(vocab_size=400), tiny_tokenizer()
     config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16)
-    async with TorchEngine.open(config, model=model, tokenizer=tokenizer.backend_tokenizer) as engine:
+    async with TorchEngine.open(
+        config, model=model, tokenizer=tokenizer.backend_tokenizer, create_runner=create_runner
+    ) as engine:
         yield Subject(
             engine=engine,
             create_snapshot=lambda version: Snapshot(version=version, state=model.state_dict()),
@@ -96,6 +100,9 @@ ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
     "gpt2": lambda: open_torch(create_gpt2()),
     "grammars": open_with_grammars,
     "deterministic": lambda: open_torch(create_llama(), deterministic=True),
+    "graphs": lambda: open_torch(create_llama(), GraphRunner),
+    "graphs-qwen2": lambda: open_torch(create_qwen(), GraphRunner),
+    "graphs-grammars": lambda: open_with_grammars(GraphRunner),
 }
 
 

@@ -18,7 +18,9 @@ from areal_actors.engines.base import Snapshot
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
 from areal_actors.engines.torch.forward import create_forward
 from areal_actors.engines.torch.generic import GenericForward
+from areal_actors.engines.torch.graphs import GraphRunner
 from areal_actors.engines.torch.llama import LlamaForward
+from areal_actors.engines.torch.runner import create_runner
 from areal_actors.engines.torch.step import StepRunner
 from areal_actors.errors import ConfigError, EngineError, InvalidRequest, ModelError
 from areal_actors.testing.engine_contract import collect, join_ids
@@ -52,7 +54,7 @@ async def run_all(engine, requests):
     return results
 
 
-@pytest.fixture(params=["shared", "padded", "generic"])
+@pytest.fixture(params=["shared", "padded", "generic", "graphs"])
 def path(request, monkeypatch) -> str:
     """Each way to compute: shared segments, the padded form that accelerators use, the model's own modules."""
     if request.param == "padded":
@@ -63,11 +65,18 @@ def path(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.fixture(params=[create_runner, GraphRunner], ids=["flat", "graphs"])
+def runner(request):
+    """Both ways to compute steps; the one of accelerators runs ahead of the host, and is not recorded here."""
+    return request.param
+
+
 async def test_logprobs_are_exact_in_any_company(llama, create_request, recompute, path):
     """Mixed lengths, shared prefixes, chunked prefill, joining and leaving: each token's logprob is the model's own."""
     prompts = create_prompts(14)
     requests = [create_request(i, p, max_new_tokens=10 + 3 * i) for i, p in enumerate(prompts)]
-    async with TorchEngine.open(CONFIG, model=llama) as engine:
+    create = GraphRunner if path == "graphs" else create_runner
+    async with TorchEngine.open(CONFIG, model=llama, create_runner=create) as engine:
         results = await run_all(engine, requests)
         kind = type(engine._worker._forward)
 
@@ -77,13 +86,13 @@ async def test_logprobs_are_exact_in_any_company(llama, create_request, recomput
         np.testing.assert_allclose(join_logprobs(chunks), expected, atol=1e-4, rtol=0)
 
 
-async def test_other_architectures_are_exact(create_request, recompute):
+async def test_other_architectures_are_exact(create_request, recompute, runner):
     """Qwen3 (norms of heads, its own head size) takes the lean path and agrees with the model."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "initializer_range": 0.3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=96, **sizes, **heads)).eval()
-    async with TorchEngine.open(CONFIG, model=model) as engine:
+    async with TorchEngine.open(CONFIG, model=model, create_runner=runner) as engine:
         chunks = await collect(engine, create_request(0, PROMPT, max_new_tokens=20))
         kind = type(engine._worker._forward)
 
@@ -91,9 +100,9 @@ async def test_other_architectures_are_exact(create_request, recompute):
     np.testing.assert_allclose(join_logprobs(chunks), recompute(model, PROMPT, join_ids(chunks)), atol=1e-4)
 
 
-async def test_a_group_and_the_next_turn_are_cached(llama, create_request, recompute):
+async def test_a_group_and_the_next_turn_are_cached(llama, create_request, recompute, runner):
     """Equal prompts are computed once; a prompt that extends an answer reuses all of it; logprobs stay exact."""
-    async with TorchEngine.open(CONFIG, model=llama) as engine:
+    async with TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine:
         group = await run_all(engine, [create_request(i, PROMPT, max_new_tokens=9) for i in range(6)])
         cached = [chunks[0].num_cached_tokens for chunks in group]
         turn = np.concatenate([PROMPT, join_ids(group[2]), [1, 2, 3]])
@@ -105,10 +114,10 @@ async def test_a_group_and_the_next_turn_are_cached(llama, create_request, recom
     np.testing.assert_allclose(join_logprobs(chunks), recompute(llama, turn, join_ids(chunks)), atol=1e-4)
 
 
-async def test_weights_that_change_in_flight(llama, create_request, recompute):
+async def test_weights_that_change_in_flight(llama, create_request, recompute, runner):
     """After a load each logprob is that of the new weights given the whole prefix, and old keys are not reused."""
     new = type(llama)(llama.config).eval()
-    async with TorchEngine.open(CONFIG, model=llama, version=4) as engine:
+    async with TorchEngine.open(CONFIG, model=llama, version=4, create_runner=runner) as engine:
         async with (
             engine.generate(create_request(0, PROMPT, max_new_tokens=60)) as first,
             engine.generate(create_request(1, PROMPT[:30], max_new_tokens=60)) as second,
@@ -168,14 +177,14 @@ async def test_a_model_that_goes_on_training_does_not_reach_the_engine(llama, cr
     assert join_ids(old) == join_ids(new)
 
 
-async def test_deterministic_samples_do_not_depend_on_company(llama, create_request):
+async def test_deterministic_samples_do_not_depend_on_company(llama, create_request, runner):
     """Any order and any concurrency give the same ids and the same bits of logprobs."""
     config = TorchEngineConfig(dtype="float32", max_concurrent=8, prefill_chunk=16, deterministic=True)
     prompts = [*create_prompts(9), PROMPT, PROMPT]
     requests = [create_request(i, p, max_new_tokens=8 + 2 * i, temperature=1.0) for i, p in enumerate(prompts)]
-    async with TorchEngine.open(config, model=llama) as engine:
+    async with TorchEngine.open(config, model=llama, create_runner=runner) as engine:
         alone = [await collect(engine, request) for request in requests]
-    async with TorchEngine.open(config, model=llama) as engine:
+    async with TorchEngine.open(config, model=llama, create_runner=runner) as engine:
         order = RNG.permutation(len(requests))
         together = await run_all(engine, [requests[i] for i in order])
 
@@ -184,13 +193,13 @@ async def test_deterministic_samples_do_not_depend_on_company(llama, create_requ
         assert join_logprobs(alone[i]).tobytes() == join_logprobs(together[place]).tobytes()
 
 
-async def test_stop_strings_end_at_the_completing_token(llama, create_request):
+async def test_stop_strings_end_at_the_completing_token(llama, create_request, runner):
     """Ids stay exact: the last one is the token that completed the stop string, not cut."""
 
     def decode(ids) -> str:
         return "".join(f"<{int(i)}>" for i in ids)
 
-    async with TorchEngine.open(CONFIG, model=llama, decode=decode) as engine:
+    async with TorchEngine.open(CONFIG, model=llama, decode=decode, create_runner=runner) as engine:
         free = join_ids(await collect(engine, create_request(0, PROMPT, max_new_tokens=12)))
         stop = f"{free[3]}><{free[4]}"
         chunks = await collect(engine, create_request(0, PROMPT, max_new_tokens=12, stop=(stop,)))
@@ -199,9 +208,9 @@ async def test_stop_strings_end_at_the_completing_token(llama, create_request):
     assert chunks[-1].finish is FinishReason.STOP
 
 
-async def test_greedy_takes_the_most_probable(llama, create_request):
+async def test_greedy_takes_the_most_probable(llama, create_request, runner):
     """Temperature 0 is the model's own greedy decoding, and its logprob that of the plain softmax."""
-    async with TorchEngine.open(CONFIG, model=llama) as engine:
+    async with TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine:
         chunks = await collect(engine, create_request(0, PROMPT, max_new_tokens=8, temperature=0.0, top_logprobs=2))
     prompt = torch.tensor(PROMPT)[None]
     expected = llama.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
@@ -220,7 +229,7 @@ async def test_a_dead_thread_fails_everybody(llama, create_request, monkeypatch)
     async with TorchEngine.open(CONFIG, model=llama) as engine:
         async with engine.generate(create_request(0, PROMPT, max_new_tokens=100)) as chunks:
             await anext(aiter(chunks))
-            monkeypatch.setattr(StepRunner, "run", explode)
+            monkeypatch.setattr(StepRunner, "launch", explode)
             with pytest.raises(EngineError, match="no memory for keys"):
                 async for _ in chunks:
                     pass
@@ -232,10 +241,10 @@ async def test_a_dead_thread_fails_everybody(llama, create_request, monkeypatch)
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
-async def test_weights_that_are_no_numbers_fail_the_generation_only(llama, create_request):
+async def test_weights_that_are_no_numbers_fail_the_generation_only(llama, create_request, runner):
     """NaN logits are an ``EngineError`` of the generation; sound weights make the engine serve again."""
     broken = {name: torch.full_like(value, torch.nan) for name, value in llama.state_dict().items()}
-    async with TorchEngine.open(CONFIG, model=llama) as engine:
+    async with TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine:
         await engine.load(Snapshot(version=1, state=broken))
         with pytest.raises(EngineError, match="not finite"):
             await collect(engine, create_request(0, PROMPT))
@@ -245,10 +254,13 @@ async def test_weights_that_are_no_numbers_fail_the_generation_only(llama, creat
     assert len(join_ids(chunks)) == 4
 
 
-async def test_closing_ends_what_runs(llama, create_request):
+async def test_closing_ends_what_runs(llama, create_request, runner):
     """Generations that run when the engine closes end with ABORT; later calls say that it is closed."""
     seen = []
-    async with anyio.create_task_group() as tasks, TorchEngine.open(CONFIG, model=llama) as engine:
+    async with (
+        anyio.create_task_group() as tasks,
+        TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine,
+    ):
         started = anyio.Event()
 
         async def consume() -> None:
@@ -290,10 +302,10 @@ async def test_a_slow_consumer_stops_nobody(llama, create_request):
     assert [len(chunk.token_ids) for chunk in chunks] == [30]
 
 
-async def test_bfloat16_runs(llama, create_request, recompute):
+async def test_bfloat16_runs(llama, create_request, recompute, runner):
     """The reduced precision is the engine's own: logprobs are near those of float32."""
     config = TorchEngineConfig(dtype="bfloat16", max_concurrent=2)
-    async with TorchEngine.open(config, model=llama) as engine:
+    async with TorchEngine.open(config, model=llama, create_runner=runner) as engine:
         chunks = await collect(engine, create_request(0, PROMPT[:20], max_new_tokens=5))
 
     assert engine.info.dtype == "bfloat16"

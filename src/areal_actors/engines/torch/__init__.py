@@ -2,12 +2,19 @@
 
 ::
 
-    engine.py      the async interface            worker.py     the thread that owns model, keys and values
-    scheduler.py   slots and queues (no tensors)  generation.py the state of one generation
-    sharing.py     which rows share a prefix      sampler.py    from logits to ids and log-probabilities
-    attention.py   attention over slots           kv.py         storage of keys and values
-    forward.py     selects and verifies a path    llama.py      the lean path     generic.py   any other model
-    weights.py     checks and loads snapshots     config.py     settings
+    engine.py      the async interface             worker.py     the thread that owns model, keys and values
+    scheduler.py   slots and queues (no tensors)   generation.py the state of one generation
+    runner.py      chooses what computes steps     sampler.py    from logits to ids and log-probabilities
+    weights.py     checks and loads snapshots      config.py     settings
+
+    On CPUs, and for models that have no lean path:
+    step.py        flat batches that grow          sharing.py    which rows share a prefix
+    attention.py   attention over slots            kv.py         storage of keys and values
+    forward.py     selects and verifies a path     llama.py      the lean path     generic.py   any other model
+
+    On GPUs, for the models of the lean path:
+    graphs.py      recorded steps, one ahead       decoder.py    a Llama over slots of fixed size
+    operations.py  its operations in plain torch   kernels.py    the same in Triton
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.engines.torch.constraint import Constraint, GrammarCompiler
 from areal_actors.engines.torch.forward import Forward, create_forward
 from areal_actors.engines.torch.generation import Decode, Generation, Sampled
+from areal_actors.engines.torch.runner import CreateRunner, create_runner
 from areal_actors.engines.torch.worker import (
     Abort,
     Close,
@@ -84,15 +85,17 @@ class TorchEngine:
         decode: Decode | None = None,
         tokenizer: Any = None,
         version: int = 0,
+        create_runner: CreateRunner = create_runner,
     ) -> AsyncIterator[TorchEngine]:
         """Open an engine for ``model``: a directory, or a transformers causal LM.
 
         A model is copied, so that the caller can continue to train it. ``decode`` turns ids into text and is only
         needed for stop strings; a tokenizer's ``decode`` can be used. ``tokenizer`` (``tokenizers.Tokenizer``) is the
         model's and is only needed for grammars. ``version`` is that of the model's weights.
+        ``create_runner`` chooses what computes the steps; the default knows the fastest way for model and device.
 
         Raises:
-            ConfigError: the device is not available.
+            ConfigError: the device is not available, or keys and values of all slots do not fit into its memory.
             ModelError: the model cannot be read, or cannot be run here.
         """
         config = config or TorchEngineConfig()
@@ -100,13 +103,13 @@ class TorchEngine:
         compiler = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size=info.vocab_size)
         engine = cls(config, info, decode, compiler)
         engine._version = version
-        await engine._start(model)
+        await engine._start(model, create_runner)
         try:
             yield engine
         finally:
             await engine._close()
 
-    async def _start(self, model: Any) -> None:
+    async def _start(self, model: Any, create_runner: CreateRunner) -> None:
         post = _create_poster()
         dtype, device = getattr(torch, self._info.dtype), self._info.device
 
@@ -120,7 +123,13 @@ class TorchEngine:
         opened = Reply(ready.set)
         self._replies.add(opened)
         self._worker = Worker(
-            self._config, open_forward=open_forward, report=report, opened=opened, version=self._version
+            self._config,
+            open_forward=open_forward,
+            create_runner=create_runner,
+            context_length=self._info.context_length,
+            report=report,
+            opened=opened,
+            version=self._version,
         )
         threading.Thread(target=self._worker.run, name="areal-torch-engine", daemon=True).start()
         try:

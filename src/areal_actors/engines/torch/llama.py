@@ -19,13 +19,13 @@ from areal_actors.engines.torch.attention import StepAttention
 if TYPE_CHECKING:
     from areal_actors.engines.torch.forward import FlatBatch
 
-__all__ = ["LlamaForward"]
+__all__ = ["LlamaForward", "LlamaLayer"]
 
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 @define(eq=False)
-class _Layer:
+class LlamaLayer:
     """Weights of one layer.
 
     ``qkv`` [(Hq + 2 Hk) D, H], ``out`` [H, Hq D], ``gate_up`` [2 I, H], ``down`` [H, I]; biases and norms [_, 1].
@@ -60,21 +60,21 @@ class LlamaForward:
         )
 
     def __init__(self, model: Any) -> None:
-        self._config = config = model.config
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._num_heads, self._num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._eps = config.rms_norm_eps
-        self._rotary = model.model.rotary_emb
+        self.config = config = model.config
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.eps = config.rms_norm_eps
+        self.rotary = model.model.rotary_emb
         self.parameters: dict[str, torch.Tensor] = {}
         self.aliases: Mapping[str, str] = {}
-        self._embed = self._keep("model.embed_tokens.weight", model.model.embed_tokens.weight)
-        self._layers = [self._fuse(f"model.layers.{i}.", layer) for i, layer in enumerate(model.model.layers)]
-        self._norm = self._keep("model.norm.weight", model.model.norm.weight)[:, None]
+        self.embed = self._keep("model.embed_tokens.weight", model.model.embed_tokens.weight)
+        self.layers = [self._fuse(f"model.layers.{i}.", layer) for i, layer in enumerate(model.model.layers)]
+        self.norm = self._keep("model.norm.weight", model.model.norm.weight)[:, None]
         if model.lm_head.weight is model.model.embed_tokens.weight:
-            self._head = self._embed
+            self.head = self.embed
             self.aliases = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
-            self._head = self._keep("lm_head.weight", model.lm_head.weight)
+            self.head = self._keep("lm_head.weight", model.lm_head.weight)
 
     def _keep(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         self.parameters[name] = weight.detach()
@@ -90,7 +90,7 @@ class LlamaForward:
         self.parameters.update({f"{prefix}{name}.{kind}": view for name, view in zip(names, views, strict=True)})
         return joined
 
-    def _fuse(self, prefix: str, layer: Any) -> _Layer:
+    def _fuse(self, prefix: str, layer: Any) -> LlamaLayer:
         attention, mlp = layer.self_attn, layer.mlp
         projections = ("q_proj", "k_proj", "v_proj")
         bias = self._join(f"{prefix}self_attn.", projections, attention, "bias")
@@ -104,7 +104,7 @@ class LlamaForward:
             else None
             for name in ("q_norm", "k_norm")
         ]
-        return _Layer(
+        return LlamaLayer(
             input_norm=self._keep(f"{prefix}input_layernorm.weight", layer.input_layernorm.weight)[:, None],
             qkv=qkv,
             qkv_bias=None if bias is None else bias[:, None],
@@ -120,21 +120,21 @@ class LlamaForward:
 
     def run(self, batch: FlatBatch, attention: StepAttention) -> torch.Tensor:
         """Return logits float32 [M, V]."""
-        hidden = self._embed[batch.ids].t().contiguous()
-        cos, sin = self._rotary(hidden, batch.positions[None])
+        hidden = self.embed[batch.ids].t().contiguous()
+        cos, sin = self.rotary(hidden, batch.positions[None])
         rotation = (cos[0].t().contiguous(), sin[0].t().contiguous())
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             attended = self._attend(index, layer, hidden, rotation, attention)
             hidden = torch.addmm(hidden, layer.out, attended)
             gate, up = torch.mm(layer.gate_up, self._normalize(hidden, layer.post_norm)).chunk(2)
             hidden = torch.addmm(hidden, layer.down, silu(gate).mul_(up))
-        wanted = self._normalize(hidden[:, batch.wanted], self._norm)
-        return torch.mm(self._head, wanted).t().contiguous().float()
+        wanted = self._normalize(hidden[:, batch.wanted], self.norm)
+        return torch.mm(self.head, wanted).t().contiguous().float()
 
     def _attend(
         self,
         index: int,
-        layer: _Layer,
+        layer: LlamaLayer,
         hidden: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
         attention: StepAttention,
@@ -143,21 +143,21 @@ class LlamaForward:
         qkv = torch.mm(layer.qkv, self._normalize(hidden, layer.input_norm))
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
-        heads = qkv.view(-1, self._head_dim, hidden.shape[1])
-        q, k, v = torch.split(heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads])
+        heads = qkv.view(-1, self.head_dim, hidden.shape[1])
+        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads])
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._normalize(q, layer.q_norm, dim=1), self._normalize(k, layer.k_norm, dim=1)
             turned = _rotate(torch.cat((q, k)), *rotation)
         else:
-            turned = _rotate(heads[: self._num_heads + self._num_kv_heads], *rotation)
-        q, k = torch.split(turned.transpose(1, 2), [self._num_heads, self._num_kv_heads])
-        out = attention.attend(index, q, k, v.transpose(1, 2), self._head_dim**-0.5)
+            turned = _rotate(heads[: self.num_heads + self.num_kv_heads], *rotation)
+        q, k = torch.split(turned.transpose(1, 2), [self.num_heads, self.num_kv_heads])
+        out = attention.attend(index, q, k, v.transpose(1, 2), self.head_dim**-0.5)
         return out.transpose(1, 2).reshape(-1, hidden.shape[1])
 
     def _normalize(self, x: torch.Tensor, weight: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return the RMS norm over ``dim``, computed in float32 as the models do."""
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim, keepdim=True) + self._eps)
+        scale = torch.rsqrt(wide.square().mean(dim, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * weight
 
 

@@ -7,23 +7,48 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from attrs import frozen
 
 from areal_actors.engines.torch.attention import DecodeLayout, Span, StepAttention
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.engines.torch.forward import FlatBatch, Forward
 from areal_actors.engines.torch.generation import Generation
 from areal_actors.engines.torch.kv import KeyValues
+from areal_actors.engines.torch.sampler import RowSampling, Sample, start_sampling
 from areal_actors.engines.torch.scheduler import Admission, Prefill
 from areal_actors.engines.torch.sharing import SharingPlan, plan_alone, plan_sharing
 
-__all__ = ["StepRunner"]
+__all__ = ["Step", "StepRunner", "create_rows"]
+
+
+@frozen(eq=False)
+class Step:
+    """A step that has been launched.
+
+    ``samples`` hold the tokens of ``order``, one after the other; ``prompt_logits`` float32 [V] follow the last token
+    of each prompt that the step has completed.
+    """
+
+    order: Sequence[Generation]
+    samples: Sequence[Sample]
+    prompt_logits: Sequence[torch.Tensor]
+
+
+def create_rows(generations: Sequence[Generation], uniforms: Sequence[float]) -> list[RowSampling]:
+    """Return how to sample the next token of each generation. Its grammar's mask is computed here, on the CPU."""
+    return [
+        RowSampling(g.sampling, uniform, g.request.prompt, g.output, g.allowed)
+        for g, uniform in zip(generations, uniforms, strict=True)
+    ]
 
 
 class StepRunner:
-    """Computes steps. Only the engine's thread calls it.
+    """Computes steps of any model, on any device. Only the engine's thread calls it.
 
     ``is_padded`` selects how main parts are read (see ``StepAttention``); the default depends on the device.
     """
+
+    is_ahead = False
 
     def __init__(self, forward: Forward, config: TorchEngineConfig, *, is_padded: bool | None = None) -> None:
         self._forward = forward
@@ -56,17 +81,29 @@ class StepRunner:
             return min(slot.ready, generation.length)
         num_tail = generation.length - 1 - generation.base
         self._kv.append_tail(generation.tail_row, slot.index, at=generation.base, length=num_tail)
-        self.drop_tail(generation)
+        self.forget(generation)
         return generation.base + num_tail
 
-    def drop_tail(self, generation: Generation) -> None:
+    def forget(self, generation: Generation) -> None:
         """Free the tail row without keeping its contents."""
         if generation.tail_row >= 0:
             heapq.heappush(self._free_tails, generation.tail_row)
             generation.tail_row = -1
             self._planned = ()
 
-    def run(
+    def launch(self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]) -> Step:
+        """Compute a step: see ``Runner.launch``."""
+        logits, order = self._run(decoding, ready, prefills)
+        num_done = sum(p.is_last for p in prefills)
+        # Copies: rows of ``logits`` would keep all of them.
+        prompt_logits = [row.clone() for row in logits[len(order) - num_done :]] if num_done else []
+        # Grammar masks are computed on the CPU while an accelerator still computes the logits.
+        samples = (
+            [start_sampling(logits, create_rows(order, [g.uniform() for g in order])).start_copy()] if order else []
+        )
+        return Step(order, samples, prompt_logits)
+
+    def _run(
         self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]
     ) -> tuple[torch.Tensor, list[Generation]]:
         """Return logits float32 [M, V] and their generations: decoding, ready, then completed prefills."""

@@ -1,7 +1,8 @@
 """The engine's thread: it owns the model, keys and values and every generation, and takes commands between two steps.
 
-Each turn of its loop takes the commands that arrived, admits what fits, computes one flat batch (decoding rows and a
-bounded part of prompts), samples, and reports everything to the event loop in one call. It never waits for a consumer.
+Each turn of its loop takes the commands that arrived, admits what fits, launches one step (decoding rows and a bounded
+part of prompts), and reports everything to the event loop in one call. It never waits for a consumer. On a GPU, the
+results of a step are read after the next one has been launched, so the device computes while tokens are delivered.
 If it fails, ``report`` receives the reason once, and every waiting task gets an error.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -20,9 +21,9 @@ from areal_actors.engines.base import EngineStatistics, PauseMode, Snapshot
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.engines.torch.forward import Forward
 from areal_actors.engines.torch.generation import Generation, Sampled
-from areal_actors.engines.torch.sampler import RowSampling, sample
+from areal_actors.engines.torch.runner import CreateRunner
 from areal_actors.engines.torch.scheduler import Admission, Scheduler
-from areal_actors.engines.torch.step import StepRunner
+from areal_actors.engines.torch.step import Step
 from areal_actors.engines.torch.weights import load_snapshot
 from areal_actors.errors import EngineError, ModelError
 
@@ -109,6 +110,14 @@ class Report:
         return bool(self.deliveries or self.replies or self.is_last)
 
 
+@frozen(eq=False)
+class _Launched:
+    """A step whose results have not been read, and the version of the weights that compute it."""
+
+    step: Step
+    version: int
+
+
 class Worker:
     """Runs in one thread from ``run`` to its end. Other threads only touch ``commands``."""
 
@@ -117,6 +126,8 @@ class Worker:
         config: TorchEngineConfig,
         *,
         open_forward: Callable[[], Forward],
+        create_runner: CreateRunner,
+        context_length: int,
         report: Callable[[Report], None],
         opened: Reply,
         version: int,
@@ -124,6 +135,8 @@ class Worker:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._config = config
         self._open_forward = open_forward
+        self._create_runner = create_runner
+        self._context_length = context_length
         self._report = report
         self._opened = opened
         self._version = version
@@ -133,6 +146,7 @@ class Worker:
         self._generations: dict[Generation, None] = {}
         self._statistics = EngineStatistics()
         self._outgoing = Report(version, self._statistics)
+        self._launched: _Launched | None = None
         self._pause: Pause | None = None
         self._is_paused = False
         self._is_closing = False
@@ -144,7 +158,9 @@ class Worker:
                 torch.set_num_threads(self._config.num_threads)
             with torch.inference_mode():
                 self._forward = self._open_forward()
-                self._steps = StepRunner(self._forward, self._config)
+            self._device = next(iter(self._forward.parameters.values())).device
+            with torch.inference_mode(), _own_stream(self._device):
+                self._steps = self._create_runner(self._forward, self._config, context_length=self._context_length)
                 self._outgoing.replies.append(self._opened)
                 self._flush()
                 while not self._is_closing:
@@ -162,6 +178,8 @@ class Worker:
             started = time.perf_counter()
             self._step()
             self._count(busy_seconds=time.perf_counter() - started)
+        else:
+            self._collect()
         self._settle_pause()
         self._flush()
 
@@ -178,7 +196,7 @@ class Worker:
 
     def _take_commands(self) -> None:
         """Process all queued commands; wait for the first one if there is no other work."""
-        must_wait = not self._can_step() and self._pause is None
+        must_wait = not self._can_step() and self._pause is None and self._launched is None
         while True:
             try:
                 command = self.commands.get(block=must_wait)
@@ -188,14 +206,15 @@ class Worker:
             self._handle(command)
 
     def _handle(self, command: Command) -> None:
+        if isinstance(command, Pause | Load | Close):
+            # Tokens of the old weights, or from before the pause, are delivered first.
+            self._collect()
         match command:
             case Submit(generation):
                 self._generations[generation] = None
                 self._scheduler.add(generation)
             case Abort(request_id, generation):
-                for each in list(self._generations):
-                    if each is generation or each.request.id == request_id:
-                        self._finish(each, FinishReason.ABORT)
+                self._abort(each for each in self._generations if each is generation or each.request.id == request_id)
             case Pause():
                 self._begin_pause(command)
             case Resume():
@@ -205,13 +224,15 @@ class Worker:
                 self._load(snapshot, reply)
             case Close():
                 self._is_closing = True
-                for each in list(self._generations):
-                    self._finish(each, FinishReason.ABORT)
+                self._abort(self._generations)
+
+    def _abort(self, generations: Iterable[Generation]) -> None:
+        for generation in list(generations):
+            self._finish(generation, FinishReason.ABORT)
 
     def _begin_pause(self, pause: Pause) -> None:
         if pause.mode is PauseMode.ABORT:
-            for each in [*self._scheduler.running, *(g for g in self._scheduler.waiting if len(g.output))]:
-                self._finish(each, FinishReason.ABORT)
+            self._abort([*self._scheduler.running, *(g for g in self._scheduler.waiting if len(g.output))])
         self._end_pause()
         # A pause that was still waiting has been answered above; the new one replaces it.
         self._pause = pause
@@ -231,20 +252,31 @@ class Worker:
 
     def _load(self, snapshot: Snapshot, reply: Reply) -> None:
         try:
+            # The snapshot's tensors may still be computed on another stream, and may change as soon as this returns.
+            self._synchronize()
             load_snapshot(snapshot, self._forward.parameters, self._forward.aliases)
+            self._synchronize()
         except ModelError as error:
             reply.error = error
         else:
             self._version = snapshot.version
             # Keys and values of the old weights are invalid: everything that runs is computed again.
             for each in self._scheduler.running:
-                self._steps.drop_tail(each)
+                self._steps.forget(each)
             self._scheduler.forget_all()
         self._outgoing.replies.append(reply)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     # ---------------------------------------------------------------------------------------------- steps
 
     def _step(self) -> None:
+        """Launch a step, then read the results of the one before it, or of the same one if nothing runs ahead."""
+        # The distribution of these rows depends on a token that is still on the device.
+        if self._launched is not None and any(g.needs_output for g in self._launched.step.order):
+            self._collect()
         admissions = self._scheduler.admit(may_start=self._may_start)
         for admission in admissions:
             self._steps.admit(admission)
@@ -252,41 +284,59 @@ class Worker:
         prefills = self._scheduler.plan_prefills()
         # Generations whose next-token logits were cached sample in this step; they have no token to compute yet.
         ready = [a.generation for a in admissions if a.generation in self._scheduler.decoding]
-        decoding = [g for g in self._scheduler.decoding if g not in ready]
-        if not (prefills or ready or decoding):
-            return
-        logits, order = self._steps.run(decoding, ready, prefills)
-        done = [p.generation for p in prefills if p.is_last]
-        for prefill in prefills:
-            at = len(order) - len(done) + done.index(prefill.generation) if prefill.is_last else -1
-            self._scheduler.complete_prefill(prefill, logits[at].clone() if prefill.is_last else None)
-        if order:
-            self._sample(logits, order)
-
-    def _sample(self, logits: torch.Tensor, order: Sequence[Generation]) -> None:
-        # Grammar masks are computed on the CPU while an accelerator still computes the logits.
-        rows = [RowSampling(g.sampling, g.uniform(), g.request.prompt, g.output, g.allowed) for g in order]
-        draw = sample(logits, rows)
-        self._count(sampled_tokens=len(order))
-        for i, generation in enumerate(order):
-            if not draw.is_finite[i]:
-                self._finish(generation, None, self._explain(generation, rows[i]))
-                continue
-            generation.append(
-                Sampled(draw.token_ids[i], draw.logprobs[i], draw.raw_logprobs[i], self._version, draw.top[i])
-            )
-            if generation.finish is not None:
-                self._finish(generation, generation.finish)
+        decoding = [g for g in self._scheduler.decoding if g.length + g.ahead < g.limit]
+        if ready:
+            decoding = [g for g in decoding if g not in ready]
+        previous, self._launched = self._launched, None
+        if prefills or ready or decoding:
+            step = self._steps.launch(decoding, ready, prefills)
+            for generation in step.order:
+                generation.ahead += 1
+            prompt_logits = iter(step.prompt_logits)
+            for prefill in prefills:
+                self._scheduler.complete_prefill(prefill, next(prompt_logits) if prefill.is_last else None)
+            launched = _Launched(step, self._version)
+            if self._steps.is_ahead:
+                self._launched = launched
             else:
-                self._deliver(generation)
+                self._read(launched)
+        if previous is not None:
+            self._read(previous)
 
-    def _explain(self, generation: Generation, row: RowSampling) -> EngineError:
+    def _collect(self) -> None:
+        """Read the results of the step that runs, if there is one."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._read(launched)
+
+    def _read(self, launched: _Launched) -> None:
+        generations = iter(launched.step.order)
+        for sample in launched.step.samples:
+            draw = sample.read()
+            for token_id, logprob, raw_logprob, top, is_finite in zip(
+                draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.top, draw.is_finite, strict=True
+            ):
+                generation = next(generations)
+                generation.ahead -= 1
+                if generation not in self._generations:
+                    continue  # it had ended before this token was sampled, or was aborted
+                self._count(sampled_tokens=1)
+                if not is_finite:
+                    self._finish(generation, None, self._explain(generation, launched.version))
+                    continue
+                generation.append(Sampled(token_id, logprob, raw_logprob, launched.version, top))
+                if generation.finish is not None:
+                    self._finish(generation, generation.finish)
+                else:
+                    self._deliver(generation)
+
+    def _explain(self, generation: Generation, version: int) -> EngineError:
         """Return an error that explains why no token could be sampled."""
         name = f"Generation {generation.request.id}"
-        if generation.constraint is not None and row.allowed is not None and not row.allowed.any():
+        if generation.constraint is not None and not generation.constraint.allowed().any():
             return EngineError(f"{name}: its grammar cannot be satisfied ({generation.constraint.failure}).")
         return EngineError(
-            f"{name}: the model's logits are not finite under version {self._version}; the weights have diverged. "
+            f"{name}: the model's logits are not finite under version {version}; the weights have diverged. "
             "Load sound weights."
         )
 
@@ -325,3 +375,17 @@ class Worker:
             )
             self._outgoing = Report(self._version, self._statistics)
             self._report(report)
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Run this thread's work on its own stream of a GPU: it does not wait for a trainer's in the same process."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # The given model may still be computed on another stream.
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            yield

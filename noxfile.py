@@ -61,6 +61,23 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session
+def loaders(session: nox.Session) -> None:
+    """Read exported rows with the loaders of TRL and verl, and train a step with TRL (an environment of 1 GB)."""
+    install(session, "test")
+    session.install("-r", "tests/interchange/requirements.txt")
+    # With its dependencies verl would bring inference servers, and an older transformers.
+    session.install("--no-deps", "-r", "tests/interchange/requirements-nodeps.txt")
+    session.run("pytest", "-n", "0", "tests/interchange", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def trackers(session: nox.Session) -> None:
+    """Track runs with wandb (offline), MLflow and trackio, resume them, and interrupt one."""
+    install(session, "test", "wandb", "mlflow", "trackio")
+    session.run("pytest", "-n", "0", "tests/dashboard/test_real_trackers.py", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
 def fuzz_http(session: nox.Session) -> None:
     """Send the proxy what its OpenAPI document allows and forbids, and attack one session from another (minutes)."""
     install(session, "test", "fuzz")

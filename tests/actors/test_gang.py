@@ -61,7 +61,7 @@ class Member(Actor[Ranks]):
 async def led(*members: Member, step: object = "statistics") -> AsyncIterator[LedPolicy]:
     """A policy whose step returns, or raises, ``step``, and its ranks."""
 
-    def train_step(groups, *, max_staleness):
+    def train_step(groups, *, max_staleness, recorder=None):
         if isinstance(step, Exception):
             raise step
         return step, groups, max_staleness

@@ -21,6 +21,7 @@ from areal_actors.messages import (
     PhaseChanged,
     Progress,
     Rollouts,
+    RowsTrained,
     RunProblem,
     SessionArchived,
     StepFinished,
@@ -45,6 +46,10 @@ class Notebook(Actor[Progress]):
 
     @SessionArchived.handler
     async def archive(self, message: SessionArchived) -> None:
+        self.news.append(message)
+
+    @RowsTrained.handler
+    async def rows(self, message: RowsTrained) -> None:
         self.news.append(message)
 
     @StepFinished.handler

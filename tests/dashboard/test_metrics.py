@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, TensorboardWriter, summarize_run
+from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, summarize_run
 from areal_actors.dashboard.records import format_record, read_records
-from areal_actors.messages import EvaluationFinished, PhaseChanged
+from areal_actors.messages import EvaluationFinished
 
 
 def evaluation(version: int, reward: float) -> EvaluationFinished:
@@ -110,21 +110,6 @@ def test_a_run_without_steps_has_a_summary_too(directory):
 
     assert summarize_run(directory).steps == 0
     assert summarize_run(directory).reward_last is None
-
-
-def test_tensorboard_gets_the_same_numbers(directory, news):
-    """An event file with a scalar for each number; what is null is left out, other news are ignored."""
-    writer = TensorboardWriter(directory.tensorboard, resumed_step=0)
-    writer.open()
-    for item in (evaluation(0, 0.1), news.step(1, loss=0.5, kl=None), PhaseChanged(phase="saving")):
-        writer.hear(item)
-    writer.close()
-    writer.close()
-
-    (file,) = directory.tensorboard.iterdir()
-    content = file.read_bytes()
-    assert {b"reward", b"loss", b"eval_reward"} <= set(re.findall(rb"[a-z_]+", content))
-    assert b"kl" not in re.findall(rb"[a-z_]+", content)
 
 
 def test_the_documentation_explains_every_key():

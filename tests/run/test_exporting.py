@@ -12,6 +12,9 @@ from tests.run.trained import train
 from transformers import AutoModelForCausalLM
 
 from areal_actors.__main__ import cli
+from areal_actors.dashboard import RowDumper, RunDirectory
+from areal_actors.interchange import dump_path, find_dumps, write_rows
+from areal_actors.messages import RowsTrained
 
 
 def test_a_checkpoint_becomes_weights(tmp_path: Path):
@@ -35,3 +38,53 @@ def test_a_checkpoint_becomes_weights(tmp_path: Path):
     assert (1, 1) == (refused.exit_code, nowhere.exit_code)
     assert "nothing to export" in refused.output
     assert "There is no run" in nowhere.output
+
+
+def test_rows_of_a_run_are_exported(tmp_path: Path):
+    """Those of each step that was dumped; mistakes are named before anything is written."""
+    result = train(tmp_path, "rows/one", "logging.row_dumps.every_steps=1", "total_steps=2")
+    assert result.exit_code == 0, result.output
+    run = tmp_path / "rows" / "one"
+
+    def export(*arguments: str):
+        return CliRunner().invoke(cli, ["export", str(run), *arguments])
+
+    done = export("--format", "slime")
+    samples = torch.load(run / "exports" / "slime" / "rollout_1.pt", weights_only=False)["samples"]
+    again, forced = export("--format", "slime"), export("--format", "slime", "--force", "--steps", "2:")
+    unknown, outside = export("--format", "slimme"), export("--format", "trl", "--steps", "5:9")
+    wrong, misplaced = export("--format", "trl", "--steps", "a:b"), export("--output", str(tmp_path / "x"))
+    shutil.rmtree(run / "rows")
+    without = export("--format", "verl")
+
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["files"] == {"0": 1, "1": 2}
+    assert json.loads(done.stdout)["num_rows"] == 16
+    assert {sample["metadata"]["step"] for sample in samples} == {2}
+    assert all(sum(sample["loss_mask"]) for sample in samples)
+    assert json.loads(forced.stdout)["files"] == {"0": 2}
+    assert (1, 2, 1, 2, 2, 1) == tuple(
+        found.exit_code for found in (again, unknown, outside, wrong, misplaced, without)
+    )
+    assert "--force" in again.output
+    assert "did you mean slime?" in unknown.output
+    assert "dumps are of steps 1 to 2" in outside.output
+    assert "such as 3:10, not 'a:b'" in wrong.output
+    assert "weights are written to RUN_DIR/weights" in misplaced.output
+    assert "logging.row_dumps.every_steps=1" in without.output
+
+
+def test_a_resumed_run_repeats_its_dumps(tmp_path: Path):
+    """Files of steps after the checkpoint are removed first, and only the newest are kept if so configured."""
+    directory = RunDirectory(path=tmp_path)
+    for step in (1, 2, 3):
+        write_rows(dump_path(directory.rows, step), [])
+    dumper = RowDumper(directory, decode=str, num_kept=2, resumed_step=2)
+    dumper.open()
+    resumed = list(find_dumps(directory.rows))
+    for step in (3, 4):
+        dumper.hear(RowsTrained(step=step, rows=()))
+    dumper.close()
+
+    assert resumed == [1, 2]
+    assert list(find_dumps(directory.rows)) == [3, 4]

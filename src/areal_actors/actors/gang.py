@@ -22,6 +22,7 @@ from areal_actors.messages import GatherWeights, JoinGang, Ranks, TrainAlong
 from areal_actors.telemetry import get_logger
 from areal_actors.training.gang import Gang, connect_store, open_store
 from areal_actors.training.publication import Publisher
+from areal_actors.training.recording import RowRecorder
 from areal_actors.training.statistics import StepStatistics
 from areal_actors.training.trainer import PolicyTrainer
 
@@ -122,13 +123,17 @@ class LedPolicy:
         await self._together(wanted, lambda: self._policy.join(Gang.form(store, rank=0, config=config)))
         _log.info("gang_formed", num_processes=config.num_processes, device=str(self._policy.gang.device))
 
-    async def train_step(self, groups: Sequence[Group], *, max_staleness: int | None) -> StepStatistics:
+    async def train_step(
+        self, groups: Sequence[Group], *, max_staleness: int | None, recorder: RowRecorder | None = None
+    ) -> StepStatistics:
         """Run a step on all ranks, as ``PolicyTrainer.train_step``.
 
         Raises ``GangError`` if a rank was lost meanwhile.
         """
         wanted = TrainAlong(groups=tuple(groups), max_staleness=max_staleness)
-        return await self._all(wanted, lambda: self._policy.train_step(groups, max_staleness=max_staleness))
+        return await self._all(
+            wanted, lambda: self._policy.train_step(groups, max_staleness=max_staleness, recorder=recorder)
+        )
 
     async def publish(self, publisher: Publisher) -> Snapshot:
         """Publish the weights of all ranks, as ``Publisher.publish``."""

@@ -54,3 +54,5 @@ class TrainingPlan:
     stop: StopConfig = field(factory=StopConfig)
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups stops the run with an error. ``None``: no limit."""
+    rows_every_steps: int = field(default=0, validator=ge(0))
+    """The rows of every n-th step are sent to the reporter; 0 sends none."""

@@ -25,6 +25,7 @@ from areal_actors.messages import (
     EvaluationFinished,
     PhaseChanged,
     Progress,
+    RowsTrained,
     SessionArchived,
     StepFinished,
 )
@@ -93,6 +94,11 @@ class ProgressReporter(Actor[Progress]):
 
     @SessionArchived.handler
     async def archive_session(self, message: SessionArchived) -> None:
+        """Pass the message to the listeners."""
+        await self._tell_all(message)
+
+    @RowsTrained.handler
+    async def record_rows(self, message: RowsTrained) -> None:
         """Pass the message to the listeners."""
         await self._tell_all(message)
 

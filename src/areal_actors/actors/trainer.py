@@ -56,6 +56,7 @@ from areal_actors.messages import (
     PublishWeights,
     RequestStop,
     Rollouts,
+    RowsTrained,
     SaveVersion,
     SaveWeights,
     StepFinished,
@@ -65,6 +66,7 @@ from areal_actors.messages import (
 )
 from areal_actors.telemetry import get_logger
 from areal_actors.training.publication import MemoryPublisher, Publisher
+from areal_actors.training.recording import RowRecorder
 from areal_actors.training.statistics import StepStatistics
 from areal_actors.training.trainer import PolicyTrainer
 
@@ -185,7 +187,8 @@ class TrainerActor(Actor[Training]):
         if lease is None:
             return False
         leased = anyio.current_time()
-        statistics = await self._train_on(lease)
+        recorder = RowRecorder() if self._is_dump_due() else None
+        statistics = await self._train_on(lease, recorder)
         await self._publish()
         trained = anyio.current_time()
         # Only after the weights were published: until then, the lease would be offered again unchanged.
@@ -198,18 +201,20 @@ class TrainerActor(Actor[Training]):
         evaluated = await self._evaluate() if self._is_evaluation_due(is_over=is_over) else None
         metrics["eval_reward"] = None if evaluated is None else evaluated.reward
         metrics |= {} if evaluated is None else evaluated.logged
+        if recorder is not None:
+            await self._tell(RowsTrained(step=self._policy.version, rows=recorder.rows()))
         await self._tell(StepFinished(step=self._policy.version, metrics=metrics))
         if self._policy.version % self._plan.checkpoint.every_steps == 0:
             await self._save()
         return is_over
 
-    async def _train_on(self, lease: Lease) -> StepStatistics:
+    async def _train_on(self, lease: Lease, recorder: RowRecorder | None) -> StepStatistics:
         """Update the weights.
 
         An error about the rows that ends the run leaves a checkpoint, and the rows for inspection.
         """
         try:
-            return await self._led.train_step(lease.groups, max_staleness=lease.max_staleness)
+            return await self._led.train_step(lease.groups, max_staleness=lease.max_staleness, recorder=recorder)
         except CaptureViolation as violation:
             if self._captures is not None:
                 path = self._captures / f"step-{self._policy.version + 1}.jsonl"
@@ -261,6 +266,11 @@ class TrainerActor(Actor[Training]):
         snapshot = await self._led.publish(self._publisher)
         await self._peers.generation.ask(PublishWeights(snapshot=snapshot))
 
+    def _is_dump_due(self) -> bool:
+        """Return whether the rows of the next step are wanted."""
+        every = self._plan.rows_every_steps
+        return every > 0 and (self._policy.version + 1) % every == 0 and self._peers.progress is not None
+
     def _is_evaluation_due(self, *, is_over: bool) -> bool:
         every = self._plan.evaluation.every_steps
         return is_over or (every > 0 and self._policy.version % every == 0)
@@ -302,7 +312,7 @@ class TrainerActor(Actor[Training]):
         num = view.statistics.sampled_tokens - num_before
         return {"sampled_tokens": num, "tokens_per_second": num / (now - then) if now > then else None}
 
-    async def _tell(self, news: StepFinished | EvaluationFinished | PhaseChanged) -> None:
+    async def _tell(self, news: StepFinished | RowsTrained | EvaluationFinished | PhaseChanged) -> None:
         if self._peers.progress is not None:
             await self._peers.progress.tell(news)
 

@@ -8,7 +8,7 @@ as ``mode: inline`` are resolved to members of enumerations; nothing below compa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NewType
@@ -32,7 +32,7 @@ from areal_actors.config.documents import Document
 from areal_actors.config.host import HostConfig
 from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
-from areal_actors.dashboard import DisplayStyle, RunDirectory
+from areal_actors.dashboard import DisplayStyle, RunDirectory, parse_trackers
 from areal_actors.datasets import DataPath, DatasetConfig, DifficultyConfig, ProblemsReference
 from areal_actors.domain import Role
 from areal_actors.engines.servers.config import Backend, ServedEngine, ServerConfig
@@ -52,6 +52,7 @@ __all__ = [
     "LoggingConfig",
     "ModelName",
     "RolloutConfig",
+    "RowDumpsConfig",
     "RunConfig",
     "ServeConfig",
     "WorkflowReference",
@@ -172,14 +173,43 @@ class ServeConfig:
 
 
 @frozen(kw_only=True)
+class RowDumpsConfig:
+    """Rows of training steps as parquet files, rows/step-<n>.parquet, for analysis and for other trainers."""
+
+    every_steps: int = field(default=0, validator=ge(0))
+    """Interval of the steps whose rows are written; 0 writes none. Needs pyarrow (the extra parquet)."""
+    keep: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of files to keep, the newest; null keeps all."""
+
+
+def _check_trackers(_: Any, __: Any, entries: Sequence[str | Mapping[str, Any]]) -> None:
+    parse_trackers(entries)
+
+
+@frozen(kw_only=True)
 class LoggingConfig:
     """The display of a run, and the output that it keeps."""
 
     display: DisplayStyle = DisplayStyle.AUTO
     """auto uses rich output at a terminal and plain lines elsewhere."""
-    tensorboard: bool = True
+    trackers: tuple[str | Mapping[str, Any], ...] = field(default=("tensorboard",), validator=_check_trackers)
+    """Experiment trackers that get the numbers of metrics.jsonl: tensorboard, wandb, mlflow or trackio.
+
+    Each is a name, or {name: options} with options of its client, such as those of wandb.init.
+    """
+    tensorboard: bool | None = None
+    """Earlier form of trackers: true adds tensorboard to them, false removes it."""
     max_sessions: int = field(default=120, validator=ge(1))
     """Number of conversations to keep for the run report, spread over all versions."""
+    row_dumps: RowDumpsConfig = field(factory=RowDumpsConfig)
+
+    @property
+    def tracker_options(self) -> dict[str, Mapping[str, Any]]:
+        """The options of each tracker of the run, by name."""
+        found = parse_trackers(self.trackers)
+        if self.tensorboard is False:
+            found.pop("tensorboard", None)
+        return {"tensorboard": {}, **found} if self.tensorboard else found
 
 
 def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
@@ -253,6 +283,7 @@ class RunConfig:
             checkpoint=self.checkpoint,
             stop=self.stop,
             max_step_seconds=self.rollout.max_step_seconds,
+            rows_every_steps=self.logging.row_dumps.every_steps,
         )
 
     @property

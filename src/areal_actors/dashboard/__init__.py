@@ -1,20 +1,27 @@
 """Output of a run for people: the live display, the metrics, the learning curve and the report.
 
 Every writer here receives the events of a run (``messages.Progress``) from ``actors/progress.py``, on a worker thread:
-``open`` once, ``hear`` for each event, ``close`` once. Rich, matplotlib, jinja2 and tensorboardX are loaded on first
-use.
+``open`` once, ``hear`` for each event, ``close`` once. Rich, matplotlib, jinja2 and the clients of trackers are loaded
+on first use.
 """
 
 from __future__ import annotations
 
 from areal_actors.dashboard.curve import write_curve
 from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, create_display
-from areal_actors.dashboard.dumps import Decode, FailureWriter, RolloutDumper
+from areal_actors.dashboard.dumps import Decode, FailureWriter, RolloutDumper, RowDumper
 from areal_actors.dashboard.files import RunDirectory
-from areal_actors.dashboard.metrics import STEP_KEYS, MetricsWriter, RunSummary, TensorboardWriter, summarize_run
+from areal_actors.dashboard.metrics import STEP_KEYS, MetricsWriter, RunSummary, summarize_run
 from areal_actors.dashboard.report import write_report
 from areal_actors.dashboard.samples import SessionSampler
 from areal_actors.dashboard.state import RunState
+from areal_actors.dashboard.trackers import (
+    TrackedRun,
+    TrackerWriter,
+    create_trackers,
+    parse_trackers,
+    require_trackers,
+)
 
 __all__ = [
     "STEP_KEYS",
@@ -25,12 +32,17 @@ __all__ = [
     "PlainDisplay",
     "RichDisplay",
     "RolloutDumper",
+    "RowDumper",
     "RunDirectory",
     "RunState",
     "RunSummary",
     "SessionSampler",
-    "TensorboardWriter",
+    "TrackedRun",
+    "TrackerWriter",
     "create_display",
+    "create_trackers",
+    "parse_trackers",
+    "require_trackers",
     "summarize_run",
     "write_curve",
     "write_report",

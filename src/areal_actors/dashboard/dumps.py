@@ -1,4 +1,4 @@
-"""Training rows as text, for people who want to read what was trained: one file per task, one line per row."""
+"""Training rows: as text for people, one file per task, and as parquet with all numbers, one file per step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from areal_actors.core import Message
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import format_record, open_records, rewrite_records
 from areal_actors.domain import Episode, Ints, Trajectory, unfold
-from areal_actors.messages import EpisodeFinished, Progress
+from areal_actors.interchange import dump_path, dump_row, find_dumps, write_rows
+from areal_actors.messages import EpisodeFinished, Progress, RowsTrained
 
-__all__ = ["Decode", "FailureWriter", "RolloutDumper", "dump_rows"]
+__all__ = ["Decode", "FailureWriter", "RolloutDumper", "RowDumper", "dump_rows"]
 
 Decode = Callable[[Ints], str]
 """Converts token ids to text, including special tokens."""
@@ -124,6 +125,44 @@ def _outcome(episode: Episode) -> str | None:
     if episode.failure is not None:
         return "rejected" if episode.is_rejected else "failed"
     return None if episode.cut_short is None else "cut_short"
+
+
+class RowDumper:
+    """Writes ``rows/step-<n>.parquet`` and keeps the newest ``num_kept`` files. A resumed run repeats later steps."""
+
+    name = "row dumps"
+    is_essential = False
+
+    def __init__(
+        self, directory: RunDirectory, *, decode: Decode, num_kept: int | None = None, resumed_step: int | None = None
+    ) -> None:
+        self._root = directory.rows
+        self._decode = decode
+        self._num_kept = num_kept
+        self._resumed_step = resumed_step
+        self._pieces: dict[int, str] = {}
+
+    def open(self) -> None:
+        """Remove the files of steps that will be repeated."""
+        for step, path in find_dumps(self._root).items():
+            if step > (self._resumed_step or 0):
+                path.unlink()
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Write the rows of a step. Raises ``OSError``."""
+        if not isinstance(news, RowsTrained):
+            return
+        rows = [
+            dump_row(trained, self._decode, step=news.step, row=index, pieces=self._pieces)
+            for index, trained in enumerate(news.rows)
+        ]
+        write_rows(dump_path(self._root, news.step), rows)
+        if self._num_kept is not None:
+            for path in list(find_dumps(self._root).values())[: -self._num_kept]:
+                path.unlink()
+
+    def close(self) -> None:
+        """Do nothing: no file is open between two steps."""
 
 
 class FailureWriter:

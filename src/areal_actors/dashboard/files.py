@@ -11,11 +11,14 @@
       rollout/           <version>/<task>.jsonl: every training row as text
       eval-rollout/      the same of evaluations
       capture/           step-<n>.jsonl: rows that failed the capture check and stopped the run before step n
+      exports/           <format>/: rows for other trainers
       checkpoints/       from which a run resumes
       weights/           the trained model, as transformers loads it
       logs/              run.jsonl: log of the run; agents/<n>.log: output of agents in processes; service.log: output
                          of a service of a host; workers/<name>.log: output of workers
+      rows/              step-<n>.parquet: the rows of training steps with all numbers, if logging.row_dumps is set
       tensorboard/       scalars
+      trackers.json      the names of the run in other trackers
       report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
 """
 
@@ -80,6 +83,16 @@ class RunDirectory:
         return self.path / "eval-rollout"
 
     @property
+    def rows(self) -> Path:
+        """Training rows with all numbers, one parquet file per step."""
+        return self.path / "rows"
+
+    @property
+    def exports(self) -> Path:
+        """Rows in the formats of other trainers, one directory each."""
+        return self.path / "exports"
+
+    @property
     def captures(self) -> Path:
         """Rows that failed the capture check, by the step that they stopped."""
         return self.path / "capture"
@@ -134,6 +147,11 @@ class RunDirectory:
     def tensorboard(self) -> Path:
         """Event files of scalars."""
         return self.path / "tensorboard"
+
+    @property
+    def trackers(self) -> Path:
+        """The names of the run in experiment trackers, for resumed runs."""
+        return self.path / "trackers.json"
 
     @property
     def report(self) -> Path:

@@ -1,4 +1,4 @@
-"""The numbers of a run: ``metrics.jsonl``, TensorBoard scalars, and a summary computed from the file.
+"""The numbers of a run: ``metrics.jsonl``, and a summary computed from the file. ``trackers`` send them elsewhere.
 
 ``docs/metrics.md`` explains every key. A record of step 0 has only the evaluation before the first step; every other
 record is one training step.
@@ -16,10 +16,9 @@ from attrs import asdict, frozen
 from areal_actors.core import Message
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
-from areal_actors.domain import EVAL_SCOPE
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
 
-__all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "TensorboardWriter", "summarize_run"]
+__all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "summarize_run"]
 
 STEP_KEYS = (
     "step",
@@ -120,50 +119,6 @@ class MetricsWriter:
     def _write(self, metrics: Mapping[str, Any]) -> None:
         elapsed = {"elapsed_seconds": round(self._clock() - self._epoch, 3)}
         self._file.append({**dict.fromkeys(STEP_KEYS), **metrics, **elapsed})
-
-
-class TensorboardWriter:
-    """Writes the same numbers as TensorBoard scalars, one per key, by step."""
-
-    name = "TensorBoard"
-    is_essential = False
-
-    def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
-        self._directory = directory
-        self._resumed_step = resumed_step
-        self._writer: Any = None
-
-    def open(self) -> None:
-        """Open an event file; events that a crashed run wrote after its checkpoint are hidden."""
-        from tensorboardX import SummaryWriter
-
-        purge_step = None if self._resumed_step is None else self._resumed_step + 1
-        self._writer = SummaryWriter(str(self._directory), purge_step=purge_step, flush_secs=10)
-
-    def hear(self, news: Message[Progress, None]) -> None:
-        """Write the numbers of a step or of an evaluation."""
-        match news:
-            case StepFinished():
-                self._write(news.step, {key: value for key, value in news.metrics.items() if not _is_of_eval(key)})
-            case EvaluationFinished():
-                evaluation = {"eval_reward": news.reward, "eval_seconds": news.seconds, **news.logged}
-                self._write(news.version, evaluation)
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for key, value in metrics.items():
-            if value is not None:
-                self._writer.add_scalar(key, value, step)
-
-
-def _is_of_eval(key: str) -> bool:
-    """Return whether a number of a step comes from an evaluation, whose event already contained it."""
-    return key == "eval_reward" or key.startswith(f"{EVAL_SCOPE}/")
 
 
 @frozen(kw_only=True)

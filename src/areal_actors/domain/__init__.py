@@ -82,6 +82,7 @@ from areal_actors.domain.sampling import (
     TopLogprob,
 )
 from areal_actors.domain.services import ServiceState, ServiceView, TrialId
+from areal_actors.domain.trained import TrainedRow
 from areal_actors.domain.tree import (
     ForkReason,
     GroupId,
@@ -165,6 +166,7 @@ __all__ = [
     "ToolChoice",
     "TopLogprob",
     "TrainedModel",
+    "TrainedRow",
     "Trajectory",
     "TrialId",
     "TurnEnded",

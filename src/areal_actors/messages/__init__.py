@@ -118,6 +118,7 @@ from areal_actors.messages.progress import (
     EvaluationFinished,
     PhaseChanged,
     Progress,
+    RowsTrained,
     SessionArchived,
     StepFinished,
 )
@@ -265,6 +266,7 @@ __all__ = [
     "ResumeGeneration",
     "RevokeKey",
     "Rollouts",
+    "RowsTrained",
     "RunProblem",
     "SaveVersion",
     "SaveWeights",

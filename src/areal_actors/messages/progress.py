@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from attrs import field, frozen
 
 from areal_actors.core import Message
-from areal_actors.domain import Episode, Problem, SessionRecord
+from areal_actors.domain import Episode, Problem, SessionRecord, TrainedRow
 
 __all__ = [
     "EpisodeFinished",
     "EvaluationFinished",
     "PhaseChanged",
     "Progress",
+    "RowsTrained",
     "SessionArchived",
     "StepFinished",
 ]
@@ -58,6 +59,14 @@ class StepFinished(Message[Progress, None]):
 
     step: int
     metrics: Mapping[str, float | int | None]
+
+
+@frozen(kw_only=True)
+class RowsTrained(Message[Progress, None]):
+    """News: the rows of a training step. Sent before the ``StepFinished`` of the same step, if rows are dumped."""
+
+    step: int
+    rows: tuple[TrainedRow, ...]
 
 
 @frozen(kw_only=True)

@@ -1,7 +1,8 @@
-"""Export trained weights under the run's name: when a run ends, or from the checkpoint of one that stopped early."""
+"""Export the weights of a run under its name, when it ends or from its checkpoint, and its rows for other trainers."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import read_records
 from areal_actors.domain import TrainedModel
-from areal_actors.errors import CheckpointError, RunDirectoryError
+from areal_actors.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
+from areal_actors.interchange import RowExport, export_rows, find_dumps, require_format
 from areal_actors.models import TRAINED_DOCUMENT, Catalogue, ModelFiles, load_policy, resolve_model, resolve_tokenizer
 from areal_actors.telemetry import quiet_transformers
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from areal_actors.training.checkpoints import Checkpoint
     from areal_actors.training.lora import Adapter
 
-__all__ = ["export_run", "load_trained", "save_weights"]
+__all__ = ["export_run", "export_run_rows", "load_trained", "parse_steps", "save_weights"]
 
 
 def save_weights(
@@ -90,3 +92,49 @@ def _refuse_older(directory: RunDirectory, step: int) -> None:
             f"{directory.weights} has the weights of step {present.step}, and the newest checkpoint is of step {step}; "
             "nothing was changed."
         )
+
+
+def export_run_rows(
+    path: Path,
+    form: str,
+    *,
+    output: Path | None = None,
+    steps: range | None = None,
+    replace: bool = False,
+) -> RowExport:
+    """Export the dumped rows of the run in ``path`` in the format ``form`` of another trainer.
+
+    They are written to ``output``, by default ``exports/<format>`` in the run directory. ``steps`` limits which.
+
+    Raises:
+        ConfigError: the format is unknown, or pyarrow is not installed.
+        RunDirectoryError: ``path`` holds no run.
+        ExportError: the run has no such rows, or ``output`` has content and ``replace`` is not set.
+        OSError: the files cannot be written.
+    """
+    require_format(form)
+    directory = RunDirectory(path=path.absolute())
+    if not directory.config.exists():
+        raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
+    dumps = find_dumps(directory.rows)
+    if not dumps:
+        raise ExportError(
+            f"The run in {path} has no rows: they are written during training with logging.row_dumps.every_steps=1."
+        )
+    chosen = {step: file for step, file in dumps.items() if steps is None or step in steps}
+    if not chosen:
+        found = list(dumps)
+        raise ExportError(
+            f"There are no rows of these steps; the {len(found)} dumps are of steps {found[0]} to {found[-1]}."
+        )
+    return export_rows(chosen, form, output or directory.exports / form, replace=replace)
+
+
+def parse_steps(text: str) -> range:
+    """Return the steps of ``7``, ``3:10`` (both included), ``3:`` or ``:10``. Raises ``ConfigError``."""
+    first, colon, last = text.partition(":")
+    try:
+        start = int(first) if first else 1
+        return range(start, (int(last) if last else sys.maxsize - 1) + 1) if colon else range(start, int(first) + 1)
+    except ValueError:
+        raise ConfigError(f"--steps must be a step or a range such as 3:10, not {text!r}") from None

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from areal_actors.config import RunConfig, save_config
-from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard import RunDirectory, require_trackers
 from areal_actors.datasets import Problems, find_overlap, load_problems
 from areal_actors.engines.servers.config import Backend
 from areal_actors.errors import CheckpointError, ConfigError
+from areal_actors.interchange import INSTALL_PARQUET, has_parquet
 from areal_actors.locks import NO_LOCKS, hold
 from areal_actors.models import ModelFiles, load_policy, resolve_model
 from areal_actors.references import import_reference
@@ -81,8 +82,9 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
     """Create the run directory and lock it while the block runs; two runs in it would prune each other's checkpoints.
 
     An earlier run of the same name is moved aside unless ``resume`` is set. Raises ``ConfigError`` if the directory is
-    in use, cannot be written, or has no run to resume.
+    in use, cannot be written, or has no run to resume, and if a package is missing.
     """
+    _require_packages(config)
     path = directory.path
     with ExitStack() as stack:
         with _explained(path):
@@ -90,6 +92,13 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
             _hold(path, stack)
             _prepare_directory(config, directory, resume=resume)
         yield
+
+
+def _require_packages(config: RunConfig) -> None:
+    """Raise ``ConfigError`` if an optional package that the configuration needs is not installed."""
+    require_trackers(list(config.logging.tracker_options))
+    if config.logging.row_dumps.every_steps and not has_parquet():
+        raise ConfigError(f"logging.row_dumps writes parquet, which needs pyarrow: {INSTALL_PARQUET}")
 
 
 def _prepare_directory(config: RunConfig, directory: RunDirectory, *, resume: bool) -> None:

@@ -27,11 +27,13 @@ from areal_actors.dashboard import (
     FailureWriter,
     MetricsWriter,
     RolloutDumper,
+    RowDumper,
     RunDirectory,
     RunState,
     SessionSampler,
-    TensorboardWriter,
+    TrackedRun,
     create_display,
+    create_trackers,
 )
 from areal_actors.dashboard.dumps import Decode
 from areal_actors.domain import DataPosition
@@ -249,10 +251,18 @@ def create_reporter(
     )
     if display is not None:
         listeners.append(display)
-    if config.logging.tensorboard:
-        listeners.append(TensorboardWriter(directory.tensorboard, resumed_step=resumed_step))
     if config.rollout.dump_to_file:
         listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed_step))
+    if config.logging.row_dumps.every_steps:
+        keep = config.logging.row_dumps.keep
+        listeners.append(RowDumper(directory, decode=decode, num_kept=keep, resumed_step=resumed_step))
+    tracked = TrackedRun(
+        directory=directory,
+        experiment=config.experiment_name,
+        trial=config.trial_name,
+        resumed_step=resumed_step,
+    )
+    listeners += create_trackers(config.logging.tracker_options, tracked)
     return ProgressReporter(listeners)
 
 

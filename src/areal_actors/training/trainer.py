@@ -39,6 +39,7 @@ from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tre
 from areal_actors.training.passes import Passes, PassScores, Scorer
 from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
 from areal_actors.training.phases import Phase, PhaseName, phase_of
+from areal_actors.training.recording import RowRecorder
 from areal_actors.training.sharding import gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
 from areal_actors.training.support import attention_window, plan_attention, require_plain_head, require_tree_support
@@ -167,10 +168,13 @@ class PolicyTrainer:
     # ------------------------------------------------------------------------------------------------ training
 
     @guarded
-    def train_step(self, groups: Sequence[Group], *, max_staleness: int | None = None) -> StepStatistics:
+    def train_step(
+        self, groups: Sequence[Group], *, max_staleness: int | None = None, recorder: RowRecorder | None = None
+    ) -> StepStatistics:
         """Update the weights from ``groups`` and advance ``version`` by one.
 
-        Groups older than ``max_staleness`` versions are a ``CaptureViolation``.
+        Groups older than ``max_staleness`` versions are a ``CaptureViolation``. A ``recorder`` gets the rows of the
+        step and the log-probabilities that are computed for them.
 
         Raises ``TrainingDiverged`` if a loss or gradient is not finite: the failing update was not made, and the
         version stays. Raises ``CaptureViolation`` or ``ExportError`` for invalid rows, before anything changed, and
@@ -186,6 +190,8 @@ class PolicyTrainer:
         rows, num_zero_variance, penalty = self._prepare(groups)
         custom = measure(self._metrics, StepInputs(version=self.version, groups=tuple(groups), rows=tuple(rows)))
         watch = self._watch(rows, groups)
+        if recorder is not None:
+            recorder.expect(groups, rows)
         data = describe_data(
             groups,
             rows,
@@ -194,9 +200,9 @@ class PolicyTrainer:
             num_greedy_tokens=num_greedy,
             penalty=penalty,
         )
-        batches = [self._batch(chosen) for chosen in self._updates(self._with_baselines(rows, watch))]
+        batches = [self._batch(chosen) for chosen in self._updates(self._with_baselines(rows, watch, recorder))]
         rate = self._optimizer.learning_rate
-        done = [self._update(batch, watch if index == 0 else None) for index, batch in enumerate(batches)]
+        done = [self._update(batch, watch if index == 0 else None, recorder) for index, batch in enumerate(batches)]
         self._optimizer.zero_grad()
         release_free_memory()
         self.version += 1
@@ -221,7 +227,7 @@ class PolicyTrainer:
         """Whether a step failed after its first update, so that the weights belong to no version."""
         return self._optimizer.num_updates != self._num_updates_before
 
-    def _update(self, batch: Batch, watch: CaptureWatch | None) -> _Update:
+    def _update(self, batch: Batch, watch: CaptureWatch | None, recorder: RowRecorder | None) -> _Update:
         """Update the weights once; with a ``watch`` only if the rows pass its check.
 
         Only the first update of a step is watched: after it, no row was sampled by the current weights any more.
@@ -236,6 +242,9 @@ class PolicyTrainer:
                 f"The loss of step {self.version + 1} is {found.loss}; the weights were not changed."
             )
         self._judge(watch, batch, packs, found.scores)
+        if recorder is not None:
+            for pack, scores in zip(packs, found.scores, strict=True):
+                recorder.note(batch.rows, pack.rows, scores.logprobs)
         return _Update(
             loss=found.loss,
             sums=found.sums,
@@ -458,13 +467,18 @@ class PolicyTrainer:
 
     # ---------------------------------------------------------------------------------------------- from rows
 
-    def _with_baselines(self, rows: list[TrainingRow], watch: CaptureWatch | None) -> list[TrainingRow]:
+    def _with_baselines(
+        self, rows: list[TrainingRow], watch: CaptureWatch | None, recorder: RowRecorder | None
+    ) -> list[TrainingRow]:
         """Return rows with the log-probabilities that their loss compares with, unless the forward pass gives them."""
         if self._centre is Centre.BEHAVIOUR:
             return [evolve(row, proximal=row.centre) for row in rows]
         if self._num_updates == 1:
             return rows  # the forward pass gives them: the weights before the only update are the policy
         scored = self._score_rows(self._scorer, rows, watch)
+        if recorder is not None:
+            for index, (row, found) in enumerate(zip(rows, scored, strict=True)):
+                recorder.note(rows, [index], found[row.positions])
         if self._centre is Centre.POLICY:
             return rows  # scored for the watch alone, which has to see all rows before the weights change
         return [evolve(row, proximal=found) for row, found in zip(rows, scored, strict=True)]

@@ -1,0 +1,455 @@
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and trackio, fed with the numbers of ``metrics.jsonl``.
+
+``logging.trackers`` names them, with their options::
+
+    logging:
+      trackers: [tensorboard, {wandb: {project: agents, mode: offline}}]
+
+Each tracker runs on its own thread behind a bounded queue, because a client may wait for a server. Training never
+waits for it: records that do not fit are dropped and counted, and a tracker that fails is reported once and never ends
+a run. ``trackers.json`` in the run directory keeps the names that the trackers gave to the run, so that a resumed run
+continues them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Full, Queue
+from typing import Any, Protocol
+
+from attrs import frozen
+
+from areal_actors.core import Message
+from areal_actors.dashboard.files import RunDirectory
+from areal_actors.domain import EVAL_SCOPE
+from areal_actors.errors import ConfigError
+from areal_actors.messages import EvaluationFinished, Progress, StepFinished
+from areal_actors.telemetry import get_logger
+
+__all__ = ["TRACKERS", "TrackedRun", "TrackerWriter", "create_trackers", "parse_trackers", "require_trackers"]
+
+_log = get_logger(__name__)
+
+_MAX_QUEUED = 1000
+_CLOSE_SECONDS = 60.0
+"""How long the end of a run waits for a tracker to send what it has."""
+_MAX_PARAMETER = 500
+"""Length of a setting in MLflow; its servers before 2.8 accept no more."""
+_SECRET = re.compile(r"(^|_)(key|keys|secret|password|token)$", re.IGNORECASE)
+
+
+@frozen(kw_only=True)
+class TrackedRun:
+    """The run as trackers see it. ``resumed_step`` is the step of the checkpoint from which it continues."""
+
+    directory: RunDirectory
+    experiment: str
+    trial: str
+    resumed_step: int | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the configuration without keys and passwords; empty if it cannot be read."""
+        import yaml
+
+        try:
+            found = yaml.safe_load(self.directory.config.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError):
+            return {}
+        return _without_secrets(found) if isinstance(found, dict) else {}
+
+    def recall(self, tracker: str) -> dict[str, str]:
+        """Return what ``remember`` stored for ``tracker``. A new run has a new directory, and so nothing stored."""
+        return _read_names(self.directory.trackers).get(tracker, {})
+
+    def remember(self, tracker: str, **names: str) -> None:
+        """Store the names by which the tracker knows this run. Raises ``OSError``."""
+        with _NAMES:
+            path = self.directory.trackers
+            partial = path.with_name(f".{path.name}.partial")
+            partial.write_text(json.dumps(_read_names(path) | {tracker: names}), encoding="utf-8")
+            partial.replace(path)
+
+
+_NAMES = threading.Lock()
+"""Held while the file of names is changed: trackers open at the same time."""
+
+
+def _read_names(path: Path) -> dict[str, dict[str, str]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            str(key): "***" if _SECRET.search(str(key)) and isinstance(item, str) else _without_secrets(item)
+            for key, item in value.items()
+        }
+    return [_without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+# ----------------------------------------------------------------------------------------------------- trackers
+
+
+class Tracker(Protocol):
+    """A client of one tracker. All calls come from one thread and may block; errors are reported and counted."""
+
+    def open(self) -> None:
+        """Start the run, or continue it."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record numbers of a step. Several records may have the same step."""
+        ...
+
+    def close(self) -> None:
+        """Send everything, and end the run. Also called if ``open`` failed."""
+        ...
+
+
+class Tensorboard:
+    """Event files in the run directory; options are those of ``tensorboardX.SummaryWriter``."""
+
+    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
+        self._run, self._options = run, options
+        self._writer: Any = None
+
+    def open(self) -> None:
+        """Open an event file; events that a crashed run wrote after its checkpoint are hidden."""
+        from tensorboardX import SummaryWriter
+
+        resumed = self._run.resumed_step
+        purge_step = None if resumed is None else resumed + 1
+        options = {"logdir": str(self._run.directory.tensorboard), "purge_step": purge_step, "flush_secs": 10}
+        self._writer = SummaryWriter(**{**options, **self._options})
+        if resumed is None and (settings := self._run.settings()):
+            self._writer.add_text("config", f"```json\n{json.dumps(settings, indent=2)}\n```")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write scalars."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases; options are those of ``wandb.init``.
+
+    The project is the experiment, the run the trial. Offline (``mode: offline`` or ``WANDB_MODE=offline``), files for
+    ``wandb sync`` are written below ``wandb/`` in the run directory.
+    """
+
+    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
+        self._run, self._options = run, options
+        self._wandb_run: Any = None
+
+    def open(self) -> None:
+        """Start the run under a new id, or continue the one of an earlier process."""
+        import wandb
+
+        mode = str(self._options.get("mode") or os.environ.get("WANDB_MODE") or "online")
+        if mode == "online" and not wandb.api.api_key:  # wandb would ask at the terminal, and the run would wait
+            raise ConfigError(
+                "wandb has no API key: log in with 'wandb login' or WANDB_API_KEY, or set WANDB_MODE=offline"
+            )
+        identity = self._run.recall("wandb").get("id") or wandb.util.generate_id()
+        options = {
+            "project": self._run.experiment,
+            "name": self._run.trial,
+            "id": identity,
+            "resume": "allow",
+            "dir": str(self._run.directory.path),
+            "config": self._run.settings(),
+            # The output of the run stays its own; a second reader of the terminal would garble the display.
+            "settings": wandb.Settings(console="off", silent=True),
+        }
+        self._wandb_run = wandb.init(**{**options, **self._options})
+        self._run.remember("wandb", id=identity)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record numbers. wandb merges records of one step, and ignores steps that it has left behind."""
+        self._wandb_run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._wandb_run is not None:
+            self._wandb_run.finish()
+
+
+class Mlflow:
+    """A run of MLflow. Options: ``tracking_uri``, ``experiment_name``, ``run_name`` and ``tags``.
+
+    Without a ``tracking_uri`` or ``MLFLOW_TRACKING_URI``, it is stored in ``mlflow.db`` in the run directory.
+    """
+
+    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
+        if unknown := sorted(options.keys() - {"tracking_uri", "experiment_name", "run_name", "tags"}):
+            raise ConfigError(
+                f"mlflow has no option {unknown[0]}; there are tracking_uri, experiment_name, run_name, tags"
+            )
+        self._run, self._options = run, options
+        self._client: Any = None
+        self._id: str | None = None
+
+    def open(self) -> None:
+        """Start a run of the experiment, or continue the one of an earlier process."""
+        from mlflow import MlflowClient
+
+        uri = self._options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = uri or f"sqlite:///{self._run.directory.path / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=uri)
+        known = self._run.recall("mlflow")
+        if known.get("tracking_uri") == uri:
+            self._id = known["run_id"]
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        name = self._options.get("experiment_name") or self._run.experiment
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            is_local = uri.startswith("sqlite:")  # a server decides where its artifacts are
+            place = (self._run.directory.path / "mlartifacts").as_uri() if is_local else None
+            identity = self._client.create_experiment(name, artifact_location=place)
+        else:
+            identity = experiment.experiment_id
+        run = self._client.create_run(
+            identity,
+            run_name=self._options.get("run_name") or self._run.trial,
+            tags={"areal_actors.run_directory": str(self._run.directory.path), **self._options.get("tags", {})},
+        )
+        self._id = run.info.run_id
+        self._run.remember("mlflow", run_id=run.info.run_id, tracking_uri=uri)
+        self._log_settings()
+
+    def _log_settings(self) -> None:
+        from mlflow.entities import Param
+
+        found = [Param(name, str(value)[:_MAX_PARAMETER]) for name, value in _flatten(self._run.settings())]
+        for start in range(0, len(found), 100):  # the most that a request may have
+            self._client.log_batch(self._id, params=found[start : start + 100])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record numbers. Characters that MLflow does not allow in names become underscores."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        found = [Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=found)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        if self._id is not None:
+            self._client.set_terminated(self._id, "FINISHED")
+
+
+class Trackio:
+    """A run of trackio; options are those of ``trackio.init``. ``TRACKIO_DIR`` says where it is stored.
+
+    The project is the experiment, the run the trial; ``trackio show`` displays it.
+    """
+
+    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
+        self._run, self._options = run, options
+        self._trackio_run: Any = None
+
+    def open(self) -> None:
+        """Start a run, or continue the one of an earlier process."""
+        import trackio
+
+        options = {
+            "project": self._run.experiment,
+            "name": self._run.trial,
+            "config": self._run.settings(),
+            "resume": "allow" if self._run.recall("trackio") else "never",
+            "embed": False,
+        }
+        with redirect_stdout(sys.stderr):  # standard output belongs to the command
+            self._trackio_run = trackio.init(**{**options, **self._options})
+        self._run.remember("trackio", name=self._run.trial)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record numbers."""
+        self._trackio_run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._trackio_run is not None:
+            with redirect_stdout(sys.stderr):
+                self._trackio_run.finish()
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+@frozen
+class _Kind:
+    """How a tracker is created, and the package that it needs."""
+
+    create: Callable[[TrackedRun, Mapping[str, Any]], Tracker]
+    package: str
+    extra: str | None = None
+
+
+TRACKERS: Mapping[str, _Kind] = {
+    "tensorboard": _Kind(Tensorboard, "tensorboardX"),
+    "wandb": _Kind(Wandb, "wandb", "wandb"),
+    "mlflow": _Kind(Mlflow, "mlflow", "mlflow"),
+    "trackio": _Kind(Trackio, "trackio", "trackio"),
+}
+"""Trackers by name."""
+
+
+# ----------------------------------------------------------------------------------------------------- settings
+
+
+def parse_trackers(entries: Sequence[str | Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the options of each tracker by name. An entry is a name, or ``{name: options}``.
+
+    Raises ``ValueError`` for a name that does not exist, or that occurs twice.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for entry in entries:
+        pairs = {entry: {}} if isinstance(entry, str) else entry
+        for name, options in pairs.items():
+            if name not in TRACKERS:
+                near = get_close_matches(str(name), TRACKERS, n=1, cutoff=0.5)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"must name trackers ({', '.join(TRACKERS)}), not {name!r}{meant}")
+            if name in found:
+                raise ValueError(f"names {name} twice")
+            if not isinstance(options or {}, Mapping):
+                raise ValueError(f"must give the options of {name} as a mapping, not {options!r}")  # noqa: TRY004 - validators raise ValueError
+            found[name] = dict(options or {})
+    return found
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if the package of a tracker is not installed, with the line that installs it."""
+    missing = [kind for name in names if not _is_installed((kind := TRACKERS[name]).package)]
+    if missing:
+        raise ConfigError(
+            tuple(
+                f"logging.trackers: {kind.package} is not installed: pip install 'areal_actors[{kind.extra}]'"
+                for kind in missing
+            )
+        )
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    # A directory of that name, such as the one in which wandb keeps its runs, is a package without a file.
+    return spec is not None and spec.origin is not None
+
+
+def create_trackers(trackers: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> list[TrackerWriter]:
+    """Return the writers of the trackers, with their options by name. Raises ``ConfigError`` for an unknown option."""
+    return [TrackerWriter(name, TRACKERS[name].create(run, options)) for name, options in trackers.items()]
+
+
+# ------------------------------------------------------------------------------------------------------- writer
+
+
+class TrackerWriter:
+    """A listener that passes the numbers of a run to a tracker, on a thread.
+
+    ``num_lost`` counts the records that the tracker did not take.
+    """
+
+    is_essential = False
+
+    def __init__(self, name: str, tracker: Tracker, *, close_seconds: float = _CLOSE_SECONDS) -> None:
+        self.name = name
+        self.num_lost = 0
+        self._tracker = tracker
+        self._close_seconds = close_seconds
+        self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(_MAX_QUEUED)
+        self._thread: threading.Thread | None = None
+        self._has_warned = False
+
+    def open(self) -> None:
+        """Start the thread. The tracker opens on it."""
+        # A daemon: a client that waits for its server does not hold up the end of the process.
+        self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
+        self._thread.start()
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Queue the numbers of a step or of an evaluation. Never waits."""
+        match news:
+            case StepFinished():
+                metrics = {key: value for key, value in news.metrics.items() if not _is_of_eval(key)}
+                self._put(news.step, metrics)
+            case EvaluationFinished():
+                self._put(news.version, {"eval_reward": news.reward, "eval_seconds": news.seconds, **news.logged})
+
+    def close(self) -> None:
+        """Wait until the tracker has everything, for a limited time. Warns with the number of lost records."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        deadline = time.monotonic() + self._close_seconds
+        with suppress(Full):
+            self._queue.put(None, timeout=self._close_seconds)
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            self.num_lost += self._queue.qsize()
+            self._warn(f"it did not finish within {self._close_seconds:g} s")
+        if self.num_lost:
+            _log.warning("tracker_lost_records", tracker=self.name, records=self.num_lost)
+
+    def _put(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        numbers = {key: float(value) for key, value in metrics.items() if value is not None and math.isfinite(value)}
+        try:
+            self._queue.put_nowait((step, numbers))
+        except Full:
+            self.num_lost += 1
+            self._warn(f"it is {_MAX_QUEUED} records behind")
+
+    def _run(self) -> None:
+        is_open = self._attempt(self._tracker.open)
+        while (record := self._queue.get()) is not None:
+            step, metrics = record
+            if not (is_open and self._attempt(lambda: self._tracker.log(step, metrics))):  # noqa: B023 - called at once
+                self.num_lost += 1
+        self._attempt(self._tracker.close)
+
+    def _attempt(self, action: Callable[[], None]) -> bool:
+        """Call ``action``; return whether it succeeded."""
+        try:
+            action()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - no error of a tracker ends a run
+            self._warn(f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _warn(self, reason: str) -> None:
+        """Log a warning, once."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("tracker_failed", tracker=self.name, reason=reason)
+
+
+def _is_of_eval(key: str) -> bool:
+    """Return whether a number of a step comes from an evaluation, whose event already contained it."""
+    return key == "eval_reward" or key.startswith(f"{EVAL_SCOPE}/")

@@ -121,7 +121,8 @@ def _import_all() -> None:
     """Import what the sections need, so that none of their processes has to."""
     names = ("transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3")
     sections = ("ceilings", "engine", "trainer", "weights")
-    for name in (*names, "transformers.generation", *(f"benchmarks.gpu.{section}" for section in sections)):
+    optional = [module for module in OPTIONAL if importlib.util.find_spec(module) is not None]
+    for name in (*names, *optional, "transformers.generation", *(f"benchmarks.gpu.{section}" for section in sections)):
         importlib.import_module(name)
 
 

@@ -7,21 +7,23 @@ are equally probable, whatever the rounding.
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import Any
 
 import anyio
 import numpy as np
-from benchmarks.gpu.cells import Context, synchronise
+from benchmarks.gpu.cells import Cell, Context, synchronise
 from benchmarks.gpu.engine import generate_all
 from benchmarks.gpu.groups import create_group, create_prompts, create_sampled_row
 from benchmarks.gpu.models import create_model, set_logit_spread
+from benchmarks.harness import Skipped
 
 from areal_actors.domain import Trajectory
 from areal_actors.engines.base import Snapshot
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
 from areal_actors.errors import CaptureViolation
-from areal_actors.training.config import ComputeDtype, Layout, OptimizerConfig, TrainerConfig
+from areal_actors.training.config import ComputeDtype, Layout, LoraConfig, OptimizerConfig, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
 
 __all__ = ["run"]
@@ -65,22 +67,30 @@ async def _run(context: Context) -> None:
                     has_passed = float(_passes_gate(context, trainer, rows))
                     cell.add("capture gate", has_passed, "passed", gate=1.0, higher_is_better=True)
                     trainer = None
-        if context.may_begin("update"):
-            with context.cell("update") as cell:
-                trainer = _create_trainer(context, model, Layout.FLAT)
-                num_bytes = 2 * sum(p.numel() for p in trainer.model.parameters())
-                best = float("inf")
-                for version in range(1, 5):
-                    synchronise(context.device)
-                    started = time.perf_counter()
-                    await engine.load(Snapshot(version=version, state=trainer.state_dict()))
-                    synchronise(context.device)
-                    best = min(best, time.perf_counter() - started)
-                cell.add("trainer to engine", best, "s")
-                cell.add("engine's bytes", num_bytes / best / 1e9, "GB/s", higher_is_better=True, num_bytes=num_bytes)
+        for name, lora in (("update", None), ("update, LoRA", LoraConfig())):
+            if context.may_begin(name):
+                with context.cell(name) as cell:
+                    if lora is not None and importlib.util.find_spec("peft") is None:
+                        raise Skipped("peft is not installed")
+                    await _measure_updates(cell, engine, _create_trainer(context, model, Layout.FLAT, lora=lora))
 
 
-def _create_trainer(context: Context, model: Any, layout: Layout) -> PolicyTrainer:
+async def _measure_updates(cell: Cell, engine: TorchEngine, trainer: PolicyTrainer) -> None:
+    """Record the time from the trainer's weights to the engine's: the best of several."""
+    state = trainer.state_dict()
+    num_bytes = 2 * sum({tensor.data_ptr(): tensor.numel() for tensor in state.values()}.values())
+    best = float("inf")
+    for _ in range(4):
+        synchronise(cell.context.device)
+        started = time.perf_counter()
+        await engine.load(Snapshot(version=engine.version + 1, state=trainer.state_dict()))
+        synchronise(cell.context.device)
+        best = min(best, time.perf_counter() - started)
+    cell.add("trainer to engine", best, "s", gate=1.0)
+    cell.add("engine's bytes", num_bytes / best / 1e9, "GB/s", higher_is_better=True, num_bytes=num_bytes)
+
+
+def _create_trainer(context: Context, model: Any, layout: Layout, *, lora: LoraConfig | None = None) -> PolicyTrainer:
     """Return a trainer of a copy of ``model``, whose step is too small to matter."""
     own = create_model(context.shape, context.device, is_tied=False)
     own.load_state_dict(model.state_dict())
@@ -90,6 +100,7 @@ def _create_trainer(context: Context, model: Any, layout: Layout) -> PolicyTrain
         dtype=ComputeDtype.BFLOAT16,
         device=context.device,
         optimizer=OptimizerConfig(learning_rate=1e-12),
+        lora=lora,
     )
     trainer = PolicyTrainer(own, config)
     trainer.expect_engine(dtype="bfloat16")

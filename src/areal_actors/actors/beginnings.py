@@ -65,6 +65,7 @@ class Beginnings:
                 context_length=self._context_length,
                 grammar=grammar,
                 routing_key=session.id,
+                is_streamed=is_streaming,
             )
             for name, key in zip(names, keys, strict=True)
         )

@@ -109,6 +109,7 @@ def engine_request(
     context_length: int,
     grammar: Grammar | None = None,
     routing_key: str = "",
+    is_streamed: bool = True,
 ) -> EngineRequest:
     """Return the engine's request for one choice, limited to the room that the prompt leaves.
 
@@ -130,6 +131,7 @@ def engine_request(
         stop_token_ids=stop_token_ids,
         grammar=grammar,
         routing_key=routing_key,
+        is_streamed=is_streamed,
     )
 
 

@@ -138,7 +138,8 @@ class EngineRequest:
     ``key`` seeds its random numbers. ``stop_token_ids`` are the renderer's end-of-turn ids; those of ``sampling`` are
     added. With a ``grammar``, the sampled text matches it, and one of these ids ends it where the grammar allows.
     ``routing_key`` is equal for all requests of a session, whose prompts begin alike: with several engines, they go to
-    the same one, which has their prefix cached. If it is empty, the request goes to any engine.
+    the same one, which has their prefix cached. If it is empty, the request goes to any engine. ``is_streamed`` is
+    false if no client reads the tokens as they are sampled; an engine may then deliver many of them at a time.
     """
 
     id: str
@@ -148,6 +149,7 @@ class EngineRequest:
     stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
     routing_key: str = ""
+    is_streamed: bool = True
 
 
 @frozen(kw_only=True)

@@ -90,7 +90,7 @@ async def _open_served(
             launched = await stack.enter_async_context(launch_servers(kind, config, model=files, logs=logs))
             urls, diagnose = launched.urls, launched.diagnose
         opening = ServerEngine.open(
-            kind.create_dialect(_added_tokens(tokenizer)),
+            kind.create_dialect(_added_tokens(tokenizer), stream_interval=served.config.stream_interval),
             config,
             urls=urls,
             model=files,

@@ -259,7 +259,8 @@ class FakeSGLang:
             async with self.engine.generate(parse_request(body, self.end_token_id)) as chunks:
                 async for chunk in chunks:
                     said.add(chunk, self._labels.get(chunk.version, UNLABELLED))
-                    yield said.event(chunk, self._label)
+                    if said.is_due or chunk.finish is not None:
+                        yield said.event(chunk, self._label)
                     if fault is not None and len(said.ids) > 1 and chunk.finish is None:
                         if fault is Fault.FOREIGN_ABORT:
                             await self.engine.abort(body["rid"])

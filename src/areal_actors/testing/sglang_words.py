@@ -26,6 +26,14 @@ class Said:
     entries: list[list[Any]] = field(factory=list)
     tops: list[list[list[Any]]] = field(factory=list)
     spans: list[dict[str, Any]] = field(factory=list)
+    num_sent: int = 0
+    """Tokens in events so far."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an event is due: for the first token, and whenever ``stream_interval`` further ones were sampled."""
+        interval = self.body["sampling_params"].get("stream_interval", 1)
+        return not self.num_sent or len(self.ids) - self.num_sent >= interval
 
     def add(self, chunk: Chunk, label: str) -> None:
         """Add a chunk, sampled under the weights ``label``."""
@@ -43,8 +51,9 @@ class Said:
             self.spans.append({"version": label, "start": start, "end": len(self.ids)})
 
     def event(self, chunk: Chunk, label: str) -> str:
-        """Return the event for the chunk that was added last; ``label`` is that of the current weights."""
-        since = len(self.ids) - len(chunk.token_ids) if self.is_incremental else 0
+        """Return an event with the chunk that was added last; ``label`` is that of the current weights."""
+        since = self.num_sent if self.is_incremental else 0
+        self.num_sent = len(self.ids)
         finish = None if chunk.finish is None else {"type": str(chunk.finish)}
         meta = {
             "id": self.body["rid"],

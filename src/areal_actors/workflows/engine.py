@@ -134,6 +134,7 @@ class EpisodeEngine:
             key=self._key(request),
             stop_token_ids=self.renderer.stop_token_ids,
             routing_key="/".join(map(str, self.key.path)),  # empty outside of episodes
+            is_streamed=False,
         )
 
     def _key(self, request: ModelRequest) -> SampleKey:

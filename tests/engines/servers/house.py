@@ -62,7 +62,7 @@ async def open_house(
 
 def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = CONFIG, find_weights=None):
     return ServerEngine.open(
-        SGLangDialect(),
+        SGLangDialect(stream_interval=8),
         config,
         urls=[server.url for server in servers],
         model=model,

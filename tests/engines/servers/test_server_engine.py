@@ -61,8 +61,9 @@ async def test_servers_keep_the_engine_contract(model: Path, tmp_path: Path, che
 # ------------------------------------------------------------------------------------------------------ failures
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("fault", [*Fault])
-async def test_an_answer_survives_its_server(model: Path, tmp_path: Path, fault: Fault) -> None:
+async def test_an_answer_survives_its_server(model: Path, tmp_path: Path, fault: Fault, *, is_streamed: bool) -> None:
     """Whatever happens to the server, the answer is whole, without a gap and without a token twice."""
     config = evolve(CONFIG, read_timeout_seconds=0.3)
     async with open_house(model, tmp_path, num_servers=2, config=config, is_incremental=True) as (
@@ -71,13 +72,48 @@ async def test_an_answer_survives_its_server(model: Path, tmp_path: Path, fault:
     ):
         chosen = engine._pool.choose("r0").url
         next(server for server in servers if server.url == chosen).faults.append(fault)
-        chunks = await collect(engine, ask())
+        chunks = await collect(engine, evolve(ask(), is_streamed=is_streamed))
 
         assert ids_of(chunks) == WHOLE
         assert chunks[-1].finish is FinishReason.LENGTH
         assert {chunk.version for chunk in chunks} == {0}
         assert engine.statistics().sampled_tokens == 40
         assert engine.statistics().running == engine.statistics().waiting == 0
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+async def test_answers_that_no_client_streams_come_in_large_events(
+    model: Path, tmp_path: Path, *, is_incremental: bool
+) -> None:
+    """The first token comes at once, the others eight at a time; a streamed answer comes token by token."""
+    async with open_house(model, tmp_path, is_incremental=is_incremental) as (engine, (server,)):
+        unstreamed = await collect(engine, evolve(ask(0), is_streamed=False))
+        streamed = await collect(engine, ask(1))
+
+        assert ids_of(unstreamed) == ids_of(streamed) == WHOLE
+        assert [len(chunk.token_ids) for chunk in unstreamed] == [1, 8, 8, 8, 8, 7]
+        assert {len(chunk.token_ids) for chunk in streamed} == {1}
+        assert [body["sampling_params"].get("stream_interval") for body in server.bodies] == [8, None]
+
+
+async def test_a_load_or_an_abort_within_an_event_is_exact(model: Path, tmp_path: Path) -> None:
+    """Tokens that the server has not sent yet keep their versions, and those of an aborted answer arrive."""
+    async with open_house(model, tmp_path, is_gated=True) as (engine, (server,)):
+        server.engine.release(5)
+        async with engine.generate(evolve(ask(), is_streamed=False)) as chunks:
+            seen = [await anext(aiter(chunks))]
+            while server.engine.statistics().sampled_tokens < 5:
+                await anyio.lowlevel.checkpoint()
+            await engine.load(Snapshot(version=7, path=model))
+            server.engine.release(7)
+            while server.engine.statistics().sampled_tokens < 12:
+                await anyio.lowlevel.checkpoint()
+            await engine.abort("r0")
+            seen += [chunk async for chunk in chunks]
+
+        assert ids_of(seen) == WHOLE[:12]
+        assert [chunk.version for chunk in seen for _ in chunk.token_ids] == [0] * 5 + [7] * 7
+        assert seen[-1].finish is FinishReason.ABORT
 
 
 async def test_a_request_does_not_kill_server_after_server(model: Path, tmp_path: Path) -> None:

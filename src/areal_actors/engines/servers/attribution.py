@@ -40,7 +40,7 @@ class Attribution:
         if delta.finish is None:
             if is_settled:
                 self._check_label(delta)
-                return self._pass_on(delta, np.full(len(delta.token_ids), self.version))
+                return (self._pass_on_all(delta),) if len(delta.token_ids) else ()
             self._held.append(delta)
             return ()
         whole = _join([*self._held, delta])
@@ -64,6 +64,18 @@ class Attribution:
                 f"The server has weights {delta.server_version!r} where version {self.version} was loaded; it has been "
                 "started again."
             )
+
+    def _pass_on_all(self, delta: Delta) -> Chunk:
+        """Return a delta under the first version. This is nearly every delta, and costs a third of ``_pass_on``."""
+        is_first, self.num_delivered = self.num_delivered == 0, self.num_delivered + len(delta.token_ids)
+        return Chunk(
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            raw_logprobs=delta.raw_logprobs,
+            version=self.version,
+            top_logprobs=delta.top_logprobs,
+            num_cached_tokens=delta.num_cached_tokens if is_first else 0,
+        )
 
     def _pass_on(self, delta: Delta, versions: Ints) -> tuple[Chunk, ...]:
         """Return a chunk for each run of equal versions; the last one has the finish."""

@@ -55,6 +55,9 @@ class ServerConfig:
     """Interval between health checks."""
     health_timeout_seconds: float = field(default=10.0, validator=gt(0))
     """How long a health check may take."""
+    stream_interval: int = field(default=32, validator=ge(1))
+    """Tokens per event of answers that no client streams; each event costs 40 µs on its way. A lost server loses the
+    tokens of an incomplete event, which another one samples again."""
     max_failures: int = field(default=3, validator=ge(1))
     """A generation fails after this many attempts in a row without a new token."""
 

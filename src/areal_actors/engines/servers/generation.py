@@ -71,7 +71,10 @@ class Run:
             self.num_failures = 0
         finish = self._judge(chunk.finish)
         self.is_over = finish is not None
-        return evolve(chunk, finish=finish, num_cached_tokens=chunk.num_cached_tokens if self.num_attempts == 1 else 0)
+        num_cached = chunk.num_cached_tokens if self.num_attempts == 1 else 0
+        if finish is chunk.finish and num_cached == chunk.num_cached_tokens:
+            return chunk
+        return evolve(chunk, finish=finish, num_cached_tokens=num_cached)
 
     def _judge(self, finish: FinishReason | None) -> FinishReason | None:
         """Return the finish of the generation for that of an attempt; ``None`` if the generation must continue."""

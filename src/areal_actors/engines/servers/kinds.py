@@ -28,14 +28,21 @@ class ServerKind:
     describe_place: Callable[[Path, str, int], tuple[str, ...]]
     environment: Mapping[str, str] = field(factory=dict)
 
-    def create_dialect(self, added_tokens: Mapping[str, int]) -> ServerDialect:
-        """Create the dialect. ``added_tokens`` maps texts of the tokenizer's added tokens to ids, for grammars."""
+    def create_dialect(self, added_tokens: Mapping[str, int], *, stream_interval: int = 1) -> ServerDialect:
+        """Create the dialect.
+
+        ``added_tokens`` maps texts of the tokenizer's added tokens to ids, for grammars; ``stream_interval`` is that of
+        ``ServerConfig``.
+        """
         module, _, name = self.dialect.partition(":")
-        return cast("ServerDialect", getattr(import_module(module), name)(added_tokens=added_tokens))
+        create = getattr(import_module(module), name)
+        return cast("ServerDialect", create(added_tokens=added_tokens, stream_interval=stream_interval))
 
 
 def _sglang_place(model: Path, host: str, port: int) -> tuple[str, ...]:
-    return ("--model-path", str(model), "--host", host, "--port", str(port))
+    place = ("--model-path", str(model), "--host", host, "--port", str(port))
+    # Otherwise each event repeats all earlier tokens of its answer.
+    return (*place, "--incremental-streaming-output")
 
 
 def _vllm_place(model: Path, host: str, port: int) -> tuple[str, ...]:

@@ -53,9 +53,14 @@ _PAUSES = {PauseMode.KEEP: "retract", PauseMode.WAIT: "retract", PauseMode.ABORT
 
 @frozen(kw_only=True)
 class SGLangDialect:
-    """Implements ``BroadcastDialect`` for SGLang. ``added_tokens`` maps texts of added tokens to ids, for grammars."""
+    """Implements ``BroadcastDialect`` for SGLang.
+
+    ``added_tokens`` maps texts of added tokens to ids, for grammars. Answers that no client streams arrive in events of
+    ``stream_interval`` tokens.
+    """
 
     added_tokens: Mapping[str, int] = field(factory=dict)
+    stream_interval: int = 1
 
     @property
     def name(self) -> str:
@@ -131,6 +136,8 @@ class SGLangDialect:
             "ignore_eos": not stop_ids,
             "skip_special_tokens": False,
         }
+        if not request.is_streamed:
+            body["stream_interval"] = self.stream_interval
         if sampling.logit_bias:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
         if request.grammar is not None:
@@ -240,12 +247,12 @@ def _count_ranks(info: Mapping[str, Any]) -> int:
 
 async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncGenerator[Delta]:
     """Yield the new tokens of each event, whether events are cumulative, as by default, or not."""
-    num_seen = 0
+    num_seen, is_plain = 0, _is_plain(request)
     async for event in events:
         try:
             if event.get("error"):
                 raise failure_of(client, "/generate", as_answer(event))
-            delta = _parse(client, request, event, num_seen)
+            delta = _parse(client, request, event, num_seen, is_plain)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"{address_of(client, 'generate')} streams what SGLang does not: {error!r}") from error
         num_seen += len(delta.token_ids)
@@ -255,7 +262,13 @@ async def _read(client: httpx.AsyncClient, request: EngineRequest, events: Async
     raise EngineError(f"{address_of(client, 'generate')} ended its stream without a reason.")
 
 
-def _parse(client: httpx.AsyncClient, request: EngineRequest, event: Mapping[str, Any], num_seen: int) -> Delta:
+def _parse(
+    client: httpx.AsyncClient,
+    request: EngineRequest,
+    event: Mapping[str, Any],
+    num_seen: int,
+    is_plain: bool,  # noqa: FBT001 - a private function of one caller
+) -> Delta:
     meta = event["meta_info"]
     finish = _parse_finish(client, meta["finish_reason"])
     num_new = int(meta.get("completion_tokens", num_seen)) - num_seen
@@ -265,7 +278,6 @@ def _parse(client: httpx.AsyncClient, request: EngineRequest, event: Mapping[str
         raise ValueError(f"log-probabilities of other tokens than {ids}")
     # Rounding may make log-probabilities slightly positive.
     logprobs = [min(entry[0], 0.0) for entry in found]
-    is_plain = _is_plain(request)
     tops = _last(meta.get("output_top_logprobs") or (), num_new) if request.sampling.top_logprobs else ()
     return Delta(
         token_ids=ids,

@@ -88,9 +88,14 @@ _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": 
 
 @frozen(kw_only=True)
 class VllmDialect:
-    """Implements ``ServerDialect`` for vLLM. ``added_tokens`` maps texts of added tokens to ids, for grammars."""
+    """Implements ``ServerDialect`` for vLLM.
+
+    ``added_tokens`` maps texts of added tokens to ids, for grammars. Answers that no client streams arrive in events of
+    ``stream_interval`` tokens; a server that does not know this parameter ignores it.
+    """
 
     added_tokens: Mapping[str, int] = field(factory=dict)
+    stream_interval: int = 1
 
     @property
     def name(self) -> str:
@@ -182,6 +187,8 @@ class VllmDialect:
             "logprobs": min(sampling.top_logprobs + 1, MAX_TOP_LOGPROBS) if sampling.top_logprobs else 0,
             "detokenize": bool(sampling.stop),
         }
+        if not request.is_streamed:
+            body["stream_interval"] = self.stream_interval
         if sampling.logit_bias:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
         if request.grammar is not None:
@@ -308,11 +315,12 @@ async def _find_model(client: httpx.AsyncClient) -> Path:
 
 
 async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncGenerator[Delta]:
+    is_plain = _is_plain(request)
     async for event in events:
         try:
             if event.get("error"):
                 raise failure_of(client, GENERATE, as_answer(event))
-            delta = _parse(request, event["choices"][0])
+            delta = _parse(request, event["choices"][0], is_plain)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise EngineError(f"{client.base_url} streams what vLLM does not: {error!r}") from error
         yield delta
@@ -324,7 +332,7 @@ async def _read(client: httpx.AsyncClient, request: EngineRequest, events: Async
     raise EngineError(f"{client.base_url} ended its stream without a reason.")
 
 
-def _parse(request: EngineRequest, choice: Mapping[str, Any]) -> Delta:
+def _parse(request: EngineRequest, choice: Mapping[str, Any], is_plain: bool) -> Delta:  # noqa: FBT001 - one caller
     ids = choice["token_ids"] or []
     content = (choice["logprobs"] or {}).get("content") or []
     if [entry["token_id"] for entry in content] != list(ids):
@@ -334,7 +342,7 @@ def _parse(request: EngineRequest, choice: Mapping[str, Any]) -> Delta:
     return Delta(
         token_ids=ids,
         logprobs=logprobs,
-        raw_logprobs=logprobs if _is_plain(request) else [float("nan")] * len(ids),
+        raw_logprobs=logprobs if is_plain else [float("nan")] * len(ids),
         top_logprobs=tuple(_parse_top(entry, number) for entry in content) if number else (),
         finish=_FINISHES[choice["finish_reason"]] if choice["finish_reason"] else None,
         spans=tuple(

@@ -35,14 +35,14 @@ from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory, parse_trackers
 from areal_actors.datasets import DataPath, DatasetConfig, DifficultyConfig, ProblemsReference
 from areal_actors.domain import Role
-from areal_actors.engines.servers.config import Backend, ServedEngine, ServerConfig
+from areal_actors.engines.servers.config import AdapterSlots, Backend, ServedEngine, ServerConfig
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.proxy import ProxyConfig
 from areal_actors.references import FunctionReference, builtin_or_reference
 from areal_actors.rendering import RendererConfig
 from areal_actors.schedulers.config import SchedulerConfig
 from areal_actors.staleness import CapacityLimits, StaleGroups
-from areal_actors.training.config import PublishBy, TrainerConfig
+from areal_actors.training.config import LoraServing, PublishBy, TrainerConfig
 from areal_actors.workflows import GenerationConfig
 from areal_actors.workflows.commands import CommandConfig, CommandWord
 
@@ -296,7 +296,11 @@ class RunConfig:
         servers = {Backend.SGLANG: self.sglang, Backend.VLLM: self.vllm}.get(self.rollout.backend)
         if servers is None:
             return None
-        return ServedEngine(backend=self.rollout.backend, config=servers, directory=directory)
+        lora, adapters = self.trainer.lora, None
+        if lora is not None and lora.serving is LoraServing.ADAPTER:
+            modules = () if lora.target_modules == ("all-linear",) else lora.target_modules
+            adapters = AdapterSlots(rank=lora.rank, modules=modules)
+        return ServedEngine(backend=self.rollout.backend, config=servers, directory=directory, adapters=adapters)
 
     def num_tasks(self, role: Role) -> int:
         """Return the number of processes of a worker of this role."""

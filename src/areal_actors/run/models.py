@@ -87,7 +87,9 @@ async def _open_served(
         urls, diagnose = config.urls, None
         if not urls:
             logs = served.directory / "logs"
-            launched = await stack.enter_async_context(launch_servers(kind, config, model=files, logs=logs))
+            launched = await stack.enter_async_context(
+                launch_servers(kind, config, model=files, logs=logs, adapters=served.adapters)
+            )
             urls, diagnose = launched.urls, launched.diagnose
         opening = ServerEngine.open(
             kind.create_dialect(_added_tokens(tokenizer), stream_interval=served.config.stream_interval),
@@ -98,6 +100,7 @@ async def _open_served(
             publish_directory=served.directory / "published",
             diagnose=diagnose,
             find_weights=find_weights,
+            adapters=served.adapters,
         )
         yield await stack.enter_async_context(opening)
 

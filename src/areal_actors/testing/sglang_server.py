@@ -13,7 +13,7 @@ keeps requests, and weights are loaded from disk under a label::
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from enum import StrEnum
@@ -36,7 +36,7 @@ from areal_actors.proxy.server import listen, serve
 from areal_actors.testing.sglang_weights import ReceivedWeights, UpdateFault
 from areal_actors.testing.sglang_words import Said, parse_request
 
-__all__ = ["FakeSGLang", "Fault", "UpdateFault", "open_sglang_server"]
+__all__ = ["FakeSGLang", "Fault", "UpdateFault", "open_sglang_server", "read_rank"]
 
 UNLABELLED = "default"
 """The label of the weights that a server started with."""
@@ -81,6 +81,13 @@ class FakeSGLang:
     routing_keys: list[str | None] = field(factory=list)
     _labels: dict[int, str] = field(factory=dict)
     _label: str = UNLABELLED
+    adapters: dict[str, str] = field(factory=dict)
+    """The paths of loaded adapters by name."""
+    max_adapter_rank: int = 0
+    """The rank of ``--max-lora-rank``; 0 without ``--enable-lora``."""
+    _remembered: dict[str, str] = field(factory=dict)
+    _users: Counter[str | None] = field(factory=Counter)
+    _unused: anyio.Event = field(factory=anyio.Event)
     _received: ReceivedWeights = field(factory=ReceivedWeights)
     _streams: set[anyio.CancelScope] = field(factory=set)
     _dying: anyio.Event = field(factory=anyio.Event)
@@ -105,6 +112,7 @@ class FakeSGLang:
         """Listen, with the weights in the model's directory, on the same port as before."""
         await self.engine.resume()
         self._received = ReceivedWeights()
+        self.adapters, self._remembered, self._users = {}, {}, Counter()
         await self._load(Snapshot(version=self.engine.version + 1, path=self.model), UNLABELLED)
         listener = listen("127.0.0.1", self.port, section="server")
         self.port = listener.getsockname()[1]
@@ -146,6 +154,8 @@ class FakeSGLang:
             "/begin_weight_update": self._begin_update,
             "/update_weights_from_distributed": self._receive,
             "/end_weight_update": self._end_update,
+            "/load_lora_adapter": self._load_adapter,
+            "/unload_lora_adapter": self._unload_adapter,
         }
         return Starlette(routes=[Route(path, handler, methods=["GET", "POST"]) for path, handler in routes.items()])
 
@@ -165,13 +175,17 @@ class FakeSGLang:
             "tp_size": 1,
             "max_req_input_len": info.context_length,
             "grammar_backend": "xgrammar",
+            "enable_lora": bool(self.max_adapter_rank),
+            "max_lora_rank": self.max_adapter_rank or None,
             "internal_states": [{"effective_max_running_requests_per_dp": info.max_concurrent}],
         }
         return JSONResponse(document)
 
     async def _models(self, request: Request) -> Response:
         self.paths.append(request.url.path)
-        return JSONResponse({"data": [{"id": str(self.model), "max_model_len": self.engine.info.context_length}]})
+        base = {"id": str(self.model), "root": str(self.model), "max_model_len": self.engine.info.context_length}
+        loaded = [{"id": name, "root": path, "parent": str(self.model)} for name, path in self.adapters.items()]
+        return JSONResponse({"data": [base, *loaded]})
 
     # -------------------------------------------------------------------------------------------- control
 
@@ -236,6 +250,48 @@ class FakeSGLang:
         self.paths.append(request.url.path)
         return _said(self._received.end())
 
+    # ------------------------------------------------------------------------------------------- adapters
+
+    async def _load_adapter(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        body = await request.json()
+        name, path = body["lora_name"], body["lora_path"]
+        problem = None
+        if not self.max_adapter_rank:
+            problem = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+        elif name in self.adapters:
+            problem = f"LoRA with name {name} already exists. Loaded LoRAs: {list(self.adapters)}"
+        elif (rank := read_rank(path)) is None:
+            problem = f"Can't find 'adapter_config.json' at '{path}'"
+        elif rank > self.max_adapter_rank:
+            problem = f"LoRA adapter {name} with rank {rank} is incompatible with the current LoRA memory pool."
+        if problem is None:
+            self.adapters[name] = self._remembered[name] = path
+        return self._say(problem)
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        """Forget an adapter at once, and answer when no request uses it."""
+        self.paths.append(request.url.path)
+        name = (await request.json())["lora_name"]
+        if name not in self.adapters:
+            return self._say(f"LoRA with name {name} does not exist. Loaded LoRAs: {list(self.adapters)}")
+        del self.adapters[name]
+        while self._users[name]:
+            await self._unused.wait()
+        return self._say(None)
+
+    def _say(self, problem: str | None) -> Response:
+        document = {"success": problem is None, "error_message": problem, "loaded_adapters": self.adapters}
+        return JSONResponse(document, status_code=200 if problem is None else 400)
+
+    def _use(self, name: str | None) -> str | None:
+        """Return why no request can use the adapter ``name``; one that was unloaded is loaded again."""
+        if name is not None and name not in self.adapters:
+            if name not in self._remembered:
+                return f"The following requested LoRA adapters are not loaded: {name}"
+            self.adapters[name] = self._remembered[name]
+        return None
+
     # ----------------------------------------------------------------------------------------- generating
 
     async def _generate(self, request: Request) -> Response:
@@ -248,13 +304,16 @@ class FakeSGLang:
             return JSONResponse({"error": {"message": "out of memory"}}, status_code=500)
         if max(body["input_ids"]) >= self.engine.info.vocab_size:
             self._die()
+        if problem := self._use(body.get("lora_path")):
+            return JSONResponse({"error": {"message": problem}}, status_code=400)
         return _Events(self, self._stream(body, fault))
 
     async def _stream(self, body: Mapping[str, Any], fault: Fault | None) -> AsyncGenerator[str]:
         if fault is Fault.GARBAGE:
             yield "data: <html>\n\n"
             return
-        said = Said(body=body, is_incremental=self.is_incremental)
+        said, adapter = Said(body=body, is_incremental=self.is_incremental), body.get("lora_path")
+        self._users[adapter] += 1
         try:
             async with self.engine.generate(parse_request(body, self.end_token_id)) as chunks:
                 async for chunk in chunks:
@@ -269,6 +328,10 @@ class FakeSGLang:
                         return
         except InvalidRequest as error:
             yield f"data: {json.dumps({'error': {'message': str(error), 'code': 400}})}\n\n"
+        finally:
+            self._users[adapter] -= 1
+            self._unused.set()
+            self._unused = anyio.Event()
         yield "data: [DONE]\n\n"
 
     async def _fail(self, fault: Fault) -> None:
@@ -308,6 +371,14 @@ async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
+def read_rank(path: str) -> int | None:
+    """Return the rank of the adapter in the directory ``path``, or ``None`` if there is none."""
+    try:
+        return int(json.loads(Path(path, "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def _said(problem: str | None) -> Response:
     content = {"success": problem is None, "message": problem or "Success"}
     return JSONResponse(content, status_code=200 if problem is None else 400)
@@ -322,6 +393,7 @@ async def open_sglang_server(
     end_token_id: int | None = None,
     is_incremental: bool = False,
     port: int = 0,
+    max_adapter_rank: int = 0,
 ) -> AsyncIterator[FakeSGLang]:
     """Serve ``engine`` on a port of this machine while the block lasts.
 
@@ -332,6 +404,7 @@ async def open_sglang_server(
         end_token_id: ends generations unless they ignore it.
         is_incremental: whether events omit what earlier ones contained.
         port: the port to listen on; 0 takes a free one.
+        max_adapter_rank: serves adapters up to this rank.
     """
     body: list[BaseException] = []
     with unwrapped(body):
@@ -344,6 +417,7 @@ async def open_sglang_server(
                 end_token_id=end_token_id,
                 is_incremental=is_incremental,
                 port=port,
+                max_adapter_rank=max_adapter_rank,
             )
             try:
                 await server.start()

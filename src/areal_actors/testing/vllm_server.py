@@ -34,6 +34,7 @@ from areal_actors.engines.base import Engine
 from areal_actors.engines.servers.vllm import ABORT_PREFIX, GENERATE, LOGPROBS_MODE, OLDEST
 from areal_actors.errors import ArealError, RequestError
 from areal_actors.proxy.server import listen, serve, url_of
+from areal_actors.testing.sglang_server import read_rank
 
 __all__ = ["Failure", "VllmServer", "open_vllm_server"]
 
@@ -61,6 +62,10 @@ class VllmServer:
     failures: deque[Failure] = field(factory=deque)
     bodies: list[Mapping[str, Any]] = field(factory=list)
     label: str = "default"
+    adapters: dict[str, str] = field(factory=dict)
+    """The paths of loaded adapters by name."""
+    max_adapter_rank: int = 0
+    """The rank of ``--max-lora-rank``; 0 without ``--enable-lora``."""
     _labels: dict[int, str] = field(factory=dict, init=False)
     _running: dict[str, str] = field(factory=dict, init=False)
     _ids: count[int] = field(factory=count, init=False)
@@ -83,6 +88,11 @@ class VllmServer:
             "/reset_prefix_cache": self._reset,
             "/update_weight_version": self._name_weights,
         }
+        if self.max_adapter_rank:
+            told |= {
+                "/v1/load_lora_adapter": self._load_adapter,
+                "/v1/unload_lora_adapter": self._unload_adapter,
+            }
         return Starlette(
             routes=[
                 *(Route(path, handler, methods=["GET"]) for path, handler in said.items()),
@@ -97,7 +107,9 @@ class VllmServer:
         return JSONResponse({"version": self.version})
 
     async def _describe_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": self.engine.info.model, "root": str(self.model)}]})
+        base = {"id": self.engine.info.model, "root": str(self.model)}
+        loaded = [{"id": name, "root": path, "parent": base["id"]} for name, path in self.adapters.items()]
+        return JSONResponse({"object": "list", "data": [base, *loaded]})
 
     async def _describe_weights(self, _: Request) -> Response:
         return JSONResponse({"weight_version": self.label})
@@ -115,6 +127,7 @@ class VllmServer:
             "device_config": {"device": info.device},
             "scheduler_config": {"max_num_seqs": info.max_concurrent},
             "structured_outputs_config": {"backend": "auto"},
+            "lora_config": {"max_lora_rank": self.max_adapter_rank} if self.max_adapter_rank else None,
         }
         return JSONResponse({"vllm_config": config})
 
@@ -127,6 +140,8 @@ class VllmServer:
         body = await request.json()
         generation = self._parse(body)
         self.bodies.append(body)
+        if body.get("model") not in (None, self.engine.info.model, *self.adapters):
+            return _error(404, f"The model `{body['model']}` does not exist.")
         failure = self.failures.popleft() if self.failures else None
         if failure is Failure.ERROR:
             return _error(500, "The engine core died.")
@@ -185,6 +200,27 @@ class VllmServer:
         for running in [running for running, name in self._running.items() if name in names]:
             await self.engine.abort(running)
         return JSONResponse({"status": "aborted", "aborted": len(names)})
+
+    # ---------------------------------------------------------------------------------------------- adapters
+
+    async def _load_adapter(self, request: Request) -> Response:
+        body = await request.json()
+        name, path = body["lora_name"], body["lora_path"]
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        rank = read_rank(path)
+        if rank is None:
+            return _error(404, f"Loading lora {name} failed: No adapter found for {path}")
+        if rank > self.max_adapter_rank:
+            return _error(400, f"LoRA rank {rank} is greater than max_lora_rank {self.max_adapter_rank}.")
+        self.adapters[name] = path
+        return Response(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        name = (await request.json())["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            return _error(404, f"The lora adapter '{name}' cannot be found.")
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
     # ------------------------------------------------------------------------------------- pauses and weights
 
@@ -262,18 +298,21 @@ async def _refuse_incomplete(_: Request, error: Exception) -> Response:
 
 
 @asynccontextmanager
-async def open_vllm_server(engine: Engine, *, model: Path, port: int = 0) -> AsyncIterator[VllmServer]:
+async def open_vllm_server(
+    engine: Engine, *, model: Path, port: int = 0, max_adapter_rank: int = 0
+) -> AsyncIterator[VllmServer]:
     """Serve ``engine`` on this machine until the block is left; answers in progress are cut off then.
 
     ``model`` is the directory that the server reports as its model. The caller opens and closes the engine.
     """
     listener = listen("127.0.0.1", port, section="vllm")
-    server = VllmServer(engine=engine, model=model, url=url_of(listener))
+    server = VllmServer(engine=engine, model=model, url=url_of(listener), max_adapter_rank=max_adapter_rank)
     stopping = anyio.Event()
     async with anyio.create_task_group() as tasks:
 
         async def run() -> None:
-            await serve(server.create_app(), listener, shutdown=stopping.wait)
+            with anyio.CancelScope(shield=True):  # Hypercorn does not stop cleanly when cancelled; ``stopping`` ends it
+                await serve(server.create_app(), listener, shutdown=stopping.wait)
 
         tasks.start_soon(run)
         try:

@@ -8,11 +8,11 @@ its spans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-from attrs import define, evolve, field
+from attrs import Factory, define, evolve, field
 
 from areal_actors.domain import Chunk, FinishReason, Ints
 from areal_actors.engines.servers.dialect import Delta, VersionSpan
@@ -25,9 +25,10 @@ _UNKNOWN = -1
 
 @define(eq=False)
 class Attribution:
-    """The tokens of one attempt that began under ``version``."""
+    """The tokens of one attempt that began under ``version``, which the server calls ``label``."""
 
     version: int
+    label: str = field(default=Factory(lambda self: str(self.version), takes_self=True), kw_only=True)
     num_delivered: int = 0
     _held: list[Delta] = field(factory=list)
 
@@ -45,7 +46,7 @@ class Attribution:
             return ()
         whole = _join([*self._held, delta])
         num_all = self.num_delivered + len(whole.token_ids)
-        versions = _read_spans(delta.spans, num_all)
+        versions = _read_spans(delta.spans, num_all, {self.label: self.version})
         if is_settled and not delta.spans:
             self._check_label(delta)
             versions = np.full(num_all, self.version)
@@ -59,9 +60,9 @@ class Attribution:
 
     def _check_label(self, delta: Delta) -> None:
         # A server may restart between two health checks; its tokens are then of weights that nothing published.
-        if delta.server_version not in (None, str(self.version)):
+        if delta.server_version not in (None, self.label):
             raise EngineError(
-                f"The server has weights {delta.server_version!r} where version {self.version} was loaded; it has been "
+                f"The server has weights {delta.server_version!r} where {self.label!r} was loaded; it has been "
                 "started again."
             )
 
@@ -95,11 +96,15 @@ class Attribution:
         )
 
 
-def _read_spans(spans: Sequence[VersionSpan], num_tokens: int) -> Ints:
-    """Return the version of each token, or ``_UNKNOWN`` if no span covers it or its label is not a version."""
+def _read_spans(spans: Sequence[VersionSpan], num_tokens: int, labels: Mapping[str, int]) -> Ints:
+    """Return the version of each token, or ``_UNKNOWN`` if no span covers it or its label is not a version.
+
+    ``labels`` are versions by labels that are not numbers.
+    """
     versions = np.full(num_tokens, _UNKNOWN, dtype=np.int32)
     for span in spans:
-        versions[max(span.start, 0) : max(span.end, 0)] = int(span.version) if span.version.isdecimal() else _UNKNOWN
+        plain = int(span.version) if span.version.isdecimal() else _UNKNOWN
+        versions[max(span.start, 0) : max(span.end, 0)] = labels.get(span.version, plain)
     return versions
 
 

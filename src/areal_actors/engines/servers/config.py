@@ -9,7 +9,7 @@ from pathlib import Path
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
-__all__ = ["Backend", "ServedEngine", "ServerConfig"]
+__all__ = ["AdapterSlots", "Backend", "ServedEngine", "ServerConfig"]
 
 
 class Backend(StrEnum):
@@ -63,9 +63,21 @@ class ServerConfig:
 
 
 @frozen(kw_only=True)
+class AdapterSlots:
+    """What servers must have room for: adapters of ``rank``, whose modules are ``modules``; empty means all."""
+
+    rank: int
+    modules: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
 class ServedEngine:
-    """Servers of one kind as the engine of a run, with their logs and weights in ``directory``."""
+    """Servers of one kind as the engine of a run, with their logs and weights in ``directory``.
+
+    With ``adapters`` they keep their weights and load adapters next to them.
+    """
 
     backend: Backend
     config: ServerConfig
     directory: Path
+    adapters: AdapterSlots | None = None

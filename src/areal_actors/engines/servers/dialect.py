@@ -26,7 +26,8 @@ class ServerFacts:
 
     ``weight_version`` is the label that its weights were given. ``vocab_size`` is 0 if the server does not report it.
     With ``has_grammars``, the server accepts every ``Grammar``; ``logprobs_follow_truncation`` is as in ``EngineInfo``.
-    Its tensors are on ``device``, and ``num_ranks`` processes receive weights together; 0 if they cannot.
+    Its tensors are on ``device``, and ``num_ranks`` processes receive weights together; 0 if they cannot. It loads
+    adapters of a rank up to ``max_adapter_rank``; 0 if it loads none.
     """
 
     software: str
@@ -41,6 +42,7 @@ class ServerFacts:
     logprobs_follow_truncation: bool = False
     device: str = "cpu"
     num_ranks: int = 0
+    max_adapter_rank: int = 0
 
 
 @frozen(kw_only=True)
@@ -102,9 +104,11 @@ class ServerDialect(Protocol):
         ...
 
     def generate(
-        self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str
+        self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str, adapter: str | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
-        """Open a generation; the last delta has ``finish``. Leaving the block closes the connection.
+        """Open a generation, under the ``adapter`` of this name if there is one; the last delta has ``finish``.
+
+        Leaving the block closes the connection.
 
         ``routing_key`` is equal for all requests of a session, so that a gateway can route them to the same server.
         """

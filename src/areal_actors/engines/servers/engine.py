@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
+from uuid import uuid4
 
 import anyio
 import anyio.lowlevel
@@ -23,15 +24,30 @@ from anyio import to_thread
 from areal_actors.domain import FinishReason
 from areal_actors.engines.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.engines.requests import validate_request
+from areal_actors.engines.servers.adapters import AdapterDialect, Adapters
 from areal_actors.engines.servers.attribution import Attribution
 from areal_actors.engines.servers.broadcasting import FindWeights, open_broadcasts
-from areal_actors.engines.servers.config import ServerConfig
+from areal_actors.engines.servers.config import AdapterSlots, ServerConfig
 from areal_actors.engines.servers.dialect import ServerDialect
 from areal_actors.engines.servers.generation import Run, empty_chunk
-from areal_actors.engines.servers.opening import Diagnose, leaving_groups, open_gateway, wait_until_ready, watched
+from areal_actors.engines.servers.opening import (
+    Diagnose,
+    leaving_groups,
+    open_gateway,
+    unloading_adapters,
+    wait_until_ready,
+    watched,
+)
 from areal_actors.engines.servers.pool import Server, ServerPool, open_servers
 from areal_actors.engines.servers.publishing import Publisher, Weights
-from areal_actors.errors import EngineError, InvalidRequest, ModelError, UnsupportedParameter
+from areal_actors.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequest,
+    ModelError,
+    RequestError,
+    UnsupportedParameter,
+)
 
 __all__ = ["ServerEngine"]
 
@@ -77,6 +93,7 @@ class ServerEngine:
         publish_directory: Path,
         diagnose: Diagnose | None = None,
         find_weights: FindWeights | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> AsyncIterator[ServerEngine]:
         """Open an engine of the servers at ``urls`` once all of them serve ``snapshot``.
 
@@ -89,9 +106,11 @@ class ServerEngine:
             publish_directory: where weights are written for the servers, which must see it under the same path.
             diagnose: returns why a server's process ended; opening fails with that reason.
             find_weights: finds the weight store of snapshots with ``is_kept``.
+            adapters: serve adapters of this size next to ``model``, whose weights the servers keep: snapshots after
+                the first one are adapters.
 
         Raises:
-            ConfigError: with ``find_weights``, if servers of this kind cannot receive weights.
+            ConfigError: with ``find_weights`` or ``adapters``, if servers of this kind cannot receive them.
             EngineError: a server is too old, has exited, cannot receive weights, or was not ready within
                 ``start_timeout_seconds``.
             ModelError: a server rejects the snapshot.
@@ -104,9 +123,17 @@ class ServerEngine:
             async with (
                 open_servers(urls, config) as servers,
                 watched(
-                    ServerPool(dialect=dialect, config=config, servers=servers, weights=weights, broadcasts=broadcasts)
+                    ServerPool(
+                        dialect=dialect,
+                        config=config,
+                        servers=servers,
+                        weights=weights,
+                        broadcasts=broadcasts,
+                        adapters=None if adapters is None else _create_adapters(dialect, adapters, model),
+                    )
                 ) as pool,
                 leaving_groups(pool),
+                unloading_adapters(pool),
                 open_gateway(config) as gateway,
             ):
                 diagnose = diagnose or _know_nothing
@@ -193,6 +220,9 @@ class ServerEngine:
         still returns only after the load has ended.
         """
         with anyio.CancelScope(shield=True):
+            if self._pool.adapters is not None:
+                await self._load_adapter(snapshot, self._pool.adapters)
+                return
             weights = await self._admit(snapshot)
             try:
                 async with self._pool.control:
@@ -200,6 +230,24 @@ class ServerEngine:
             finally:
                 await to_thread.run_sync(self._publisher.keep_only, self._pool.weights)
         await self._wait_for_server()
+
+    async def _load_adapter(self, snapshot: Snapshot, adapters: Adapters) -> None:
+        """Load an adapter; running generations continue under it, except for those whose grammar forbids that."""
+        if snapshot.adapter is None:
+            raise ModelError(
+                f"Snapshot of version {snapshot.version} is no adapter, and these servers keep their weights; set "
+                "trainer.lora.serving to merged to publish all weights."
+            )
+        adapter = await to_thread.run_sync(adapters.admit, snapshot.version, snapshot.adapter)
+        async with self._pool.control:
+            weights = Weights(version=snapshot.version, path=self._pool.weights.path, adapter=adapter)
+            used = {run.adapter for run in self._placed if run.adapter is not None}
+            await self._pool.load_adapter(weights, used=used)
+        async with anyio.create_task_group() as tasks:
+            for run in tuple(self._placed):
+                if run.adapter != adapter.name and run.request.grammar is None:
+                    run.was_moved = True
+                    tasks.start_soon(self._end_attempt, run)
 
     async def _admit(self, snapshot: Snapshot) -> Weights:
         """Return the weights of a snapshot in a form that servers load.
@@ -286,24 +334,35 @@ class ServerEngine:
         request, num_loads = run.begin_attempt(), self._pool.num_loads
         # A session's name grants access to the session, so servers get only a digest of it.
         routing_key = blake2b(run.routing_key.encode(), digest_size=16).hexdigest()
-        attribution = Attribution(self.version)
+        adapter, attribution = self._pool.weights.adapter, Attribution(self.version)
+        if adapter is not None and server.facts is not None:
+            # The adapter decides the version, and the server labels the weights below it.
+            attribution = Attribution(self.version, label=server.facts.weight_version)
+        name = None if adapter is None else adapter.name
         has_ended = was_told_again = False
-        self._enter(run, server)
+        self._enter(run, server, adapter=name)
         try:
             client = self._gateway or server.generating
-            async with self._dialect.generate(client, request, routing_key=routing_key) as deltas:
+            opening = self._dialect.generate(client, request, routing_key=routing_key, adapter=name)
+            async with opening as deltas:
                 async for delta in deltas:
                     has_ended = delta.finish is not None
-                    if (run.is_aborted or run.was_interrupted) and not (has_ended or was_told_again):
+                    if (run.is_aborted or run.was_interrupted or run.was_moved) and not (has_ended or was_told_again):
                         # The server may have received the abort before the request, and dropped it: repeat it once.
                         was_told_again = True
                         await self._end_attempt(run)
-                    is_settled = self._pool.num_loads == num_loads
+                    is_settled = name is not None or self._pool.num_loads == num_loads
                     for chunk in attribution.take(delta, is_settled=is_settled):
                         yield self._take(run, chunk)
         except EngineError:
             self._suspect(server)
             raise
+        except RequestError as error:
+            if name is None or name not in str(error):
+                raise
+            # A server that was started again does not know the adapter, which it is given before the next attempt.
+            self._suspect(server)
+            raise EngineError(str(error)) from error
         finally:
             if not has_ended:
                 await self._end_attempt(run)
@@ -336,11 +395,12 @@ class ServerEngine:
 
     # ------------------------------------------------------------------------------------------------- counting
 
-    def _enter(self, run: Run, server: Server) -> None:
+    def _enter(self, run: Run, server: Server, *, adapter: str | None) -> None:
         if not self._placed:
             self._busy_since = anyio.current_time()
         self._placed[run] = server
-        run.was_interrupted = False
+        run.was_interrupted = run.was_moved = False
+        run.adapter = adapter
 
     def _leave(self, run: Run) -> None:
         if len(self._placed) == 1:
@@ -360,6 +420,15 @@ class ServerEngine:
         return taken
 
 
+def _create_adapters(dialect: ServerDialect, slots: AdapterSlots, model: Path) -> Adapters:
+    if not isinstance(dialect, AdapterDialect):
+        raise ConfigError(
+            f"trainer.lora.serving: {dialect.name} servers cannot load adapters here; set it to merged, or serve "
+            "with sglang or vllm"
+        )
+    return Adapters(dialect, slots, model, uuid4().hex[:8])
+
+
 def _know_nothing(_: str) -> None:
     return None
 
@@ -369,7 +438,7 @@ def _check_progress(run: Run, num_known: int, server: Server) -> None:
 
     Another client may end attempts at a server again and again; each of them must count as a failure.
     """
-    if not (run.is_over or run.was_interrupted or len(run.token_ids) > num_known):
+    if not (run.is_over or run.was_interrupted or run.was_moved or len(run.token_ids) > num_known):
         raise EngineError(f"{server.url} ended the generation without a token.")
 
 

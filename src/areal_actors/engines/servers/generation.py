@@ -36,6 +36,11 @@ class Run:
     was_interrupted: bool = False
     """Whether the current attempt ends because the engine was paused with ``PauseMode.ABORT``."""
 
+    was_moved: bool = False
+    """Whether the current attempt ends because the next one samples under another adapter."""
+    adapter: str | None = None
+    """Name of the adapter of the current attempt."""
+
     @classmethod
     def create(cls, request: EngineRequest, *, context_length: int) -> Run:
         """Create the state of a generation that has not begun. ``request`` has been validated."""

@@ -18,7 +18,7 @@ from attrs import define, evolve, field
 
 from areal_actors.core.children import BoundedLog, Child
 from areal_actors.core.remote.transport import unwrapped
-from areal_actors.engines.servers.config import ServerConfig
+from areal_actors.engines.servers.config import AdapterSlots, ServerConfig
 from areal_actors.engines.servers.kinds import ServerKind
 from areal_actors.errors import EngineError
 from areal_actors.telemetry import get_logger
@@ -51,15 +51,18 @@ class LaunchedServers:
         return self.ends.get(url)
 
 
-def format_command(kind: ServerKind, config: ServerConfig, *, model: Path, port: int) -> list[str]:
-    """Return the command that starts a server of ``kind`` for ``model``."""
+def format_command(
+    kind: ServerKind, config: ServerConfig, *, model: Path, port: int, adapters: AdapterSlots | None = None
+) -> list[str]:
+    """Return the command that starts a server of ``kind`` for ``model``, with room for ``adapters``."""
     program = config.command or (config.python, "-m", *kind.module)
-    return [*program, *kind.describe_place(model, HOST, port), *config.arguments]
+    more = () if adapters is None else kind.describe_adapters(adapters)
+    return [*program, *kind.describe_place(model, HOST, port), *more, *config.arguments]
 
 
 @asynccontextmanager
 async def launch_servers(
-    kind: ServerKind, config: ServerConfig, *, model: Path, logs: Path
+    kind: ServerKind, config: ServerConfig, *, model: Path, logs: Path, adapters: AdapterSlots | None = None
 ) -> AsyncIterator[LaunchedServers]:
     """Keep ``config.num_servers`` running while the block lasts; their process groups end with it.
 
@@ -73,7 +76,7 @@ async def launch_servers(
         async with anyio.create_task_group() as tasks:
             try:
                 for number, (url, port) in enumerate(zip(launched.urls, ports, strict=True)):
-                    command = format_command(kind, config, model=model, port=port)
+                    command = format_command(kind, config, model=model, port=port, adapters=adapters)
                     keeper = _Keeper(launched, url, command, config, BoundedLog(logs / f"server-{number}.log"))
                     await tasks.start(keeper.run)
                 yield launched

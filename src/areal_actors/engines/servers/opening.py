@@ -14,7 +14,7 @@ from areal_actors.engines.servers.http import create_client
 from areal_actors.engines.servers.pool import Server, ServerPool, read_key
 from areal_actors.errors import EngineError
 
-__all__ = ["Diagnose", "leaving_groups", "open_gateway", "wait_until_ready", "watched"]
+__all__ = ["Diagnose", "leaving_groups", "open_gateway", "unloading_adapters", "wait_until_ready", "watched"]
 
 Diagnose = Callable[[str], str | None]
 """Returns why the server at a URL has no process; ``None`` while it has one, or if it was not started here."""
@@ -47,6 +47,16 @@ async def leaving_groups(pool: ServerPool) -> AsyncIterator[None]:
                 async with anyio.create_task_group() as tasks:
                     for server in pool.serving:
                         tasks.start_soon(broadcasts.part, server.url, server.control)
+
+
+@asynccontextmanager
+async def unloading_adapters(pool: ServerPool) -> AsyncIterator[None]:
+    """At the end of the block, unload our adapters from servers that keep running."""
+    try:
+        yield
+    finally:
+        with anyio.move_on_after(pool.config.health_timeout_seconds, shield=True):
+            await pool.unload_adapters()
 
 
 async def wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Diagnose) -> None:

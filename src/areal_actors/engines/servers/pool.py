@@ -7,7 +7,7 @@ the label of its weights: a server that was restarted has none of our labels.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import blake2b
 
@@ -16,6 +16,7 @@ import httpx
 from attrs import define, field
 
 from areal_actors.domain import PauseMode
+from areal_actors.engines.servers.adapters import Adapters
 from areal_actors.engines.servers.broadcasting import Broadcasts
 from areal_actors.engines.servers.config import ServerConfig
 from areal_actors.engines.servers.dialect import ServerDialect, ServerFacts
@@ -66,6 +67,8 @@ class ServerPool:
     weights: Weights
     broadcasts: Broadcasts | None = None
     """Sends weights from the weight store to servers, if the run has a store."""
+    adapters: Adapters | None = None
+    """Loads adapters into servers, if they keep their weights and are given adapters."""
     is_paused: bool = False
     is_loading: bool = False
     num_loads: int = 0
@@ -132,6 +135,33 @@ class ServerPool:
                 await self.resume()
             self.is_loading = False
             self.notify()
+
+    async def load_adapter(self, weights: Weights, *, used: Collection[str]) -> None:
+        """Load the adapter of ``weights`` into all ready servers, which go on sampling; others get it later.
+
+        Older adapters are unloaded unless they are in ``used``. The caller holds ``control``. Raises ``ModelError`` if
+        a server rejects the adapter; no request uses it then.
+        """
+        adapters, adapter, former = self.adapters, weights.adapter, self.weights.adapter
+        assert adapters is not None
+        assert adapter is not None
+        kept = {*used, *(each.name for each in (adapter, former) if each is not None)}
+
+        async def update(server: Server) -> None:
+            await adapters.unload_unused(server.control, kept)
+            await adapters.dialect.load_adapter(server.control, adapter)
+
+        if refusals := await self._each(update):
+            await self._each(lambda server: adapters.unload_unused(server.control, kept - {adapter.name}))
+            raise refusals[0]
+        self.weights = weights
+        self.notify()
+
+    async def unload_adapters(self) -> None:
+        """Unload all adapters of this engine from servers that answer."""
+        adapters = self.adapters
+        if adapters is not None:
+            await self._each(lambda server: adapters.unload_unused(server.control, ()))
 
     async def _update_all(self, weights: Weights) -> list[ModelError]:
         """Load ``weights`` into all ready servers; return rejections.
@@ -230,9 +260,12 @@ class ServerPool:
         The weights come from disk: a restarted server is in no group, and others must not wait for one to form.
         """
         is_known, server.facts = server.facts is not None, await self.dialect.describe(server.control)
+        if self.adapters is not None:
+            await self.adapters.prepare(server.control, server.facts, self.weights.adapter)
         # A label from before the first contact may belong to another run.
         has_label = server.facts.weight_version == self.weights.label
-        if not is_known or server.failure is not None or server.is_spoiled or not has_label:
+        needs_weights = not is_known or server.failure is not None or server.is_spoiled or not has_label
+        if self.adapters is None and needs_weights:
             self.num_loads += 1
             await self.dialect.pause(server.control, PauseMode.KEEP)
             if self.broadcasts is not None:

@@ -21,6 +21,7 @@ from uuid import uuid4
 from attrs import define, field, frozen
 
 from areal_actors.domain import Snapshot
+from areal_actors.engines.servers.adapters import PublishedAdapter
 from areal_actors.errors import ModelError
 from areal_actors.locks import take
 from areal_actors.messages import TensorBucket
@@ -36,10 +37,14 @@ _MAX_NAMED = 5
 
 @frozen(kw_only=True)
 class Weights:
-    """A version that servers load from ``path``, or, without a path, receive from the weight store in ``buckets``."""
+    """A version that servers load from ``path``, or, without a path, receive from the weight store in ``buckets``.
+
+    With an ``adapter``, servers have the weights in ``path`` already.
+    """
 
     version: int
     path: Path | None = None
+    adapter: PublishedAdapter | None = None
     buckets: tuple[TensorBucket, ...] = ()
 
     @property
@@ -71,7 +76,10 @@ class Publisher:
         Raises ``ModelError`` if it does not fit the model, or cannot be written.
         """
         if snapshot.adapter is not None:
-            raise ModelError("Servers are given no adapters yet; set trainer.lora.serving to merged.")
+            raise ModelError(
+                f"Snapshot of version {snapshot.version} is an adapter, and these servers were opened for whole "
+                "weights; set trainer.lora.serving to merged."
+            )
         if snapshot.path is not None and snapshot.state is None:
             path = snapshot.path.absolute()
             _check_shapes(snapshot.version, read_shapes(path), read_shapes(self.model))

@@ -24,6 +24,8 @@ from attrs import field, frozen
 
 from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
 from areal_actors.engines.lark import format_lark
+from areal_actors.engines.servers.adapters import PublishedAdapter, list_models, post_adapter
+from areal_actors.engines.servers.config import AdapterSlots
 from areal_actors.engines.servers.dialect import Delta, ServerFacts, VersionSpan
 from areal_actors.engines.servers.http import (
     Answer,
@@ -98,11 +100,12 @@ class SGLangDialect:
 
     @asynccontextmanager
     async def generate(
-        self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str
+        self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str, adapter: str | None = None
     ) -> AsyncIterator[AsyncIterator[Delta]]:
         """Open a generation; see ``ServerDialect.generate``."""
         headers = {ROUTING_HEADER: routing_key} if routing_key else None
-        async with open_events(client, "/generate", self._format(request), headers=headers) as events:
+        body = self._format(request) | ({} if adapter is None else {"lora_path": adapter})
+        async with open_events(client, "/generate", body, headers=headers) as events:
             if isinstance(events, Answer):
                 raise failure_of(client, "/generate", events)
             async with aclosing(_read(client, request, events)) as deltas:
@@ -166,6 +169,30 @@ class SGLangDialect:
         if answer.is_refusal or (isinstance(answer.document, Mapping) and not answer.is_error):
             raise ModelError(f"{client.base_url} refuses the weights in {path}: {answer.said} The old weights stay.")
         raise EngineError(describe_failure(client, "/update_weights_from_disk", answer))
+
+    def explain_adapters(self, slots: AdapterSlots) -> str:
+        """Return how to start a server; see ``AdapterDialect.explain_adapters``."""
+        modules = " ".join(slots.modules or ("all",))
+        return (
+            f"Start SGLang with --enable-lora --max-lora-rank {slots.rank} --lora-target-modules {modules} "
+            "--max-loras-per-batch 4."
+        )
+
+    async def list_adapters(self, client: httpx.AsyncClient) -> frozenset[str]:
+        """Return the names of adapters; see ``AdapterDialect.list_adapters``."""
+        return await list_models(client, software="SGLang")
+
+    async def load_adapter(self, client: httpx.AsyncClient, adapter: PublishedAdapter) -> None:
+        """Load an adapter; see ``AdapterDialect.load_adapter``.
+
+        SGLang remembers the path of each name and may read it again, so neither is used for a second version.
+        """
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
+        await post_adapter(client, "/load_lora_adapter", body)
+
+    async def unload_adapter(self, client: httpx.AsyncClient, name: str) -> None:
+        """Unload an adapter; see ``AdapterDialect.unload_adapter``."""
+        await post_adapter(client, "/unload_lora_adapter", {"lora_name": name})
 
     async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, offset: int) -> None:
         """Join a process group; see ``BroadcastDialect.join_group``."""
@@ -232,6 +259,7 @@ def _facts(version: str, info: Mapping[str, Any], model: Mapping[str, Any], mode
         has_grammars=info.get("grammar_backend") == "llguidance",
         device=str(info.get("device") or "cuda"),
         num_ranks=_count_ranks(info),
+        max_adapter_rank=int(info.get("max_lora_rank") or 0) if info.get("enable_lora") else 0,
     )
 
 

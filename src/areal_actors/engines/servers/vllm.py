@@ -43,6 +43,8 @@ from attrs import field, frozen
 
 from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
 from areal_actors.engines.lark import format_lark
+from areal_actors.engines.servers.adapters import PublishedAdapter, list_models, post_adapter
+from areal_actors.engines.servers.config import AdapterSlots
 from areal_actors.engines.servers.dialect import Delta, ServerFacts, VersionSpan
 from areal_actors.engines.servers.http import (
     Answer,
@@ -149,11 +151,12 @@ class VllmDialect:
 
     @asynccontextmanager
     async def generate(
-        self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str
+        self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str, adapter: str | None = None
     ) -> AsyncIterator[AsyncIterator[Delta]]:
         """Open a generation; see ``ServerDialect.generate``."""
         headers = {SESSION_HEADER: routing_key} if routing_key else None
-        async with open_events(client, GENERATE, self._format(request), headers=headers) as events:
+        body = self._format(request) | ({} if adapter is None else {"model": adapter})
+        async with open_events(client, GENERATE, body, headers=headers) as events:
             if isinstance(events, Answer):
                 raise failure_of(client, GENERATE, events)
             async with aclosing(_read(client, request, events)) as deltas:
@@ -220,6 +223,26 @@ class VllmDialect:
         await post_command(client, "/reset_prefix_cache?reset_running_requests=true")
         await post_command(client, "/update_weight_version", {"new_version": version})
 
+    def explain_adapters(self, slots: AdapterSlots) -> str:
+        """Return how to start a server; see ``AdapterDialect.explain_adapters``."""
+        return (
+            f"Start vLLM with --enable-lora --max-lora-rank {slots.rank} (or the next rank that it supports) "
+            "--max-loras 2, and with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment."
+        )
+
+    async def list_adapters(self, client: httpx.AsyncClient) -> frozenset[str]:
+        """Return the names of adapters; see ``AdapterDialect.list_adapters``."""
+        return await list_models(client, software="vLLM")
+
+    async def load_adapter(self, client: httpx.AsyncClient, adapter: PublishedAdapter) -> None:
+        """Load an adapter; see ``AdapterDialect.load_adapter``."""
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
+        await post_adapter(client, "/v1/load_lora_adapter", body)
+
+    async def unload_adapter(self, client: httpx.AsyncClient, name: str) -> None:
+        """Unload an adapter; see ``AdapterDialect.unload_adapter``."""
+        await post_adapter(client, "/v1/unload_lora_adapter", {"lora_name": name})
+
 
 # ------------------------------------------------------------------------------------------------ who it is
 
@@ -271,6 +294,7 @@ def _facts(version: str, label: str, config: Mapping[str, Any]) -> ServerFacts:
         max_concurrent=int(config["scheduler_config"]["max_num_seqs"]),
         has_grammars=config["structured_outputs_config"]["backend"] == "guidance",
         logprobs_follow_truncation=True,
+        max_adapter_rank=int((config.get("lora_config") or {}).get("max_lora_rank") or 0),
     )
 
 

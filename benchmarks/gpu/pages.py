@@ -202,7 +202,7 @@ def format_hardware(reports: Mapping[str, Report]) -> str:
         _table(("Processor", "What ran", "Software", "Date", "Results"), map(_hardware_row, cpu.items())),
     ]
     parts.append(
-        "The test suite, the examples and `nox -s train` run on CPUs, in float32 and emulated bfloat16, on every change.\n"
+        "The test suite, the examples and `nox -s train` run on CPUs on every change, in float32 and bfloat16.\n"
         "SGLang and vLLM servers are tested in their CPU builds (`nox -s engines-sglang engines-vllm`)."
     )
     return "\n\n".join(parts) + "\n"
@@ -250,7 +250,8 @@ def _summary(report: Report) -> str:
                 cells.setdefault(cell, {})[what] = result
         if not cells:
             continue
-        found = {what: result for figures in cells.values() for what, result in figures.items()}
+        figures = [item for found in cells.values() for item in found.items()]
+        found = dict(sorted(figures, key=lambda item: item[1].gate is not None))  # one with a goal, if there is one
         shown = [what for what in columns if what in found]
         header = (title.capitalize(), *(_heading(found[what], what) for what in shown))
         rows = [

@@ -43,12 +43,17 @@ class StaleGroups(StrEnum):
 
 @frozen(kw_only=True)
 class CapacityLimits:
-    """C, η and B of the formula. ``max_groups``, if it is known, is the number that the whole run consumes."""
+    """C, η and B of the formula. ``max_groups``, if it is known, is the number that the whole run consumes.
+
+    No group starts before ``first_version``, from which the formula counts versions: the steps before it train on given
+    conversations.
+    """
 
     max_concurrent: int = field(validator=ge(1))
     max_staleness: int = field(default=0, validator=ge(0))
     batch_size: int = field(validator=ge(1))
-    max_groups: int | None = field(default=None, validator=optional(ge(1)))
+    max_groups: int | None = field(default=None, validator=optional(ge(0)))
+    first_version: int = field(default=0, validator=ge(0))
 
 
 @frozen(kw_only=True)
@@ -67,13 +72,15 @@ class CapacityState:
 
         Groups that were running or waiting at the crash are not counted: they are lost and will be run again.
         """
-        return cls(limits=limits, version=version, accepted=version * limits.batch_size)
+        num_steps = max(0, version - limits.first_version)
+        return cls(limits=limits, version=version, accepted=num_steps * limits.batch_size)
 
     @property
     def available(self) -> int:
         """Return how many more groups may start; negative if limits or versions changed while groups were running."""
         live = self.running + self.reserved
-        budget = (self.limits.max_staleness + self.version + 1) * self.limits.batch_size
+        num_steps = self.version - self.limits.first_version
+        budget = (self.limits.max_staleness + num_steps + 1) * self.limits.batch_size if num_steps >= 0 else 0
         if self.limits.max_groups is not None:
             budget = min(budget, self.limits.max_groups)
         return min(self.limits.max_concurrent - live, budget - self.accepted - live)

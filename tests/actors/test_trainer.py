@@ -199,7 +199,7 @@ async def test_a_run_trains_evaluates_and_saves(tmp_path: Path):
     assert (0, 16, 8, 4) == tuple(
         first.metrics[key] for key in ("staleness_max", "tokens", "trained_tokens", "episodes")
     )
-    assert set(first.metrics) == set(STEP_KEYS) - {"elapsed_seconds"}
+    assert set(first.metrics) == set(STEP_KEYS) - {"elapsed_seconds", "phase"}
     assert json.dumps(dict(last.metrics), allow_nan=False)
     assert DataPosition(next=4) == position
 

@@ -52,6 +52,8 @@ class TrainingPlan:
     evaluation: EvaluationConfig = field(factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     stop: StopConfig = field(factory=StopConfig)
+    num_warm_steps: int = field(default=0, validator=ge(0))
+    """The number of steps on given conversations, which come first; no agent's episodes are trained in them."""
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups stops the run with an error. ``None``: no limit."""
     rows_every_steps: int = field(default=0, validator=ge(0))

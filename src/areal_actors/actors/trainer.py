@@ -96,7 +96,8 @@ class TrainerActor(Actor[Training]):
 
     Rows that fail the capture checks are written below ``captures``. ``publisher`` makes snapshots of the weights; by
     default they are lent to an engine in this process. ``members`` train along, from the first step on.
-    ``save_weights`` writes the trained weights; it may block.
+    ``save_weights`` writes the trained weights; it may block. ``supervised`` returns the conversations that a warm step
+    trains on, by its number.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class TrainerActor(Actor[Training]):
         publisher: Publisher | None = None,
         members: GangMembers | None = None,
         save_weights: Callable[[], object] | None = None,
+        supervised: Callable[[int], Sequence[Group]] | None = None,
     ) -> None:
         self._policy = policy
         self._publisher = publisher or MemoryPublisher()
@@ -120,6 +122,7 @@ class TrainerActor(Actor[Training]):
         self._checkpoints = checkpoints
         self._captures = captures
         self._save_weights = save_weights
+        self._supervised = supervised
         self._is_resumed = counters is not None
         self._average = _MovingAverage(plan.stop.smoothing, **(counters or {}).get("average", {}))
         self._position = parse_position(counters)
@@ -183,27 +186,35 @@ class TrainerActor(Actor[Training]):
     async def _step(self) -> bool:
         """Take one step; return whether training is over. A stop requested while waiting for groups skips the step."""
         started = anyio.current_time()
-        lease = await self._lease()
+        is_warm = self._policy.version < self._plan.num_warm_steps
+        lease = self._supervised_lease() if is_warm else await self._lease()
         if lease is None:
             return False
         leased = anyio.current_time()
         recorder = RowRecorder() if self._is_dump_due() else None
         statistics = await self._train_on(lease, recorder)
-        await self._publish()
+        is_last_warm = self._policy.version == self._plan.num_warm_steps
+        # Nothing is sampled in between warm steps, unless they are evaluated.
+        if not is_warm or is_last_warm or self._is_evaluation_due(is_over=False):
+            await self._publish()
         trained = anyio.current_time()
         # Only after the weights were published: until then, the lease would be offered again unchanged.
-        self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
+        if not is_warm:
+            self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
         await self._peers.capacity.tell(VersionAdvanced(version=self._policy.version))
-        reward = _mean_reward(statistics, lease)
+        reward = None if is_warm else _mean_reward(statistics, lease)
         is_over = self._is_over(reward)
-        metrics = _metrics(statistics, lease) | {"reward": reward} | await self._speed()
+        metrics = _supervised_metrics(statistics, lease) if is_warm else _metrics(statistics, lease)
+        metrics |= {"reward": reward} | await self._speed()
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
-        evaluated = await self._evaluate() if self._is_evaluation_due(is_over=is_over) else None
+        is_due = self._is_evaluation_due(is_over=is_over) or (is_warm and is_last_warm)
+        evaluated = await self._evaluate() if is_due else None
         metrics["eval_reward"] = None if evaluated is None else evaluated.reward
         metrics |= {} if evaluated is None else evaluated.logged
         if recorder is not None:
             await self._tell(RowsTrained(step=self._policy.version, rows=recorder.rows()))
-        await self._tell(StepFinished(step=self._policy.version, metrics=metrics))
+        news = StepFinished(step=self._policy.version, phase=self._policy.phase.name, metrics=metrics)
+        await self._tell(news)
         if self._policy.version % self._plan.checkpoint.every_steps == 0:
             await self._save()
         return is_over
@@ -226,6 +237,12 @@ class TrainerActor(Actor[Training]):
             if not self._policy.is_within_step:
                 await self._save()
             raise
+
+    def _supervised_lease(self) -> Lease:
+        """Return the conversations of the next step in the form of a batch of groups."""
+        assert self._supervised is not None, "a plan with warm steps comes with conversations"
+        step = self._policy.version + 1
+        return Lease(id=-step, groups=tuple(self._supervised(step)), max_staleness=None)
 
     async def _lease(self) -> Lease | None:
         """Return the next batch, or ``None`` if a stop was requested first."""
@@ -252,7 +269,10 @@ class TrainerActor(Actor[Training]):
         await self._stopping.wait()
         scope.cancel()
 
-    def _is_over(self, reward: float) -> bool:
+    def _is_over(self, reward: float | None) -> bool:
+        """Return whether this was the last step. A step without rewards does not end a run early."""
+        if reward is None:
+            return self._policy.version >= self._plan.total_steps
         average = self._average.update(reward)
         stop = self._plan.stop
         if stop.reward is not None and average >= stop.reward and self._policy.version >= stop.min_steps:
@@ -395,6 +415,7 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
         "loss": statistics.loss,
         "kl": statistics.approximate_kl,
         "reference_kl": statistics.reference_kl,
+        "teacher_kl": statistics.teacher_kl,
         "entropy": statistics.entropy,
         "staleness_mean": data.staleness_mean,
         "staleness_max": data.staleness_max,
@@ -433,3 +454,16 @@ def _metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int 
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}
     # A step without any advantage computed nothing, so values such as its entropy are NaN; report them as missing.
     return {key: value if value is None or isfinite(value) else None for key, value in metrics.items()}
+
+
+_SUPERVISED_KEYS = (
+    *("step", "version", "loss", "entropy", "tokens", "trained_tokens", "packed_tokens", "grad_norm", "learning_rate"),
+    *("num_updates", "trained_episodes", "trained_tokens_mean", "trained_tokens_p90"),
+)
+"""The metrics of a step whose tokens were not sampled."""
+
+
+def _supervised_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:
+    metrics = _metrics(statistics, lease)
+    is_known = {key: key in _SUPERVISED_KEYS or key.startswith("custom/") for key in metrics}
+    return {key: value if is_known[key] else None for key, value in metrics.items()}

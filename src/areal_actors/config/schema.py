@@ -43,18 +43,22 @@ from areal_actors.rendering import RendererConfig
 from areal_actors.schedulers.config import SchedulerConfig
 from areal_actors.staleness import CapacityLimits, StaleGroups
 from areal_actors.training.config import LoraServing, PublishBy, TrainerConfig
+from areal_actors.training.phases import Phase, PhaseName, distillation_phase, sft_phase
 from areal_actors.workflows import GenerationConfig
 from areal_actors.workflows.commands import CommandConfig, CommandWord
 
 __all__ = [
     "AgentConfig",
     "AgentMode",
+    "DistillationConfig",
     "LoggingConfig",
     "ModelName",
     "RolloutConfig",
     "RowDumpsConfig",
     "RunConfig",
     "ServeConfig",
+    "SftConfig",
+    "TeacherConfig",
     "WorkflowReference",
     "create_config",
     "load_config",
@@ -173,6 +177,71 @@ class ServeConfig:
 
 
 @frozen(kw_only=True)
+class SftConfig:
+    """The phase sft: supervised steps on conversations, which minimise the negative log-likelihood of the answers.
+
+    Conversations come from a JSONL file in OpenAI's or Anthropic's form, or from the rollouts of an earlier run.
+    """
+
+    jsonl: DataPath | None = None
+    """A file with one conversation on each line: messages, and optionally tools and system."""
+    run: DataPath | None = None
+    """The directory of a run, whose rollouts are trained on; its model must have the same tokenizer."""
+    min_reward: float | None = None
+    """With run: only the episodes in which an answer returned at least this are trained on."""
+    steps: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of steps; by default what total_steps leaves."""
+    batch_size: int = field(default=8, validator=ge(1))
+    """Conversations per step."""
+    learning_rate: float | None = field(default=None, validator=optional(gt(0)))
+    """By default that of trainer.optimizer."""
+
+    def __attrs_post_init__(self) -> None:
+        """Raise ``ValueError`` unless exactly one source is named."""
+        if (self.jsonl is None) == (self.run is None):
+            raise ValueError("name one source of conversations, jsonl or run")
+        if self.run is None and self.min_reward is not None:
+            raise ValueError("min_reward chooses rollouts of a run; conversations of a jsonl file have no reward")
+
+
+@frozen(kw_only=True)
+class TeacherConfig:
+    """The model that a distillation phase imitates: a directory, or a server. It must have the same tokenizer."""
+
+    model: ModelName | None = None
+    """A name or a directory, as for model, loaded by the trainer; with url, the name that the server knows."""
+    url: str | None = None
+    """A server that returns the log-probabilities of prompts: vLLM, SGLang, or any with echo and logprobs."""
+    api_key: str | None = field(default=None, repr=False)
+    max_concurrent: int = field(default=16, validator=ge(1))
+    """Requests to the server at the same time."""
+    timeout_seconds: float = field(default=120.0, validator=gt(0))
+    """How long the server may take to score a row, before the request is sent again."""
+
+    def __attrs_post_init__(self) -> None:
+        """Raise ``ValueError`` without a model."""
+        if self.model is None and self.url is None:
+            raise ValueError("name the model of the teacher, or the url of a server")
+
+
+@frozen(kw_only=True)
+class DistillationConfig:
+    """The phase distillation: the student learns what a teacher would have said, from its own answers.
+
+    The advantage of a token is coefficient times log teacher/student, the reverse KL divergence of one token, plus
+    reward_coefficient times the advantage of its reward.
+    """
+
+    teacher: TeacherConfig
+    coefficient: float = field(default=1.0, validator=gt(0))
+    reward_coefficient: float = field(default=0.0, validator=ge(0))
+    steps: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of steps; by default what total_steps leaves."""
+    learning_rate: float | None = field(default=None, validator=optional(gt(0)))
+    """By default that of trainer.optimizer."""
+
+
+@frozen(kw_only=True)
 class RowDumpsConfig:
     """Rows of training steps as parquet files, rows/step-<n>.parquet, for analysis and for other trainers."""
 
@@ -222,6 +291,45 @@ def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
         )
 
 
+def _check_phases(run: RunConfig, _: object, phases: tuple[PhaseName, ...]) -> None:
+    """Reject phases that have no section or no steps, or that cannot follow one another."""
+    if not phases:
+        raise ValueError("names no phase; use [rl], [sft, rl] or [sft, distillation, rl]")
+    if len(set(phases)) < len(phases):
+        raise ValueError("names a phase twice, and each has one section")
+    if PhaseName.SFT in phases[1:]:
+        raise ValueError("has sft after a phase in which agents run; put it first")
+    sections = {PhaseName.SFT: run.sft, PhaseName.DISTILLATION: run.distillation}
+    for name in phases:
+        if name in sections and sections[name] is None:
+            raise ValueError(f"names {name}, and there is no section {name}; add it, or leave the phase out")
+    if PhaseName.SFT in phases and run.trainer.objective.kl.coefficient:
+        raise ValueError(
+            "has sft, and trainer.objective.kl would pull back to the model before it; run phases [sft] first, then "
+            "set model to the weights of that run"
+        )
+    if PhaseName.DISTILLATION in phases and run.trainer.advantages.drop_zero_variance:
+        raise ValueError(
+            "has distillation, which trains groups without a reward signal; set advantages.drop_zero_variance to false"
+        )
+    _check_steps(phases, {name: section.steps for name, section in sections.items() if section}, run.total_steps)
+
+
+def _check_steps(phases: tuple[PhaseName, ...], steps: Mapping[PhaseName, int | None], total_steps: int) -> None:
+    """Reject phases whose steps do not add up to ``total_steps``, of which one phase may take what is left."""
+    known = {name: steps[name] for name in phases if steps.get(name)}
+    counted = " and ".join(f"{name} has {number}" for name, number in known.items())
+    rest = [name for name in phases if name not in known]
+    left = total_steps - sum(number or 0 for number in known.values())
+    if len(rest) > 1:
+        named = " and ".join(f"{name}.steps" for name in rest if name is not PhaseName.RL)
+        raise ValueError(f"leaves open how long {' and '.join(rest)} are; set {named}")
+    if rest and left < 1:
+        raise ValueError(f"leaves no steps for {rest[0]}: {counted}, and total_steps is {total_steps}")
+    if not rest and left:
+        raise ValueError(f"do not add up: {counted} steps, and total_steps is {total_steps}")
+
+
 @frozen(kw_only=True)
 class RunConfig:
     """A run: the model, the agent that it learns from, and the settings of each component."""
@@ -232,12 +340,17 @@ class RunConfig:
     """Runs are written to <fileroot>/<experiment_name>/<trial_name>."""
     seed: int = 1
     total_steps: int = field(validator=ge(1))
+    """Number of steps of all phases together."""
     batch_size: int = field(default=8, validator=ge(1))
     """Groups per step."""
     model: ModelName
     """A name, or the path of a directory that transformers can load."""
     tokenizer: ModelName | None = None
     """The source of the tokenizer and its chat template; by default the model."""
+    phases: tuple[PhaseName, ...] = field(default=(PhaseName.RL,), validator=_check_phases)
+    """What a run does, in this order: sft, distillation, rl. All but rl have a section; the steps are counted on."""
+    sft: SftConfig | None = None
+    distillation: DistillationConfig | None = None
     dataset: DatasetConfig | None = None
     """The problems that train works on; serve trains on the problems of external agents."""
     eval_dataset: DatasetConfig | None = None
@@ -282,9 +395,45 @@ class RunConfig:
             evaluation=self.evaluation,
             checkpoint=self.checkpoint,
             stop=self.stop,
+            num_warm_steps=self.num_warm_steps,
             max_step_seconds=self.rollout.max_step_seconds,
             rows_every_steps=self.logging.row_dumps.every_steps,
         )
+
+    @property
+    def training_phases(self) -> tuple[Phase, ...]:
+        """The phases with their settings. The one that takes the steps left over has their number, too."""
+        known = {PhaseName.SFT: self.sft, PhaseName.DISTILLATION: self.distillation}
+        given = {name: section.steps for name, section in known.items() if section is not None and name in self.phases}
+        left = self.total_steps - sum(number or 0 for number in given.values())
+        return tuple(self._phase(name, given.get(name) or left) for name in self.phases)
+
+    def _phase(self, name: PhaseName, num_steps: int) -> Phase:
+        match name:
+            case PhaseName.SFT:
+                assert self.sft is not None
+                return sft_phase(self.trainer, num_steps=num_steps, learning_rate=self.sft.learning_rate)
+            case PhaseName.DISTILLATION:
+                assert self.distillation is not None
+                return distillation_phase(
+                    self.trainer,
+                    num_steps=num_steps,
+                    learning_rate=self.distillation.learning_rate,
+                    coefficient=self.distillation.coefficient,
+                    reward_coefficient=self.distillation.reward_coefficient,
+                )
+            case PhaseName.RL:
+                return Phase(num_steps=num_steps, config=self.trainer)
+
+    @property
+    def num_warm_steps(self) -> int:
+        """The number of supervised steps, which come before all others."""
+        return sum(phase.num_steps or 0 for phase in self.training_phases if phase.name is PhaseName.SFT)
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether agents' episodes are trained in any phase."""
+        return self.phases != (PhaseName.SFT,)
 
     @property
     def trained_models(self) -> ModelsConfig:
@@ -336,7 +485,8 @@ class RunConfig:
             max_concurrent=self.rollout.max_concurrent_rollouts,
             max_staleness=self.rollout.max_head_offpolicyness,
             batch_size=self.batch_size,
-            max_groups=self.total_steps * self.batch_size,
+            max_groups=(self.total_steps - self.num_warm_steps) * self.batch_size,
+            first_version=self.num_warm_steps,
         )
 
 

@@ -23,12 +23,14 @@ __all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "summarize_run"]
 STEP_KEYS = (
     "step",
     "version",
+    "phase",
     "reward",
     "eval_reward",
     "penalty_mean",
     "loss",
     "kl",
     "reference_kl",
+    "teacher_kl",
     "entropy",
     "staleness_mean",
     "staleness_max",
@@ -108,7 +110,7 @@ class MetricsWriter:
         """Write a step, or the evaluation before the first one. Raises ``OSError``."""
         match news:
             case StepFinished():
-                self._write({**news.metrics, "step": news.step})
+                self._write({**news.metrics, "step": news.step, "phase": news.phase})
             case EvaluationFinished(version=0):
                 self._write({"step": 0, "version": 0, "eval_reward": news.reward, **news.logged})
 

@@ -28,13 +28,10 @@ from areal_actors.domain import (
     ChatMessage,
     Completion,
     CompletionRequest,
-    Episode,
     FinishReason,
     Group,
-    GroupId,
     InteractionId,
     Ints,
-    Problem,
     SessionId,
     Tool,
     Trajectory,
@@ -45,6 +42,7 @@ from areal_actors.proxy.anthropic_messages import parse_anthropic_conversation, 
 from areal_actors.proxy.chat_messages import parse_messages, parse_tools
 from areal_actors.rendering import Renderer
 from areal_actors.run.tokenizers import load_vocabulary, require_contained, vocabulary_of
+from areal_actors.training.phases import supervised_group
 
 __all__ = [
     "AnswerRenderer",
@@ -148,7 +146,7 @@ def load_rollouts(
             rows = [_row_of(record) for record in episode]
             num_episodes += 1
             if min_reward is None or max(row.reward for row in rows) >= min_reward:
-                groups.append(_group(len(groups), rows[0].session, rows))
+                groups.append(supervised_group(rows, position=len(groups)))
     if not groups:
         raise DatasetError(f"None of the {num_episodes} episodes in {run.rollouts} has a reward of {min_reward:g}.")
     _require_short(groups, max_tokens)
@@ -179,7 +177,7 @@ def _groups(
         except ArealError as error:  # also a request that the proxy would refuse, or that the template does
             wrong.append(f"{where}: {error}")
         else:
-            groups.append(_group(len(groups), SessionId(where), rows))
+            groups.append(supervised_group(rows, position=len(groups)))
     if wrong:
         more = f"\n  and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         listed = "\n  ".join(wrong[:_MAX_NAMED])
@@ -272,11 +270,6 @@ def _as_parsed(renderer: AnswerRenderer, ids: Ints, answer: ChatMessage, request
 def _completion(ids: Ints) -> Completion:
     nothing = np.zeros(len(ids))
     return Completion(token_ids=ids, logprobs=nothing, raw_logprobs=nothing, versions=nothing, finish=FinishReason.STOP)
-
-
-def _group(position: int, session: SessionId, rows: Sequence[Trajectory]) -> Group:
-    episode = Episode(session=session, member=0, reward=max(row.reward for row in rows), trajectories=tuple(rows))
-    return Group(id=GroupId(f"sft-{position}"), problem=Problem(position=position, data={}), episodes=(episode,))
 
 
 def _require_short(groups: Sequence[Group], max_tokens: int | None) -> None:

@@ -17,14 +17,16 @@ from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
 from areal_actors.datasets import Problems, find_overlap, load_problems
 from areal_actors.engines.servers.config import Backend
-from areal_actors.errors import CheckpointError, ConfigError
+from areal_actors.errors import CheckpointError, ConfigError, DatasetError
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
 from areal_actors.locks import NO_LOCKS, hold
 from areal_actors.models import ModelFiles, load_policy, resolve_model
 from areal_actors.references import import_reference
-from areal_actors.rendering import Renderer, load_renderer
+from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
+from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.telemetry import get_logger
 from areal_actors.training.advice import doubtful_settings, inert_settings
+from areal_actors.training.phases import PhaseName
 
 if TYPE_CHECKING:
     from areal_actors.training.config import TrainerConfig
@@ -38,6 +40,7 @@ __all__ = [
     "load_job",
     "load_problem_sets",
     "load_rendering",
+    "load_supervised",
     "no_checkpoint",
     "prepared_directory",
 ]
@@ -63,6 +66,8 @@ class Job:
     renderer: Renderer
     problems: ProblemSets
     policy: PolicyTrainer
+    supervised: SupervisedData | None = None
+    """The conversations of a phase sft; ``None`` without one."""
     counters: Mapping[str, Any] | None = field(default=None)
     """The counters of the checkpoint that the run resumes from; ``None`` for a new run."""
 
@@ -142,7 +147,14 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_external: bool = False) -> Job:
+def load_job(
+    config: RunConfig,
+    directory: RunDirectory,
+    *,
+    resume: bool,
+    is_external: bool = False,
+    supervised: SupervisedData | None = None,
+) -> Job:
     """Load problems (unless they are external), model, tokenizer and checkpoint. Blocks.
 
     A service that was killed before its first checkpoint is resumed with its initial weights: the sessions of its
@@ -150,6 +162,9 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
     """
     for sentence in (*inert_settings(config.trainer), *doubtful_settings(config.trainer)):
         _log.warning("setting", detail=f"trainer.{sentence}")
+    for name in (PhaseName.SFT, PhaseName.DISTILLATION):
+        if getattr(config, name) is not None and name not in config.phases:
+            _log.warning("setting", detail=f"{name} has no effect: phases is [{', '.join(config.phases)}].")
     problems = load_problem_sets(config, is_external=is_external)
     model = resolve_model(config.model)
     renderer = load_rendering(config)
@@ -165,6 +180,7 @@ def load_job(config: RunConfig, directory: RunDirectory, *, resume: bool, is_ext
         renderer=renderer,
         problems=problems,
         policy=policy,
+        supervised=supervised,
         counters=counters,
     )
 
@@ -177,7 +193,41 @@ def no_checkpoint(directory: RunDirectory) -> CheckpointError:
     return CheckpointError(f"There is no complete checkpoint in {directory.checkpoints} to go on from; {advice}.")
 
 
-def load_rendering(config: RunConfig) -> Renderer:
+def load_supervised(config: RunConfig) -> SupervisedData | None:
+    """Load the conversations of the phase sft; return ``None`` without one. Blocks.
+
+    Raises ``DatasetError`` for conversations that cannot be trained on, and ``ConfigError`` for rollouts of another
+    tokenizer.
+    """
+    settings = config.sft
+    if PhaseName.SFT not in config.phases or settings is None:
+        return None
+    renderer = load_rendering(config)
+    max_tokens = _context_length(config)
+    if settings.run is not None:
+        groups = load_rollouts(Path(settings.run), renderer, min_reward=settings.min_reward, max_tokens=max_tokens)
+    else:
+        assert settings.jsonl is not None
+        groups = load_conversations(Path(settings.jsonl), renderer, max_tokens=max_tokens)
+    if len(groups) < settings.batch_size:
+        raise DatasetError(
+            f"sft.batch_size is {settings.batch_size}, and there are {len(groups)} conversations in "
+            f"{settings.run or settings.jsonl}; lower it, or give more."
+        )
+    return SupervisedData(groups=groups, batch_size=settings.batch_size, seed=config.seed)
+
+
+def _context_length(config: RunConfig) -> int | None:
+    """Return the number of tokens that the model, and the engine in this process, can hold."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(resolve_model(config.model).path).get_text_config()
+    limits = [getattr(found, "max_position_embeddings", None)]
+    limits += [config.engine.max_length] if config.rollout.backend is Backend.TORCH else []
+    return min((limit for limit in limits if limit), default=None)
+
+
+def load_rendering(config: RunConfig) -> TemplateRenderer:
     """Load the renderer, which converts between messages and token ids."""
     return load_renderer(resolve_model(config.tokenizer or config.model).path, config=config.renderer)
 
@@ -211,7 +261,19 @@ def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
         reference=reference,
         # ``layout: tree`` refuses a model whose sliding window is shorter than the rows may be.
         max_length=config.engine.max_length if config.rollout.backend is Backend.TORCH else None,
+        phases=config.training_phases,
+        teacher=_load_teacher(config),
     )
+
+
+def _load_teacher(config: RunConfig) -> Any:
+    """Return the model that a distillation phase imitates; ``None`` if there is none, or a server has it."""
+    if PhaseName.DISTILLATION not in config.phases or config.distillation is None:
+        return None
+    teacher = config.distillation.teacher
+    if teacher.url is not None or teacher.model is None:
+        return None
+    return _place(load_policy(resolve_model(teacher.model, has_tokenizer=False).path), config.trainer)
 
 
 def _place(model: Any, config: TrainerConfig) -> Any:

@@ -197,6 +197,7 @@ async def _spawn_trainer(
         publisher=await open_publisher(job.config, job.directory, inference.generation, by=by, keeping=keeping),
         members=members,
         save_weights=partial(export_policy, job.config, job.directory, job.policy),
+        supervised=None if job.supervised is None else job.supervised.batch,
     )
     return await inference.system.spawn(trainer, name="trainer")
 

@@ -47,7 +47,14 @@ from areal_actors.proxy import ProxyServer
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.capture import check_generation
 from areal_actors.run.doorway import fetch_listener
-from areal_actors.run.job import Job, ProblemSets, create_policy, load_problem_sets, load_rendering
+from areal_actors.run.job import (
+    Job,
+    ProblemSets,
+    create_policy,
+    load_problem_sets,
+    load_rendering,
+    load_supervised,
+)
 from areal_actors.run.journals import open_journal
 from areal_actors.run.keeping import keep_weights
 from areal_actors.run.models import open_engine
@@ -154,8 +161,12 @@ def needs_of(role: Role, config: RunConfig) -> tuple[Role, ...]:
 
 
 def has_rollouts(config: RunConfig, *, is_service: bool) -> bool:
-    """Return whether this run has a runner of agents. A service has one only to evaluate on held-out problems."""
-    return not is_service or (config.eval_dataset is not None and config.rollout.workflow is not None)
+    """Return whether this run has a runner of agents.
+
+    A service has one only to evaluate on held-out problems, and so has a run that only trains on conversations.
+    """
+    can_evaluate = config.eval_dataset is not None and config.rollout.workflow is not None
+    return can_evaluate or (config.has_rollouts and not is_service)
 
 
 def open_role(post: Post) -> AbstractAsyncContextManager[Opened]:
@@ -269,6 +280,7 @@ async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
             publisher=publisher,
             members=members,
             save_weights=partial(export_policy, config, post.directory, policy),
+            supervised=None if job.supervised is None else job.supervised.batch,
         )
         actors: dict[str, Ref[Any]] = {} if keeping is None else {"weights": keeping.keeper}
         yield Opened(actors=actors | {"trainer": await post.system.spawn(trainer, name="trainer")})
@@ -289,6 +301,7 @@ def _load_job(post: Post, renderer: Renderer) -> Job:
         renderer=renderer,
         problems=ProblemSets(),
         policy=policy,
+        supervised=load_supervised(config),
         counters=counters,
     )
 

@@ -21,6 +21,7 @@ from attrs import evolve
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
 from areal_actors.domain import Role
+from areal_actors.errors import ConfigError
 from areal_actors.messages import Endpoint
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.agents import prepare_agent
@@ -32,6 +33,7 @@ from areal_actors.run.placement import PlacedRun, run_placed
 from areal_actors.run.roles import has_rollouts
 from areal_actors.telemetry import get_logger, logging_to_file
 from areal_actors.training.config import Normalisation
+from areal_actors.training.phases import PhaseName
 
 __all__ = ["Server", "describe_service", "format_service", "serve"]
 
@@ -86,6 +88,11 @@ class Server:
     ) -> RunSummary:
         """Serve inside the running event loop. Signals are handled only if ``is_handling_signals`` is set."""
         config, directory = self.config, directory_of(self.config, run_dir)
+        if config.phases != (PhaseName.RL,):
+            raise ConfigError(
+                f"phases: a service trains in the phase rl only, not [{', '.join(config.phases)}]; run the others with "
+                "train, then set model to the weights of that run"
+            )
         functions = await to_thread.run_sync(try_functions, config)
         placed = config.scheduler.roles.placed
         # An agent whose role is placed in a worker is prepared there.

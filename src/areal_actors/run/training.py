@@ -21,7 +21,7 @@ from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.functions import log_functions, try_functions
-from areal_actors.run.job import directory_of, load_job, prepared_directory
+from areal_actors.run.job import directory_of, load_job, load_supervised, prepared_directory
 from areal_actors.run.learning import Learning, learn
 from areal_actors.run.placement import PlacedRun, run_placed
 from areal_actors.telemetry import logging_to_file
@@ -72,8 +72,9 @@ class Trainer:
         """Train inside the running event loop. Signals are handled only if ``is_handling_signals`` is set."""
         config = self.config
         _check_complete(config, has_workflow=workflow is not None)
-        # Before the run directory is prepared, so that a broken function does not move an earlier run aside.
+        # Before the run directory is prepared, so that no mistake in them moves an earlier run aside.
         functions = await to_thread.run_sync(try_functions, config)
+        supervised = await to_thread.run_sync(load_supervised, config)
         directory = directory_of(config, run_dir)
         is_rollout_apart = Role.ROLLOUT in config.scheduler.roles.placed
         if is_rollout_apart and workflow is not None:
@@ -82,7 +83,8 @@ class Trainer:
                 "one; name it in rollout.workflow, or leave the role at home"
             )
         prepare = partial(prepare_agent, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs)
-        opening = nullcontext() if is_rollout_apart else prepare(config.rollout)
+        has_agent = workflow is not None or config.rollout.workflow is not None
+        opening = nullcontext() if is_rollout_apart or not has_agent else prepare(config.rollout)
         started = time.monotonic()
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
             log_functions(functions)
@@ -98,14 +100,16 @@ class Trainer:
                         )
                     )
                     return summarize_run(directory, seconds=time.monotonic() - started)
-                assert agent is not None
-                job = await to_thread.run_sync(lambda: load_job(config, directory, resume=resume))
+                load = partial(load_job, config, directory, resume=resume, supervised=supervised)
+                job = await to_thread.run_sync(load)
                 await learn(job, Learning(agent=agent, proxy=config.proxy, is_handling_signals=is_handling_signals))
         return summarize_run(directory, seconds=time.monotonic() - started)
 
 
 def _check_complete(config: RunConfig, *, has_workflow: bool) -> None:
-    """Raise ``ConfigError`` if the dataset or the agent is missing, which only a service can do without."""
+    """Raise ``ConfigError`` if a phase in which agents run lacks the dataset or the agent."""
+    if not config.has_rollouts:
+        return
     missing = []
     if config.dataset is None:
         missing.append("dataset is missing: the problems to train on; to train on what external agents do, use serve")

@@ -13,9 +13,10 @@ from enum import StrEnum
 from attrs import evolve, field, frozen
 from attrs.validators import ge
 
+from areal_actors.domain import Episode, Group, GroupId, Problem, Trajectory
 from areal_actors.training.config import Aggregation, ObjectiveConfig, OptimizerConfig, TrainerConfig
 
-__all__ = ["Phase", "PhaseName", "distillation_phase", "phase_of", "sft_phase"]
+__all__ = ["Phase", "PhaseName", "distillation_phase", "phase_of", "sft_phase", "supervised_group"]
 
 
 class PhaseName(StrEnum):
@@ -85,6 +86,13 @@ def distillation_phase(
         teacher_coefficient=coefficient,
         reward_coefficient=reward_coefficient,
     )
+
+
+def supervised_group(rows: Sequence[Trajectory], *, position: int = 0) -> Group:
+    """Return the rows of one conversation in the form that steps take; they are trained if the phase is ``sft``."""
+    session = rows[0].session
+    episode = Episode(session=session, member=0, reward=max(row.reward for row in rows), trajectories=tuple(rows))
+    return Group(id=GroupId(f"sft-{position}"), problem=Problem(position=position, data={}), episodes=(episode,))
 
 
 def _optimizer(config: TrainerConfig, learning_rate: float | None) -> OptimizerConfig:

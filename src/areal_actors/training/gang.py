@@ -110,12 +110,16 @@ class Gang:
         """Whether this gang has only one rank."""
         return self.size == 1
 
-    def share(self, packs: Sequence[Pack]) -> tuple[int | None, ...]:
-        """Return the indices of the ``packs`` that this rank computes.
+    def rounds(self, packs: Sequence[Pack]) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
+        """Return, for each round of passes, the index that this rank computes of ``packs``, and those of all ranks.
 
         ``None`` is a pass over nothing, made only because all ranks have to take part in the collective calls.
         """
-        return deal([pack.input_ids.size for pack in packs], num_ranks=self.size)[self.rank]
+        shares = deal([pack.input_ids.size for pack in packs], num_ranks=self.size)
+        return tuple(
+            (dealt[self.rank], tuple(index for index in dealt if index is not None))
+            for dealt in zip(*shares, strict=True)
+        )
 
     def sum(self, values: Doubles) -> Doubles:
         """Return the sum over the ranks of arrays [n]; the bits are the same on every rank."""

@@ -145,9 +145,10 @@ def visible(segments: Sequence[Segment]) -> npt.NDArray[np.bool_]:
 
 
 def subtree_ends(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
-    """Return, for each of the L positions that ``segments`` cover, the end of its subtree, int32 [L].
+    """Return, for each of the L positions up to the last of ``segments``, the end of its subtree, int32 [L].
 
     The nodes below node j are those from j + 1 up to this end, so that i attends to j exactly if ``j <= i < ends[j]``.
+    Positions that are neither in a segment nor an ancestor of one have 0: none attends to them.
     """
     ends = np.zeros(segments[-1].stop, dtype=np.int32)
     for segment in segments:  # in ascending order, so that the last segment below a node sets its end
@@ -157,12 +158,15 @@ def subtree_ends(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
 
 
 def node_depths(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
-    """Return the number of ancestors of each of the L positions that ``segments`` cover, int32 [L]."""
-    sizes = [segment.stop - segment.start for segment in segments]
-    starts = [len(segment.ancestors) for segment in segments]
-    firsts = [segment.start for segment in segments]
-    depths: npt.NDArray[np.int32] = np.repeat(np.subtract(starts, firsts), sizes).astype(np.int32)
-    depths += np.arange(segments[-1].stop, dtype=np.int32)
+    """Return the number of ancestors of each of the L positions up to the last of ``segments``, int32 [L].
+
+    Positions that are neither in a segment nor an ancestor of one have 0.
+    """
+    depths = np.zeros(segments[-1].stop, dtype=np.int32)
+    for segment in segments:
+        num_above, size = len(segment.ancestors), segment.stop - segment.start
+        depths[segment.ancestors] = np.arange(num_above)
+        depths[segment.start : segment.stop] = np.arange(num_above, num_above + size)
     return depths
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from areal_actors.domain import Floats
 from areal_actors.errors import CaptureViolation, CustomFunctionError
 from areal_actors.training.batch import Batch
+from areal_actors.training.chunks import ChunkStore, split_pack
 from areal_actors.training.config import Activations
 from areal_actors.training.forward import TokenScores, score_pack
 from areal_actors.training.gang import Gang
@@ -29,6 +30,7 @@ from areal_actors.training.objective import Objective, ObjectiveLoss, TokenSums
 from areal_actors.training.packing import Pack
 from areal_actors.training.sharding import free_gathered
 from areal_actors.training.terms import Terms
+from areal_actors.training.tree_attention import PackMask, chunk_length
 
 __all__ = ["Accumulated", "PassScores", "Passes", "Scorer"]
 
@@ -56,10 +58,10 @@ class Scorer(torch.nn.Module):
         self.model = model
         self.activations = Activations.KEEP
 
-    def forward(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, pack: Pack, mask: PackMask | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of ``TokenScores`` as a tuple, in which gradient hooks find the tensors."""
         with layer_memory(self.model, activations=self.activations, dtype=self._compute_dtype()):
-            found = score_pack(self.model, pack)
+            found = score_pack(self.model, pack, mask=mask)
         assert found.is_outside is not None
         return found.logprobs, found.entropies, found.raw_logprobs, found.is_outside
 
@@ -94,10 +96,14 @@ class Accumulated:
 
 @frozen(kw_only=True)
 class Passes:
-    """Computes packs in ``dtype``. All ranks of ``gang`` make the same calls with the same packs."""
+    """Computes packs in ``dtype``. All ranks of ``gang`` make the same calls with the same packs.
+
+    Passes of more than ``chunk_tokens`` tokens are computed in chunks of so many; ``None`` means that none is.
+    """
 
     gang: Gang
     dtype: torch.dtype
+    chunk_tokens: int | None = None
 
     def accumulate(self, scorer: Scorer, objective: Objective, batch: Batch, packs: Sequence[Pack]) -> Accumulated:
         """Add the gradients of all ``packs`` to those of the weights.
@@ -107,15 +113,17 @@ class Passes:
         _check_ids(scorer.model, packs)
         found = [np.zeros((2, len(pack.targets)), dtype=np.float32) for pack in packs]
         total, sums, num_outside = 0.0, TokenSums(), 0.0
-        for index in self.gang.share(packs):
+        for index, num_calls in self._rounds(scorer, packs):
             pack = _COMPANY if index is None else packs[index]
-            scores = self._score(scorer, pack)
-            if index is None:
-                # The backward pass of sharded weights is collective, too: without it the other ranks would wait.
-                torch.autograd.backward(0.0 * scores.logprobs.sum())
+            chunks = None if num_calls == 1 else self._split(scorer, pack)
+            scores = self._score(scorer, pack) if chunks is None else self._score_chunks(scorer, chunks, num_calls)
+            result = None if index is None else _apply(objective, scores, batch, pack)
+            # The backward pass of sharded weights is collective, too: without it the other ranks would wait.
+            torch.autograd.backward(0.0 * scores.logprobs.sum() if result is None else result.loss)
+            if chunks is not None:
+                self._backward_chunks(scorer, chunks, num_calls, scores)
+            if index is None or result is None:
                 continue
-            result = _apply(objective, scores, batch, pack)
-            torch.autograd.backward(result.loss)
             total, sums = total + float(result.loss.detach()), sums + result.sums
             num_outside += 0.0 if scores.is_outside is None else float(scores.is_outside.sum())
             found[index] = _pair(scores)
@@ -134,17 +142,71 @@ class Passes:
         """
         _check_ids(scorer.model, packs)
         found = [np.zeros((2, len(pack.targets)), dtype=np.float32) for pack in packs]
-        for index in self.gang.share(packs):
-            scores = self._score(scorer, _COMPANY if index is None else packs[index])
+        for index, num_calls in self._rounds(scorer, packs):
+            pack = _COMPANY if index is None else packs[index]
+            if num_calls == 1:
+                scores = self._score(scorer, pack)
+            else:
+                scores = self._score_chunks(scorer, self._split(scorer, pack), num_calls)
             if index is not None:
                 found[index] = _pair(scores)
         free_gathered(scorer)
         return self._share_scores(found)
 
-    def _score(self, scorer: Scorer, pack: Pack) -> TokenScores:
+    def _score(self, scorer: Scorer, pack: Pack, mask: PackMask | None = None) -> TokenScores:
         with self._precision(scorer.model.device.type):
-            logprobs, entropies, raw, is_outside = scorer(pack)
+            logprobs, entropies, raw, is_outside = scorer(pack, mask)
         return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw, is_outside=is_outside)
+
+    # ------------------------------------------------------------------------------------------------- in chunks
+
+    def _rounds(self, scorer: Scorer, packs: Sequence[Pack]) -> list[tuple[int | None, int]]:
+        """Return the index of this rank's pack in each round, and how often all ranks call the scorer in it.
+
+        All of them call it as often as the one whose pack has the most chunks.
+        """
+        return [
+            (own, max(len(self._split(scorer, packs[index]).chunks) for index in dealt))
+            for own, dealt in self.gang.rounds(packs)
+        ]
+
+    def _split(self, scorer: Scorer, pack: Pack) -> ChunkStore:
+        size = pack.input_ids.size if self.chunk_tokens is None else chunk_length(scorer.model, self.chunk_tokens)
+        return ChunkStore(split_pack(pack, size), scorer.model.device)
+
+    def _score_chunks(self, scorer: Scorer, store: ChunkStore, num_calls: int) -> TokenScores:
+        """Return the scores of the whole pass as leaves, which receive the gradients of its loss."""
+        parts = []
+        with torch.no_grad():
+            for index in range(num_calls):
+                if index >= len(store.chunks):
+                    self._score(scorer, _COMPANY)
+                    continue
+                mask = store.mask(index)
+                parts.append(self._score(scorer, store.chunks[index].pack, mask))
+                store.keep(index, mask)
+        order = torch.from_numpy(np.argsort(np.concatenate([chunk.trained for chunk in store.chunks])))
+        logprobs, entropies, raw, is_outside = (
+            torch.cat([getattr(part, name) for part in parts])[order.to(scorer.model.device)]
+            for name in ("logprobs", "entropies", "raw_logprobs", "is_outside")
+        )
+        for leaf in (logprobs, entropies):
+            leaf.requires_grad_(torch.is_grad_enabled())
+        return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw, is_outside=is_outside)
+
+    def _backward_chunks(self, scorer: Scorer, store: ChunkStore, num_calls: int, scores: TokenScores) -> None:
+        """Add the gradients of the pass, from those of its ``scores``."""
+        given = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (scores.logprobs, scores.entropies)
+        ]
+        for index in reversed(range(num_calls)):
+            if index >= len(store.chunks):
+                torch.autograd.backward(0.0 * self._score(scorer, _COMPANY).logprobs.sum())
+                continue
+            mask = store.mask(index)
+            part = self._score(scorer, store.chunks[index].pack, mask)
+            trained = torch.from_numpy(store.chunks[index].trained).to(scorer.model.device)
+            store.backward(index, mask, (part.logprobs, part.entropies), [values[trained] for values in given])
 
     def _precision(self, device_type: str) -> AbstractContextManager[Any]:
         if self.dtype is torch.float32:

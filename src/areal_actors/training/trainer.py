@@ -7,6 +7,7 @@ publication of weights are decided elsewhere. In a gang each rank has a trainer,
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +35,7 @@ from areal_actors.training.imitation import create_phase_objective, required_sco
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
 from areal_actors.training.memory import cast_weights, device_bytes, release_free_memory, resolve_activations
 from areal_actors.training.objective import Objective, TokenSums
-from areal_actors.training.optimizer import Optimizer, state_bytes
+from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
 from areal_actors.training.passes import Passes, PassScores, Scorer
 from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
@@ -42,7 +43,13 @@ from areal_actors.training.phases import Phase, PhaseName, phase_of
 from areal_actors.training.recording import RowRecorder
 from areal_actors.training.sharding import gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
-from areal_actors.training.support import attention_window, plan_attention, require_plain_head, require_tree_support
+from areal_actors.training.support import (
+    attention_window,
+    plan_attention,
+    require_chunk_support,
+    require_plain_head,
+    require_tree_support,
+)
 from areal_actors.training.tree_attention import has_planned_attention
 from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
 
@@ -538,7 +545,7 @@ class PolicyTrainer:
 
     @property
     def _passes(self) -> Passes:
-        return Passes(gang=self.gang, dtype=self._dtype)
+        return Passes(gang=self.gang, dtype=self._dtype, chunk_tokens=self.config.chunk_tokens)
 
     def _choose_dtype(self, device: torch.device | None = None) -> torch.dtype:
         """Return the data type of forward and backward passes; trained weights and moments are always float32."""
@@ -547,15 +554,16 @@ class PolicyTrainer:
 
     def _set_activations(self) -> None:
         """Decide what passes keep for the backward pass, for the current device and number of ranks."""
-        held = 4 + state_bytes(self.config.optimizer)  # of a trained weight: its gradient, and what the optimiser keeps
-        num_bytes = sum(p.nbytes + p.numel() * held * p.requires_grad for p in self.model.parameters())
+        num_bytes = sum(p.nbytes * (4 if p.requires_grad else 1) for p in self.model.parameters())
         self.activations = resolve_activations(
             self.config.activations,
             self.model.config,
             dtype=self._dtype,
-            # A row that is longer than a pass gets one to itself.
-            num_tokens=max(self.config.max_packed_tokens, self._max_length or 0),
-            state_bytes=int(num_bytes / self.gang.size),
+            # A row that is longer than a pass gets one to itself, unless it is computed in chunks.
+            num_tokens=min(
+                max(self.config.max_packed_tokens, self._max_length or 0), self.config.chunk_tokens or sys.maxsize
+            ),
+            state_bytes=num_bytes // self.gang.size,
             memory_bytes=device_bytes(self.model.device),
         )
         self._scorer.activations = self.activations
@@ -594,6 +602,8 @@ class PolicyTrainer:
             plan_attention(model)
             if self.config.layout is Layout.TREE:
                 require_tree_support(model, max_length=self._max_length)
+            if self.config.chunk_tokens is not None:
+                require_chunk_support(model)
 
     @property
     def _models(self) -> list[Any]:

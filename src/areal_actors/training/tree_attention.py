@@ -38,8 +38,10 @@ __all__ = [
     "BLOCK_ATTENTION",
     "SEGMENT_ATTENTION",
     "BlockLists",
+    "Layers",
     "PackMask",
     "SegmentPlan",
+    "chunk_length",
     "create_mask",
     "has_planned_attention",
     "padded_length",
@@ -53,6 +55,7 @@ BLOCK_ATTENTION = "areal_blocks"
 """Name of the attention by blocks, which compiles for a GPU."""
 
 _BLOCK = 128
+_MAX_COMPILED = 64
 _MIN_HEAD_DIM = 16
 """FlexAttention multiplies blocks on tensor cores, which take no smaller dimension."""
 
@@ -85,17 +88,33 @@ def create_mask(model: Any, segments: Sequence[Segment], device: torch.device) -
     return mask.masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
 
 
+Layers = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values [1, K, n, D] of n positions, by the index of the layer."""
+
+
 class PackMask(BlockMask):
     """The plans of attention over ``segments``, in the place of a mask [1, 1, L, L] that is never made.
 
-    Each plan is made when a layer first needs it. ``windows`` lists the window of every layer that has attended.
+    Each plan is made when a layer first needs it. ``windows`` lists the window of every layer that has attended. If
+    the first segment starts at P, the pass has the positions from P only, and ``prefix`` the keys and values of the
+    positions before them. With ``keeps_own``, ``own`` receives those of the pass itself.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        # The fields of a BlockMask stay unset: layers get the block masks that ``blocks`` returns.
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        *,
+        prefix: Sequence[Layers] = (),
+        keeps_own: bool = False,
+    ) -> None:
+        # The fields of a BlockMask stay unset: layers get the block masks that ``by_block`` returns.
         self.segments = segments
         self.device = device
         self.length = segments[-1].stop
+        self.prefix = prefix
+        self.keeps_own = keeps_own
+        self.own: Layers = {}
         self.windows: list[int | None] = []
         self._segment_plans: dict[int | None, SegmentPlan] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
@@ -108,6 +127,15 @@ class PackMask(BlockMask):
     def __repr__(self) -> str:
         """Return the number of segments and of tokens; a ``BlockMask`` would draw its blocks."""
         return f"PackMask({len(self.segments)} segments, {self.length} tokens)"
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ``layer``'s keys and values behind those of the prefix."""
+        if self.keeps_own:
+            self.own[layer] = (key, value)
+        if not self.prefix:
+            return key, value
+        keys, values = zip(*(layers[layer] for layers in self.prefix), strict=True)
+        return torch.cat([*keys, key], 2), torch.cat([*values, value], 2)
 
     def by_segment(self, window: int | None) -> SegmentPlan:
         """Return the plan for attention by segments."""
@@ -149,7 +177,7 @@ class SegmentPlan:
         ]
         sizes = [segment.stop - segment.start for segment in segments]
         return cls(
-            keys=torch.from_numpy(np.concatenate(keys)) if any(map(len, seen)) else None,
+            keys=torch.from_numpy(np.concatenate(keys)) if segments[0].start or any(map(len, seen)) else None,
             query_sizes=tuple(sizes),
             key_sizes=tuple(len(found) for found in keys),
             masks=tuple(
@@ -195,9 +223,9 @@ def _attend_by_segment(mask: PackMask, query: Tensor, key: Tensor, value: Tensor
 
 @frozen(kw_only=True)
 class BlockLists:
-    """The key blocks that each of N query blocks computes: some with the mask, ``full`` ones without it.
+    """The key blocks that each of M query blocks computes: some with the mask, ``full`` ones without it.
 
-    ``counts`` and ``full_counts`` are int32 [N], the blocks int32 [N, N], of which each row's first ``counts`` count.
+    ``counts`` and ``full_counts`` are int32 [M], the blocks int32 [M, N], of which each row's first ``counts`` count.
     """
 
     counts: npt.NDArray[np.int32] = field(eq=False)
@@ -215,12 +243,24 @@ def padded_length(length: int) -> int:
     return max(2, -(-length // _BLOCK)) * _BLOCK
 
 
+def chunk_length(model: Any, num_tokens: int) -> int:
+    """Return the length of a chunk of at least ``num_tokens`` tokens that the model's attention can follow."""
+    is_by_block = model.config._attn_implementation == BLOCK_ATTENTION  # noqa: SLF001
+    return padded_length(num_tokens) if is_by_block else num_tokens
+
+
 def plan_blocks(
-    ends: npt.NDArray[np.int32], depths: npt.NDArray[np.int32], *, window: int | None = None, size: int = _BLOCK
+    ends: npt.NDArray[np.int32],
+    depths: npt.NDArray[np.int32],
+    *,
+    first: int = 0,
+    window: int | None = None,
+    size: int = _BLOCK,
 ) -> BlockLists:
     """Return the blocks of ``size`` positions that hold anything visible, from ``subtree_ends`` and ``node_depths``.
 
-    Both have a length that ``size`` divides. Nothing in here is larger than the square of the number of blocks.
+    Both have a length that ``size`` divides, as it does ``first``, the position of the first query. Nothing in here is
+    larger than the square of the number of blocks.
     """
     num_blocks = len(ends) // size
     ends_NB, depths_NB = ends.reshape(num_blocks, size), depths.reshape(num_blocks, size)
@@ -233,8 +273,9 @@ def plan_blocks(
         # Bounds from the extremes of both blocks: a block may be listed in vain, and is never left out.
         visible &= depths_NB.min(1)[:, None] - depths_NB.max(1) < window
         full &= depths_NB.max(1)[:, None] - depths_NB.min(1) < window
-    counts, blocks = _block_list((visible & ~full) | np.eye(num_blocks, dtype=bool))
-    full_counts, full_blocks = _block_list(full & visible)
+    rows = slice(first // size, None)
+    counts, blocks = _block_list(((visible & ~full) | np.eye(num_blocks, dtype=bool))[rows])
+    full_counts, full_blocks = _block_list((full & visible)[rows])
     return BlockLists(counts=counts, blocks=blocks, full_counts=full_counts, full_blocks=full_blocks)
 
 
@@ -243,18 +284,20 @@ def _block_list(chosen: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], n
 
 
 def _block_mask(segments: Sequence[Segment], *, window: int | None, device: torch.device) -> BlockMask:
-    length = segments[-1].stop
-    padding = padded_length(length) - length
+    first, stop = segments[0].start, segments[-1].stop
+    padding = first + padded_length(stop - first) - stop
     # A padding position sees itself only: a query that sees nothing would be nan.
-    own_ends = np.arange(length, length + padding, dtype=np.int32) + 1
+    own_ends = np.arange(stop, stop + padding, dtype=np.int32) + 1
     ends_L = np.concatenate([subtree_ends(segments), own_ends])
     depths_L = np.pad(node_depths(segments), (0, padding))
-    lists = plan_blocks(ends_L, depths_L, window=window)
-    ends = torch.from_numpy(ends_L).to(device)
-    if window is None:
-        rule = _tree_rule(ends)
-    else:
-        rule = _window_rule(ends, torch.from_numpy(depths_L).to(device), torch.from_numpy(depths_L - window).to(device))
+    lists = plan_blocks(ends_L, depths_L, first=first, window=window)
+    rule = _tree_rule(torch.from_numpy(ends_L).to(device))
+    if window is not None:
+        # The bound is a tensor because a number would be compiled in, once for each window.
+        depths, bounds = torch.from_numpy(depths_L).to(device), torch.from_numpy(depths_L - window).to(device)
+        rule = _within_window(rule, depths, bounds)
+    if first:
+        rule = _from_position(rule, torch.tensor(first, dtype=torch.int32, device=device))
     counts, blocks, full_counts, full_blocks = (
         torch.from_numpy(found)[None, None]
         for found in (lists.counts, lists.blocks, lists.full_counts, lists.full_blocks)
@@ -264,33 +307,38 @@ def _block_mask(segments: Sequence[Segment], *, window: int | None, device: torc
     return mask.to(device)
 
 
-def _tree_rule(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Whether a query attends to a key, from the indices of batch, head, query and key."""
+
+
+def _tree_rule(ends: Tensor) -> Rule:
     def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends[key])
 
     return is_visible
 
 
-def _window_rule(
-    ends: Tensor, depths: Tensor, out_of_sight: Tensor
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    # ``out_of_sight`` is a tensor because a number would be compiled in, once for each window.
-    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[key]) & (depths[key] > out_of_sight[query])
+def _within_window(rule: Rule, depths: Tensor, bounds: Tensor) -> Rule:
+    def is_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return rule(batch, head, query, key) & (depths[key] > bounds[query])
 
-    return is_visible
+    return is_near
+
+
+def _from_position(rule: Rule, first: Tensor) -> Rule:
+    def is_visible_after_prefix(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return rule(batch, head, query + first, key)
+
+    return is_visible_after_prefix
 
 
 def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     kind = query.device.type
-    # Rotary embeddings leave queries and keys in float32 under autocast, which would cast them for sdpa, but does not
-    # for FlexAttention.
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     with torch.autocast(kind, enabled=False):
         output: Tensor = _compiled_attention(kind)(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
+            query,
+            key,
+            value,
             block_mask=mask.by_block(call.window),
             scale=call.scaling,
             enable_gqa=True,
@@ -304,8 +352,11 @@ def _compiled_attention(kind: str) -> Callable[..., Tensor]:
 
     On a CPU it is traced as on a GPU and then computes all scores: torch has no CPU kernel with a backward pass.
     ``dynamic`` because every pack has another length. ``fullgraph`` because torch would otherwise, after too many
-    recompilations, silently compute all L by L scores.
+    recompilations, silently compute all L by L scores. Shapes of heads, windows, chunks and the absence of gradients
+    compile once each, which for a policy, a reference and a teacher may be more than the 8 that torch allows.
     """
+    dynamo_config: Any = torch._dynamo.config  # noqa: SLF001 - torch documents this setting under this name
+    dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, _MAX_COMPILED)
     backend = "aot_eager" if kind == "cpu" else "inductor"
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
 
@@ -340,6 +391,12 @@ def _for_transformers(attend: Callable[[PackMask, Tensor, Tensor, Tensor, _Call]
             return output, None
         call = _Call.create(kwargs)
         attention_mask.windows.append(call.window)
+        # Rotary embeddings leave queries and keys in float32 under autocast, which would cast them for sdpa, but does
+        # not for FlexAttention.
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        key, value = attention_mask.extend(getattr(module, "layer_idx", 0), key, value)
         return attend(attention_mask, query, key, value, call).transpose(1, 2).contiguous(), None
 
     return forward

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import secrets
 import sys
 import threading
 import time
@@ -170,7 +171,7 @@ class Wandb:
             raise ConfigError(
                 "wandb has no API key: log in with 'wandb login' or WANDB_API_KEY, or set WANDB_MODE=offline"
             )
-        identity = self._run.recall("wandb").get("id") or wandb.util.generate_id()
+        identity = self._run.recall("wandb").get("id") or secrets.token_hex(4)
         options = {
             "project": self._run.experiment,
             "name": self._run.trial,

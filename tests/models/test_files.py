@@ -65,16 +65,17 @@ def test_tokenizers_may_lie_elsewhere(copy: Path) -> None:
     [
         ("smolm2-135m-instruct", "did you mean 'smollm2-135m-instruct'"),
         ("Tiny", "did you mean 'tiny'"),
-        ("somebody/large-model", "nothing is downloaded"),
-        ("/no/such/directory", "nothing is downloaded"),
-        ("", "complete model|nothing is downloaded"),
+        ("somebody/large-model", "HF_HUB_OFFLINE is set.*hf download somebody/large-model"),
+        ("/no/such/directory", "owner/name on the Hugging Face hub"),
+        ("", "complete model|name a directory"),
     ],
 )
 def test_an_unknown_name_is_answered_with_what_could_be_meant(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A near name is offered; otherwise it is said that models lie on this machine."""
+    """A near name is offered; otherwise it is said what a model may be, and how to get one of the hub."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
     with pytest.raises(ModelError, match=said):
         resolve_model(name)

@@ -33,7 +33,7 @@ from areal_actors.config.host import HostConfig
 from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory, parse_trackers
-from areal_actors.datasets import DataPath, DatasetConfig, DifficultyConfig, ProblemsReference
+from areal_actors.datasets import DataPath, DatasetConfig, DifficultyConfig, HubDataset, ProblemsReference
 from areal_actors.domain import Role
 from areal_actors.engines.servers.config import AdapterSlots, Backend, ServedEngine, ServerConfig
 from areal_actors.engines.torch.config import TorchEngineConfig
@@ -344,7 +344,8 @@ class RunConfig:
     batch_size: int = field(default=8, validator=ge(1))
     """Groups per step."""
     model: ModelName
-    """A name, or the path of a directory that transformers can load."""
+    """A name, the path of a directory that transformers can load, or an id of the Hugging Face hub (owner/name, or
+    owner/name@revision)."""
     tokenizer: ModelName | None = None
     """The source of the tokenizer and its chat template; by default the model."""
     phases: tuple[PhaseName, ...] = field(default=(PhaseName.RL,), validator=_check_phases)
@@ -528,6 +529,7 @@ _SCHEMA = Schema(
         ProblemsReference: _resolve_reference,
         FunctionReference: _resolve_reference,
         DataPath: lambda text, directory: str(resolve_path(text, directory)),
+        HubDataset: lambda text, directory: str(_resolve_model(text, directory)),
     },
 )
 

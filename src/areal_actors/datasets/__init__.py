@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from areal_actors.datasets.difficulty import DifficultyConfig, ProblemPools
 from areal_actors.datasets.problems import Problems, find_overlap
-from areal_actors.datasets.sources import DataPath, DatasetConfig, ProblemsReference, load_problems
+from areal_actors.datasets.sources import DataPath, DatasetConfig, HubDataset, ProblemsReference, load_problems
 
 __all__ = [
     "DataPath",
     "DatasetConfig",
     "DifficultyConfig",
+    "HubDataset",
     "ProblemPools",
     "Problems",
     "ProblemsReference",

@@ -1,9 +1,10 @@
-"""Sources of problems: a JSONL file, a Hugging Face dataset on disk, a reasoning-gym generator, a Python function.
+"""Sources of problems: a JSONL file, a Hugging Face dataset, a reasoning-gym generator, a Python function.
 
 A configuration names exactly one of them::
 
     dataset: {jsonl: problems.jsonl}
     dataset: {huggingface: data/gsm8k, split: train}
+    dataset: {huggingface: openai/gsm8k, subset: main, split: train}
     dataset: {reasoning_gym: chain_sum, size: 500, seed: 1, options: {max_terms: 3}}
     dataset: {python: "tool_agent.py:problems", size: 512, seed: 1}
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,10 +29,13 @@ from attrs.validators import ge, optional
 from areal_actors.datasets.problems import Problems
 from areal_actors.errors import ArealError, DatasetError
 
-__all__ = ["DataPath", "DatasetConfig", "ProblemsReference", "load_problems"]
+__all__ = ["DataPath", "DatasetConfig", "HubDataset", "ProblemsReference", "load_problems"]
 
 DataPath = NewType("DataPath", str)
 """A file or directory of problems; in a configuration file, relative to it."""
+
+HubDataset = NewType("HubDataset", str)
+"""A directory that ``save_to_disk`` wrote, relative to the configuration file, or ``owner/name`` on the hub."""
 
 ProblemsReference = NewType("ProblemsReference", str)
 """A function that yields problems: ``file.py:name``, relative to the configuration file, or ``module:name``."""
@@ -38,6 +43,7 @@ ProblemsReference = NewType("ProblemsReference", str)
 Import = Callable[[str], Any]
 Rows = Sequence[Mapping[str, Any]]
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _KINDS = ("jsonl", "huggingface", "reasoning_gym", "python")
 _NUM_MADE = 1000
 """Default number of problems to generate."""
@@ -54,7 +60,10 @@ class DatasetConfig:
     """
 
     jsonl: DataPath | None = None
-    huggingface: DataPath | None = None
+    huggingface: HubDataset | None = None
+    """A directory that save_to_disk() wrote, or an id of the Hugging Face hub (owner/name)."""
+    subset: str | None = None
+    """Configuration of a dataset of the hub that has several."""
     split: str | None = None
     reasoning_gym: str | None = None
     python: ProblemsReference | None = None
@@ -94,7 +103,7 @@ def _rows(config: DatasetConfig, import_reference: Import, directory: Path) -> R
     if config.jsonl is not None:
         return _read_jsonl(directory / config.jsonl)
     if config.huggingface is not None:
-        return cast("Rows", _load_huggingface(directory / config.huggingface, config.split))
+        return cast("Rows", _load_huggingface(directory, config.huggingface, config))
     if config.reasoning_gym is not None:
         return _generate(config.reasoning_gym, config)
     assert config.python is not None
@@ -142,25 +151,53 @@ class _Table:
         return self.rows[index]
 
 
-def _load_huggingface(path: Path, split: str | None) -> _Table:
+def _load_huggingface(directory: Path, name: str, config: DatasetConfig) -> _Table:
+    path, split = directory / name, config.split
     try:
         import datasets
     except ImportError:
         raise DatasetError(
             "Datasets of Hugging Face need their library; run: pip install 'areal_actors[datasets]'"
         ) from None
-    try:
-        found = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{path} is no dataset that save_to_disk() wrote: {error}") from error
+    if not path.exists() and _HUB_ID.fullmatch(name):
+        found, where = _download(name, config.subset), name
+    else:
+        where = str(path)
+        try:
+            found = datasets.load_from_disk(str(path))
+        except (OSError, ValueError) as error:
+            raise DatasetError(f"{path} is no dataset that save_to_disk() wrote: {error}") from error
     if not isinstance(found, datasets.DatasetDict):
         return _Table(found)
     if split not in found:
         said = "no split is named" if split is None else f"there is no split {split!r}"
         raise DatasetError(
-            f"{path} has the splits {', '.join(map(str, found))}, and {said}; set 'split' to one of them."
+            f"{where} has the splits {', '.join(map(str, found))}, and {said}; set 'split' to one of them."
         )
     return _Table(found[split])
+
+
+def _download(name: str, subset: str | None) -> Any:
+    """Return a dataset of the hub, from its cache if the hub cannot be reached."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, subset)
+    except DatasetNotFoundError as error:
+        raise DatasetError(
+            f"There is no dataset {name!r}: neither a directory here nor a dataset on the hub. If it is private or "
+            "gated, log in with 'hf auth login'."
+        ) from error
+    except ValueError as error:  # several subsets, of which none or an unknown one is named
+        raise DatasetError(f"The dataset {name} cannot be loaded; set 'subset' to one that it has: {error}") from error
+    except OSError as error:
+        reason = "HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else f"{type(error).__name__}: {error}"
+        raise DatasetError(
+            f"{name!r} is neither a directory here nor in the cache, and the hub cannot be reached ({reason}). With a "
+            f"network, run datasets.load_dataset({name!r}).save_to_disk(DIRECTORY), and name that directory here."
+        ) from error
 
 
 # -------------------------------------------------------------------------------------------------- generators

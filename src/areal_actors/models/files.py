@@ -1,8 +1,8 @@
 """Find the files of a model by its name, and load a policy from them.
 
-A model is a directory in the layout of transformers (``config.json``, safetensors, a tokenizer), or one of the names in
-``BUILT_IN``, which are created once and cached. Nothing is downloaded. ``rendering`` checks the tokenizer and its chat
-template, and may be given another template.
+A model is a directory in the layout of transformers (``config.json``, safetensors, a tokenizer), an id of the Hugging
+Face hub (``hub``), or one of the names in ``BUILT_IN``, which are created once and cached. ``rendering`` checks the
+tokenizer and its chat template, and may be given another template.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from attrs import frozen
 
 from areal_actors.errors import ModelError
+from areal_actors.models.hub import fetch_snapshot, is_hub_id
 from areal_actors.models.smollm2 import convert_smollm2
 from areal_actors.models.tiny import create_tiny
 from areal_actors.telemetry import quiet_transformers
@@ -55,17 +56,17 @@ def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def resolve_model(name: str, *, cache: Path | None = None, has_tokenizer: bool = True) -> ModelFiles:
-    """Return the files of a built-in name or of a directory.
+    """Return the files of a built-in name, of a directory, or of an id of the hub.
 
-    Blocks while a built-in model is created for the first time. ``has_tokenizer`` is false for a model whose tokenizer
-    is elsewhere. Raises ``ModelError`` with the missing parts, and how to get them.
+    Blocks while a built-in model is created for the first time, or a model is downloaded. ``has_tokenizer`` is false
+    for a model whose tokenizer is elsewhere. Raises ``ModelError`` with the missing parts, and how to get them.
     """
     parts = [part for part in _PARTS if has_tokenizer or part != _TOKENIZER]
     return _resolve(name, cache=cache, parts=parts, what="model")
 
 
 def resolve_tokenizer(name: str, *, cache: Path | None = None) -> ModelFiles:
-    """Return the files of a tokenizer: a built-in model, or a directory that needs no weights.
+    """Return the files of a tokenizer: a built-in model, or a directory or an id of the hub that needs no weights.
 
     Raises ``ModelError`` if there is none.
     """
@@ -75,7 +76,12 @@ def resolve_tokenizer(name: str, *, cache: Path | None = None) -> ModelFiles:
 def _resolve(name: str, *, cache: Path | None, parts: Sequence[str], what: str) -> ModelFiles:
     if name in BUILT_IN:
         return ModelFiles(name=name, path=BUILT_IN[name](cache or cache_directory()))
-    path = Path(name).expanduser()
+    path, short = Path(name).expanduser(), None
+    if not path.exists() and is_hub_id(name):
+        path, short = (
+            fetch_snapshot(name, has_weights=what == "model", has_tokenizer=_TOKENIZER in parts),
+            name.partition("@")[0].rpartition("/")[2],
+        )
     if not path.is_dir():
         raise ModelError(_not_found(name, path, what))
     missing = [part for part in parts if not any(any(path.glob(pattern)) for pattern in _PARTS[part])]
@@ -84,14 +90,18 @@ def _resolve(name: str, *, cache: Path | None, parts: Sequence[str], what: str) 
             f"{path} holds no complete {what}: it lacks {', '.join(missing)}. "
             "Save model and tokenizer there with save_pretrained()."
         )
-    return ModelFiles(name=path.resolve().name, path=path.resolve())
+    return ModelFiles(name=short or path.resolve().name, path=path.resolve())
 
 
 def _not_found(name: str, path: Path, what: str) -> str:
     if path.is_file():
         return f"The {what} {name!r} is a file; name the directory that holds it and its config.json."
     near = get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]!r}?" if near else "nothing is downloaded, so name a directory on this machine."
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else "name a directory on this machine, or owner/name on the Hugging Face hub."
+    )
     return f"There is no {what} {name!r}, neither a directory nor one of {', '.join(sorted(BUILT_IN))}: {hint}"
 
 

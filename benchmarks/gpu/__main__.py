@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "keep":
         from benchmarks.gpu.pages import keep
 
-        print("\n".join(map(str, keep(options.reports, revision=options.revision))))
+        revisions = options.revisions.split(",") if options.revisions else None
+        print("\n".join(map(str, keep(options.reports, revisions=revisions))))
         return 0
     if options.command == "page":
         from benchmarks.gpu.pages import write_pages
@@ -79,7 +81,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "reports", nargs="*", type=Path, help="files of one machine that keep copies into the repository"
     )
-    parser.add_argument("--revision", help="the commit that reports are of, if they do not say")
+    parser.add_argument("--revisions", help="commits of the reports, by comma, where they do not name the right ones")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="directory of report, page and logs")
     parser.add_argument("--minutes", type=float, default=8.0, help="no section begins after this time")
     parser.add_argument("--only", type=_names(SECTIONS), default=tuple(SECTIONS), help="sections, by comma")
@@ -141,6 +143,9 @@ def _run_section(options: argparse.Namespace) -> int:
         out=options.out.absolute(),
         skipped=frozenset(options.skip),
     )
+    from benchmarks.gpu.ceilings import describe_device
+
+    context.write(facts=describe_device(options.device))
     module = "ceilings" if options.section == "machine" else options.section
     importlib.import_module(f"benchmarks.gpu.{module}").run(context)
     return 0
@@ -269,7 +274,10 @@ class _Run:
         """
         reading, writing = os.pipe()
         sys.stdout.flush()
-        process = os.fork()
+        with warnings.catch_warnings():
+            # Threads of numpy's library hold no lock while nothing is computed.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
         if process == 0:
             _become(writing, work)
         os.close(writing)

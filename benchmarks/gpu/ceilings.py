@@ -72,10 +72,8 @@ def _driver() -> str | None:
 
 
 def run(context: Context) -> None:
-    """Record what the machine is and its ceilings."""
-    facts = describe_device(context.device)
-    context.write(facts=facts)
-    context.say(str(facts))
+    """Record the ceilings of the device."""
+    context.say(str(describe_device(context.device)))
     with context.cell("") as cell:
         cell.add("bfloat16 product", matmul_tflops(context.device), "TFLOP/s", higher_is_better=True)
         num_bytes = (4 << 30) if context.is_cuda else (8 << 20)

@@ -118,22 +118,25 @@ async def generate_all(
     engine: TorchEngine,
     prompts: Sequence[Ints],
     *,
-    num_new: int,
+    num_new: int = 1,
+    sampling: Sampling | None = None,
     found: dict[int, tuple[list[int], list[float], list[float]]] | None = None,
     timing: Timing | None = None,
+    name: str = "",
 ) -> Timing:
-    """Sample ``num_new`` tokens for all prompts at once.
+    """Sample ``num_new`` tokens, or what ``sampling`` says, for all prompts at once.
 
-    ``found`` receives ids, log-probabilities and plain ones by the place of the prompt.
+    ``found`` receives ids, log-probabilities and plain ones by the place of the prompt. Calls at the same time need
+    different names.
     """
     timing = Timing() if timing is None else timing
     started = time.perf_counter()
 
     async def consume(number: int, prompt: Ints) -> None:
         request = EngineRequest(
-            id=f"{started}-{number}",
+            id=f"{name}-{started}-{number}",
             prompt=prompt,
-            sampling=Sampling(max_new_tokens=num_new),
+            sampling=sampling or Sampling(max_new_tokens=num_new),
             key=SampleKey(seed=0, path=(number,)),
         )
         ids, logprobs, raw = [], [], []
@@ -171,6 +174,7 @@ async def _profile(context: Context, engine: TorchEngine, batch: int, lengths: t
             while sum(count for _, count in timing.arrivals) < before + batch * num_steps and not timing.lasts:  # noqa: ASYNC110
                 await anyio.sleep(0.001)
             done = (sum(count for _, count in timing.arrivals) - before) / batch
+            profile.num_steps = max(done, 1.0)
     with sampled("areal-torch-engine") as host:
         await generate_all(engine, _prompts(context, batch, lengths, seed=5), num_new=num_new)
     text = f"{context.model}, batch {batch}, {done:.1f} decode steps in all\n{profile.table}\n{host.table}"
@@ -180,14 +184,10 @@ async def _profile(context: Context, engine: TorchEngine, batch: int, lengths: t
 def _measure_transformers(cell: Cell, model: Any, batch: int, lengths: tuple[int, int], num_new: int) -> float:
     context = cell.context
     _generate(context, model, _prompts(context, batch, lengths, seed=1), 4)
-    reset_peak(context.device)
     prompts = _prompts(context, batch, lengths, seed=2)
     rate = batch * num_new / _generate(context, model, prompts, num_new)
     cell.add("tokens", rate, "tokens/s", higher_is_better=True)
     cell.add("first token", _generate(context, model, prompts, 1) * 1e3, "ms")
-    peak = peak_gib(context.device)
-    if peak is not None:
-        cell.add("peak memory", peak, "GiB")
     return rate
 
 

@@ -34,6 +34,12 @@ class Branching:
     num_row_trained: int
     num_tree_trained: int
 
+    @property
+    def num_pass_tokens(self) -> int:
+        """The tokens of as many whole rows as come nearest to the tokens of the tree."""
+        length = self.num_row_tokens // NUM_BRANCHES
+        return length * max(1, round(self.num_tree_tokens / length))
+
 
 def create_branching(num_tokens: int, *, prompt: int, vocab_size: int, seed: int = 0) -> Branching:
     """Return a group with ``num_tokens`` distinct tokens, ``prompt`` of them in the prompt that all rows share.

@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Result
 from benchmarks.report import Report, format_number
@@ -65,8 +66,7 @@ def format_page(report: Report) -> str:
         "Packages": ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
         "torch": facts.get("torch"),
         "Models": ", ".join(facts.get("models", ())),
-        "Revision": facts.get("revision"),
-        "Date": facts["date"],
+        "Measured": "; ".join(map(_format_run, facts.get("runs", [facts]))),
     }
     parts = [
         f"# {facts.get('gpu') or facts['cpu']}",
@@ -84,6 +84,11 @@ def format_page(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _format_run(run: Mapping[str, Any]) -> str:
+    sections = ", ".join(section.removeprefix("gpu ") for section in run.get("sections", ()))
+    return f"{run['date'][:16]}, {run.get('revision') or 'no revision'}" + (f": {sections}" if sections else "")
+
+
 def _row(result: Result) -> tuple[str, ...]:
     goal = "" if result.gate is None else f"{'≥' if result.higher_is_better else '≤'} {format_number(result.gate)}"
     return result.name, format_number(result.value), result.unit, goal, _MARKS[result.passed]
@@ -94,20 +99,23 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def keep(paths: Sequence[Path], *, revision: str | None = None) -> list[Path]:
+def keep(paths: Sequence[Path], *, revisions: Sequence[str] | None = None) -> list[Path]:
     """Copy reports of one machine into the repository under its name; return the files that were written.
 
     Of figures in several reports, the last one counts. Raises ``ValueError`` for reports of several machines.
     """
-    report = merge([Report.load(path) for path in paths], revision=revision)
+    report = merge([Report.load(path) for path in paths], revisions=revisions)
     target = RESULTS / f"{machine_name(report.facts)}.json"
     report.save(target)
     return [target, *write_pages()]
 
 
-def merge(reports: Sequence[Report], *, revision: str | None = None) -> Report:
-    """Return one report of all figures; ``runs`` of its facts say when, and of which commit, each report is."""
-    names = {machine_name(report.facts) for report in reports}
+def merge(reports: Sequence[Report], *, revisions: Sequence[str] | None = None) -> Report:
+    """Return one report of all figures; ``runs`` of its facts say when, and of which commit, each report is.
+
+    ``revisions`` replace the commits that the reports name: a copy of a working tree may have none, or an older one.
+    """
+    names = {str(report.facts.get("gpu") or report.facts["cpu"]) for report in reports}
     if len(names) != 1:
         raise ValueError(
             f"The reports are of {len(names)} machines ({', '.join(sorted(names))}); keep them one by one."
@@ -123,13 +131,14 @@ def merge(reports: Sequence[Report], *, revision: str | None = None) -> Report:
         results |= new
         skips |= report.skips
         failures |= report.failures
+    named = revisions or [report.facts.get("revision") for report in reports]
     runs = [
         {
             "date": report.facts["date"],
-            "revision": report.facts.get("revision") or revision,
+            "revision": revision,
             "sections": list(dict.fromkeys(result.benchmark for result in report.results)),
         }
-        for report in reports
+        for report, revision in zip(reports, named, strict=True)
     ]
     models = dict.fromkeys(model for report in reports for model in report.facts.get("models", ()))
     facts = {**reports[-1].facts, "models": list(models), "revision": runs[-1]["revision"], "runs": runs}
@@ -154,6 +163,13 @@ def read_reports() -> dict[str, Report]:
     return {path.name: Report.load(path) for path in sorted(RESULTS.glob("*.json"))}
 
 
+_LEGEND = """\
+Models have the shapes of Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-4B, and random weights. The engine samples 128 tokens
+after prompts of 128 to 512; `tokens` counts from the first submission to the last token. `transformers` is its
+`generate` on the same prompts. The trainer makes a step on a group of eight sessions that share a prompt of 2,048
+tokens, and in pairs their first turns, with 4k to 32k distinct tokens: the tree in one pass, flat rows in passes of
+about as many tokens. `MFU` counts 6 operations per parameter and token (4 with LoRA), attention over visible pairs, and
+nothing twice."""
 _HARDWARE = """\
 # Hardware: what has run where
 
@@ -169,20 +185,25 @@ def format_hardware(reports: Mapping[str, Report]) -> str:
     parts = [_HARDWARE.rstrip(), "## GPUs"]
     if gpu:
         parts.append(_table(("GPU", "What ran", "Software", "Date", "Results"), map(_hardware_row, gpu.items())))
-        for report in gpu.values():
-            parts += [f"### {report.facts['gpu']}", _summary(report)]
+        parts.append(_LEGEND)
+        for name, report in gpu.items():
+            parts += [
+                f"### {report.facts['gpu']}",
+                _summary(report),
+                f"All figures: `{Path(name).with_suffix('.md')}`.",
+            ]
     else:
         parts.append(
-            "Nothing has been measured on a GPU yet. Run `nox -s gpu`, or `python -m benchmarks.gpu` on a machine with "
-            "torch and transformers and without a network."
+            "Nothing has been measured on a GPU yet. Run `nox -s gpu`, or `python -m benchmarks.gpu` on a machine\n"
+            "with torch and transformers and without a network."
         )
     parts += [
         "## CPUs",
         _table(("Processor", "What ran", "Software", "Date", "Results"), map(_hardware_row, cpu.items())),
     ]
     parts.append(
-        "The test suite, the examples and `nox -s train` run on CPUs, in float32 and in emulated bfloat16, on every "
-        "change. SGLang and vLLM servers are tested in their CPU builds (`nox -s engines-sglang engines-vllm`)."
+        "The test suite, the examples and `nox -s train` run on CPUs on every change, in float32 and bfloat16.\n"
+        "SGLang and vLLM servers are tested in their CPU builds (`nox -s engines-sglang engines-vllm`)."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -195,11 +216,69 @@ def _hardware_row(item: tuple[str, Report]) -> tuple[str, ...]:
     return str(facts.get("gpu") or facts["cpu"]), what, software, str(facts["date"])[:10], f"`{name}`"
 
 
+_SUMMARY = {
+    "engine": (
+        "tokens",
+        "tokens while all decode",
+        "transformers, tokens",
+        "ratio to transformers",
+        "first token, median",
+    ),
+    "trainer": ("step", "computed tokens", "MFU by the data sheet", "peak memory"),
+    "trainer, tree over flat": ("tokens that need not be computed", "time", "time over tokens", "peak memory"),
+    "weights, gap": ("mean difference", "99th percentile of differences", "largest difference", "capture gate"),
+    "weights, update": ("trainer to engine", "engine's bytes"),
+    "tests": ("passed", "failed", "skipped"),
+}
+"""Tables of the page of hardware: a row for each cell that has the figures."""
+_NAMES_WITH_COMMAS = ("first token, median", "transformers, tokens")
+
+
 def _summary(report: Report) -> str:
-    """Return the figures with goals, and what failed."""
-    rows = [
-        (result.benchmark.removeprefix("gpu "), *_row(result)) for result in report.results if result.gate is not None
-    ]
-    table = _table(("Section", "Figure", "Value", "Unit", "Goal", "Reached"), rows)
-    failed = f"\n\n{len(report.failures)} parts failed: {', '.join(report.failures)}." if report.failures else ""
-    return table + failed
+    """Return the main figures, a line for each cell, and what failed."""
+    parts = []
+    for title, columns in _SUMMARY.items():
+        section, _, kind = title.partition(", ")
+        cells: dict[str, dict[str, Result]] = {}
+        for result in report.results:
+            cell, _, what = result.name.rpartition(", ")
+            if result.name.endswith(_NAMES_WITH_COMMAS):
+                cell, _, first = cell.rpartition(", ")
+                what = f"{first}, {what}"
+            belongs = kind in cell if kind else "tree over flat" not in cell
+            if result.benchmark == f"gpu {section}" and belongs and what in columns:
+                cells.setdefault(cell, {})[what] = result
+        if not cells:
+            continue
+        figures = [item for found in cells.values() for item in found.items()]
+        found = dict(sorted(figures, key=lambda item: item[1].gate is not None))  # one with a goal, if there is one
+        shown = [what for what in columns if what in found]
+        header = (title.capitalize(), *(_heading(found[what], what) for what in shown))
+        rows = [
+            (cell, *(_mark(figures.get(what)) for what in shown))
+            for cell, figures in sorted(cells.items(), key=_in_order)
+        ]
+        parts.append(_table(header, rows))
+    runs = "; ".join(map(_format_run, report.facts.get("runs", [report.facts])))
+    parts.append(f"Bold: short of the goal in the head of the column. Measured {runs}.")
+    if report.failures:
+        parts.append(f"Failed: {', '.join(report.failures)}.")
+    return "\n\n".join(parts)
+
+
+def _in_order(cell: tuple[str, object]) -> list[tuple[int, str]]:
+    """Return a key that puts 4k before 16k."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", cell[0])]
+
+
+def _heading(result: Result, what: str) -> str:
+    goal = (
+        "" if result.gate is None else f"; goal {'≥' if result.higher_is_better else '≤'} {format_number(result.gate)}"
+    )
+    return f"{what} ({result.unit}{goal})"
+
+
+def _mark(result: Result | None) -> str:
+    if result is None:
+        return ""
+    return f"**{format_number(result.value)}**" if result.passed is False else format_number(result.value)

@@ -22,14 +22,15 @@ _NUM_SHOWN = 30
 
 @define
 class Profile:
-    """The table of a profiled block, complete after the block."""
+    """The table of a profiled block, complete after the block, which may set its ``num_steps``."""
 
     table: str = ""
+    num_steps: float = 1
 
 
 @contextmanager
-def profiled(context: Context, *, num_steps: int = 1) -> Iterator[Profile]:
-    """Profile the block, which makes ``num_steps`` steps on any thread.
+def profiled(context: Context) -> Iterator[Profile]:
+    """Profile the block, whose steps may run on any thread.
 
     Kernels are read from the trace, since torch's own table knows only the operators of the thread that it was started
     on, and the engine has another.
@@ -43,7 +44,7 @@ def profiled(context: Context, *, num_steps: int = 1) -> Iterator[Profile]:
         path = Path(directory) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    found.table = format_kernels(events, num_steps=num_steps)
+    found.table = format_kernels(events, num_steps=found.num_steps)
 
 
 @contextmanager
@@ -82,7 +83,7 @@ def sampled(thread_name: str | None = None, *, seconds: float = 0.002) -> Iterat
             found.table += "".join(f"{n / total:7.1%}  {name}\n" for name, n in counts.most_common(_NUM_SHOWN))
 
 
-def format_kernels(events: list[dict], *, num_steps: int) -> str:
+def format_kernels(events: list[dict], *, num_steps: float) -> str:
     """Return device time and launches per step of the kernels in ``events`` of a Chrome trace, longest first."""
     kernels = [event for event in events if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
     if not kernels:

@@ -1,7 +1,8 @@
 """Section trainer: ``PolicyTrainer.train_step`` on branching groups: tokens per second, MFU and peak memory.
 
-Each step trains one group of eight sessions (``groups.py``) in passes of up to the group's distinct tokens. Operations
-are counted once for each token that a layout computes: MFU has no benefit from padding or from computing again.
+Each step trains one group of eight sessions (``groups.py``): the tree in one pass, flat rows in passes of about as many
+tokens, rounded to whole rows. Operations are counted once for each token that a layout computes: MFU has no benefit
+from padding or from computing again.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def _create_trainer(context: Context, setting: Setting, max_packed_tokens: int) 
 def _measure(cell: Cell, setting: Setting, length: int, ceiling: float) -> dict[str, float]:
     context = cell.context
     work = _branching(context, length)
-    # A pass takes the whole group in the tree, and as many rows as fit into as many tokens otherwise.
-    trainer = _create_trainer(context, setting, work.num_tree_tokens)
+    is_tree = setting.layout is Layout.TREE
+    trainer = _create_trainer(context, setting, work.num_tree_tokens if is_tree else work.num_pass_tokens)
     started = time.perf_counter()
     statistics = trainer.train_step([work.group])
     synchronise(context.device)
@@ -127,7 +128,6 @@ def _measure(cell: Cell, setting: Setting, length: int, ceiling: float) -> dict[
         seconds = min(seconds, time.perf_counter() - started)
         if seconds > _LONG_SECONDS:
             break
-    is_tree = setting.layout is Layout.TREE
     num_tokens = work.num_tree_tokens if is_tree else work.num_row_tokens
     flops = train_flops(
         context.shape,
@@ -147,7 +147,8 @@ def _measure(cell: Cell, setting: Setting, length: int, ceiling: float) -> dict[
         cell.add("MFU by the data sheet", 100 * rate / sheet, "%", gate=gate, higher_is_better=True)
     peak = peak_gib(context.device)
     if peak is not None:
-        cell.add("peak memory", peak, "GiB")
+        bound = work.num_tree_tokens if is_tree else work.num_pass_tokens
+        cell.add("peak memory", peak, "GiB", pass_tokens=bound, activations=str(trainer.activations))
     if context.has_profile and setting.is_default and length == PROFILED:
         _profile(cell, trainer, work.group)
     return {"seconds": seconds, "tokens": num_tokens} | ({} if peak is None else {"peak": peak})

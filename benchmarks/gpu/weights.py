@@ -28,6 +28,8 @@ from areal_actors.training.trainer import PolicyTrainer
 
 __all__ = ["run"]
 
+_EXACT = Layout.FLAT, ComputeDtype.FLOAT32
+"""What the engine alone is off by, except for TF32."""
 _SPREAD = 3.0
 """Standard deviation of the logits."""
 
@@ -54,25 +56,28 @@ async def _run(context: Context) -> None:
                 for i, prompt in enumerate(prompts)
             ]
             cell.add("mean log-probability", np.concatenate([found[i][2] for i in found]).mean(), "nats")
-        for layout in Layout:
-            if rows and context.may_begin(f"gap, {layout}"):
-                with context.cell(f"gap, {layout}") as cell:
-                    trainer = _create_trainer(context, model, layout)
-                    scored = trainer.logprobs(rows, is_raw=True)
-                    pairs = zip(scored, rows, strict=True)
-                    gap = np.concatenate([np.abs(own - row.raw_logprobs)[row.loss_mask == 1] for own, row in pairs])
-                    cell.add("mean difference", gap.mean(), "nats", num_tokens=len(gap))
-                    cell.add("99th percentile of differences", np.percentile(gap, 99), "nats")
-                    cell.add("largest difference", gap.max(), "nats")
-                    has_passed = float(_passes_gate(context, trainer, rows))
-                    cell.add("capture gate", has_passed, "passed", gate=1.0, higher_is_better=True)
-                    trainer = None
+        for layout, dtype in [*((layout, ComputeDtype.BFLOAT16) for layout in Layout), _EXACT]:
+            name = f"gap, {layout}" if dtype is ComputeDtype.BFLOAT16 else "gap, float32 trainer"
+            if rows and context.may_begin(name):
+                with context.cell(name) as cell:
+                    _measure_gap(cell, _create_trainer(context, model, layout, dtype=dtype), rows)
         for name, lora in (("update", None), ("update, LoRA", LoraConfig())):
             if context.may_begin(name):
                 with context.cell(name) as cell:
                     if lora is not None and importlib.util.find_spec("peft") is None:
                         raise Skipped("peft is not installed")
                     await _measure_updates(cell, engine, _create_trainer(context, model, Layout.FLAT, lora=lora))
+
+
+def _measure_gap(cell: Cell, trainer: PolicyTrainer, rows: list[Trajectory]) -> None:
+    """Record the differences of log-probabilities of the sampled tokens, and the verdict of the capture gate."""
+    pairs = zip(trainer.logprobs(rows, is_raw=True), rows, strict=True)
+    gap = np.concatenate([np.abs(own - row.raw_logprobs)[row.loss_mask == 1] for own, row in pairs])
+    cell.add("mean difference", gap.mean(), "nats", num_tokens=len(gap))
+    cell.add("99th percentile of differences", np.percentile(gap, 99), "nats")
+    cell.add("largest difference", gap.max(), "nats")
+    has_passed = float(_passes_gate(cell.context, trainer, rows))
+    cell.add("capture gate", has_passed, "passed", gate=1.0, higher_is_better=True)
 
 
 async def _measure_updates(cell: Cell, engine: TorchEngine, trainer: PolicyTrainer) -> None:
@@ -90,14 +95,21 @@ async def _measure_updates(cell: Cell, engine: TorchEngine, trainer: PolicyTrain
     cell.add("engine's bytes", num_bytes / best / 1e9, "GB/s", higher_is_better=True, num_bytes=num_bytes)
 
 
-def _create_trainer(context: Context, model: Any, layout: Layout, *, lora: LoraConfig | None = None) -> PolicyTrainer:
+def _create_trainer(
+    context: Context,
+    model: Any,
+    layout: Layout,
+    *,
+    dtype: ComputeDtype = ComputeDtype.BFLOAT16,
+    lora: LoraConfig | None = None,
+) -> PolicyTrainer:
     """Return a trainer of a copy of ``model``, whose step is too small to matter."""
     own = create_model(context.shape, context.device, is_tied=False)
     own.load_state_dict(model.state_dict())
     config = TrainerConfig(
         layout=layout,
         max_packed_tokens=8192,
-        dtype=ComputeDtype.BFLOAT16,
+        dtype=dtype,
         device=context.device,
         optimizer=OptimizerConfig(learning_rate=1e-12),
         lora=lora,

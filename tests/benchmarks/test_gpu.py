@@ -36,7 +36,8 @@ from areal_actors.training.batch import TrainingRow
 from areal_actors.training.packing import pack_flat, pack_tree, visible
 
 GPU = {"gpu": "NVIDIA H100 80GB HBM3", "gpu_memory_gib": 79.1, "torch": "2.11.0+cu130", "date": "2026-11-22T17:00:00"}
-FIGURE = Result(benchmark="gpu engine", name="1.5b, batch 32", value=6.0, unit="ratio", gate=5.0, higher_is_better=True)
+RATIO = "1.5b, batch 32, ratio to transformers"
+FIGURE = Result(benchmark="gpu engine", name=RATIO, value=6.0, unit="ratio", gate=5.0, higher_is_better=True)
 
 
 @pytest.fixture
@@ -235,11 +236,13 @@ def test_a_gpu_is_listed_with_its_figures():
     page, hardware = format_page(report), format_hardware({"a.json": report})
 
     assert machine_name(facts) == "nvidia-h100-80gb-hbm3"
-    assert "| 1.5b, batch 32 | 6.00 | ratio | ≥ 5.00 | yes |" in page
+    assert f"| {RATIO} | 6.00 | ratio | ≥ 5.00 | yes |" in page
     assert "CUDA error" in page
     assert "late" in page
     assert "NVIDIA H100 80GB HBM3" in hardware
-    assert "1 parts failed" in hardware
+    assert "| Engine | ratio to transformers (ratio; goal ≥ 5.00) |" in hardware
+    assert "| 1.5b, batch 32 | 6.00 |" in hardware
+    assert "Failed: gpu trainer" in hardware
     assert "Nothing has been measured on a GPU" in format_hardware({})
 
 
@@ -249,11 +252,12 @@ def test_reports_of_one_machine_are_merged():
     old = Report(results=(FIGURE,), facts=facts, skips={"gpu trainer, 4b, full": "late", "gpu weights": "late"})
     step = Result(benchmark="gpu trainer", name="4b, full, step", value=1.0, unit="s")
     new = Report(results=(evolve(FIGURE, value=7.0), step), facts=facts | {"date": "2026-11-23T00:00:00"})
-    found = merge([old, new], revision="abc")
+    found = merge([old, new], revisions=["abc", "def"])
 
     assert [7.0, 1.0] == [result.value for result in found.results]
     assert ["gpu weights"] == list(found.skips)
     assert ["2026-11-22", "2026-11-23"] == [run["date"][:10] for run in found.facts["runs"]]
+    assert "2026-11-23T00:00, def: engine, trainer" in format_page(found)
     with pytest.raises(ValueError, match="2 machines"):
         merge([old, evolve(new, facts=facts | {"gpu": "another"})])
 

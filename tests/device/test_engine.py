@@ -11,9 +11,17 @@ import torch
 from benchmarks.gpu.engine import generate_all
 from tests.device.models import FAMILIES, VOCAB_SIZE, create_model
 
+from areal_actors.domain import Sampling
 from areal_actors.engines.base import Snapshot
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
 
+SETTINGS = (
+    {},
+    {"temperature": 0.6},
+    {"top_k": 5},
+    {"top_p": 0.7, "temperature": 1.3},
+    {"temperature": 0.0},
+)
 TOLERANCES = {"float32": 2e-3, "bfloat16": 0.25}
 
 
@@ -36,9 +44,13 @@ def config(device: str, dtype: str, **settings: Any) -> TorchEngineConfig:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_those_of_the_model(device: str, family: str, dtype: str):
-    """Prompts of many lengths in one batch, more of them than slots, against a plain forward pass in float32."""
+def test_log_probabilities_are_those_of_the_model(device: str, family: str, dtype: str, caplog: Any):
+    """Prompts of many lengths in one batch, more of them than slots, against a plain forward pass in float32.
+
+    The engine must not warn that it takes a slower path.
+    """
     model = create_model(device, family=family)
+    caplog.set_level("WARNING", logger="areal_actors")
 
     async def sample() -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -52,25 +64,76 @@ def test_log_probabilities_are_those_of_the_model(device: str, family: str, dtyp
         for row, prompt in enumerate(prompts(24))
     ]
     assert all(len(gap) == 40 for gap in gaps)
+    assert [] == [record.getMessage() for record in caplog.records]
     assert np.concatenate(gaps).mean() < TOLERANCES[dtype] / 5
     assert np.concatenate(gaps).max() < TOLERANCES[dtype]
 
 
-def test_samples_follow_the_probabilities(device: str):
-    """Frequencies of 4,096 draws after one prompt, by total variation; an honest sampler is within a third of this."""
-    model, prompt = create_model(device), prompts(1)[0]
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_samples_follow_the_probabilities(device: str, settings: dict[str, Any]):
+    """Frequencies of 4,096 draws after one prompt, by total variation; an honest sampler is within half of the bound.
 
-    async def draw() -> np.ndarray:
+    Log-probabilities are those of the distribution that was drawn from, after temperature and truncation, and the
+    plain ones at temperature 0.
+    """
+    model, prompt = create_model(device), prompts(1)[0]
+    sampling = Sampling(max_new_tokens=1, **settings)
+
+    async def draw() -> dict[int, Any]:
         found: dict[int, Any] = {}
         async with TorchEngine.open(config(device, "float32", max_concurrent=256), model=model) as engine:
-            await generate_all(engine, [prompt] * 4096, num_new=1, found=found)
-        return np.array([ids[0] for ids, _, _ in found.values()])
+            await generate_all(engine, [prompt] * 4096, sampling=sampling, found=found)
+        return found
 
-    frequencies = np.bincount(anyio.run(draw), minlength=VOCAB_SIZE) / 4096
-    with torch.no_grad():
-        ids = torch.tensor(prompt, dtype=torch.long, device=device)[None]
-        probabilities = model(input_ids=ids, use_cache=False).logits[0, -1].softmax(-1).cpu().numpy()
-    assert np.abs(frequencies - probabilities).sum() / 2 < 0.15
+    found = anyio.run(draw).values()
+    ids, logprobs, raw = (np.array([each[part][0] for each in found]) for part in range(3))
+    plain, expected = next_probabilities(model, prompt, sampling)
+    assert np.abs(np.bincount(ids, minlength=VOCAB_SIZE) / 4096 - expected).sum() / 2 < 0.15
+    np.testing.assert_allclose(raw, np.log(plain[ids]), atol=2e-3)
+    drawn_from = plain if sampling.temperature == 0 else expected
+    np.testing.assert_allclose(logprobs, np.log(drawn_from[ids]), atol=2e-3)
+
+
+@torch.no_grad()
+def next_probabilities(model: Any, prompt: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities [V] of the next token, of the plain softmax and after temperature, top-k and top-p."""
+    ids = torch.tensor(prompt, dtype=torch.long, device=model.device)[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, -1].double().cpu()
+    plain = logits.softmax(-1).numpy()
+    if sampling.temperature == 0:
+        return plain, np.eye(len(plain))[int(plain.argmax())]
+    probabilities = (logits / sampling.temperature).softmax(-1).numpy()
+    order = np.argsort(-probabilities)
+    kept = order[: sampling.top_k or len(order)]
+    within = np.cumsum(probabilities[kept]) / probabilities[kept].sum()
+    kept = kept[: int(np.searchsorted(within, sampling.top_p)) + 1] if sampling.top_p < 1 else kept
+    cut = np.zeros_like(probabilities)
+    cut[kept] = probabilities[kept]
+    return plain, cut / cut.sum()
+
+
+def test_a_generation_depends_on_no_other(device: str):
+    """Log-probabilities of many short and long generations that begin and end at different steps, in float32."""
+    model, chosen = create_model(device), prompts(40, seed=3)
+
+    async def sample() -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        settings = config(device, "float32", max_concurrent=8)
+        async with TorchEngine.open(settings, model=model) as engine, anyio.create_task_group() as tasks:
+            for row, prompt in enumerate(chosen):
+                tasks.start_soon(one, engine, row, prompt, found)
+        return found
+
+    async def one(engine: TorchEngine, row: int, prompt: np.ndarray, found: dict[int, Any]) -> None:
+        own: dict[int, Any] = {}
+        await generate_all(engine, [prompt], num_new=1 + 11 * (row % 5), found=own, name=str(row))
+        found[row] = own[0]
+
+    found = anyio.run(sample)
+    for row, prompt in enumerate(chosen):
+        ids, _, raw = found[row]
+        assert len(ids) == 1 + 11 * (row % 5)
+        np.testing.assert_allclose(raw, expected_logprobs(model, prompt, ids), atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -32,7 +32,9 @@ from areal_actors.training.config import (
     Layout,
     LoraConfig,
     ObjectiveConfig,
+    OffloadTo,
     OptimizerConfig,
+    OptimizerName,
     TrainerConfig,
 )
 from areal_actors.training.gang import Gang, connect_store, open_store
@@ -89,7 +91,12 @@ def config_of(case: Mapping[str, Any]) -> TrainerConfig:
     kl = KlConfig() if place is None else KlConfig(coefficient=0.1, place=KlPlace(place))
     return TrainerConfig(
         dtype=ComputeDtype(case.get("dtype", "float32")),
-        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.01),
+        optimizer=OptimizerConfig(
+            name=OptimizerName(case.get("optimizer", "adamw")),
+            offload=OffloadTo(case.get("offload", "none")),
+            learning_rate=1e-3,
+            weight_decay=0.01,
+        ),
         objective=evolve(ObjectiveConfig(), kl=kl),
         layout=Layout(case.get("layout", "tree")),
         max_packed_tokens=case.get("max_packed_tokens", 40),

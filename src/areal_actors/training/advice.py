@@ -22,7 +22,9 @@ from areal_actors.training.config import (
     KlPlace,
     Normalisation,
     ObjectiveConfig,
+    OffloadTo,
     OptimizerConfig,
+    OptimizerName,
     OverlongConfig,
     PublishBy,
     Surrogate,
@@ -42,6 +44,7 @@ def inert_settings(config: TrainerConfig) -> list[str]:
         *_clips(config.objective, num_updates),
         *_corrections(config.objective, num_updates),
         *_penalties(config.objective),
+        *_optimizer(config),
         *_others(config),
     ]
 
@@ -116,12 +119,20 @@ def _penalties(objective: ObjectiveConfig) -> Iterator[str]:
         yield from _changed(objective, ObjectiveConfig(), "objective", ("fixed_length",), "aggregation")
 
 
-def _others(config: TrainerConfig) -> Iterator[str]:
-    advantages, optimizer, default = config.advantages, config.optimizer, TrainerConfig()
-    if advantages.std_floor != default.advantages.std_floor and advantages.normalisation in _UNDIVIDED:
-        yield f"advantages.std_floor has no effect: normalisation {advantages.normalisation} does not divide."
+def _optimizer(config: TrainerConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.offload is OffloadTo.CPU and config.device == "cpu":
+        yield "optimizer.offload has no effect: device is cpu, and the moments are in the memory of the host already."
+    if optimizer.name is OptimizerName.SGD:
+        yield from _changed(optimizer, OptimizerConfig(), "optimizer", ("beta1", "beta2", "epsilon"), "name")
     if optimizer.decay is Decay.CONSTANT:
         yield from _changed(optimizer, OptimizerConfig(), "optimizer", ("num_decay_steps", "final_fraction"), "decay")
+
+
+def _others(config: TrainerConfig) -> Iterator[str]:
+    advantages, default = config.advantages, TrainerConfig()
+    if advantages.std_floor != default.advantages.std_floor and advantages.normalisation in _UNDIVIDED:
+        yield f"advantages.std_floor has no effect: normalisation {advantages.normalisation} does not divide."
     if config.activations is Activations.OFFLOAD and config.device == "cpu":
         yield "activations offload has no effect: device is cpu, whose memory is that of the host; use recompute."
     if not config.capture.enabled:

@@ -36,7 +36,9 @@ __all__ = [
     "LoraServing",
     "Normalisation",
     "ObjectiveConfig",
+    "OffloadTo",
     "OptimizerConfig",
+    "OptimizerName",
     "OutOfRange",
     "OverlongConfig",
     "StatisticsUnit",
@@ -333,14 +335,48 @@ _CLIPS: dict[str, tuple[float, float]] = {
 """Defaults of ``clip_low`` and ``clip_high``, each in its surrogate's unit; reinforce has no clip."""
 
 
+class OptimizerName(StrEnum):
+    """The algorithm of updates, and the bytes it keeps for each trained weight, besides weight and gradient."""
+
+    ADAMW = "adamw"
+    """AdamW with float32 moments: 8 bytes."""
+    ADAMW_BF16 = "adamw_bf16"
+    """AdamW with bfloat16 moments, rounded at random: 4 bytes."""
+    ADAMW_8BIT = "adamw_8bit"
+    """AdamW with moments of 8 bits by blocks of 256, from the package torchao: 2 bytes."""
+    ADAMW_4BIT = "adamw_4bit"
+    """AdamW with moments of 4 bits by blocks of 128, from the package torchao: 1 byte."""
+    ADAMW_FP8 = "adamw_fp8"
+    """AdamW with moments in float8 by blocks of 256, from the package torchao: 2 bytes."""
+    SGD = "sgd"
+    """Gradient descent without momentum: nothing."""
+
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether the moments have 8 bits or fewer."""
+        return self in (OptimizerName.ADAMW_8BIT, OptimizerName.ADAMW_4BIT, OptimizerName.ADAMW_FP8)
+
+
+class OffloadTo(StrEnum):
+    """Where the moments of the optimiser are kept."""
+
+    NONE = "none"
+    """On the device of the weights."""
+    CPU = "cpu"
+    """In the memory of the host, where the update is computed: weights and gradients are copied there and back."""
+
+
 @frozen(kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning rate schedule and gradient clipping.
+    """The optimiser, its learning rate schedule and gradient clipping.
 
-    The rate rises linearly over ``num_warmup_steps`` updates to ``learning_rate``, then follows ``decay`` down to
-    ``final_fraction`` of it at ``num_decay_steps``. ``max_grad_norm`` ``None`` does not clip.
+    ``name`` is the algorithm and the format of its moments, ``offload`` where they are kept. The rate rises linearly
+    over ``num_warmup_steps`` updates to ``learning_rate``, then follows ``decay`` down to ``final_fraction`` of it at
+    ``num_decay_steps``. ``max_grad_norm`` ``None`` does not clip.
     """
 
+    name: OptimizerName = OptimizerName.ADAMW
+    offload: OffloadTo = OffloadTo.NONE
     learning_rate: float = field(default=2e-5, validator=_positive)
     beta1: float = field(default=0.9, validator=_below_one)
     beta2: float = field(default=0.95, validator=_below_one)
@@ -351,6 +387,10 @@ class OptimizerConfig:
     num_decay_steps: int = field(default=1000, validator=_positive)
     final_fraction: float = field(default=0.1, validator=_fraction)
     max_grad_norm: float | None = field(default=1.0, validator=_positive_or_none)
+
+    def __attrs_post_init__(self) -> None:
+        if self.name.is_low_bit and self.offload is not OffloadTo.NONE:
+            raise ValueError(f"name {self.name} has no offload: its states are small; use adamw or adamw_bf16 with it")
 
 
 @frozen(kw_only=True)
@@ -489,3 +529,10 @@ class TrainerConfig:
     publish_bucket_mib: int = field(default=512, validator=[instance_of(int), _positive])
     """Size of the parts in which weights are broadcast; trainer and servers each need this much free device memory."""
     seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.optimizer.name.is_low_bit and self.gang.num_processes > 1:
+            raise ValueError(
+                f"optimizer.name {self.optimizer.name} cannot be sharded over the {self.gang.num_processes} processes "
+                "of a gang; use adamw_bf16, or one process"
+            )

@@ -1,4 +1,7 @@
-"""AdamW with a learning rate schedule and gradient clipping. Its weights are float32, whole or sharded over ranks.
+"""Optimisers by name, with a learning rate schedule, gradient clipping, and states that may be in the host's memory.
+
+The weights that an optimiser changes are float32, whole or sharded over ranks. What it keeps for each weight depends on
+its name: 8 bytes for two float32 moments, 4 in bfloat16, about 2 or 1 in torchao's formats of 8 and 4 bits.
 
 An update is atomic: a gradient that is not finite raises ``TrainingDiverged`` before anything changes.
 """
@@ -6,19 +9,44 @@ An update is atomic: a gradient that is not finite raises ``TrainingDiverged`` b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from areal_actors.errors import CheckpointError, TrainingDiverged
-from areal_actors.training.config import Decay, OptimizerConfig
-from areal_actors.training.sharding import gather, scatter
+from areal_actors.errors import CheckpointError, ConfigError, TrainingDiverged
+from areal_actors.training.config import Decay, OffloadTo, OptimizerConfig, OptimizerName
+from areal_actors.training.sharding import gather, local_part, scatter, with_local_part
 
-__all__ = ["Optimizer", "learning_rate"]
+__all__ = ["Optimizer", "learning_rate", "state_bytes"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_TORCHAO = {
+    OptimizerName.ADAMW_8BIT: "AdamW8bit",
+    OptimizerName.ADAMW_4BIT: "AdamW4bit",
+    OptimizerName.ADAMW_FP8: "AdamWFp8",
+}
+_STATE_BYTES = {
+    OptimizerName.ADAMW: 8.0,
+    OptimizerName.ADAMW_BF16: 4.0,
+    # Two moments of codes, and a float32 scale for each block of them: 256 or 128 codes.
+    OptimizerName.ADAMW_8BIT: 2 * (1 + 4 / 256),
+    OptimizerName.ADAMW_FP8: 2 * (1 + 4 / 256),
+    OptimizerName.ADAMW_4BIT: 2 * (1 / 2 + 4 / 128),
+    OptimizerName.SGD: 0.0,
+}
+
+
+def state_bytes(config: OptimizerConfig) -> float:
+    """Return how many bytes the optimiser keeps on the device for each trained weight.
+
+    The 4 bytes of the weight and those of its gradient come on top. Low-bit formats keep tensors of less than 4096
+    numbers in float32.
+    """
+    return 0.0 if config.offload is OffloadTo.CPU else _STATE_BYTES[config.name]
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
@@ -40,23 +68,27 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """AdamW over named parameters; counts its updates."""
+    """The optimiser that ``config`` names, over named parameters that have gradients; counts its updates.
+
+    Raises ``ConfigError`` if its package is absent.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
         self._parameters = dict(parameters)
         self._config = config
-        self._adam = torch.optim.AdamW(
-            self._groups(),
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            fused=True,  # one pass over the weights: twice as fast on two cores as the loop over tensors
-        )
+        self._is_offloaded = config.offload is OffloadTo.CPU
+        # What torch's optimiser holds: with offload, an empty parameter in place of each; see ``_step_on_host``.
+        self._held = {
+            name: torch.nn.Parameter(torch.empty(0)) if self._is_offloaded else parameter
+            for name, parameter in self._parameters.items()
+        }
+        self._torch = _create(self._groups(), config)
         self.num_updates = 0
 
     def zero_grad(self) -> None:
         """Reset the gradients to ``None``."""
-        self._adam.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def step(self) -> float:
         """Clip the gradient and update once; return the norm before clipping. An absent gradient counts as 0.
@@ -76,9 +108,14 @@ class Optimizer:
             return 0.0
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.max_grad_norm, norm)
-        for group in self._adam.param_groups:
-            group["lr"] = self.learning_rate
-        self._adam.step()
+        for group in self._torch.param_groups:
+            # torchao compiles its step with the rate as an input, and refuses another object.
+            group["lr"] = group["lr"].fill_(self.learning_rate) if torch.is_tensor(group["lr"]) else self.learning_rate
+        with self._eager():
+            if self._is_offloaded:
+                self._step_on_host()
+            else:
+                self._torch.step()
         self.num_updates += 1
         return float(norm)
 
@@ -87,33 +124,100 @@ class Optimizer:
         """The rate of the next update."""
         return learning_rate(self.num_updates, self._config)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return moments and counts by ``<what>/<parameter>``, shared with the optimiser; empty before an update."""
-        return {
-            f"{what}/{name}": state[what]
-            for name, parameter in self._parameters.items()
-            if (state := self._adam.state.get(parameter))
-            for what in (*_MOMENTS, "step")
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Return moments and counts by ``<what>/<parameter>``, shared with the optimiser; empty before an update.
+
+        The numbers and scales of a low-bit moment are ``<what>.codes/<parameter>`` and ``<what>.scale/<parameter>``.
+        Moments in the host's memory stay there, unless their parameter is sharded.
+        """
+        entries = {
+            key: (name, value)
+            for name, held in self._held.items()
+            for what, state in self._torch.state.get(held, {}).items()
+            if state is not None
+            for key, value in _parts(what, name, state)
         }
+        return _States(entries, self._parameters)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_updates: int) -> None:
         """Load moments from ``state`` (copied).
 
-        Raises ``CheckpointError`` for moments of tensors that the model does not have in that shape.
+        Raises ``CheckpointError`` for moments of tensors that the model does not have in that shape, and for those of
+        another optimiser.
         """
-        moments: dict[Tensor, dict[str, Any]] = {}
+        loaded: dict[str, dict[str, Any]] = {}
         for key, value in state.items():
             what, name = key.split("/", 1)
+            what, _, part = what.partition(".")
             parameter = self._parameters.get(name)
-            if parameter is None or (what in _MOMENTS and parameter.shape != value.shape):
+            is_of_weight = value.ndim > 0 and part != "scale"
+            if parameter is None or (is_of_weight and part != "codes" and parameter.shape != value.shape):
                 raise CheckpointError(f"The checkpoint's optimiser state {key} does not fit the model.")
+            held = self._held[name]
             owned = value.clone()
-            if what in _MOMENTS:
+            if is_of_weight and not part:
                 owned = scatter(owned, parameter)
-            moments.setdefault(parameter, {})[what] = owned.to(parameter.device)
-        self._adam.state.clear()
-        self._adam.state.update(moments)
+            if self._is_offloaded:
+                owned = local_part(owned)
+            owned = owned.to(held.device)
+            moments = loaded.setdefault(name, {})
+            if not part:
+                moments[what] = owned
+                continue
+            moments[what] = moments[what] if what in moments else self._low_bit_moment(parameter, what, key)
+            target = getattr(moments[what], part, None)
+            if target is None or (target.shape, target.dtype) != (owned.shape, owned.dtype):
+                raise CheckpointError(_of_another_optimiser(key, self._config))
+            target.copy_(owned)
+        if bool(loaded) != (num_updates > 0 and self._config.name is not OptimizerName.SGD):
+            raise CheckpointError(_of_another_optimiser(next(iter(state), "(none)"), self._config))
+        self._require_own(loaded)
+        self._torch.state.clear()
+        self._torch.state.update({self._held[name]: moments for name, moments in loaded.items()})
         self.num_updates = num_updates
+
+    def _low_bit_moment(self, parameter: Tensor, what: str, key: str) -> Any:
+        """Return an empty moment of torchao's for ``parameter``."""
+        create = getattr(self._torch, "_new_buffer", None)
+        if create is None:
+            raise CheckpointError(_of_another_optimiser(key, self._config))
+        return create(parameter.detach(), what == "exp_avg")
+
+    def _require_own(self, loaded: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise ``CheckpointError`` unless the moments have the formats that this optimiser gives them."""
+        for name, moments in loaded.items():
+            for what, moment in moments.items():
+                if what == "step":
+                    continue
+                if _format(moment) != self._wanted_format(name, what):
+                    raise CheckpointError(_of_another_optimiser(f"{what}/{name}", self._config))
+
+    def _wanted_format(self, name: str, what: str) -> tuple[bool, torch.dtype]:
+        parameter = self._parameters[name].detach()
+        if self._config.name is OptimizerName.ADAMW_BF16:
+            return False, torch.bfloat16
+        create = getattr(self._torch, "_new_buffer", None)
+        return _format(parameter if create is None else create(parameter, what == "exp_avg"))
+
+    def _step_on_host(self) -> None:
+        """Update one parameter after the other with its moments in the memory of the host.
+
+        The device keeps weights and gradients; the host keeps the moments, and one weight and gradient at a time. A
+        parameter without a gradient is skipped by torch's optimisers, so that each call updates the one that has it.
+        """
+        for name, parameter in self._parameters.items():
+            held, weight = self._held[name], local_part(parameter.detach())
+            assert parameter.grad is not None
+            held.data = _to_host(weight)
+            held.grad = _to_host(local_part(parameter.grad))
+            self._torch.step()
+            weight.copy_(held.data)
+            held.data, held.grad = torch.empty(0), None
+
+    def _eager(self) -> AbstractContextManager[None]:
+        """Return a context in which torchao does not compile on the CPU, where that takes longer than it saves."""
+        is_eager = self._config.name.is_low_bit and not next(iter(self._held.values())).is_cuda
+        return torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
 
     def _gradients(self) -> list[Tensor]:
         """Return all gradients; an absent one is set to 0, so that skipping passes without effect changes no update."""
@@ -124,10 +228,124 @@ class Optimizer:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups: matrices decay, biases and norms do not, as decay has no use there."""
-        matrices = [p for p in self._parameters.values() if p.ndim > 1]
-        vectors = [p for p in self._parameters.values() if p.ndim <= 1]
+        matrices = [self._held[name] for name, p in self._parameters.items() if p.ndim > 1]
+        vectors = [self._held[name] for name, p in self._parameters.items() if p.ndim <= 1]
         return [
             {"params": params, "weight_decay": decay}
             for params, decay in ((matrices, self._config.weight_decay), (vectors, 0.0))
             if params
         ]
+
+
+class AdamWBfloat16(torch.optim.Optimizer):
+    """AdamW whose moments are bfloat16, rounded up or down at random so that their expected value is exact.
+
+    Rounding to the nearest number would lose what is below 0.4 % of a moment: with a beta of 0.999, all of it. The
+    random bits follow from the count of updates, so that a resumed run draws the same.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 - the signature of the base class
+        """Update the parameters that have gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state |= {what: torch.zeros_like(parameter, dtype=torch.bfloat16) for what in ("exp_avg", "exp_avg_sq")}
+        state["step"] += 1
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        assert parameter.grad is not None
+        weight, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+        first, second = (local_part(state[what]) for what in ("exp_avg", "exp_avg_sq"))
+        mean = first.float().lerp_(gradient, 1 - beta1)
+        square = second.float().lerp_(gradient.square(), 1 - beta2)
+        generator = torch.Generator(weight.device).manual_seed(step)
+        _round_randomly(mean, first, generator)
+        _round_randomly(square, second, generator)
+        denominator = square.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
+
+
+def _round_randomly(exact: Tensor, rounded: Tensor, generator: torch.Generator) -> None:
+    """Set ``rounded`` (bfloat16) to ``exact`` (float32), up with the probability of the part that is cut off."""
+    bits = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
+    bits.add_(exact.view(torch.int32)).bitwise_and_(-(1 << 16))  # carries into the upper half as often as it should
+    rounded.copy_(bits.view(torch.float32))
+
+
+def _create(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    betas, rate = (config.beta1, config.beta2), config.learning_rate
+    match config.name:
+        case OptimizerName.ADAMW:
+            # Fused: one pass over the weights, twice as fast on two cores as the loop over tensors.
+            return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=config.epsilon, fused=True)
+        case OptimizerName.ADAMW_BF16:
+            return AdamWBfloat16(groups, lr=rate, betas=betas, eps=config.epsilon)
+        case OptimizerName.SGD:
+            return torch.optim.SGD(groups, lr=rate, fused=True)
+    try:
+        from torchao import optim
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.optimizer.name {config.name} needs the package torchao; run: pip install 'areal_actors[lowbit]', "
+            "or use adamw_bf16."
+        ) from error
+    found: torch.optim.Optimizer = getattr(optim, _TORCHAO[config.name])(
+        groups, lr=rate, betas=betas, eps=config.epsilon
+    )
+    return found
+
+
+@frozen(eq=False)
+class _States(Mapping[str, Tensor]):
+    """States by ``<what>/<parameter>``; parts of sharded ones become sharded tensors when they are read."""
+
+    entries: Mapping[str, tuple[str, Tensor]]
+    parameters: Mapping[str, Tensor]
+
+    def __getitem__(self, key: str) -> Tensor:
+        name, value = self.entries[key]
+        parameter = self.parameters[name]
+        return with_local_part(value, parameter) if value.ndim and isinstance(parameter, DTensor) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def _parts(what: str, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors of a state and their keys; the table of a low-bit format is the same for all."""
+    parts = getattr(value, "tensor_attrs", None)
+    if parts is None:
+        yield f"{what}/{name}", value
+        return
+    yield from ((f"{what}.{part}/{name}", getattr(value, part)) for part in parts if part != "qmap")
+
+
+def _format(moment: Tensor) -> tuple[bool, torch.dtype]:
+    """Return whether ``moment`` has a low-bit format, and its data type."""
+    return hasattr(moment, "tensor_attrs"), moment.dtype
+
+
+def _of_another_optimiser(key: str, config: OptimizerConfig) -> str:
+    return (
+        f"The checkpoint's optimiser state {key} was not made by {config.name}. Set trainer.optimizer.name to the one "
+        "that the run had."
+    )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, in memory from which a GPU copies at the full rate of its bus."""
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copied.copy_(tensor)

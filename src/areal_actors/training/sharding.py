@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from areal_actors.training.gang import Gang
 from areal_actors.training.memory import decoder_layers
 
-__all__ = ["free_gathered", "gather", "scatter", "shard"]
+__all__ = ["free_gathered", "gather", "local_part", "scatter", "shard", "with_local_part"]
 
 
 def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
@@ -58,3 +58,18 @@ def scatter(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, or the tensor itself; it shares memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_part(part: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor whose part on this rank is ``part``, on the device and sharded as ``like``."""
+    part = part.to(like.device)
+    if not isinstance(like, DTensor) or isinstance(part, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -35,7 +35,7 @@ from areal_actors.training.imitation import create_phase_objective, required_sco
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
 from areal_actors.training.memory import cast_weights, device_bytes, release_free_memory, resolve_activations
 from areal_actors.training.objective import Objective, TokenSums
-from areal_actors.training.optimizer import Optimizer
+from areal_actors.training.optimizer import Optimizer, state_bytes
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
 from areal_actors.training.passes import Passes, PassScores, Scorer
 from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
@@ -554,7 +554,8 @@ class PolicyTrainer:
 
     def _set_activations(self) -> None:
         """Decide what passes keep for the backward pass, for the current device and number of ranks."""
-        num_bytes = sum(p.nbytes * (4 if p.requires_grad else 1) for p in self.model.parameters())
+        held = 4 + state_bytes(self.config.optimizer)  # of a trained weight: its gradient, and what the optimiser keeps
+        num_bytes = sum(p.nbytes + p.numel() * held * p.requires_grad for p in self.model.parameters())
         self.activations = resolve_activations(
             self.config.activations,
             self.model.config,
@@ -563,7 +564,7 @@ class PolicyTrainer:
             num_tokens=min(
                 max(self.config.max_packed_tokens, self._max_length or 0), self.config.chunk_tokens or sys.maxsize
             ),
-            state_bytes=num_bytes // self.gang.size,
+            state_bytes=int(num_bytes / self.gang.size),
             memory_bytes=device_bytes(self.model.device),
         )
         self._scorer.activations = self.activations

@@ -34,18 +34,12 @@ class Branching:
     num_row_trained: int
     num_tree_trained: int
 
-    @property
-    def num_pass_tokens(self) -> int:
-        """The tokens of as many whole rows as come nearest to the tokens of the tree."""
-        length = self.num_row_tokens // NUM_BRANCHES
-        return length * max(1, round(self.num_tree_tokens / length))
-
 
 def create_branching(num_tokens: int, *, prompt: int, vocab_size: int, seed: int = 0) -> Branching:
     """Return a group with ``num_tokens`` distinct tokens, ``prompt`` of them in the prompt that all rows share.
 
     Each pair of rows shares as many tokens as each row has alone. A turn samples 96 tokens and reads the 160 of a
-    tool's result, so that about two fifths of what follows the prompt is trained.
+    tool's result, so that about two fifths of what follows the prompt is trained. The last turn of a row is sampled.
     """
     rng = np.random.default_rng(seed)
     part = (num_tokens - prompt) // (NUM_BRANCHES + NUM_BRANCHES // 2)
@@ -54,13 +48,15 @@ def create_branching(num_tokens: int, *, prompt: int, vocab_size: int, seed: int
     head = rng.integers(0, vocab_size, prompt)
     pairs = [rng.integers(0, vocab_size, part) for _ in range(NUM_BRANCHES // 2)]
     rows = [
-        _create_row(np.concatenate([head, pairs[member // 2], rng.integers(0, vocab_size, part)]), prompt, member)
+        _create_row(
+            np.concatenate([head, pairs[member // 2], rng.integers(0, vocab_size, part)]), prompt, f"s{seed}-{member}"
+        )
         for member in range(NUM_BRANCHES)
     ]
     length = rows[0].num_tokens
     spans = [(0, prompt, 1), (prompt, prompt + part, NUM_BRANCHES // 2), (prompt + part, length, NUM_BRANCHES)]
     return Branching(
-        group=create_group(rows),
+        group=create_group(rows, name=f"g{seed}"),
         num_row_tokens=NUM_BRANCHES * length,
         num_tree_tokens=sum(count * (stop - start) for start, stop, count in spans),
         num_row_pairs=NUM_BRANCHES * _pairs(0, length),
@@ -79,13 +75,14 @@ def _pairs(start: int, stop: int) -> int:
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
-def _create_row(ids: Any, prompt: int, member: int, *, sampled: int = 96, read: int = 160) -> Trajectory:
-    place = np.arange(len(ids)) - prompt
-    is_sampled = (place >= 0) & ((place % (sampled + read)) < sampled)
-    turns = np.where(is_sampled, place // (sampled + read), -1)
+def _create_row(ids: Any, prompt: int, name: str, *, sampled: int = 96, read: int = 160) -> Trajectory:
+    left = len(ids) - 1 - np.arange(len(ids))  # the row ends with what was sampled, and all of it is computed
+    is_sampled = (left < len(ids) - prompt) & (left % (sampled + read) < sampled)
+    turns = np.where(is_sampled, left[prompt] // (sampled + read) - left // (sampled + read), -1)
+    member = int(name.rpartition("-")[2])
     return Trajectory(
-        session=SessionId(f"s{member}"),
-        interactions=tuple(InteractionId(f"{member}-{turn}") for turn in range(int(turns.max()) + 1)),
+        session=SessionId(name),
+        interactions=tuple(InteractionId(f"{name}-{turn}") for turn in range(int(turns.max()) + 1)),
         input_ids=ids,
         loss_mask=is_sampled,
         logprobs=np.where(is_sampled, -5.0, 0.0),

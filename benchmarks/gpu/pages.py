@@ -166,10 +166,8 @@ def read_reports() -> dict[str, Report]:
 _LEGEND = """\
 Models have the shapes of Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-4B, and random weights. The engine samples 128 tokens
 after prompts of 128 to 512; `tokens` counts from the first submission to the last token. `transformers` is its
-`generate` on the same prompts. The trainer makes a step on a group of eight sessions that share a prompt of 2,048
-tokens, and in pairs their first turns, with 4k to 32k distinct tokens: the tree in one pass, flat rows in passes of
-about as many tokens. `MFU` counts 6 operations per parameter and token (4 with LoRA), attention over visible pairs, and
-nothing twice."""
+`generate` on the same prompts. `MFU` counts 6 operations per parameter and token (4 with LoRA), attention over visible
+pairs, and nothing twice."""
 _HARDWARE = """\
 # Hardware: what has run where
 

@@ -181,6 +181,9 @@ def engines_sglang(session: nox.Session) -> None:
     session.run(*pip, "--no-deps", "-r", str(SERVERS / "sglang-requirements-nodeps.txt"), external=True)
     command = ["python", "-m", "tests.engines.servers.real_sglang", "--python", python, "--smg", smg, *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    if not session.posargs:
+        adapters = ["python", "-m", "tests.engines.servers.real_adapters", "--python", python]
+        session.run(*adapters, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session

@@ -19,7 +19,15 @@ from torch import Tensor
 from areal_actors.errors import ModelError
 from areal_actors.telemetry import quiet_transformers
 
-__all__ = ["open_skeleton", "read_checkpoint", "to_checkpoint_tensors"]
+__all__ = ["LazyTensors", "open_skeleton", "read_checkpoint", "to_checkpoint_tensors"]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name that are computed each time that they are read."""
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor with the shape and the kind of the one called ``name``, without computing that."""
+        return self[name]
 
 
 def to_checkpoint_tensors(

@@ -15,6 +15,7 @@ from areal_actors.__main__ import cli
 from areal_actors.dashboard import RowDumper, RunDirectory
 from areal_actors.interchange import dump_path, find_dumps, write_rows
 from areal_actors.messages import RowsTrained
+from areal_actors.models import resolve_model
 
 
 def test_a_checkpoint_becomes_weights(tmp_path: Path):
@@ -38,6 +39,37 @@ def test_a_checkpoint_becomes_weights(tmp_path: Path):
     assert (1, 1) == (refused.exit_code, nowhere.exit_code)
     assert "nothing to export" in refused.output
     assert "There is no run" in nowhere.output
+
+
+def test_an_adapter_becomes_weights(tmp_path: Path):
+    """A run with an adapter writes it and merged weights; a resumed run goes on, and an export writes both again."""
+    settings = ("trainer.lora.rank=4", "trainer.optimizer.learning_rate=0.1", "checkpoint.every_steps=1")
+    result = train(tmp_path, "adapted/one", *settings)
+    assert result.exit_code == 0, result.output
+    run = tmp_path / "adapted" / "one"
+    (checkpoint,) = run.glob("checkpoints/step-*")
+    assert not (checkpoint / "model.safetensors").exists()
+    first = AutoModelForCausalLM.from_pretrained(run / "weights").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(resolve_model("tiny").path).state_dict()
+    changed = {name for name in base if not torch.equal(base[name], first[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)
+    files = {path.name: path.read_bytes() for path in (run / "adapter").iterdir()}
+    for name in ("adapter", "weights"):
+        shutil.rmtree(run / name)
+    exported = CliRunner().invoke(cli, ["export", str(run)])
+    assert exported.exit_code == 0, exported.output
+    assert {path.name: path.read_bytes() for path in (run / "adapter").iterdir()} == files
+    second = AutoModelForCausalLM.from_pretrained(run / "weights").state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in base)
+
+    resumed = train(
+        tmp_path, "adapted/one", *settings, "total_steps=2", "trainer.lora.exports_merged=false", "--resume"
+    )
+    assert resumed.exit_code == 0, resumed.output
+    assert {path.name: path.read_bytes() for path in (run / "adapter").iterdir()} != files
+    mistaken = train(tmp_path, "adapted/one", *settings, "trainer.lora.rank=8", "--resume")
+    assert "trainer.lora.rank is 8; set it to that of the adapter" in mistaken.output
 
 
 def test_rows_of_a_run_are_exported(tmp_path: Path):

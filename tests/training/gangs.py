@@ -105,8 +105,13 @@ def config_of(case: Mapping[str, Any]) -> TrainerConfig:
         num_epochs=case.get("epochs", 1),
         num_minibatches=case.get("minibatches", 1),
         gang=GANG,
-        lora=LoraConfig(rank=case["lora"]) if "lora" in case else None,
+        lora=_lora_of(case),
     )
+
+
+def _lora_of(case: Mapping[str, Any]) -> LoraConfig | None:
+    experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") if "experts" in case else ()
+    return LoraConfig(rank=case["lora"], target_parameters=experts) if "lora" in case else None
 
 
 def create_trainer(case: Mapping[str, Any]) -> PolicyTrainer:

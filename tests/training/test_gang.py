@@ -32,6 +32,7 @@ CASES = {
     "fewer passes than ranks": {"groups": 1, "max_packed_tokens": 10_000},
     "an adapter": {"lora": 4, "model": "qwen2"},
     "an adapter and its base": {"lora": 4, "kl": "loss"},
+    "an adapter of experts": {"lora": 4, "model": "mixtral", "experts": True},
 }
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests import moe
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from areal_actors.engines.torch.weights import load_snapshot
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.training.config import (
     Activations,
@@ -257,6 +258,9 @@ def test_publishes_merged_or_adapter(make_model, tmp_path):
     move(trainer.adapter)
     lent = MemoryPublisher().publish(trainer)
     assert lent.state.keys() == make_model().state_dict().keys()
+    engine = make_model(seed=1)
+    load_snapshot(lent, dict(engine.named_parameters()), {"lm_head.weight": "model.embed_tokens.weight"})
+    assert all(torch.equal(tensor, lent.state[name]) for name, tensor in engine.state_dict().items())
     publisher = AdapterPublisher(root=tmp_path, base=tmp_path / "base", num_kept=1)
     for version in range(4):
         trainer.version = version

@@ -27,6 +27,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from areal_actors.checkpoint_tensors import LazyTensors
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.training.config import LoraConfig
 from areal_actors.training.directories import atomic_directory
@@ -76,7 +77,7 @@ class _Target:
 
 
 @frozen(eq=False)
-class _MergedWeights(Mapping[str, Tensor]):
+class _MergedWeights(LazyTensors):
     """The weights of the plain model by their own names; a merged one is computed each time that it is read."""
 
     state: Mapping[str, Tensor]
@@ -89,6 +90,10 @@ class _MergedWeights(Mapping[str, Tensor]):
         own = self.names[name]
         target = self.targets.get(own)
         return self.state[own] if target is None else target.merge(self.state)
+
+    def like(self, name: str) -> Tensor:
+        """Return the base weight, which has the shape of the merged one."""
+        return self.state[self.names[name]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from areal_actors.checkpoint_tensors import read_checkpoint
+from areal_actors.checkpoint_tensors import LazyTensors, read_checkpoint
 from areal_actors.engines.base import Snapshot
 from areal_actors.errors import ModelError
 
@@ -51,7 +51,9 @@ def _find_problems(
     state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
 ) -> list[str]:
     problems = [f"{name} is missing" for name in parameters if name not in state]
-    for name, value in state.items():
+    for name in state:
+        # Lazy weights are computed only when they are copied.
+        value = state.like(name) if isinstance(state, LazyTensors) else state[name]
         target = parameters.get(aliases.get(name, name))
         if target is None:
             problems.append(f"{name} is unknown")

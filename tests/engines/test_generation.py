@@ -11,7 +11,6 @@ from areal_actors.engines.base import EngineInfo, EngineRequest
 from areal_actors.engines.requests import validate_request
 from areal_actors.engines.torch.generation import (
     Generation,
-    Sampled,
     StopScanner,
     create_uniforms,
 )
@@ -74,9 +73,9 @@ def test_stop_strings_need_a_tokenizer():
 def test_the_context_bounds_the_output():
     """A generation ends with LENGTH when prompt and output fill the context."""
     generation = Generation.create(EngineRequest(id="a", prompt=[1] * 14, key=KEY), context_length=16, decode=None)
-    generation.append(Sampled(5, -1.0, -1.0, 0))
+    generation.append(5)
     assert generation.finish is None
-    generation.append(Sampled(6, -1.0, -1.0, 0))
+    generation.append(6)
 
     assert generation.finish is FinishReason.LENGTH
     assert generation.output.tolist() == [5, 6]

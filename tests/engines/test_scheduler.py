@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from areal_actors.domain import SampleKey, Sampling
 from areal_actors.engines.base import EngineRequest
-from areal_actors.engines.torch.generation import Generation, Sampled
+from areal_actors.engines.torch.generation import Generation
 from areal_actors.engines.torch.scheduler import Scheduler
 
 
@@ -47,7 +47,7 @@ class Memory:
             self.prefilled += prefill.stop - prefill.start
             self.scheduler.complete_prefill(prefill, logits="logits" if prefill.is_last else None)
         for generation in ready:
-            generation.append(Sampled(sample_id, -1.0, -1.0, 0))
+            generation.append(sample_id)
             if generation.finish is not None:
                 held = generation.context[:-1].tolist()
                 self.held[generation.slot.index] = held

@@ -26,7 +26,7 @@ from areal_actors.engines.requests import find_stop_ids, validate_request
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.engines.torch.constraint import Constraint, GrammarCompiler
 from areal_actors.engines.torch.forward import Forward, create_forward
-from areal_actors.engines.torch.generation import Decode, Generation, Sampled
+from areal_actors.engines.torch.generation import Decode, Generation, Tokens
 from areal_actors.engines.torch.runner import CreateRunner, create_runner
 from areal_actors.engines.torch.worker import (
     Abort,
@@ -252,7 +252,7 @@ class TorchEngine:
         self._gone = EngineError(f"The torch engine {what}. Open a new one.")
         self._gone.__cause__ = failure
         for generation, stream in self._streams.items():
-            stream.put(Delivery(generation, (), self._version, error=self._gone))
+            stream.put(Delivery(generation, Tokens(), self._version, error=self._gone))
         for reply in self._replies:
             reply.error = self._gone
             reply.done()
@@ -266,7 +266,7 @@ class _Stream:
 
     generation: Generation
     is_over: bool = False
-    _pending: deque[Sampled] = field(factory=deque)
+    _pending: deque[Delivery] = field(factory=deque)
     _last: Delivery | None = None
     _num_chunks: int = 0
     _news: anyio.Event = field(factory=anyio.Event)
@@ -274,7 +274,8 @@ class _Stream:
     def put(self, delivery: Delivery) -> None:
         if self._last is not None:
             return
-        self._pending.extend(delivery.sampled)
+        if delivery.tokens.ids:
+            self._pending.append(delivery)
         if delivery.finish is not None or delivery.error is not None:
             self._last = delivery
         self._news.set()
@@ -295,20 +296,21 @@ class _Stream:
         return self._take_chunk()
 
     def _take_chunk(self) -> Chunk:
-        tokens: list[Sampled] = []
-        while self._pending and (not tokens or self._pending[0].version == tokens[0].version):
-            tokens.append(self._pending.popleft())
+        tokens, first = Tokens(), self._pending[0] if self._pending else self._last
+        assert first is not None
+        while self._pending and self._pending[0].version == first.version:
+            tokens.extend(self._pending.popleft().tokens)
         last = self._last if not self._pending else None
         finish = None if last is None else last.finish
         self.is_over = finish is not None
         self._num_chunks += 1
         return Chunk(
-            token_ids=[t.token_id for t in tokens],
-            logprobs=[t.logprob for t in tokens],
-            raw_logprobs=[t.raw_logprob for t in tokens],
-            version=last.version if last is not None and not tokens else tokens[0].version,
+            token_ids=tokens.ids,
+            logprobs=tokens.logprobs,
+            raw_logprobs=tokens.raw_logprobs,
+            version=first.version,
             finish=finish,
-            top_logprobs=tuple(t.top for t in tokens) if self.generation.sampling.top_logprobs else (),
+            top_logprobs=tuple(tokens.tops) if self.generation.sampling.top_logprobs else (),
             num_cached_tokens=(self.generation.num_cached or 0) if self._num_chunks == 1 else 0,
         )
 

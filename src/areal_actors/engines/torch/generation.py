@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field, frozen
+from attrs import define, field
 
 from areal_actors.domain import FinishReason, Ints, SampleKey, Sampling, TopLogprob
 from areal_actors.engines.base import EngineRequest
@@ -23,21 +23,34 @@ if TYPE_CHECKING:
     from areal_actors.engines.torch.constraint import Constraint
     from areal_actors.engines.torch.scheduler import Slot
 
-__all__ = ["Decode", "Generation", "Sampled", "StopScanner", "create_uniforms"]
+__all__ = ["Decode", "Generation", "StopScanner", "Tokens", "create_uniforms"]
 
 Decode = Callable[[Sequence[int]], str]
 """A function from token ids to text, such as a tokenizer's ``decode``."""
 
 
-@frozen
-class Sampled:
-    """One sampled token, as it is passed from the engine's thread to the consumer."""
+@define(eq=False)
+class Tokens:
+    """Sampled tokens with their log-probabilities and alternatives, as the engine's thread passes them to consumers."""
 
-    token_id: int
-    logprob: float
-    raw_logprob: float
-    version: int
-    top: tuple[TopLogprob, ...] = ()
+    ids: list[int] = field(factory=list)
+    logprobs: list[float] = field(factory=list)
+    raw_logprobs: list[float] = field(factory=list)
+    tops: list[tuple[TopLogprob, ...]] = field(factory=list)
+
+    def add(self, token_id: int, logprob: float, raw_logprob: float, top: tuple[TopLogprob, ...]) -> None:
+        """Append a token."""
+        self.ids.append(token_id)
+        self.logprobs.append(logprob)
+        self.raw_logprobs.append(raw_logprob)
+        self.tops.append(top)
+
+    def extend(self, other: Tokens) -> None:
+        """Append other tokens."""
+        self.ids += other.ids
+        self.logprobs += other.logprobs
+        self.raw_logprobs += other.raw_logprobs
+        self.tops += other.tops
 
 
 def create_uniforms(key: SampleKey) -> Callable[[], float]:
@@ -100,7 +113,7 @@ class Generation:
     ahead: int = 0
     num_cached: int | None = None
     finish: FinishReason | None = None
-    outbox: list[Sampled] = field(factory=list)
+    outbox: Tokens = field(factory=Tokens)
 
     @classmethod
     def create(
@@ -155,19 +168,16 @@ class Generation:
         """Return the sampled tokens."""
         return self.tokens[self.num_prompt : self.length]
 
-    def append(self, sampled: Sampled) -> None:
+    def append(self, token_id: int) -> None:
         """Append a token, and set ``finish`` if it ends the generation."""
-        self.tokens[self.length] = sampled.token_id
+        self.tokens[self.length] = token_id
         self.length += 1
-        self.outbox.append(sampled)
-        if sampled.token_id in self.stop_ids or (
-            self.scanner is not None and self.scanner.is_complete(sampled.token_id)
-        ):
+        if token_id in self.stop_ids or (self.scanner is not None and self.scanner.is_complete(token_id)):
             self.finish = FinishReason.STOP
             return
         if self.constraint is not None:
-            self.constraint.append(sampled.token_id)
-        if self._is_complete:
+            self.constraint.append(token_id)
+        if self.constraint is not None and self._is_complete:
             self.finish = FinishReason.STOP
         elif self.length >= self.limit:
             self.finish = FinishReason.LENGTH

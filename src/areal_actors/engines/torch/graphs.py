@@ -115,7 +115,8 @@ class GraphRunner:
             stored = [g.slot.logits for g in ready if g.slot is not None]
             logits = torch.cat((torch.stack(stored), computed)) if stored else computed
             samples += self._sample(logits, starting, [g.uniform() for g in starting])
-        return Step([*decoding, *starting], samples, list(computed.clone().unbind()))
+        # Copies, because a row would keep all others in memory.
+        return Step([*decoding, *starting], samples, [row.clone() for row in computed])
 
     def _decode(self, rows: Sequence[Generation]) -> list[Sample]:
         num, graph = len(rows), next(graph for graph in self._graphs if graph.size >= len(rows))

@@ -10,7 +10,7 @@ advances one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ __all__ = ["Admission", "Prefill", "Scheduler", "Slot"]
 
 MIN_WAIT_GAIN = 16
 """Waiting for another prefill must save this many tokens; fewer are computed faster than waited for."""
+
+NUM_HEAD_TOKENS = 256
+"""Prompts are compared with all slots at once over this many tokens, and further only with those that agree so far."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -43,10 +46,6 @@ class Slot:
     owner: Generation | None = None
     used: int = 0
     logits: Any = None
-
-    def clear(self) -> None:
-        """Discard the contents."""
-        self.tokens, self.ready, self.logits = _NO_TOKENS, 0, None
 
 
 @frozen
@@ -84,9 +83,11 @@ class Scheduler:
         self.waiting: deque[Generation] = deque()
         self.prefilling: list[Generation] = []
         self.decoding: list[Generation] = []
-        self._chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk
         self._deterministic = deterministic
         self._clock = 0
+        # The first tokens of each slot; -1, which is no token, is in the rest.
+        self._heads = np.full((num_slots, NUM_HEAD_TOKENS), -1, dtype=np.int32)
 
     @property
     def running(self) -> list[Generation]:
@@ -116,8 +117,8 @@ class Scheduler:
         logits = source.logits if source is not None and num_cached == generation.length else None
         if source is not None:
             source.used = self._tick()
-        slot.owner, slot.tokens, slot.ready, slot.logits = generation, generation.context.copy(), num_cached, logits
-        slot.used = self._tick()
+        slot.owner, slot.used = generation, self._tick()
+        self._fill(slot, generation.context.copy(), num_cached, logits)
         generation.slot, generation.base = slot, generation.length
         # Count once: generations are admitted again after the weights changed.
         if generation.num_cached is None:
@@ -130,8 +131,7 @@ class Scheduler:
         context = generation.context
         best: Slot | None = None
         best_ready, best_coming = 0, 0
-        for slot in self.slots:
-            common = common_prefix(context, slot.tokens)
+        for slot, common in self._compare(context):
             if self._deterministic and not (common == len(context) == len(slot.tokens)):
                 continue
             ready = self._usable(slot, min(common, slot.ready), len(context))
@@ -142,6 +142,23 @@ class Scheduler:
         gain = best_coming - best_ready
         is_all = best_coming == len(context)  # for an equal prompt, the next token's logits will be cached, too
         return best, best_ready, gain >= MIN_WAIT_GAIN or (is_all and gain > 0)
+
+    def _compare(self, context: Ints) -> Iterator[tuple[Slot, int]]:
+        """Yield the slots that begin with the same token as ``context``, and the lengths of the common prefixes."""
+        head = np.full(NUM_HEAD_TOKENS, -2, dtype=np.int32)
+        head[: len(context)] = context[:NUM_HEAD_TOKENS]
+        differs = self._heads != head
+        lengths = differs.argmax(1)
+        for index in np.flatnonzero(self._heads[:, 0] == head[0]).tolist():
+            slot, length = self.slots[index], int(lengths[index])
+            # 0 is the result for equal heads, too.
+            yield slot, length or common_prefix(context, slot.tokens)
+
+    def _fill(self, slot: Slot, tokens: Ints, ready: int, logits: Any = None) -> None:
+        slot.tokens, slot.ready, slot.logits = tokens, ready, logits
+        head = self._heads[slot.index]
+        head.fill(-1)
+        head[: len(tokens)] = tokens[:NUM_HEAD_TOKENS]
 
     def _usable(self, slot: Slot, ready: int, num_needed: int) -> int:
         """Return how many of the ``ready`` tokens can be used.
@@ -162,7 +179,7 @@ class Scheduler:
 
     def plan_prefills(self) -> list[Prefill]:
         """Return the prompt tokens to compute in this step: at most ``prefill_chunk``, first come, first served."""
-        budget = self._chunk
+        budget = self.prefill_chunk
         plan = []
         for generation in self.prefilling:
             assert generation.slot is not None
@@ -199,9 +216,8 @@ class Scheduler:
         slot.owner = None
         slot.used = self._tick()
         # The cached logits follow the last token of the former contents.
-        if num_ready != len(slot.tokens):
-            slot.logits = None
-        slot.tokens, slot.ready = generation.tokens[:num_ready].copy(), num_ready
+        logits = slot.logits if num_ready == len(slot.tokens) else None
+        self._fill(slot, generation.tokens[:num_ready].copy(), num_ready, logits)
 
     def forget_all(self) -> None:
         """Discard all contents after the weights changed.
@@ -215,7 +231,7 @@ class Scheduler:
         self.prefilling.clear()
         for slot in self.slots:
             slot.owner = None
-            slot.clear()
+            self._fill(slot, _NO_TOKENS, 0)
 
     def _tick(self) -> int:
         self._clock += 1

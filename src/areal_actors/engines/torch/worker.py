@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -20,7 +20,7 @@ from areal_actors.domain import FinishReason
 from areal_actors.engines.base import EngineStatistics, PauseMode, Snapshot
 from areal_actors.engines.torch.config import TorchEngineConfig
 from areal_actors.engines.torch.forward import Forward
-from areal_actors.engines.torch.generation import Generation, Sampled
+from areal_actors.engines.torch.generation import Generation, Tokens
 from areal_actors.engines.torch.runner import CreateRunner
 from areal_actors.engines.torch.scheduler import Admission, Scheduler
 from areal_actors.engines.torch.step import Step
@@ -28,6 +28,17 @@ from areal_actors.engines.torch.weights import load_snapshot
 from areal_actors.errors import EngineError, ModelError
 
 __all__ = ["Abort", "Close", "Command", "Delivery", "Load", "Pause", "Reply", "Report", "Resume", "Submit", "Worker"]
+
+
+CPU_PREFILL_CHUNK = 512
+"""Prompt tokens between two decode steps. Products of 512 columns run a tenth faster than those of 256."""
+CUDA_PREFILL_CHUNK = 4096
+"""A GPU needs some thousand tokens to be busy for as long as the host takes to launch the kernels of a chunk."""
+
+SECONDS_PER_STREAM = 1e-4
+MAX_DELAY_SECONDS = 0.05
+"""Tokens are delivered at most once in this time per running generation, and in this time at all. A delivery costs the
+event loop some 30 µs for each stream, so that a token of each of 256 streams takes as long as computing it on a GPU."""
 
 
 @frozen(eq=False)
@@ -84,10 +95,10 @@ class Reply:
 
 @frozen(eq=False)
 class Delivery:
-    """The tokens of one generation from one step."""
+    """Tokens of one generation, all under one version of the weights."""
 
     generation: Generation
-    sampled: Sequence[Sampled]
+    tokens: Tokens
     version: int
     finish: FinishReason | None = None
     error: Exception | None = None
@@ -141,11 +152,16 @@ class Worker:
         self._opened = opened
         self._version = version
         self._scheduler = Scheduler(
-            num_slots=config.max_concurrent, prefill_chunk=config.prefill_chunk, deterministic=config.deterministic
+            num_slots=config.max_concurrent,
+            prefill_chunk=config.prefill_chunk or CPU_PREFILL_CHUNK,
+            deterministic=config.deterministic,
         )
         self._generations: dict[Generation, None] = {}
         self._statistics = EngineStatistics()
         self._outgoing = Report(version, self._statistics)
+        # Generations with tokens to deliver, and when that is due.
+        self._undelivered: dict[Generation, None] = {}
+        self._due = 0.0
         self._launched: _Launched | None = None
         self._pause: Pause | None = None
         self._is_paused = False
@@ -159,6 +175,8 @@ class Worker:
             with torch.inference_mode():
                 self._forward = self._open_forward()
             self._device = next(iter(self._forward.parameters.values())).device
+            if self._config.prefill_chunk is None and self._device.type == "cuda":
+                self._scheduler.prefill_chunk = CUDA_PREFILL_CHUNK
             with torch.inference_mode(), _own_stream(self._device):
                 self._steps = self._create_runner(self._forward, self._config, context_length=self._context_length)
                 self._outgoing.replies.append(self._opened)
@@ -209,6 +227,7 @@ class Worker:
         if isinstance(command, Pause | Load | Close):
             # Tokens of the old weights, or from before the pause, are delivered first.
             self._collect()
+            self._deliver_all()
         match command:
             case Submit(generation):
                 self._generations[generation] = None
@@ -311,6 +330,7 @@ class Worker:
 
     def _read(self, launched: _Launched) -> None:
         generations = iter(launched.step.order)
+        num_sampled = 0
         for sample in launched.step.samples:
             draw = sample.read()
             for token_id, logprob, raw_logprob, top, is_finite in zip(
@@ -320,15 +340,19 @@ class Worker:
                 generation.ahead -= 1
                 if generation not in self._generations:
                     continue  # it had ended before this token was sampled, or was aborted
-                self._count(sampled_tokens=1)
                 if not is_finite:
                     self._finish(generation, None, self._explain(generation, launched.version))
                     continue
-                generation.append(Sampled(token_id, logprob, raw_logprob, launched.version, top))
+                num_sampled += 1
+                generation.append(token_id)
+                generation.outbox.add(token_id, logprob, raw_logprob, top)
                 if generation.finish is not None:
                     self._finish(generation, generation.finish)
+                elif generation.length == generation.num_prompt + 1:
+                    self._deliver(generation)  # the first token at once
                 else:
-                    self._deliver(generation)
+                    self._undelivered[generation] = None
+        self._count(sampled_tokens=num_sampled)
 
     def _explain(self, generation: Generation, version: int) -> EngineError:
         """Return an error that explains why no token could be sampled."""
@@ -354,8 +378,13 @@ class Worker:
     def _deliver(
         self, generation: Generation, finish: FinishReason | None = None, error: Exception | None = None
     ) -> None:
-        sampled, generation.outbox = generation.outbox, []
-        self._outgoing.deliveries.append(Delivery(generation, sampled, self._version, finish, error))
+        tokens, generation.outbox = generation.outbox, Tokens()
+        self._undelivered.pop(generation, None)
+        self._outgoing.deliveries.append(Delivery(generation, tokens, self._version, finish, error))
+
+    def _deliver_all(self) -> None:
+        for generation in list(self._undelivered):
+            self._deliver(generation)
 
     def _count_admission(self, admission: Admission) -> None:
         generation = admission.generation
@@ -367,6 +396,8 @@ class Worker:
         self._statistics = evolve(old, **{name: getattr(old, name) + more for name, more in increments.items()})
 
     def _flush(self) -> None:
+        if self._undelivered and (not self._can_step() or time.monotonic() >= self._due):
+            self._deliver_all()
         report = self._outgoing
         if report.is_news:
             report.version = self._version
@@ -374,6 +405,8 @@ class Worker:
                 self._statistics, running=len(self._scheduler.running), waiting=len(self._scheduler.waiting)
             )
             self._outgoing = Report(self._version, self._statistics)
+            num_running = len(self._scheduler.running)
+            self._due = time.monotonic() + min(MAX_DELAY_SECONDS, SECONDS_PER_STREAM * num_running)
             self._report(report)
 
 

@@ -28,7 +28,7 @@ from areal_actors.testing.engine_contract import Subject
 HERE = Path(__file__).parent
 ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "65536", "--max-running-requests", "64"),
-    *("--skip-server-warmup", "--grammar-backend", "llguidance"),
+    *("--skip-server-warmup", "--incremental-streaming-output", "--grammar-backend", "llguidance"),
 )
 TOLERANCE = 1e-4
 

@@ -24,9 +24,9 @@ def test_the_command_is_the_servers_own_module_or_the_users() -> None:
     """In a Python of the user's choice, with what they add."""
     plain = format_command(KIND, ServerConfig(python="/p", arguments=("--x",)), model=Path("/m"), port=5)
     own = format_command(KIND, ServerConfig(command=("/p", "start.py")), model=Path("/m"), port=5)
-    place = ["--model-path", "/m", "--host", "127.0.0.1", "--port", "5", "--incremental-streaming-output"]
+    place = ["--model-path", "/m", "--host", "127.0.0.1", "--port", "5"]
 
-    assert plain == ["/p", "-m", "sglang.launch_server", *place, "--x"]
+    assert plain == ["/p", "-m", "sglang.launch_server", "--incremental-streaming-output", *place, "--x"]
     assert own == ["/p", "start.py", *place]
 
 

@@ -112,7 +112,7 @@ class _Attempt:
         """
         said = self.failures | self.consequences
         because = EngineError(self.reason or "it does not answer")
-        silent = [url for url, error in self.failures.items() if isinstance(error.__cause__, httpx.HTTPError)]
+        silent = [url for url, error in self.failures.items() if isinstance(error.__cause__, httpx.TimeoutException)]
         if lost := dead or silent[:1]:
             return {url: said.get(url, because) for url in lost}
         if self.failures:

@@ -19,15 +19,16 @@ __all__ = ["KINDS", "ServerKind"]
 class ServerKind:
     """A kind of server. ``dialect`` is ``module:Class``, imported when it is first needed.
 
-    ``python -m`` starts ``module``; ``describe_place(model, host, port)`` returns its arguments for the model and the
-    address, and ``describe_adapters`` those for adapters. The server needs ``environment`` in addition to the variables
-    that it is given anyway.
+    ``python -m`` starts ``module`` with ``arguments``, unless the user names another program.
+    ``describe_place(model, host, port)`` returns the arguments for the model and the address, and ``describe_adapters``
+    those for adapters. The server needs ``environment`` in addition to the variables that it is given anyway.
     """
 
     dialect: str
     module: tuple[str, ...]
     describe_place: Callable[[Path, str, int], tuple[str, ...]]
     describe_adapters: Callable[[AdapterSlots], tuple[str, ...]]
+    arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(factory=dict)
 
     def create_dialect(self, added_tokens: Mapping[str, int], *, stream_interval: int = 1) -> ServerDialect:
@@ -42,9 +43,7 @@ class ServerKind:
 
 
 def _sglang_place(model: Path, host: str, port: int) -> tuple[str, ...]:
-    place = ("--model-path", str(model), "--host", host, "--port", str(port))
-    # Otherwise each event repeats all earlier tokens of its answer.
-    return (*place, "--incremental-streaming-output")
+    return ("--model-path", str(model), "--host", host, "--port", str(port))
 
 
 def _vllm_place(model: Path, host: str, port: int) -> tuple[str, ...]:
@@ -74,6 +73,8 @@ KINDS: Mapping[Backend, ServerKind] = {
     Backend.SGLANG: ServerKind(
         dialect="areal_actors.engines.servers.sglang:SGLangDialect",
         module=("sglang.launch_server",),
+        # Otherwise each event repeats all earlier tokens of its answer.
+        arguments=("--incremental-streaming-output",),
         describe_place=_sglang_place,
         describe_adapters=_sglang_adapters,
     ),

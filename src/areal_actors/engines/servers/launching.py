@@ -55,7 +55,7 @@ def format_command(
     kind: ServerKind, config: ServerConfig, *, model: Path, port: int, adapters: AdapterSlots | None = None
 ) -> list[str]:
     """Return the command that starts a server of ``kind`` for ``model``, with room for ``adapters``."""
-    program = config.command or (config.python, "-m", *kind.module)
+    program = config.command or (config.python, "-m", *kind.module, *kind.arguments)
     more = () if adapters is None else kind.describe_adapters(adapters)
     return [*program, *kind.describe_place(model, HOST, port), *more, *config.arguments]
 

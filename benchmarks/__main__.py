@@ -29,8 +29,20 @@ from benchmarks.report import Report, compare, create_changes_table, create_tabl
 from rich.console import Console
 
 NAMES = (
-    *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents", "updates", "tokens", "connections"),
-    *("proxy", "proxies", "memory", "latency", "engine", "trainer", "gang", "starting", "slurm", "asynchrony"),
+    *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents", "updates", "broadcasts", "tokens"),
+    *(
+        "connections",
+        "proxy",
+        "proxies",
+        "memory",
+        "latency",
+        "engine",
+        "trainer",
+        "gang",
+        "starting",
+        "slurm",
+        "asynchrony",
+    ),
 )
 """Quick ones first: what is wrong shows early."""
 

@@ -195,14 +195,14 @@ async def _open_here(model: Path) -> AsyncIterator[Ref[Generation]]:
 
 @asynccontextmanager
 async def _open_elsewhere(model: Path) -> AsyncIterator[Ref[Generation]]:
-    with _child("actor", model) as address:
+    with serving_child("benchmarks.updates", "actor", model) as address:
         async with connect(address, secret=_SECRET) as peer:
             yield peer.ref(Generation, "generation")
 
 
 @asynccontextmanager
 async def _open_fake(model: Path, published: Path, shelf: Shelf | None) -> AsyncIterator[Ref[Generation]]:
-    with _child("server", model) as url:
+    with serving_child("benchmarks.updates", "server", model) as url:
         async with _open_server(Backend.SGLANG, url, model, published, shelf) as generation:
             yield generation
 
@@ -232,10 +232,10 @@ async def _open_server(
 
 
 @contextmanager
-def _child(kind: str, model: Path) -> Iterator[str]:
+def serving_child(module: str, kind: str, model: Path) -> Iterator[str]:
     """A process with an engine; where it listens."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "benchmarks.updates", kind, str(model), directory]
+        command = [sys.executable, "-m", module, kind, str(model), directory]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
             try:
                 assert child.stdout is not None

@@ -50,6 +50,7 @@ from areal_actors.staleness import CapacityLimits
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.training.checkpoints import find_checkpoints
 from areal_actors.training.config import TrainerConfig
+from areal_actors.training.publication import DiskPublisher, Publisher
 from areal_actors.training.trainer import PolicyTrainer
 
 pytestmark = pytest.mark.anyio
@@ -160,6 +161,7 @@ async def open_school(
     act: theatre.Act = answer_rightly,
     engine: LoadingEngine | None = None,
     held_out: int = 0,
+    publisher: Publisher | None = None,
 ) -> AsyncIterator[School]:
     engine, policy = engine or LoadingEngine(), policy or create_policy()
     limits = CapacityLimits(max_concurrent=64, batch_size=64)
@@ -180,6 +182,7 @@ async def open_school(
             plan=plan,
             checkpoints=checkpoints,
             counters=counters,
+            publisher=publisher,
         )
         yield School(stage, await stage.house.system.spawn(actor, name="trainer"), policy, engine, checkpoints)
 
@@ -213,6 +216,31 @@ async def test_weights_are_served_before_they_are_announced(tmp_path: Path):
 
     assert [(0, 0), (1, 0), (2, 1)] == school.engine.loads
     assert 2 == view.version
+
+
+async def test_the_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
+    """Capacity advances only when they have loaded it, and the publication after that waits for them."""
+    loading, loaded = anyio.Event(), anyio.Event()
+
+    class SlowEngine(LoadingEngine):
+        async def load(self, snapshot: Snapshot) -> None:
+            await super().load(snapshot)
+            if snapshot.version == 1:
+                loading.set()
+                await loaded.wait()
+
+    publisher = DiskPublisher(root=tmp_path / "published")
+    async with open_school(tmp_path, engine=SlowEngine(), publisher=publisher) as school:
+        await school.deliver(0, 1, 2, 3)
+        await loading.wait()
+        while school.policy.version < 2:
+            await anyio.lowlevel.checkpoint()
+        view = await school.house.capacity.ask(DescribeCapacity())
+        loaded.set()
+        await school.training.ask(AwaitTraining())
+
+    assert 0 == view.version
+    assert [(0, 0), (1, 0), (2, 1)] == school.engine.loads
 
 
 async def test_the_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path):

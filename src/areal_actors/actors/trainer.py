@@ -6,7 +6,9 @@ One step::
                                                                  │
                         checkpoint, if due ◀─ StepFinished ◀─ Evaluate, if due
 
-Agents keep running throughout. If several processes train, this one leads them (``gang``). The computation of a step is
+Agents keep running throughout. Engines that are lent the weights have loaded them when the next step begins. If they
+load a copy, from disk or from the weight store, the next step begins meanwhile; VersionAdvanced, evaluations and the
+next publication wait for them. If several processes train, this one leads them (``gang``). The computation of a step is
 in ``training``; each lease states how stale a group may be. A checkpoint holds the weights, the optimizer, the position
 in the data and this actor's counters, so that a resumed run continues where it stopped. It is written after the report
 of its step, because a resumed run does not report that step again.
@@ -28,7 +30,7 @@ from attrs import asdict, frozen
 from areal_actors.actors.gang import GangMembers, LedPolicy
 from areal_actors.actors.lengths import count_truncated, describe_lengths, measure_episodes
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
-from areal_actors.core import Actor, Context, OwnThread, Ref
+from areal_actors.core import Actor, BackgroundTasks, Context, OwnThread, Ref
 from areal_actors.domain import (
     EVAL_SCOPE,
     SCOPE,
@@ -37,6 +39,7 @@ from areal_actors.domain import (
     DrawnProblem,
     Group,
     PoolsState,
+    Snapshot,
     average_numbers,
 )
 from areal_actors.errors import CaptureViolation, CustomFunctionError, TrainingStalled
@@ -134,12 +137,17 @@ class TrainerActor(Actor[Training]):
         self._saved_version: int | None = policy.version if self._is_resumed else None
         self._thread: OwnThread
         self._led: LedPolicy
+        self._tasks: BackgroundTasks
+        self._published = anyio.Event()
+        """Set while the engines have the version that was published last."""
+        self._published.set()
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Train while the actor runs."""
         async with OwnThread.open() as self._thread:
             self._led = LedPolicy(self._policy, self._thread, self._members)
+            self._tasks = context.tasks
             context.tasks.start_soon(self._train)
             yield
             self._thread.post(self._policy.gang.close)
@@ -168,6 +176,7 @@ class TrainerActor(Actor[Training]):
     async def _train(self) -> None:
         await self._led.join()
         await self._publish()
+        await self._published.wait()
         await self._speed()
         if not self._is_resumed:
             await self._evaluate()
@@ -175,6 +184,7 @@ class TrainerActor(Actor[Training]):
         while not is_finished and not self._stopping.is_set():
             is_finished = await self._step()
         await self._save()
+        await self._published.wait()
         self._summary = TrainingSummary(
             steps=self._policy.version,
             version=self._policy.version,
@@ -194,18 +204,23 @@ class TrainerActor(Actor[Training]):
         recorder = RowRecorder() if self._is_dump_due() else None
         statistics = await self._train_on(lease, recorder)
         is_last_warm = self._policy.version == self._plan.num_warm_steps
+        # Before the publication, during which engines do not answer.
+        speed = await self._speed()
         # Nothing is sampled in between warm steps, unless they are evaluated.
         if not is_warm or is_last_warm or self._is_evaluation_due(is_over=False):
             await self._publish()
         trained = anyio.current_time()
-        # Only after the weights were published: until then, the lease would be offered again unchanged.
+        # Only after the step: until then, the lease would be offered again unchanged.
         if not is_warm:
             self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
-        await self._peers.capacity.tell(VersionAdvanced(version=self._policy.version))
+        if self._published.is_set():
+            await self._advance(self._policy.version)
+        else:
+            self._tasks.start_soon(self._advance, self._policy.version)
         reward = None if is_warm else _mean_reward(statistics, lease)
         is_over = self._is_over(reward)
         metrics = _supervised_metrics(statistics, lease) if is_warm else _metrics(statistics, lease)
-        metrics |= {"reward": reward} | await self._speed()
+        metrics |= {"reward": reward} | speed
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
         is_due = self._is_evaluation_due(is_over=is_over) or (is_warm and is_last_warm)
         evaluated = await self._evaluate() if is_due else None
@@ -283,8 +298,24 @@ class TrainerActor(Actor[Training]):
     # ------------------------------------------------------------------------------------------------- its parts
 
     async def _publish(self) -> None:
+        """Publish the weights, and wait until engines have loaded them if they are only lent."""
+        # There is one copy, which engines may still be loading, and publications are ordered.
+        await self._published.wait()
         snapshot = await self._led.publish(self._publisher)
+        if snapshot.state is not None:
+            await self._peers.generation.ask(PublishWeights(snapshot=snapshot))
+            return
+        self._published = anyio.Event()
+        self._tasks.start_soon(self._announce, snapshot)
+
+    async def _announce(self, snapshot: Snapshot) -> None:
         await self._peers.generation.ask(PublishWeights(snapshot=snapshot))
+        self._published.set()
+
+    async def _advance(self, version: int) -> None:
+        """Let sessions begin that the new version samples, once engines have it."""
+        await self._published.wait()
+        await self._peers.capacity.tell(VersionAdvanced(version=version))
 
     def _is_dump_due(self) -> bool:
         """Return whether the rows of the next step are wanted."""
@@ -302,6 +333,7 @@ class TrainerActor(Actor[Training]):
         """
         if self._peers.rollouts is None:
             return None
+        await self._published.wait()
         await self._tell(PhaseChanged(phase="evaluating", detail=f"version {self._policy.version}"))
         started = anyio.current_time()
         wanted, rollouts = Evaluate(version=self._policy.version), self._peers.rollouts

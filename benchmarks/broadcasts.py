@@ -1,0 +1,151 @@
+"""Weights to several servers: one broadcast to all of them, beside sending everything to each one separately.
+
+Fake SGLang servers run in processes of their own and keep what they receive. The weight store broadcasts one version to
+1, 2 and 4 of them; the baseline is one store for each server, which is what a group for each server costs. Seconds are
+those on the clock from the publication until all servers have the version, and CPU seconds those of the trainer's
+process, the least of some rounds. Weights are bfloat16 and have the shapes of SmolLM2-135M (257 MiB; a twelfth of them
+with ``--quick``).
+
+All processes share the cores of one machine, so the clock also counts what every server spends on receiving. On
+separate machines those times overlap; the CPU time of the trainer's process is what remains.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+from attrs import field, frozen
+from benchmarks.harness import Result
+from benchmarks.moving import Policy
+from benchmarks.updates import create_model, create_shelf, serving_child
+
+from areal_actors.actors.weights import WeightKeeper
+from areal_actors.core import ActorSystem, Ref
+from areal_actors.domain import Snapshot
+from areal_actors.engines.servers.config import Backend, ServerConfig
+from areal_actors.engines.servers.engine import ServerEngine
+from areal_actors.engines.servers.kinds import KINDS
+from areal_actors.messages import Weights
+from areal_actors.models import load_policy
+from areal_actors.testing.engines import EchoEngine
+from areal_actors.testing.sglang_server import open_sglang_server
+from areal_actors.training.shelf import Shelf, ShelfPublisher
+
+_MIB = 1 << 20
+_NUMBERS = (1, 2, 4)
+_MAX_GROWTH = 3.2
+"""Of the trainer's CPU time from one server to four: gloo sends three copies from here, and the servers the fourth."""
+
+
+@frozen(kw_only=True)
+class Times:
+    """Seconds of each round."""
+
+    clock: list[float] = field(factory=list)
+    cpu: list[float] = field(factory=list)
+
+
+def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every benchmark
+    """Seconds until all servers have a version."""
+    rounds = 3 if quick else 5
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory, "model")
+        create_model(num_layers=2 if quick else 30, vocab_size=8_192 if quick else 49_152).save_pretrained(model)
+        policy = Policy(load_policy(model).float().eval())
+        results: list[Result] = []
+        with ExitStack() as stack, ThreadPoolExecutor() as starting:
+            children = [serving_child("benchmarks.broadcasts", "server", model) for _ in range(max(_NUMBERS))]
+            urls = list(starting.map(stack.enter_context, children))
+            first: dict[str, Times] = {}
+            for number in _NUMBERS:
+                for way in ("one broadcast", "one by one"):
+                    stores = [urls[:number]] if way == "one broadcast" else [[url] for url in urls[:number]]
+                    times = anyio.run(_measure, policy, model, stores, rounds)
+                    results += _figures(way, number, times, first.setdefault(way, times), policy.num_bytes / 2)
+    return results
+
+
+def _figures(way: str, number: int, times: Times, first: Times, num_bytes: float) -> list[Result]:
+    seconds, cpu = min(times.clock), min(times.cpu)
+    name = f"{way}, {number} server{'s' * (number > 1)}"
+    mib = num_bytes / _MIB
+    detail = {
+        "mib": round(mib, 1),
+        "max": 1e3 * max(times.clock),
+        "gib_per_second": number * mib / 1024 / seconds,
+    }
+    clock = f"{name}, until all have it"
+    results = [
+        Result(benchmark="broadcasts", name=clock, value=1e3 * seconds, unit="ms", detail=detail),
+        Result(benchmark="broadcasts", name=f"{name}, trainer's CPU", value=1e3 * cpu, unit="ms CPU"),
+    ]
+    if number > 1:
+        results.append(
+            Result(
+                benchmark="broadcasts",
+                name=f"{name}, ratio of the trainer's CPU",
+                value=cpu / min(first.cpu),
+                unit="ratio",
+                gate=_MAX_GROWTH if way == "one broadcast" else None,
+                baseline=f"{way}, 1 server, trainer's CPU",
+            )
+        )
+    return results
+
+
+async def _measure(policy: Policy, model: Path, stores: Sequence[Sequence[str]], rounds: int) -> Times:
+    """Publish to the servers of each store; all stores have the same weights."""
+    times = Times()
+    async with AsyncExitStack() as stack:
+        shelf = create_shelf(model.parent / "kept")
+        engines = [await stack.enter_async_context(_open(model, urls, shelf)) for urls in stores]
+        for _ in range(rounds + 1):  # the first round forms the groups
+            policy.step()
+            snapshot = await to_thread.run_sync(ShelfPublisher(shelf=shelf, dtype="bfloat16").publish, policy)
+            begun, cpu = time.perf_counter(), time.process_time()
+            async with anyio.create_task_group() as tasks:
+                for engine in engines:
+                    tasks.start_soon(engine.load, snapshot)
+            times.clock.append(time.perf_counter() - begun)
+            times.cpu.append(time.process_time() - cpu)
+    return Times(clock=times.clock[1:], cpu=times.cpu[1:])
+
+
+@asynccontextmanager
+async def _open(model: Path, urls: Sequence[str], shelf: Shelf) -> AsyncIterator[ServerEngine]:
+    """An engine of servers with a store of its own."""
+    async with ActorSystem.open() as system:
+        keeper = await system.spawn(WeightKeeper(shelf), name="weights")
+
+        async def find() -> Ref[Weights]:
+            return keeper
+
+        async with ServerEngine.open(
+            KINDS[Backend.SGLANG].create_dialect({}),
+            ServerConfig(),
+            urls=urls,
+            model=model,
+            snapshot=Snapshot(version=0, path=model),
+            publish_directory=model.parent / "published",
+            find_weights=find,
+        ) as engine:
+            yield engine
+
+
+async def _serve(model: Path) -> None:
+    echo = EchoEngine(lambda prompt: [3] * len(prompt), vocab_size=49_152)
+    async with open_sglang_server(echo, model=model, is_incremental=True) as server:
+        print(server.url, flush=True)
+        await anyio.sleep_forever()
+
+
+if __name__ == "__main__":
+    anyio.run(_serve, Path(sys.argv[2]))

@@ -71,7 +71,7 @@ def nightly(session: nox.Session) -> None:
 def loaders(session: nox.Session) -> None:
     """Read exported rows with the loaders of TRL and verl, and train a step with TRL (an environment of 1 GB)."""
     install(session, "test")
-    session.install("-r", "tests/interchange/requirements.txt")
+    session.install(*CONSTRAINTS, "-r", "tests/interchange/requirements.txt")
     # With its dependencies verl would bring inference servers, and an older transformers.
     session.install("--no-deps", "-r", "tests/interchange/requirements-nodeps.txt")
     session.run("pytest", "-n", "0", "tests/interchange", *session.posargs, env=ENVIRONMENT)

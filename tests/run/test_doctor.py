@@ -7,10 +7,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 from click.testing import CliRunner, Result
 
 from areal_actors.__main__ import cli
 from areal_actors.config import RunConfig, load_config
+from areal_actors.dashboard.trackers import TRACKERS
 from areal_actors.run.doctor import Finding, Verdict, examine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.yaml"
@@ -56,6 +58,21 @@ def test_what_is_wrong_is_all_said_at_once(tmp_path):
     assert "Nobody" in found["agent"]["detail"]
     assert str(port) in found["port"]["detail"]
     assert found["packages"]["verdict"] == found["journal"]["verdict"] == "ok"
+
+
+def test_a_tracker_that_is_not_installed_has_its_install_line(tmp_path, monkeypatch):
+    """And a run refuses to begin, before its directory is made."""
+    absent = evolve(TRACKERS["wandb"], package="absent_tracker")
+    monkeypatch.setitem(TRACKERS, "wandb", absent)
+    tracked = "logging.trackers=[wandb]"
+    found = look(tmp_path, tracked)["packages"]
+    begun = CliRunner().invoke(cli, ["train", str(EXAMPLE), f"fileroot={tmp_path / 'runs'}", tracked])
+
+    assert found.verdict is Verdict.FAILED
+    assert "absent_tracker is not installed: pip install 'areal_actors[wandb]'" in found.detail
+    assert begun.exit_code == 2
+    assert "pip install 'areal_actors[wandb]'" in begun.output
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

@@ -43,6 +43,7 @@ __all__ = [
     "load_supervised",
     "no_checkpoint",
     "prepared_directory",
+    "require_packages",
 ]
 
 _log = get_logger(__name__)
@@ -89,7 +90,7 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
     An earlier run of the same name is moved aside unless ``resume`` is set. Raises ``ConfigError`` if the directory is
     in use, cannot be written, or has no run to resume, and if a package is missing.
     """
-    _require_packages(config)
+    require_packages(config)
     path = directory.path
     with ExitStack() as stack:
         with _explained(path):
@@ -99,7 +100,7 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
         yield
 
 
-def _require_packages(config: RunConfig) -> None:
+def require_packages(config: RunConfig) -> None:
     """Raise ``ConfigError`` if an optional package that the configuration needs is not installed."""
     require_trackers(list(config.logging.tracker_options))
     if config.logging.row_dumps.every_steps and not has_parquet():

@@ -23,6 +23,7 @@ from areal_actors.references import import_reference
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
 from areal_actors.run.functions import try_functions
+from areal_actors.run.job import require_packages
 from areal_actors.run.open_files import open_files_limit
 from areal_actors.training.advice import doubtful_settings, inert_settings
 from areal_actors.workflows import CommandConfig
@@ -39,7 +40,7 @@ _FILES_PER_EPISODE = 4
 
 def examine_machine(config: RunConfig) -> Iterator[Finding]:
     """Look at everything that can be seen from here. Blocks; makes a built-in model that was not made yet."""
-    yield from examined("packages", _packages)
+    yield from examined("packages", lambda: _packages(config))
     yield from examined("model", lambda: _model(config))
     yield from examined("problems", lambda: _problems(config))
     yield from examined("agent", lambda: _agent(config))
@@ -52,7 +53,8 @@ def examine_machine(config: RunConfig) -> Iterator[Finding]:
     yield from examined("device", lambda: _device(config))
 
 
-def _packages() -> Iterator[Finding]:
+def _packages(config: RunConfig) -> Iterator[Finding]:
+    require_packages(config)
     found = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     detail = f"areal_actors {__version__}, Python {platform.python_version()}, {found}"
     yield Finding(check="packages", verdict=Verdict.OK, detail=detail)

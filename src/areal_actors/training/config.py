@@ -513,6 +513,8 @@ class TrainerConfig:
     dtype: ComputeDtype = ComputeDtype.AUTO
     device: str = "auto"
     activations: Activations = Activations.AUTO
+    compile_layers: bool | None = None
+    """Compile decoder layers with torch.compile, which takes up to a minute at the first step; null means on GPUs."""
     temperature: float = field(default=1.0, validator=_positive)
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)
@@ -536,3 +538,7 @@ class TrainerConfig:
                 f"optimizer.name {self.optimizer.name} cannot be sharded over the {self.gang.num_processes} processes "
                 "of a gang; use adamw_bf16, or one process"
             )
+
+    def compiles_layers(self, device_type: str) -> bool:
+        """Return whether decoder layers are compiled on a device of this type."""
+        return device_type == "cuda" if self.compile_layers is None else self.compile_layers

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from areal_actors.training.compilation import compiled_forward
 from areal_actors.training.config import Activations
 
 __all__ = [
@@ -122,12 +123,17 @@ def decoder_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @contextmanager
 def layer_memory(
-    module: torch.nn.Module, *, activations: Activations, dtype: torch.dtype | None = None
+    module: torch.nn.Module,
+    *,
+    activations: Activations,
+    dtype: torch.dtype | None = None,
+    is_compiled: bool = False,
 ) -> Iterator[None]:
     """Make the decoder layers below ``module`` keep, recompute or offload their activations during the block.
 
     With ``dtype`` they compute with copies of their weights in it, which exist while a layer runs, and residuals have
-    it, too, as with the ``MixedPrecisionPolicy`` of ``fully_shard``. ``None`` takes the weights as they are.
+    it, too, as with the ``MixedPrecisionPolicy`` of ``fully_shard``. ``None`` takes the weights as they are. With
+    ``is_compiled`` they run compiled.
 
     Names of modules and weights stay as they are: a wrapper module would put a prefix before each, and transformers'
     own flag acts in training mode only. Recomputation happens inside the hooks of ``fully_shard``, so that a layer
@@ -140,7 +146,8 @@ def layer_memory(
     replaced = [(part, part.__dict__.get("forward")) for part in (*layers, *others)]
     try:
         for layer in layers:
-            compute = partial(_forward_in, dtype, layer, layer.forward)
+            forward = compiled_forward(layer) if is_compiled else layer.forward
+            compute = partial(_forward_in, dtype, layer, forward)
             layer.forward = partial(_forward_layer, activations, compute, dtype)
         for part in others:
             is_embedding = isinstance(part, torch.nn.Embedding)

@@ -57,10 +57,14 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
         self.activations = Activations.KEEP
+        self.is_compiled = False
 
     def forward(self, pack: Pack, mask: PackMask | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of ``TokenScores`` as a tuple, in which gradient hooks find the tensors."""
-        with layer_memory(self.model, activations=self.activations, dtype=self._compute_dtype()):
+        layers = layer_memory(
+            self.model, activations=self.activations, dtype=self._compute_dtype(), is_compiled=self.is_compiled
+        )
+        with layers:
             found = score_pack(self.model, pack, mask=mask)
         assert found.is_outside is not None
         return found.logprobs, found.entropies, found.raw_logprobs, found.is_outside

@@ -568,6 +568,7 @@ class PolicyTrainer:
             memory_bytes=device_bytes(self.model.device),
         )
         self._scorer.activations = self.activations
+        self._scorer.is_compiled = self.config.compiles_layers(self.model.device.type)
 
     def _lower_base(self) -> None:
         """Convert weights that are not trained to the data type of the passes, after the checks in float32."""

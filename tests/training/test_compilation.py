@@ -1,0 +1,55 @@
+"""Compiled decoder layers: the same results, one compilation for all layers, and plain layers where it fails."""
+
+from __future__ import annotations
+
+import torch
+from torch._dynamo.utils import counters
+
+from areal_actors.training.compilation import compiled_forward
+from areal_actors.training.config import TrainerConfig
+from areal_actors.training.memory import decoder_layers
+
+
+def test_compiled_layers_compute_what_plain_ones_do(make_model):
+    """Forward and gradient of each layer, with the same code for all of them and for other lengths."""
+    model = make_model()
+    layers = list(decoder_layers(model))
+    counters.clear()
+    for layer in layers:
+        for length in (8, 13, 21):
+            compare(model, layer, length)
+    assert counters["stats"]["unique_graphs"] <= 8
+
+
+def compare(model, layer, length):
+    torch.manual_seed(length)
+    hidden = torch.randn(1, length, model.config.hidden_size, requires_grad=True)
+    rotation = model.model.rotary_emb(hidden, torch.arange(length)[None])
+    found = []
+    for forward in (layer.forward, compiled_forward(layer, backend="aot_eager")):
+        model.zero_grad()
+        hidden.grad = None
+        output = forward(hidden, attention_mask=None, position_embeddings=rotation)
+        output.square().sum().backward()
+        found.append([output, hidden.grad, *(weight.grad.clone() for weight in layer.parameters())])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_cannot_be_compiled_runs_as_it_is(make_model, caplog):
+    """The log says which and why, once."""
+    model = make_model()
+    hidden = torch.randn(1, 5, model.config.hidden_size)
+    rotation = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    for layer in decoder_layers(model):
+        found = compiled_forward(layer, backend="absent")(hidden, attention_mask=None, position_embeddings=rotation)
+        torch.testing.assert_close(found, layer(hidden, attention_mask=None, position_embeddings=rotation))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("layers of class LlamaDecoderLayer cannot be compiled and run as they are: Invalid back")
+
+
+def test_layers_are_compiled_on_gpus_unless_told_otherwise():
+    """The CPU has little to gain from it, and a minute to lose."""
+    assert [TrainerConfig().compiles_layers(kind) for kind in ("cuda", "cpu")] == [True, False]
+    assert not TrainerConfig(compile_layers=False).compiles_layers("cuda")
+    assert TrainerConfig(compile_layers=True).compiles_layers("cpu")

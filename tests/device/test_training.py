@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.groups import create_branching
 from tests.device.models import FAMILIES, VOCAB_SIZE, create_model
 
-from areal_actors.training.config import Activations, ComputeDtype, Layout, TrainerConfig
+from areal_actors.training.config import Activations, ComputeDtype, Layout, LoraConfig, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
 
 LENGTHS = (600, 3000)
@@ -23,11 +23,9 @@ def create_trainer(
     *,
     family: str = "llama",
     dtype: str = "float32",
-    activations: Activations = Activations.AUTO,
+    **settings: Any,
 ) -> PolicyTrainer:
-    config = TrainerConfig(
-        layout=layout, max_packed_tokens=4096, dtype=ComputeDtype(dtype), device=device, activations=activations
-    )
+    config = TrainerConfig(layout=layout, max_packed_tokens=4096, dtype=ComputeDtype(dtype), device=device, **settings)
     return PolicyTrainer(create_model(device, family=family), config)
 
 
@@ -83,6 +81,21 @@ def test_what_a_pass_keeps_does_not_change_the_gradient(
     other = create_trainer(device, layout, dtype=dtype, activations=activations)
     # Kernels of a GPU add up in another order each time, and bfloat16 rounds the difference up.
     require_equal_gradients(kept, other, num_tokens=600, tolerance=2e-3 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_pass_in_chunks_has_the_gradient_of_the_whole(device: str, layout: Layout):
+    """Keys and values of earlier chunks are kept, and their gradients added up."""
+    chunked = create_trainer(device, layout, chunk_tokens=512)
+    require_equal_gradients(create_trainer(device, layout), chunked, num_tokens=3000)
+
+
+def test_an_adapter_learns_equally_in_both_layouts(device: str):
+    """After one step, B has a gradient and A has none yet; after two, both have."""
+    pytest.importorskip("peft")
+    trainers = [create_trainer(device, layout, lora=LoraConfig(rank=4)) for layout in Layout]
+    require_equal_gradients(*trainers, num_tokens=3000)
+    require_equal_gradients(*trainers, num_tokens=3000, tolerance=2e-2)
 
 
 def require_equal_gradients(*trainers: PolicyTrainer, num_tokens: int, tolerance: float = 2e-3) -> None:

@@ -212,7 +212,7 @@ class VllmServer:
         if rank is None:
             return _error(404, f"Loading lora {name} failed: No adapter found for {path}")
         if rank > self.max_adapter_rank:
-            return _error(400, f"LoRA rank {rank} is greater than max_lora_rank {self.max_adapter_rank}.")
+            return _error(500, f"LoRA rank {rank} is greater than max_lora_rank {self.max_adapter_rank}.")
         self.adapters[name] = path
         return Response(f"Success: LoRA adapter '{name}' added successfully.")
 

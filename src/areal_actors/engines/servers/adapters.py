@@ -137,8 +137,13 @@ async def post_adapter(client: httpx.AsyncClient, path: str, body: Mapping[str, 
     """Send a command about an adapter. Raises ``ModelError`` for a rejection, ``EngineError`` for other failures."""
     answer = await ask(client, "POST", path, body)
     document = answer.document if isinstance(answer.document, Mapping) else {}
-    if answer.is_refusal or document.get("success") is False:
+    # vLLM answers 500 for an adapter that it cannot load, and 404 for one that it does not find.
+    is_rejected = answer.is_error and "error" in document and "EngineDead" not in answer.said
+    if is_rejected or answer.is_refusal or document.get("success") is False:
         said = document.get("error_message") or answer.said
-        raise ModelError(f"{client.base_url} refuses {json.dumps(body)}: {said}")
+        raise ModelError(
+            f"{client.base_url} refuses {json.dumps(body)}: {said} If it cannot load such adapters, set "
+            "trainer.lora.serving to merged."
+        )
     if answer.is_error:
         raise EngineError(describe_failure(client, path, answer))

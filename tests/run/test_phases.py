@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -13,7 +18,10 @@ from safetensors.torch import load_file
 from areal_actors.config import create_config, load_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError, DatasetError
+from areal_actors.models import load_policy
+from areal_actors.rendering import load_renderer
 from areal_actors.run import Server, Trainer
+from areal_actors.testing.tokenizers import tiny_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
@@ -142,3 +150,108 @@ def test_a_service_has_no_phases(tmp_path):
         ConfigError, match=r"a service trains in the phase rl only, not \[sft, rl\]; run the others with"
     ):
         Server(configure()).serve(run_dir=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ distillation
+
+
+@pytest.fixture
+def distil(whole):
+    """A distillation phase after one supervised step, from the model of the whole run."""
+    teacher = {"model": str(RunDirectory(path=whole).weights)}
+
+    def configure_with(*more, **settings):
+        section = json.dumps({"teacher": teacher, "steps": 2} | settings)
+        return configure(
+            "sft.steps=1", "total_steps=4", "phases=[sft,distillation,rl]", f"distillation={section}", *more
+        )
+
+    return configure_with
+
+
+def test_a_teacher_in_the_trainer_is_followed(distil, tmp_path):
+    """Steps of distillation report the distance to the teacher, with rewards; the next phase does not."""
+    Trainer(distil()).train(run_dir=tmp_path / "run")
+
+    records = read_metrics(tmp_path / "run")[1:]
+
+    assert [record["phase"] for record in records] == ["sft", "distillation", "distillation", "rl"]
+    assert [record["teacher_kl"] is not None for record in records] == [False, True, True, False]
+    assert all(record["num_updates"] == 1 for record in records[1:3])
+    assert records[1]["reward"] is not None
+
+
+@contextmanager
+def serving(model, *, text) -> Iterator[str]:
+    """A server in vLLM's form with a real model; ``text`` is its tokenizer's."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply({"data": [{"id": "teacher"}]})
+
+        def do_POST(self):
+            ids = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
+            with torch.no_grad():
+                scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            entries = [
+                {str(token): {"logprob": float(scores[place, token]), "decoded_token": text(token)}}
+                for place, token in enumerate(ids[1:])
+            ]
+            self.reply({"choices": [{"prompt_logprobs": [None, *entries]}]})
+
+        def reply(self, document):
+            content = json.dumps(document).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = False
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_teacher_behind_a_url_gives_the_same_run(distil, whole, tmp_path):
+    """Scored by a server while groups are collected, the run has the weights of the one with the model inside."""
+    path = RunDirectory(path=whole).weights
+    renderer = load_renderer(path)
+    Trainer(distil()).train(run_dir=tmp_path / "inside")
+
+    with serving(load_policy(path), text=lambda token: renderer.decode([token])) as url:
+        Trainer(distil(teacher={"url": url})).train(run_dir=tmp_path / "outside", backend="trio")
+
+    inside, outside = weights(tmp_path / "inside"), weights(tmp_path / "outside")
+    for name, weight in inside.items():
+        torch.testing.assert_close(outside[name], weight, rtol=0, atol=1e-4)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(distil, whole, tmp_path):
+    """A directory by its vocabulary, a server by the text of its tokens; nothing is written."""
+    other = tiny_tokenizer()
+    other.add_tokens(["another"])
+    student = tmp_path / "student"
+    shutil.copytree(RunDirectory(path=whole).weights, student)
+    other.save_pretrained(student)
+    run_dir = tmp_path / "run"
+
+    with pytest.raises(
+        ConfigError, match=r"has another tokenizer than the student: 1 of 385 token ids differ \(384 is"
+    ):
+        Trainer(distil(f"model={student}")).train(run_dir=run_dir)
+    with (
+        serving(load_policy(student), text=lambda token: f"<{token}>") as url,
+        pytest.raises(ConfigError, match=r"has another tokenizer than the student: \d+ of \d+ token ids differ"),
+    ):
+        Trainer(distil(teacher={"url": url})).train(run_dir=run_dir)
+
+    assert not run_dir.exists()

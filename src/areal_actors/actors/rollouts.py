@@ -17,6 +17,7 @@ from attrs.validators import ge, gt
 
 from areal_actors.actors.outcomes import MemberOutcome, fail_together
 from areal_actors.actors.reachability import ProxyProbe
+from areal_actors.actors.teaching import GroupTeacher
 from areal_actors.actors.workflow_episodes import WorkflowEpisode
 from areal_actors.core import Actor, Context, Ref
 from areal_actors.domain import Credential, Episode, Group, GroupId, Problem, SampleKey, SessionId
@@ -124,7 +125,8 @@ class RolloutRunner(Actor[Rollouts]):
 
     ``problem_at`` maps a position, and its row if that was drawn, to its problem, one of ``num_problems``. If it is
     ``None``, no training groups are run; only ``RunProblem`` and ``Evaluate`` are served. A rollout workflow needs the
-    ``engine`` that its episodes sample from; the group of a grouped workflow is run member by member.
+    ``engine`` that its episodes sample from; the group of a grouped workflow is run member by member. A ``teacher``
+    scores groups before they are delivered; they are trained at most ``max_staleness`` versions later.
     """
 
     def __init__(
@@ -140,6 +142,8 @@ class RolloutRunner(Actor[Rollouts]):
         num_problems: int | None = None,
         held_out: tuple[Problem, ...] = (),
         seed: int = 0,
+        teacher: GroupTeacher | None = None,
+        max_staleness: int = 0,
     ) -> None:
         config = config or RolloutsConfig()
         if isinstance(agent, GroupedRolloutWorkflow):
@@ -158,6 +162,8 @@ class RolloutRunner(Actor[Rollouts]):
         self._num_problems = num_problems
         self._held_out = held_out
         self._seed = seed
+        self._teacher = teacher
+        self._max_staleness = max_staleness
         self._num_by_hand = 0
         self._num_failed_groups = 0
 
@@ -181,6 +187,8 @@ class RolloutRunner(Actor[Rollouts]):
     async def _produce_group(self, problem: Problem, permit: Permit) -> None:
         slots = self._slots(problem, self._config.group_size, purpose="train", version=permit.version)
         group = await self._run_group(problem, slots)
+        if self._teacher is not None:
+            group = await self._teacher.teach(group, version=permit.version, max_staleness=self._max_staleness)
         is_accepted = await self._peers.exports.ask(DeliverGroup(group=group))
         await self._peers.capacity.tell(SettlePermit(permit=permit.id, is_accepted=is_accepted))
         self._check_progress(group)

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from areal_actors.actors.gang import GangMembers, LedPolicy
 from areal_actors.actors.lengths import count_truncated, describe_lengths, measure_episodes
 from areal_actors.actors.plan import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
+from areal_actors.actors.teaching import GroupTeacher
 from areal_actors.core import Actor, BackgroundTasks, Context, OwnThread, Ref
 from areal_actors.domain import (
     EVAL_SCOPE,
@@ -100,7 +101,7 @@ class TrainerActor(Actor[Training]):
     Rows that fail the capture checks are written below ``captures``. ``publisher`` makes snapshots of the weights; by
     default they are lent to an engine in this process. ``members`` train along, from the first step on.
     ``save_weights`` writes the trained weights; it may block. ``supervised`` returns the conversations that a warm step
-    trains on, by its number.
+    trains on, by its number. ``teacher`` scores the rows of distillation steps that were delivered without scores.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class TrainerActor(Actor[Training]):
         members: GangMembers | None = None,
         save_weights: Callable[[], object] | None = None,
         supervised: Callable[[int], Sequence[Group]] | None = None,
+        teacher: GroupTeacher | None = None,
     ) -> None:
         self._policy = policy
         self._publisher = publisher or MemoryPublisher()
@@ -126,6 +128,7 @@ class TrainerActor(Actor[Training]):
         self._captures = captures
         self._save_weights = save_weights
         self._supervised = supervised
+        self._teacher = teacher
         self._is_resumed = counters is not None
         self._average = _MovingAverage(plan.stop.smoothing, **(counters or {}).get("average", {}))
         self._position = parse_position(counters)
@@ -200,6 +203,9 @@ class TrainerActor(Actor[Training]):
         lease = self._supervised_lease() if is_warm else await self._lease()
         if lease is None:
             return False
+        if self._teacher is not None:
+            taught = [await self._teacher.teach(group, version=self._policy.version) for group in lease.groups]
+            lease = evolve(lease, groups=tuple(taught))
         leased = anyio.current_time()
         recorder = RowRecorder() if self._is_dump_due() else None
         statistics = await self._train_on(lease, recorder)

@@ -16,6 +16,7 @@ from attrs import frozen
 from areal_actors.actors.gang import GangMembers
 from areal_actors.actors.intake import IntakeConfig
 from areal_actors.actors.rollouts import Peers
+from areal_actors.actors.teaching import GroupTeacher
 from areal_actors.actors.trainer import TrainerActor, TrainingPeers, parse_position
 from areal_actors.cache.journal import Journal
 from areal_actors.client import create_agent_http_client
@@ -54,6 +55,7 @@ from areal_actors.run.parts import (
 from areal_actors.run.proxies import open_proxies
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.signals import open_interrupts
+from areal_actors.run.teachers import open_group_teacher
 from areal_actors.telemetry import get_logger
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
@@ -88,8 +90,9 @@ async def learn(job: Job, learning: Learning) -> None:
         keeping = await stack.enter_async_context(keeping_weights(job.config, job.directory))
         inference = await stack.enter_async_context(_open_inference(job, learning, keeping))
         assert inference.progress is not None
-        rollouts = await _spawn_runner(job, learning, inference, stack)
-        training = await _spawn_trainer(job, inference, rollouts, members, keeping)
+        teacher = await stack.enter_async_context(open_group_teacher(job.config))
+        rollouts = await _spawn_runner(job, learning, inference, stack, teacher)
+        training = await _spawn_trainer(job, inference, rollouts, members, keeping, teacher=teacher)
         # After everything is loaded, so that models and libraries are frozen, too.
         if learning.is_handling_signals:  # only if the process runs nothing else: the settings apply to all of it
             stack.enter_context(settled_heap())
@@ -149,7 +152,7 @@ async def _with_adapter(job: Job, engine: Engine) -> AsyncIterator[None]:
 
 
 async def _spawn_runner(
-    job: Job, learning: Learning, inference: Inference, stack: AsyncExitStack
+    job: Job, learning: Learning, inference: Inference, stack: AsyncExitStack, teacher: GroupTeacher | None
 ) -> Ref[Rollouts] | None:
     """Spawn the runner of the agent; return ``None`` if there is no agent."""
     if learning.agent is None:
@@ -169,6 +172,7 @@ async def _spawn_runner(
         http_client=http_client,
         engine=EpisodeEngine(inference.generation, inference.renderer, gconfig=job.config.gconfig),
         problems=job.problems,
+        teacher=teacher,
     )
     return await inference.system.spawn(runner, name="rollouts")
 
@@ -179,6 +183,8 @@ async def _spawn_trainer(
     rollouts: Ref[Rollouts] | None,
     members: GangMembers,
     keeping: Keeping | None,
+    *,
+    teacher: GroupTeacher | None,
 ) -> Ref[Training]:
     by = job.config.trainer.publish
     trainer = TrainerActor(
@@ -198,6 +204,7 @@ async def _spawn_trainer(
         members=members,
         save_weights=partial(export_policy, job.config, job.directory, job.policy),
         supervised=None if job.supervised is None else job.supervised.batch,
+        teacher=teacher,
     )
     return await inference.system.spawn(trainer, name="trainer")
 

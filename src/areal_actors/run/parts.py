@@ -19,6 +19,7 @@ from areal_actors.actors.models import ModelHost, ModelsConfig
 from areal_actors.actors.progress import Listener, ProgressReporter
 from areal_actors.actors.rollouts import Peers, RolloutRunner
 from areal_actors.actors.sessions import SessionManager, SessionsConfig
+from areal_actors.actors.teaching import GroupTeacher
 from areal_actors.cache.journal import Journal, NoJournal, as_of, recover, restate, restore_groups
 from areal_actors.cache.journal.recovery import Leftovers
 from areal_actors.config import RunConfig
@@ -275,6 +276,7 @@ def create_runner(
     http_client: httpx.AsyncClient,
     engine: EpisodeEngine,
     problems: ProblemSets,
+    teacher: GroupTeacher | None = None,
 ) -> RolloutRunner:
     """Create the runner of the agent, on the training problems, if there are any, and on the held-out ones."""
     return RolloutRunner(
@@ -288,6 +290,8 @@ def create_runner(
         num_problems=None if problems.train is None else len(problems.train),
         held_out=() if problems.held_out is None else problems.held_out.all(),
         seed=config.seed,
+        teacher=teacher,
+        max_staleness=config.rollout.max_head_offpolicyness,
     )
 
 

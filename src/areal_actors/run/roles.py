@@ -68,6 +68,7 @@ from areal_actors.run.parts import (
     spawn_session_actors,
 )
 from areal_actors.run.ranks import RankOpener, open_ranks
+from areal_actors.run.teachers import open_group_teacher
 from areal_actors.training.config import PublishBy
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
@@ -269,7 +270,7 @@ async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
         rollouts=await find(Rollouts, "rollouts") if order.has_rollouts else None,
         progress=await find(Progress, "progress"),
     )
-    async with post.open_ranks(job) as members:
+    async with post.open_ranks(job) as members, open_group_teacher(config) as teacher:
         trainer = TrainerActor(
             policy=policy,
             peers=peers,
@@ -281,6 +282,7 @@ async def _open_trainer(post: Post) -> AsyncIterator[Opened]:
             members=members,
             save_weights=partial(export_policy, config, post.directory, policy),
             supervised=None if job.supervised is None else job.supervised.batch,
+            teacher=teacher,
         )
         actors: dict[str, Ref[Any]] = {} if keeping is None else {"weights": keeping.keeper}
         yield Opened(actors=actors | {"trainer": await post.system.spawn(trainer, name="trainer")})
@@ -346,7 +348,11 @@ async def _open_rollout(post: Post) -> AsyncIterator[Opened]:
         opening: AbstractAsyncContextManager[Agent | RolloutWorkflow] = nullcontext(post.agent)
     else:
         opening = prepare_agent(config.rollout, logs=post.directory.agent_logs)
-    async with opening as agent, create_agent_http_client() as http_client:
+    async with (
+        opening as agent,
+        create_agent_http_client() as http_client,
+        open_group_teacher(config) as teacher,
+    ):
         runner = create_runner(
             config,
             agent,
@@ -360,6 +366,7 @@ async def _open_rollout(post: Post) -> AsyncIterator[Opened]:
             http_client=http_client,
             engine=EpisodeEngine(await find(Generation, "generation"), renderer, gconfig=config.gconfig),
             problems=problems,
+            teacher=teacher,
         )
         yield Opened(actors={"rollouts": await post.system.spawn(runner, name="rollouts")})
 

@@ -24,6 +24,7 @@ from areal_actors.run.functions import log_functions, try_functions
 from areal_actors.run.job import directory_of, load_job, load_supervised, prepared_directory
 from areal_actors.run.learning import Learning, learn
 from areal_actors.run.placement import PlacedRun, run_placed
+from areal_actors.run.teachers import check_teacher
 from areal_actors.telemetry import logging_to_file
 
 __all__ = ["RunSummary", "Trainer", "train"]
@@ -75,6 +76,7 @@ class Trainer:
         # Before the run directory is prepared, so that no mistake in them moves an earlier run aside.
         functions = await to_thread.run_sync(try_functions, config)
         supervised = await to_thread.run_sync(load_supervised, config)
+        await check_teacher(config)
         directory = directory_of(config, run_dir)
         is_rollout_apart = Role.ROLLOUT in config.scheduler.roles.placed
         if is_rollout_apart and workflow is not None:

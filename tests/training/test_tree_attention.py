@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
-from areal_actors.training import tree_attention
+from areal_actors.training import forward, tree_attention
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.forward import score_pack
 from areal_actors.training.packing import build_trie, node_depths, pack_flat, pack_tree, subtree_ends, visible
@@ -207,6 +207,19 @@ def test_models_attend_by_plan(make_model, rows, name, kind, pack):
     mask = PackMask(packed.segments, CPU)
     score_pack(model, packed, mask=mask)
     assert mask.windows == [None] * model.config.num_hidden_layers
+
+
+def test_shared_tokens_are_scored_once(make_model, make_row):
+    """The head sees a token that three rows train in common once, and its gradients are added up."""
+    found = [
+        TrainingRow(trajectory=make_row([1, 2, 3, 4, 5, last], [0, 0, 1, 1, 1, 1]), advantages=np.ones(6))
+        for last in (7, 8, 9)
+    ]
+    (tree,), (flat,) = (pack(found, [0, 1, 2], max_tokens=100) for pack in (pack_tree, pack_flat))
+    model = make_model().eval()
+
+    assert [len(forward._distinct(pack)[0]) for pack in (tree, flat)] == [6, 12]
+    assert_same(scored(model, tree), scored(model, flat), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", PLANNED)

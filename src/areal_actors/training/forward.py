@@ -7,6 +7,8 @@ so that memory is bounded by the chunk for any number of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from areal_actors.training.aggregation import Indices
 from areal_actors.training.distributions import Distributions, truncation_bounds
 from areal_actors.training.packing import Pack
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, PackMask, create_mask, padded_length
@@ -22,6 +25,11 @@ __all__ = ["TokenScores", "score_pack", "score_tokens"]
 
 _CHUNK_BYTES = 64 << 20
 """Size of the float32 logits held at a time. Larger chunks were not faster on CPU."""
+_GPU_CHUNK_BYTES = 1 << 30
+"""The same on a GPU, where the gradient of the head is read and written once for each chunk.
+
+That took longer than the products for chunks of 110 tokens, 64 MiB of a vocabulary of 152k.
+"""
 
 
 @frozen(kw_only=True)
@@ -55,11 +63,35 @@ def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None)
         attention_mask=mask,
         use_cache=False,
     ).last_hidden_state
-    sources = torch.from_numpy(pack.sources).to(device)
+    first, inverse = _distinct(pack)
+    sources = torch.from_numpy(pack.sources[first]).to(device)
     selected_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, sources)
     head = model.get_output_embeddings()
-    targets = torch.from_numpy(pack.targets).to(device)
-    return score_tokens(selected_NH, head.weight, head.bias, targets, distributions=pack.distributions)
+    targets = torch.from_numpy(pack.targets[first]).to(device)
+    distributions = pack.distributions and Distributions(settings=pack.distributions.settings[first])
+    found = score_tokens(selected_NH, head.weight, head.bias, targets, distributions=distributions)
+    if len(first) == len(inverse):
+        return found
+    places = torch.from_numpy(inverse).to(device)
+    return TokenScores(
+        logprobs=found.logprobs[places],
+        entropies=found.entropies[places],
+        raw_logprobs=found.raw_logprobs[places],
+        is_outside=None if found.is_outside is None else found.is_outside[places],
+    )
+
+
+def _distinct(pack: Pack) -> tuple[Indices, Indices]:
+    """Return the indices of the pack's distinct trained tokens, and for each trained token its place among them.
+
+    Rows of a tree share the tokens before they part: the head scores those once.
+    """
+    every = np.arange(len(pack.targets))
+    _, first, inverse = np.unique((pack.sources << 32) + pack.targets, return_index=True, return_inverse=True)
+    settings = None if pack.distributions is None else pack.distributions.settings
+    if len(first) == len(every) or (settings is not None and (settings != settings[first][inverse]).any()):
+        return every, every
+    return first, inverse
 
 
 def _num_padding(model: Any, pack: Pack) -> int:
@@ -163,7 +195,16 @@ class _Scores(torch.autograd.Function):
         logprobs = torch.empty(len(targets), device=hidden.device)
         entropies, normalisers, raw = (torch.empty_like(logprobs) for _ in range(3))
         is_outside = torch.zeros(len(targets), dtype=torch.bool, device=hidden.device)
-        for part in _chunks(len(targets), len(weight)):
+        is_fused = _is_fused(hidden, shaping)
+        for part in _chunks(targets, len(weight)):
+            if is_fused:
+                logits, factors = torch.nn.functional.linear(hidden_c[part], weight_c), _inverse(shaping, part)
+                logprobs[part], entropies[part], normalisers[part] = _compiled(_softmax_scores)(
+                    logits, bias, factors, targets[part]
+                )
+                if factors is not None:
+                    raw[part], _, _ = _compiled(_softmax_scores)(logits, bias, None, targets[part])
+                continue
             logits = _logits(hidden_c[part], weight_c, bias)
             if shaping is not None:
                 raw[part] = _pick(logits, targets[part]) - logits.logsumexp(-1)
@@ -194,16 +235,32 @@ class _Scores(torch.autograd.Function):
         # A frozen head gets no gradient: a third of the products here, and a float32 copy of the head.
         grad_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        for part in _chunks(len(targets), len(weight)):
-            logits = _logits(hidden[part], weight, bias)
-            if shaping is not None:
-                shaping.divide(logits, part)
-                shaping.cut(logits, part)
-            logits.sub_(normalisers[part, None])
-            grad = _grad_logits(logits, grad_logprobs[part], grad_entropies[part], entropies[part])
-            grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+        has_entropy_gradient = bool(grad_entropies.any())  # waits for the device, so once for all chunks
+        is_fused = _is_fused(hidden, shaping)
+        for part in _chunks(targets, len(weight)):
+            if is_fused:
+                grad = _compiled(_logit_gradients)(
+                    torch.nn.functional.linear(hidden[part], weight),
+                    bias,
+                    _inverse(shaping, part),
+                    targets[part],
+                    normalisers[part],
+                    entropies[part],
+                    grad_logprobs[part],
+                    grad_entropies[part],
+                )
+            else:
+                logits = _logits(hidden[part], weight, bias)
+                if shaping is not None:
+                    shaping.divide(logits, part)
+                    shaping.cut(logits, part)
+                logits.sub_(normalisers[part, None])
+                grad = _grad_logits(
+                    logits, grad_logprobs[part], grad_entropies[part] if has_entropy_gradient else None, entropies[part]
+                )
+                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
             grad = grad.to(weight.dtype)
             torch.matmul(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
@@ -213,11 +270,65 @@ class _Scores(torch.autograd.Function):
         return grad_hidden.to(hidden_dtype), grad_weight, grad_bias, None, None
 
 
-def _grad_logits(logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, entropies: Tensor) -> Tensor:
+def _is_fused(hidden: Tensor, shaping: _Shaping | None) -> bool:
+    """Whether one kernel computes the scores of a chunk, and one its gradients: on a GPU, without truncation.
+
+    Operation by operation, both read or write the logits about 30 times.
+    """
+    return hidden.is_cuda and (shaping is None or shaping.bounds is None)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _inverse(shaping: _Shaping | None, part: slice) -> Tensor | None:
+    """Return the inverse temperatures of a chunk, float32 [m]; ``None`` if all are 1."""
+    return None if shaping is None or shaping.temperatures is None else shaping.temperatures[part].reciprocal()
+
+
+def _shaped(logits: Tensor, bias: Tensor | None, factors: Tensor | None) -> Tensor:
+    shaped = logits.float()
+    if bias is not None:
+        shaped = shaped + bias
+    return shaped if factors is None else shaped * factors[:, None]
+
+
+def _softmax_scores(
+    logits_MV: Tensor, bias: Tensor | None, factors: Tensor | None, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities, entropies and normalisers, float32 [m]."""
+    shaped = _shaped(logits_MV, bias, factors)
+    normalisers = shaped.logsumexp(-1)
+    entropies = normalisers - ((shaped - normalisers[:, None]).exp() * shaped).sum(-1)
+    return _pick(shaped, targets) - normalisers, entropies, normalisers
+
+
+def _logit_gradients(  # noqa: PLR0917 - a kernel's operands
+    logits_MV: Tensor,
+    bias: Tensor | None,
+    factors: Tensor | None,
+    targets: Tensor,
+    normalisers: Tensor,
+    entropies: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropies: Tensor,
+) -> Tensor:
+    """Return the gradient of the shaped logits [m, V], in the format of the logits."""
+    logprobs = _shaped(logits_MV, bias, factors) - normalisers[:, None]
+    inner = grad_logprobs[:, None] + grad_entropies[:, None] * (logprobs + entropies[:, None])
+    is_target = torch.arange(logprobs.shape[1], device=targets.device)[None] == targets[:, None]
+    return (is_target * grad_logprobs[:, None] - logprobs.exp() * inner).to(logits_MV.dtype)
+
+
+def _grad_logits(
+    logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor | None, entropies: Tensor
+) -> Tensor:
     """Return -p (g_logprob + g_entropy (log p + H)), in place: the gradient without the target's own entry."""
     probabilities = logprobs_NV.exp()
     # The usual case, without an entropy bonus: one pass over [n, V] fewer.
-    if not grad_entropies.any():
+    if grad_entropies is None:
         return probabilities.mul_(-grad_logprobs[:, None])
     factor = (
         logprobs_NV.clamp_(min=-1e4).add_(entropies[:, None]).mul_(grad_entropies[:, None]).add_(grad_logprobs[:, None])
@@ -249,6 +360,7 @@ def _compute_dtype(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
-def _chunks(num_tokens: int, vocab_size: int) -> list[slice]:
-    size = max(16, _CHUNK_BYTES // (4 * vocab_size))
+def _chunks(targets: Tensor, vocab_size: int) -> list[slice]:
+    num_tokens = len(targets)
+    size = max(16, (_GPU_CHUNK_BYTES if targets.is_cuda else _CHUNK_BYTES) // (4 * vocab_size))
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

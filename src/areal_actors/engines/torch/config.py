@@ -19,7 +19,7 @@ class TorchEngineConfig:
     generations as a prefix cache. ``max_length`` limits prompt plus output in tokens. On a GPU, keys and values of both
     limits together are allocated at once. ``prefill_chunk`` is the number of prompt tokens computed between two decode
     steps: smaller values give running generations a steadier rate, larger ones start new generations sooner (``None``:
-    512 on CPUs, 4096 on GPUs). ``num_threads`` sets torch's threads in the engine (``None``: unchanged).
+    512 on CPUs, 8192 on GPUs). ``num_threads`` sets torch's threads in the engine (``None``: unchanged).
     ``deterministic``: the samples of a request depend only on its prompt, key and weights, not on other requests.
     Slower: every step computes all ``max_concurrent`` slots, and prefixes are shared between identical prompts only.
     """

@@ -284,7 +284,8 @@ class _Stream:
         return self
 
     async def __anext__(self) -> Chunk:
-        await anyio.lowlevel.checkpoint()
+        if self.is_over or self._pending or self._last is not None:
+            await anyio.lowlevel.checkpoint()
         if self.is_over:
             raise StopAsyncIteration
         while not self._pending and self._last is None:

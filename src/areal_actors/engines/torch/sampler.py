@@ -92,16 +92,18 @@ class Sample:
         """Return the sampled ids int64 [num_rows] on the device."""
         return self.results[0, : self.num_rows].long()
 
-    def start_copy(self) -> Sample:
-        """Begin to copy the results to the host, and return the same sample. The results may then be overwritten."""
+    def start_copy(self, landing: torch.Tensor | None = None) -> Sample:
+        """Begin to copy the results to the host, and return the same sample. The results may then be overwritten.
+
+        ``landing`` is memory of their shape that is not used before they are read; pinned, if they are on a GPU.
+        """
+        if landing is None:
+            landing = torch.empty(self.results.shape, dtype=self.results.dtype, pin_memory=self.results.is_cuda)
+        self._host = landing.copy_(self.results, non_blocking=True)
         if self.results.is_cuda:
-            self._host = torch.empty(self.results.shape, dtype=self.results.dtype, pin_memory=True)
-            self._host.copy_(self.results, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._arrived = event.synchronize
-        else:
-            self._host = self.results.clone()
         return self
 
     def read(self) -> Draw:

@@ -9,6 +9,7 @@ If it fails, ``report`` receives the reason once, and every waiting task gets an
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,13 +33,17 @@ __all__ = ["Abort", "Close", "Command", "Delivery", "Load", "Pause", "Reply", "R
 
 CPU_PREFILL_CHUNK = 512
 """Prompt tokens between two decode steps. Products of 512 columns run a tenth faster than those of 256."""
-CUDA_PREFILL_CHUNK = 4096
+CUDA_PREFILL_CHUNK = 8192
 """A GPU needs some thousand tokens to be busy for as long as the host takes to launch the kernels of a chunk."""
 
-SECONDS_PER_STREAM = 1e-4
-MAX_DELAY_SECONDS = 0.05
+SECONDS_PER_STREAM = 2e-4
+MAX_DELAY_SECONDS = 0.06
 """Tokens are delivered at most once in this time per running generation, and in this time at all. A delivery costs the
 event loop some 30 µs for each stream, so that a token of each of 256 streams takes as long as computing it on a GPU."""
+
+
+SWITCH_SECONDS = 5e-4
+"""How long another thread may keep the interpreter's lock from this one, on a GPU."""
 
 
 @frozen(eq=False)
@@ -420,5 +425,11 @@ def _own_stream(device: torch.device) -> Iterator[None]:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # The given model may still be computed on another stream.
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            yield
+        # Calls into CUDA release the interpreter's lock. The event loop would keep it for 5 ms: two steps of a model.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, SWITCH_SECONDS))
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            sys.setswitchinterval(interval)

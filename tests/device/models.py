@@ -11,7 +11,9 @@ FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwe
 VOCAB_SIZE = 97
 
 
-def create_model(device: str, *, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def create_model(
+    device: str, *, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any
+) -> Any:
     """Four heads of 32 to each two keys; weights large enough that a mistake shows."""
     config, model = FAMILIES[family]
     torch.manual_seed(seed)
@@ -29,5 +31,6 @@ def create_model(device: str, *, family: str = "llama", seed: int = 0, dtype: to
         eos_token_id=None,
         bos_token_id=None,
         attn_implementation="sdpa",
+        **more,
     )
     return model(settings).to(device=device, dtype=dtype).eval()

@@ -12,6 +12,7 @@ from tests.device.models import FAMILIES, VOCAB_SIZE, create_model
 
 from areal_actors.training.config import Activations, ComputeDtype, Layout, LoraConfig, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
+from areal_actors.training.tree_attention import BLOCK_ATTENTION, SEGMENT_ATTENTION
 
 LENGTHS = (600, 3000)
 """Distinct tokens of a group: less than a block of a sparse kernel in some branches, and many blocks."""
@@ -62,6 +63,21 @@ def test_bfloat16_stays_close(device: str, layout: Layout, num_tokens: int):
         gaps.append(np.abs(found[1:] - expected)[row.loss_mask[1:] == 1])
     assert np.concatenate(gaps).mean() < 0.05
     assert np.concatenate(gaps).max() < 0.5
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_windows_reach_back_in_the_row(device: str, layout: Layout):
+    """Attention by plan is in use, and branches see the last tokens of their own row, not those of the pack."""
+    rows = create_branching(3000, prompt=300, vocab_size=VOCAB_SIZE).group.rows
+    window = {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 1}  # of the second layer
+    plain, windowed = (create_model(device, family="qwen3", **window) for _ in range(2))
+    trainer = PolicyTrainer(windowed, TrainerConfig(layout=layout, dtype=ComputeDtype.FLOAT32, device=device))
+    expected_name = BLOCK_ATTENTION if device.startswith("cuda") else SEGMENT_ATTENTION
+    assert windowed.config._attn_implementation == expected_name
+    for row, found in zip(rows, trainer.logprobs(rows), strict=True):
+        with torch.no_grad():
+            expected = reference_logprobs(plain, row.input_ids).cpu().numpy() * row.loss_mask[1:]
+        np.testing.assert_allclose(found[1:], expected, atol=2e-3)
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)

@@ -323,7 +323,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def gpu(session: nox.Session) -> None:
     """Measure engine and trainer on a GPU, and run the device tests. ``-- --device cpu --quick`` tries it on a CPU."""
-    install(session, "test")
+    install(session, "test", "lora")
     session.run("python", "-m", "benchmarks.gpu", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 

@@ -514,7 +514,10 @@ class TrainerConfig:
     device: str = "auto"
     activations: Activations = Activations.AUTO
     compile_layers: bool | None = None
-    """Compile decoder layers with torch.compile, which takes up to a minute at the first step; null means on GPUs."""
+    """Compile decoder layers with torch.compile, which takes up to a minute at the first step.
+
+    Null means on GPUs, and not with adapters, whose layers take several times as long to compile.
+    """
     temperature: float = field(default=1.0, validator=_positive)
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)
@@ -541,4 +544,6 @@ class TrainerConfig:
 
     def compiles_layers(self, device_type: str) -> bool:
         """Return whether decoder layers are compiled on a device of this type."""
-        return device_type == "cuda" if self.compile_layers is None else self.compile_layers
+        if self.compile_layers is not None:
+            return self.compile_layers
+        return device_type == "cuda" and self.lora is None

@@ -37,7 +37,7 @@ REQUIRED = {
 }
 """Modules without which nothing can be measured, with their packages."""
 OPTIONAL = {"peft": ("peft", "training with LoRA"), "pytest": ("pytest", "the device tests")}
-SECTIONS = {"machine": 60, "engine": 150, "trainer": 210, "weights": 100, "tests": 150}
+SECTIONS = {"machine": 60, "engine": 150, "trainer": 270, "weights": 100, "tests": 150}
 """Sections in order, each with the seconds after which it begins no further cell."""
 MODELS = ("0.5b", "1.5b", "4b", "tiny")
 _GRACE_SECONDS = 45

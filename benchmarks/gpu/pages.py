@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,8 +160,12 @@ def write_pages() -> list[Path]:
 
 
 def read_reports() -> dict[str, Report]:
-    """Return the reports that are kept in the repository, by the names of their files."""
-    return {path.name: Report.load(path) for path in sorted(RESULTS.glob("*.json"))}
+    """Return the reports that are kept in the repository, by the names of their files.
+
+    Studies keep files of other forms there, which name no machine.
+    """
+    paths = [path for path in sorted(RESULTS.glob("*.json")) if "facts" in json.loads(path.read_text(encoding="utf-8"))]
+    return {path.name: Report.load(path) for path in paths}
 
 
 _LEGEND = """\

@@ -62,7 +62,7 @@ def seen_by(segments, window):
 
 
 @pytest.mark.parametrize("name", PLANNED)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(found=tries, window=windows, seed=st.integers(0, 99))
 def test_a_plan_equals_the_mask(name, found, window, seed):
     """Outputs and all gradients agree on random tries with grouped heads, with and without a window."""
@@ -139,11 +139,11 @@ def test_rows_alone_need_no_masks_in_segments():
 
 
 def test_lengths_do_not_compile_again(monkeypatch):
-    """Seven packs compile once, or once more if the first has as many blocks as heads, which torch takes for a rule."""
+    """Five packs compile once, or once more if the first has as many blocks as heads, which torch takes for a rule."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(torch_flex.flex_attention, dynamic=True, fullgraph=True, backend=counter)
     monkeypatch.setattr(tree_attention, "_compiled_attention", lambda _: compiled)
-    for length in (100, 300, 700, 20, 520, 600, 400):
+    for length in (100, 300, 700, 20, 520):
         segments = merge(
             [[0] * (length // 2) + [branch] * (length // 4) for branch in range(1, 2 + length % 3)]
         ).segments

@@ -1,6 +1,7 @@
 """The embedded engine against ``transformers.generate``: tokens per CPU second, prefix cache, loop lag, first tokens.
 
-Beside it, what a grammar costs: a call of one of five tools, token by token, and compiled for the first time.
+Also the costs of a grammar (a call of one of five tools, token by token, and compiled for the first time), and of a
+batch of 256 without a model: scheduling, random numbers, stop checks and streams.
 
 The model has the shape of a 135M Llama (30 layers, 9 query and 3 key heads) and random weights, which cost what trained
 ones do; ``quick`` keeps the width and takes 6 of the layers.
@@ -26,6 +27,11 @@ from areal_actors.domain import Exactly, Grammar, Ints, SampleKey, Sampling, Too
 from areal_actors.engines.base import EngineRequest
 from areal_actors.engines.torch import TorchEngine, TorchEngineConfig
 from areal_actors.engines.torch.constraint import GrammarCompiler
+from areal_actors.engines.torch.forward import Forward
+from areal_actors.engines.torch.generation import Generation
+from areal_actors.engines.torch.sampler import Sample
+from areal_actors.engines.torch.scheduler import Admission, Prefill
+from areal_actors.engines.torch.step import Step
 from areal_actors.models.tiny import create_tiny_tokenizer
 from areal_actors.rendering.parsers import TOOL_FORMATS
 
@@ -55,7 +61,7 @@ async def _measure(model: Any) -> list[Result]:
         again = await _measure_engine(engine, group)
         results.append(_result("4 groups of 8, prompts cached", again, "tokens/CPU s"))
         results += await _measure_loop(engine, rng)
-    return [*results, *await _measure_grammars(model, rng)]
+    return [*results, await _measure_bookkeeping(model, rng), *await _measure_grammars(model, rng)]
 
 
 def _create_model(*, num_layers: int) -> Any:
@@ -148,6 +154,42 @@ async def _measure_loop(engine: TorchEngine, rng: np.random.Generator) -> list[R
         _result("first token of 32, median", median(firsts) * 1e3, "ms", higher_is_better=False),
         _result("first token of 32, first", min(firsts) * 1e3, "ms", higher_is_better=False),
     ]
+
+
+class _NoModel:
+    """A runner whose steps cost nothing and always yield the same token."""
+
+    is_ahead = True
+
+    def __init__(self, _forward: Forward, _config: TorchEngineConfig, *, context_length: int) -> None:  # noqa: ARG002  interface
+        self._logits = torch.zeros(1)
+
+    def admit(self, admission: Admission) -> None:
+        """Nothing is copied."""
+
+    def forget(self, generation: Generation) -> None:
+        """Nothing is kept."""
+
+    def release(self, generation: Generation) -> int:
+        """All but the last token could be used again."""
+        return 0 if generation.slot is None else max(generation.base, generation.length - 1)
+
+    def launch(self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]) -> Step:
+        """A token of each generation."""
+        order = [*decoding, *ready, *(p.generation for p in prefills if p.is_last)]
+        for generation in order:
+            generation.uniform()
+        results = torch.tensor([[7.0], [-1.0], [-1.0], [1.0]]).expand(-1, len(order))
+        return Step(order, [Sample(results, len(order))], [self._logits for p in prefills if p.is_last])
+
+
+async def _measure_bookkeeping(model: Any, rng: np.random.Generator) -> Result:
+    config = TorchEngineConfig(dtype="float32", max_concurrent=256, prefill_chunk=1_000_000)
+    async with TorchEngine.open(config, model=model, create_runner=_NoModel) as engine:
+        start = time.process_time()
+        await _generate_all(engine, _create_prompts(rng, 256), num_new=100)
+        seconds = time.process_time() - start
+    return _result("batch 256 without a model", 256 * 100 / seconds, "tokens/CPU s")
 
 
 async def _measure_grammars(model: Any, rng: np.random.Generator) -> list[Result]:

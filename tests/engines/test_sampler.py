@@ -115,6 +115,32 @@ def test_a_row_does_not_depend_on_its_batch(vocab_size, seed):
         assert 0 <= together.token_ids[i] < vocab_size
 
 
+rows_strategy = st.lists(
+    st.tuples(
+        logits_strategy,
+        sampling_strategy,
+        tokens_strategy,
+        tokens_strategy,
+        masks_strategy,
+        st.floats(0, 1, exclude_max=True),
+    ),
+    min_size=2,
+    max_size=6,
+)
+
+
+@given(rows_strategy)
+def test_a_batch_of_mixed_settings_is_sampled_as_its_rows_alone(drawn):
+    """Penalties, biases, masks and truncation of one row change nothing in another."""
+    logits = torch.tensor([values for values, *_ in drawn], dtype=torch.float32)
+    rows = [row(uniform, sampling, prompt, output, mask) for _, sampling, prompt, output, mask, uniform in drawn]
+    together = sample(logits, rows)
+    for i, alone in enumerate(sample(logits[i : i + 1], [each]) for i, each in enumerate(rows)):
+        assert together.token_ids[i] == alone.token_ids[0]
+        assert together.logprobs[i] == pytest.approx(alone.logprobs[0], abs=1e-6)
+        assert together.raw_logprobs[i] == pytest.approx(alone.raw_logprobs[0], abs=1e-6)
+
+
 def test_a_flat_distribution_is_truncated_beyond_the_candidates():
     """top-p that needs more tokens than the quick look has is still exact."""
     draw = sample(torch.zeros(1, 5000), [row(0.999999, Sampling(top_p=0.5))])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_actors.errors import ModelError
-from areal_actors.models import cache_directory, load_policy, resolve_model, resolve_tokenizer
+from areal_actors.models import cache_directory, create_empty_policy, load_policy, resolve_model, resolve_tokenizer
 from areal_actors.rendering import load_renderer
 
 
@@ -101,6 +101,21 @@ def test_a_policy_is_loaded_quietly(tiny_path: Path, capfd: pytest.CaptureFixtur
     assert torch.bfloat16 == policy.dtype
     assert not policy.training
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_empty_policy_has_everything_but_weights(tiny_path: Path) -> None:
+    """Names, shapes, ties and buffers are those of the loaded model; weights are on the meta device."""
+    empty, loaded = create_empty_policy(tiny_path), load_policy(tiny_path)
+
+    assert all(weight.is_meta and weight.dtype is torch.float32 for weight in empty.parameters())
+    shapes = [[(name, weight.shape) for name, weight in model.named_parameters()] for model in (empty, loaded)]
+    assert shapes[0] == shapes[1]
+    assert empty.get_input_embeddings().weight is empty.get_output_embeddings().weight
+    buffers = dict(empty.named_buffers())
+    assert buffers
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in loaded.named_buffers())
+    assert not empty.training
+    assert not torch.nn.Linear(2, 2).weight.is_meta
 
 
 def test_quietness_ends(tiny_path: Path) -> None:

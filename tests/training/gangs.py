@@ -114,10 +114,22 @@ def _lora_of(case: Mapping[str, Any]) -> LoraConfig | None:
     return LoraConfig(rank=case["lora"], target_parameters=experts) if "lora" in case else None
 
 
-def create_trainer(case: Mapping[str, Any]) -> PolicyTrainer:
+def emptied(model: Any) -> Any:
+    """The model with its weights on the meta device, tied as they were."""
+    empty: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for part in model.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                part._parameters[name] = empty.setdefault(weight, torch.nn.Parameter(weight.to("meta")))
+    return model
+
+
+def create_trainer(case: Mapping[str, Any], *, is_empty: bool = False) -> PolicyTrainer:
+    """The trainer of a case; one without weights gets those of the first rank."""
     kind = case.get("model", "llama")
-    reference = _make_model(kind, seed=1) if "kl" in case and "lora" not in case else None
-    trainer = PolicyTrainer(_make_model(kind, seed=case.get("seed", 0)), config_of(case), reference=reference)
+    kept = emptied if is_empty else lambda model: model
+    reference = kept(_make_model(kind, seed=1)) if "kl" in case and "lora" not in case else None
+    trainer = PolicyTrainer(kept(_make_model(kind, seed=case.get("seed", 0))), config_of(case), reference=reference)
     if "checkpoint" in case:
         trainer.restore(Path(case["checkpoint"]))
     return trainer
@@ -181,12 +193,15 @@ def main() -> None:
     for line in sys.stdin:
         case = {"steps": 2} | json.loads(line)
         config = evolve(GANG, timeout_seconds=case["timeout"])
-        problem = ""
+        problem, measured = "", {}
         gang = Gang.alone()
         try:
             gang = Gang.form(connect_store("127.0.0.1", case["port"], config), rank=1, config=config)
-            trainer = create_trainer(case | case.get("other", {}))
-            trainer.join(gang)
+            trainer = create_trainer(case | case.get("other", {}), is_empty=True)
+            with LiveBytes() if case.get("is_measured") else contextlib.nullcontext() as live:
+                trainer.join(gang)
+            if live is not None:
+                measured = {"peak": live.peak, "own": bytes_of(list(trainer.model.parameters()))}
             if case["steps"] == 0:
                 trainer.restore(Path(case["checkpoint"]))
             play(trainer, case)
@@ -194,7 +209,7 @@ def main() -> None:
             problem = f"{type(error).__name__}: {error}"
         finally:
             gang.close()
-        print(json.dumps({"problem": problem}), flush=True)  # noqa: T201 - what the first rank hears
+        print(json.dumps({"problem": problem, **measured}), flush=True)  # noqa: T201 - what the first rank hears
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
+                if value.device.type == "meta":
+                    continue
                 storage = (value._local_tensor if isinstance(value, DTensor) else value).untyped_storage()
                 self._storages[storage._cdata] = StorageWeakRef(storage)
         self.peak = max(self.peak, self.now())

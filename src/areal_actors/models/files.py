@@ -21,7 +21,15 @@ from areal_actors.models.smollm2 import convert_smollm2
 from areal_actors.models.tiny import create_tiny
 from areal_actors.telemetry import quiet_transformers
 
-__all__ = ["BUILT_IN", "ModelFiles", "cache_directory", "load_policy", "resolve_model", "resolve_tokenizer"]
+__all__ = [
+    "BUILT_IN",
+    "ModelFiles",
+    "cache_directory",
+    "create_empty_policy",
+    "load_policy",
+    "resolve_model",
+    "resolve_tokenizer",
+]
 
 BUILT_IN: Mapping[str, Callable[[Path], Path]] = {"smollm2-135m-instruct": convert_smollm2, "tiny": create_tiny}
 """Names that require no files from the user, with the function that creates a model in a cache directory."""
@@ -103,6 +111,37 @@ def _not_found(name: str, path: Path, what: str) -> str:
         else "name a directory on this machine, or owner/name on the Hugging Face hub."
     )
     return f"There is no {what} {name!r}, neither a directory nor one of {', '.join(sorted(BUILT_IN))}: {hint}"
+
+
+def create_empty_policy(path: Path) -> Any:
+    """Return the model at ``path`` without its weights: they are on the meta device, and buffers on the CPU.
+
+    It takes the memory of its largest weight for a moment. Raises ``ModelError`` if its configuration cannot be read.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    factory: Any = AutoModelForCausalLM
+    register = torch.nn.Module.register_parameter
+
+    def register_empty(module: torch.nn.Module, name: str, param: Any) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    # ``torch.device("meta")`` would take buffers along, whose values (frequencies of positions) are in no file.
+    torch.nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
+    try:
+        with quiet_transformers(), no_init_weights():
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            model = factory.from_config(config, dtype=torch.float32).eval()
+            model.tie_weights()  # usually a part of the initialisation that is left out
+            return model
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"The model in {path} cannot be read: {error}") from error
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def load_policy(path: Path, *, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> Any:

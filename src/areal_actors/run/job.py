@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from areal_actors.engines.servers.config import Backend
 from areal_actors.errors import CheckpointError, ConfigError, DatasetError
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
 from areal_actors.locks import NO_LOCKS, hold
-from areal_actors.models import ModelFiles, load_policy, resolve_model
+from areal_actors.models import ModelFiles, create_empty_policy, load_policy, resolve_model
 from areal_actors.references import import_reference
 from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
@@ -245,36 +245,38 @@ def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
     return ProblemSets(train=problems, held_out=held_out)
 
 
-def create_policy(config: RunConfig, model: ModelFiles) -> PolicyTrainer:
-    """Create the initial policy. Every process that trains it calls this function, with the same result.
+def create_policy(config: RunConfig, model: ModelFiles, *, is_empty: bool = False) -> PolicyTrainer:
+    """Create the initial policy. Every process that trains it calls this function.
 
-    A single process trains on ``trainer.device``. In a gang, the model stays on the CPU until it is sharded. Raises
+    A single process trains on ``trainer.device``. In a gang, the model stays on the CPU until it is sharded, and that
+    of all but the first rank ``is_empty``: it has no weights, which the first rank sends when the gang forms. Raises
     ``ConfigError`` for a device that is not available.
     """
     from areal_actors.training.trainer import PolicyTrainer
 
     # The reference of an adapter is the same model without it.
     needs_reference = config.trainer.objective.kl.coefficient > 0 and config.trainer.lora is None
-    reference = _place(load_policy(model.path), config.trainer) if needs_reference else None
+    load = create_empty_policy if is_empty else load_policy
+    reference = _place(load(model.path), config.trainer) if needs_reference else None
     return PolicyTrainer(
-        _place(load_policy(model.path), config.trainer),
+        _place(load(model.path), config.trainer),
         config.trainer,
         reference=reference,
         # ``layout: tree`` refuses a model whose sliding window is shorter than the rows may be.
         max_length=config.engine.max_length if config.rollout.backend is Backend.TORCH else None,
         phases=config.training_phases,
-        teacher=_load_teacher(config),
+        teacher=_load_teacher(config, load),
     )
 
 
-def _load_teacher(config: RunConfig) -> Any:
+def _load_teacher(config: RunConfig, load: Callable[[Path], Any]) -> Any:
     """Return the model that a distillation phase imitates; ``None`` if there is none, or a server has it."""
     if PhaseName.DISTILLATION not in config.phases or config.distillation is None:
         return None
     teacher = config.distillation.teacher
     if teacher.url is not None or teacher.model is None:
         return None
-    return _place(load_policy(resolve_model(teacher.model, has_tokenizer=False).path), config.trainer)
+    return _place(load(resolve_model(teacher.model, has_tokenizer=False).path), config.trainer)
 
 
 def _place(model: Any, config: TrainerConfig) -> Any:

@@ -84,7 +84,7 @@ async def _find_first(bootstrap: Bootstrap, home: ReconnectingConnection, *, sec
 
 
 def _load_policy(config: RunConfig, checkpoints: Path | None) -> PolicyTrainer:
-    policy = create_policy(config, resolve_model(config.model))
+    policy = create_policy(config, resolve_model(config.model), is_empty=True)
     if checkpoints is not None:
         policy.restore(checkpoints)
     return policy

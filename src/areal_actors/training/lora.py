@@ -143,7 +143,7 @@ class Adapter:
         }
         adapter = cls(model, config, base, document | {"inference_mode": True}, _find_targets(model))
         model.eval()
-        if config.path is not None:
+        if config.path is not None and base["fingerprint"]:
             try:
                 adapter.load(config.path)
             except CheckpointError as error:
@@ -235,6 +235,8 @@ class Adapter:
         for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save"):
             if saved.get(key):
                 raise CheckpointError(f"The adapter in {directory} has {key}, which is not supported.")
+        if not self.base["fingerprint"]:
+            return  # this rank had no weights when it was created; the first one compares them
         if (directory / _BASE).is_file():
             base = _read(directory / _BASE)
             is_same = base.get("fingerprint") == self.base["fingerprint"]
@@ -287,6 +289,8 @@ def fingerprint(model: Any) -> str:
     It is equal for float32 and bfloat16 copies of the same weights, and cheap for any size.
     """
     found = sha256()
+    if any(weight.is_meta for weight in model.parameters()):
+        return ""  # a rank that receives its weights from the first one, which compares them
     samples = []
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{plain_name(name)} {tuple(tensor.shape)}\n".encode())

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_actors.errors import CheckpointError, ConfigError, TrainingDiverged
 from areal_actors.training.config import Decay, OffloadTo, OptimizerConfig, OptimizerName
-from areal_actors.training.sharding import gather, local_part, scatter, with_local_part
+from areal_actors.training.sharding import gather, local_part, scatter, scatter_from_first, with_local_part
 
 __all__ = ["Optimizer", "learning_rate", "state_bytes"]
 
@@ -175,6 +175,22 @@ class Optimizer:
         self._torch.state.clear()
         self._torch.state.update({self._held[name]: moments for name, moments in loaded.items()})
         self.num_updates = num_updates
+
+    def load_from_first(self, state: Mapping[str, Tensor] | None, *, num_updates: int) -> None:
+        """Load moments that the first rank of a gang has whole; the others pass ``None``. All ranks call this."""
+        self.num_updates = num_updates
+        if num_updates == 0 or self._config.name is OptimizerName.SGD:
+            return
+        for name, parameter in self._parameters.items():
+            held = self._held[name]
+            # A parameter takes part in each update, as an absent gradient counts as 0.
+            moments = {"step": torch.tensor(float(num_updates), device=held.device)}
+            for what in ("exp_avg", "exp_avg_sq"):
+                _, dtype = self._wanted_format(name, what)
+                whole = None if state is None else state[f"{what}/{name}"]
+                owned = scatter_from_first(whole, parameter.detach(), dtype)
+                moments[what] = local_part(owned).to(held.device) if self._is_offloaded else owned
+            self._torch.state[held] = moments
 
     def _low_bit_moment(self, parameter: Tensor, what: str, key: str) -> Any:
         """Return an empty moment of torchao's for ``parameter``."""

@@ -17,14 +17,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from areal_actors.training.gang import Gang
 from areal_actors.training.memory import decoder_layers
 
-__all__ = ["free_gathered", "gather", "local_part", "scatter", "shard", "with_local_part"]
+__all__ = ["free_gathered", "gather", "local_part", "scatter", "scatter_from_first", "shard", "with_local_part"]
 
 
 def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
-    """Shard the weights below ``scorer`` over the ranks; all ranks hold the same weights and all call this.
+    """Shard the weights of the first rank below ``scorer`` over the ranks, which all call this.
 
-    Layers are gathered one at a time, in ``dtype``, and everything else (embeddings, head, norms) with ``scorer``
-    itself. Gradients are summed over the ranks in float32.
+    The other ranks have the same modules, whose weights may be on the meta device: each receives its part of one weight
+    after the other, and holds at most its parts, one layer and one weight. Layers are gathered one at a time, in
+    ``dtype``, and everything else (embeddings, head, norms) with ``scorer`` itself. Gradients are summed in float32.
     """
     assert gang.device is not None, "a gang of several has devices"
     mesh = init_device_mesh(gang.device.type, (gang.size,))
@@ -32,10 +33,15 @@ def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
     # float32 were not: each rank kept one of the whole model for its backward pass. Inputs are not cast, since a mask
     # would lose the plan that it carries; hidden states have the format of the embeddings.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole = {name: weight.detach() for name, weight in scorer.named_parameters()} if gang.rank == 0 else {}
     for module in (*decoder_layers(scorer), scorer):
+        _allocate(module)
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other way to sum without dividing
+    with torch.no_grad():
+        for name, weight in scorer.named_parameters():
+            weight.copy_(scatter_from_first(whole.get(name), weight))
 
 
 def free_gathered(scorer: torch.nn.Module) -> None:
@@ -60,6 +66,18 @@ def scatter(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def scatter_from_first(whole: Tensor | None, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return this rank's part of ``whole``, which the first rank has, laid out like ``like``, a sharded tensor.
+
+    All ranks call this. Its format is ``dtype``, or that of ``like``.
+    """
+    assert isinstance(like, DTensor)
+    if whole is None:
+        # Never written: a tensor of this shape is all that the operation needs to know on this rank.
+        whole = torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=0)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, or the tensor itself; it shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -73,3 +91,15 @@ def with_local_part(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _allocate(module: torch.nn.Module) -> None:
+    """Replace the weights of ``module`` on the meta device by memory without contents; tied weights stay one."""
+    allocated: dict[Tensor, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, weight in part._parameters.items():  # noqa: SLF001 - without the checks of registration
+            if weight is not None and weight.is_meta:
+                if weight not in allocated:
+                    empty = torch.empty(weight.shape, dtype=weight.dtype)
+                    allocated[weight] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
+                part._parameters[name] = allocated[weight]  # noqa: SLF001

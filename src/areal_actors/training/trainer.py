@@ -50,7 +50,7 @@ from areal_actors.training.support import (
     require_plain_head,
     require_tree_support,
 )
-from areal_actors.training.tree_attention import has_planned_attention
+from areal_actors.training.tree_attention import attention_number, has_planned_attention, set_attention_number
 from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
 
 __all__ = ["PolicyTrainer"]
@@ -149,27 +149,30 @@ class PolicyTrainer:
     def join(self, gang: Gang) -> None:
         """Shard the weights over ``gang`` and compute a part of each step from now on.
 
-        All ranks of ``gang`` call this, with the same weights, version and configuration; from then on all of them have
-        to receive the same calls in the same order: steps, log-probabilities, weights and checkpoints.
+        All ranks of ``gang`` call this, with the same version and configuration. Weights and moments are those of the
+        first rank; the models of the others may be on the meta device. From then on all of them have to receive the
+        same calls in the same order: steps, log-probabilities, weights and checkpoints.
 
         Raises ``GangError`` if the ranks differ.
         """
         with gang.guard():
-            moments = self._optimizer.state_dict()
-            # The base model of an adapter never changes, so that its fingerprint is enough.
-            weights = self.model.state_dict() if self.adapter is None else self.adapter.parameters()
-            base = "" if self.adapter is None else self.adapter.base["fingerprint"]
-            state = {"weights": weights, "moments of the optimiser": moments}
-            digests = {what: digest(tensors, base) for what, tensors in state.items()}
-            digests |= {"configuration": digest({}, repr(self.config)), "version": self.version}
+            digests = {"configuration": digest(repr(self.config)), "version": self.version}
             gang.require_equal(list(digests.values()), list(digests))
+            moments = self._optimizer.state_dict() if gang.rank == 0 else None
+            own = [self._optimizer.num_updates, *map(attention_number, self._models)]
+            num_updates, *numbers = gang.max(np.array(own if gang.rank == 0 else [-1] * len(own), dtype=np.float64))
+            for model, number in zip(self._models, numbers, strict=True):
+                set_attention_number(model, int(number))
             self._dtype = self._choose_dtype(gang.device)
             self._lower_base()
+            for scorer in filter(None, (self._reference, self._teacher)):
+                cast_weights(scorer.model, self._dtype)
             for scorer in filter(None, (self._scorer, self._reference, self._teacher)):
                 shard(scorer, gang, dtype=self._dtype)
-            self.gang, num_updates = gang, self._optimizer.num_updates
+            self.gang = gang
             self._optimizer = self._create_optimizer()
-            self._optimizer.load_state_dict(moments, num_updates=num_updates)
+            self._optimizer.load_from_first(moments, num_updates=int(num_updates))
+            self._num_updates_before = self._optimizer.num_updates
             self._set_activations()
 
     # ------------------------------------------------------------------------------------------------ training
@@ -375,6 +378,12 @@ class PolicyTrainer:
         checkpoint = find_latest(directory)
         if checkpoint is None:
             return None
+        if self.model.device.type == "meta":
+            # Weights and moments come from the first rank.
+            self._follow(phase_of(self._phases, max(checkpoint.step, 1)))
+            set_generator_states(checkpoint.load("rng"))
+            self.version = checkpoint.step
+            return dict(checkpoint.counters["caller"])
         if self.adapter is not None:
             if not checkpoint.has(ADAPTER_PART):
                 raise CheckpointError(
@@ -554,7 +563,9 @@ class PolicyTrainer:
 
     def _choose_dtype(self, device: torch.device | None = None) -> torch.dtype:
         """Return the data type of forward and backward passes; trained weights and moments are always float32."""
-        dtype: torch.dtype = getattr(torch, choose_dtype(self.config.dtype, str(device or self.model.device)))
+        place = str(device or self.model.device)
+        # Until it is in a gang, a model without weights stands for one on the CPU.
+        dtype: torch.dtype = getattr(torch, choose_dtype(self.config.dtype, "cpu" if place == "meta" else place))
         return dtype
 
     def _set_activations(self) -> None:
@@ -605,6 +616,8 @@ class PolicyTrainer:
                 "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
             )
         for model in self._models:
+            if model.device.type == "meta":
+                continue  # the first rank has the weights, and checks them
             require_plain_head(model)
             plan_attention(model)
             if self.config.layout is Layout.TREE:

@@ -60,6 +60,9 @@ _MIN_HEAD_DIM = 16
 """FlexAttention multiplies blocks on tensor cores, which take no smaller dimension."""
 
 
+_NUMBERED = ("", SEGMENT_ATTENTION, BLOCK_ATTENTION)
+
+
 def planned_attention(model: Any) -> str | None:
     """Return the name of the attention that computes packs on the model's device; ``None`` if it keeps its own.
 
@@ -75,6 +78,18 @@ def planned_attention(model: Any) -> str | None:
 def has_planned_attention(model: Any) -> bool:
     """Whether ``model`` computes packs by plan."""
     return model.config._attn_implementation in (SEGMENT_ATTENTION, BLOCK_ATTENTION)  # noqa: SLF001
+
+
+def attention_number(model: Any) -> int:
+    """Return a number for the attention by plan of ``model``, 0 if it has another; see ``set_attention_number``."""
+    name = model.config._attn_implementation  # noqa: SLF001
+    return _NUMBERED.index(name) if name in _NUMBERED else 0
+
+
+def set_attention_number(model: Any, number: int) -> None:
+    """Give ``model`` the attention by plan whose ``attention_number`` is that on another rank; 0 changes nothing."""
+    if number > 0:
+        model.set_attn_implementation(_NUMBERED[number])
 
 
 def create_mask(model: Any, segments: Sequence[Segment], device: torch.device) -> Tensor | PackMask:

@@ -48,7 +48,7 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every b
         for backend in (Backend.SGLANG, Backend.VLLM):
             for number in _NUMBERS:
                 with _serving(backend, model, number) as url:
-                    microseconds = anyio.run(_measure, backend, url, model, 1 if quick else 4)
+                    microseconds = anyio.run(_measure, backend, url, model, 3 if quick else 5)
                 results.append(
                     Result(
                         benchmark="tokens",

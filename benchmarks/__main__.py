@@ -38,6 +38,7 @@ NAMES = (
         "latency",
         "engine",
         "trainer",
+        "planning",
         "gang",
         "starting",
         "slurm",

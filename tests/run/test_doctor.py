@@ -179,3 +179,13 @@ def test_settings_that_cannot_act_are_warnings(tmp_path):
     assert result.exit_code == 0
     assert found["settings"]["verdict"] == "warning"
     assert found["settings"]["detail"].startswith("trainer.objective.kl.estimator has no effect: ")
+
+
+def test_memory_that_does_not_suffice_is_predicted_with_what_needs_less(tmp_path):
+    """The numbers say which part is too large, and the advice which settings shrink it."""
+    result = run(EXAMPLE, f"fileroot={tmp_path}", "engine.max_concurrent=1000000", "engine.max_length=100000")
+
+    (line,) = [line for line in result.output.splitlines() if line.startswith("failed") and "memory" in line]
+    assert "keys and values up to" in line
+    assert "engine.max_concurrent=250000 (-" in result.output
+    assert result.exit_code == 1

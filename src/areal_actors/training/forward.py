@@ -21,7 +21,7 @@ from areal_actors.training.distributions import Distributions, truncation_bounds
 from areal_actors.training.packing import Pack
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, PackMask, create_mask, padded_length
 
-__all__ = ["TokenScores", "score_pack", "score_tokens"]
+__all__ = ["TokenScores", "head_chunk_bytes", "score_pack", "score_tokens"]
 
 _CHUNK_BYTES = 64 << 20
 """Size of the float32 logits held at a time. Larger chunks were not faster on CPU."""
@@ -30,6 +30,11 @@ _GPU_CHUNK_BYTES = 1 << 30
 
 That took longer than the products for chunks of 110 tokens, 64 MiB of a vocabulary of 152k.
 """
+
+
+def head_chunk_bytes(device_type: str) -> int:
+    """Return the bytes of the float32 logits that the head computes at a time."""
+    return _GPU_CHUNK_BYTES if device_type == "cuda" else _CHUNK_BYTES
 
 
 @frozen(kw_only=True)
@@ -362,5 +367,5 @@ def _compute_dtype(tensor: Tensor) -> Tensor:
 
 def _chunks(targets: Tensor, vocab_size: int) -> list[slice]:
     num_tokens = len(targets)
-    size = max(16, (_GPU_CHUNK_BYTES if targets.is_cuda else _CHUNK_BYTES) // (4 * vocab_size))
+    size = max(16, head_chunk_bytes(targets.device.type) // (4 * vocab_size))
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

@@ -22,6 +22,7 @@ from areal_actors.proxy.server import bind
 from areal_actors.references import import_reference
 from areal_actors.run.agents import prepare_agent
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
+from areal_actors.run.doctor.memory import examine_memory
 from areal_actors.run.functions import try_functions
 from areal_actors.run.job import require_packages
 from areal_actors.run.open_files import open_files_limit
@@ -51,6 +52,7 @@ def examine_machine(config: RunConfig) -> Iterator[Finding]:
     yield from examined("port", lambda: _port(config))
     yield from examined("open files", lambda: _open_files(config))
     yield from examined("device", lambda: _device(config))
+    yield from examined("memory", lambda: examine_memory(config))
 
 
 def _packages(config: RunConfig) -> Iterator[Finding]:

@@ -1,0 +1,182 @@
+"""Predicted against measured memory: peaks of training steps on the CPU, for models of four shapes.
+
+Each case is a process that trains a random model for two steps on groups of eight rows and samples its resident memory;
+the memory before the model is subtracted. ``value`` is the error of the prediction of ``training/planning.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import benchmarks.trainer as groups
+import torch
+from attrs import asdict, frozen
+from benchmarks.harness import Result
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
+
+from areal_actors.training.config import Activations, ComputeDtype, Layout, TrainerConfig
+from areal_actors.training.planning import plan_trainer, sketch_model
+from areal_actors.training.trainer import PolicyTrainer
+
+_MAX_ERROR = 0.15
+_NUM_STEPS = 2
+_SHAPES: dict[str, Any] = {
+    "Qwen2 47M": lambda: Qwen2Config(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "Llama 88M": lambda: LlamaConfig(
+        vocab_size=8192,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ),
+    "Qwen3 69M": lambda: Qwen3Config(
+        vocab_size=64000,
+        hidden_size=640,
+        intermediate_size=1920,
+        num_hidden_layers=6,
+        num_attention_heads=10,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "Mixtral 57M": lambda: MixtralConfig(
+        vocab_size=16000,
+        hidden_size=384,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+@frozen(kw_only=True)
+class Case:
+    """A shape, the settings of its trainer, and the tokens of each of eight rows, half of them a shared prompt."""
+
+    shape: str
+    dtype: str = "float32"
+    activations: str = "keep"
+    row_tokens: int = 800
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.shape}, {self.dtype}, {self.activations}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the one pass of the group: the prompt once, and the rest of each row but its last token."""
+        half = self.row_tokens // 2
+        return half + groups.MEMBERS * (half - 1)
+
+
+CASES = (
+    Case(shape="Qwen2 47M"),
+    Case(shape="Llama 88M", dtype="bfloat16"),
+    Case(shape="Llama 88M", dtype="bfloat16", activations="recompute"),
+    Case(shape="Qwen3 69M", activations="recompute"),
+    Case(shape="Mixtral 57M", row_tokens=400),
+)
+
+
+def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
+    """Relative errors of predictions, by case."""
+    return [_compare(case) for case in (CASES[-1:] if quick else CASES)]
+
+
+def _compare(case: Case) -> Result:
+    command = [sys.executable, "-m", "benchmarks.planning", json.dumps(asdict(case))]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    measured = int(output.stdout.split()[-1])
+    predicted = predict(case)
+    return Result(
+        benchmark="planning",
+        name=f"{case.name}, error of the prediction",
+        value=abs(predicted / measured - 1),
+        unit="of the peak",
+        gate=_MAX_ERROR,
+        detail={"predicted_bytes": predicted, "measured_bytes": measured},
+    )
+
+
+def predict(case: Case) -> int:
+    """Return the predicted peak in bytes."""
+    plan = plan_trainer(
+        sketch_model(_SHAPES[case.shape]()),
+        _settings(case),
+        device_type="cpu",
+        memory_bytes=2**60,
+        max_length=1,
+    )
+    return plan.total
+
+
+def _settings(case: Case) -> TrainerConfig:
+    return TrainerConfig(
+        layout=Layout.TREE,
+        dtype=ComputeDtype(case.dtype),
+        activations=Activations(case.activations),
+        max_packed_tokens=case.num_tokens,
+    )
+
+
+def measure(case: Case) -> int:
+    """Train in this process, and return by how much its resident memory grew at its highest, in bytes."""
+    torch.manual_seed(0)
+    half = case.row_tokens // 2
+    groups.PROMPT, groups.FIRST, groups.TOOL, groups.SECOND = half, half // 2, half // 4, half // 4
+    tiny = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    # What importing and the first step allocate once is not the model's.
+    warm = PolicyTrainer(AutoModelForCausalLM.from_config(tiny), _settings(case))
+    warm.train_step([groups.create_group(vocab_size=64)])
+    before, peak, is_over = _resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_over.wait(0.004):
+            peak = max(peak, _resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    config = _SHAPES[case.shape]()
+    trainer = PolicyTrainer(AutoModelForCausalLM.from_config(config), _settings(case))
+    for _ in range(_NUM_STEPS):
+        trainer.train_step([groups.create_group(vocab_size=config.vocab_size)])
+    is_over.set()
+    watcher.join()
+    return peak - before
+
+
+def _resident() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    print(measure(Case(**json.loads(sys.argv[1]))))

@@ -1,0 +1,156 @@
+"""Prediction of memory: the bytes that a trainer will need, from its configuration alone.
+
+Nothing is loaded: the model is built on torch's ``meta`` device, which has shapes and no numbers. The counts of
+activations are those of ``memory.py``, the bytes of moments those of ``optimizer.py``. The benchmark ``planning``
+compares predictions with measured peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import fields, frozen
+
+from areal_actors.precision import choose_dtype
+from areal_actors.training.config import Activations, LoraConfig, TrainerConfig
+from areal_actors.training.forward import head_chunk_bytes
+from areal_actors.training.memory import activation_bytes, decoder_layers, resolve_activations
+from areal_actors.training.optimizer import state_bytes
+
+__all__ = ["TrainerPlan", "plan_trainer", "sketch_model"]
+
+_NUM_CHUNK_COPIES = 3
+"""Logits of a chunk of the output head, their exponentials, and their gradient."""
+
+
+@frozen(kw_only=True)
+class TrainerPlan:
+    """Bytes that one rank of a trainer needs at its peak, the backward pass of its largest pass, on its device.
+
+    ``weights`` include frozen ones, ``reference`` is the second model of a KL penalty. ``activations`` are what the
+    forward pass keeps, ``temporaries`` the largest layer and the output head while they compute.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    reference: int
+    activations: int
+    temporaries: int
+    kept: Activations
+    """How activations are kept; ``auto`` is resolved."""
+    num_tokens: int
+    """Tokens of the largest pass whose activations are kept at a time."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(self.parts().values())
+
+    def parts(self) -> Mapping[str, int]:
+        """Return the bytes of each part by its name."""
+        return {part.name: getattr(self, part.name) for part in fields(type(self))[:6]}
+
+
+def sketch_model(config: Any) -> Any:
+    """Return the model of a transformers configuration on the ``meta`` device: shapes without numbers."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def plan_trainer(
+    model: Any,
+    config: TrainerConfig,
+    *,
+    device_type: str,
+    memory_bytes: int,
+    max_length: int,
+    reference_dtype: torch.dtype = torch.float32,
+) -> TrainerPlan:
+    """Predict the peak of one of the ``config.gang.num_processes`` ranks that train ``model``.
+
+    ``model`` may be on the ``meta`` device. ``memory_bytes`` is the memory of a device, which decides what
+    ``activations: auto`` means; ``max_length`` the longest row in tokens.
+    """
+    dtype = _dtype(config.dtype, device_type)
+    num_ranks = config.gang.num_processes
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    num_trained = num_weights if config.lora is None else _num_adapter_weights(model, config.lora)
+    weights = 4 * num_weights if config.lora is None else dtype.itemsize * num_weights + 4 * num_trained
+    moments = round(num_trained * state_bytes(config.optimizer))
+    longest = max(config.max_packed_tokens, max_length)
+    num_tokens = min(longest, config.chunk_tokens or longest)
+    kept = resolve_activations(
+        config.activations,
+        model.config,
+        dtype=dtype,
+        num_tokens=num_tokens,
+        state_bytes=(weights + 4 * num_trained + moments) // num_ranks,
+        memory_bytes=memory_bytes,
+    )
+    needs_reference = config.objective.kl.coefficient > 0 and config.lora is None
+    return TrainerPlan(
+        weights=weights // num_ranks,
+        gradients=4 * num_trained // num_ranks,
+        moments=moments // num_ranks,
+        reference=num_weights * reference_dtype.itemsize // num_ranks if needs_reference else 0,
+        activations=num_tokens * activation_bytes(model.config, dtype=dtype, activations=kept),
+        temporaries=_temporaries(
+            model,
+            dtype=dtype,
+            kept=kept,
+            num_tokens=num_tokens,
+            device_type=device_type,
+            trains_head=config.lora is None,
+        ),
+        kept=kept,
+        num_tokens=num_tokens,
+    )
+
+
+def _temporaries(
+    model: Any, *, dtype: torch.dtype, kept: Activations, num_tokens: int, device_type: str, trains_head: bool
+) -> int:
+    """Return the bytes that the backward passes of one layer and of the output head need while they run."""
+    size = dtype.itemsize
+    text = model.config.get_text_config()
+    one_layer = activation_bytes(model.config, dtype=dtype, activations=Activations.KEEP) // text.num_hidden_layers
+    largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(model))
+    copies = (2 * size if size < 4 else 0) * largest  # noqa: PLR2004 - in float32 the weights themselves compute
+    # Gradients of what a layer computed are as large as what it kept of it, for the widest half at a time.
+    layer = num_tokens * one_layer // 2 + copies
+    if kept is not Activations.KEEP:
+        layer += num_tokens * one_layer
+    head = model.get_output_embeddings().weight.numel()
+    chunk = _NUM_CHUNK_COPIES * head_chunk_bytes(device_type)
+    states = 3 * num_tokens * text.hidden_size * 4
+    # Gradients of the head and of the embeddings before they are added to the others, and the head in ``dtype``.
+    matrices = (8 * head if trains_head else 0) + (size * head if size < 4 else 0)  # noqa: PLR2004
+    # Added up, although layer and head compute one after the other: allocators keep what the one has freed.
+    return int(layer + chunk + states + matrices)
+
+
+def _num_adapter_weights(model: Any, lora: LoraConfig) -> int:
+    """Return the number of weights of both factors of all adapted linear modules."""
+    head = model.get_output_embeddings()
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    takes_all = lora.target_modules == ("all-linear",)
+    chosen = [
+        module
+        for name, module in linears.items()
+        if takes_all or any(name == target or name.endswith(f".{target}") for target in lora.target_modules)
+    ]
+    return sum(lora.rank * (module.in_features + module.out_features) for module in chosen)
+
+
+def _dtype(asked: str, device_type: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, choose_dtype(str(asked), device_type))
+    return found

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from areal_actors.actors.plan import StopConfig
+from areal_actors.datasets.difficulty import DifficultyConfig
 from areal_actors.training.config import (
     AdvantageConfig,
     BehaviourConfig,
@@ -29,6 +31,10 @@ from areal_actors.training.config import (
         (ObjectiveConfig, {"clip_low": 1.5}),
         (ObjectiveConfig, {"entropy_coefficient": float("nan")}),
         (ObjectiveConfig, {"entropy_coefficient": float("inf")}),
+        (KlConfig, {"coefficient": float("inf")}),
+        (OverlongConfig, {"scale": float("inf")}),
+        (StopConfig, {"reward": float("nan")}),
+        (DifficultyConfig, {"solved_reward": float("nan")}),
         (OptimizerConfig, {"learning_rate": 0}),
         (OptimizerConfig, {"beta2": 1.0}),
         (OptimizerConfig, {"max_grad_norm": -1.0}),

@@ -5,8 +5,10 @@ The configuration imports this module and must report mistakes quickly, so nothi
 
 from __future__ import annotations
 
+import math
+
 from attrs import field, frozen
-from attrs.validators import ge, gt, le, optional
+from attrs.validators import and_, ge, gt, le, lt, optional
 
 __all__ = ["CheckpointConfig", "EvaluationConfig", "StopConfig", "TrainingPlan"]
 
@@ -37,7 +39,7 @@ class StopConfig:
     1412.6980).
     """
 
-    reward: float | None = None
+    reward: float | None = field(default=None, validator=optional(and_(gt(-math.inf), lt(math.inf))))  # no NaN
     smoothing: float = field(default=0.5, validator=[ge(0.0), le(0.99)])
     min_steps: int = field(default=1, validator=ge(1))
 

@@ -7,6 +7,7 @@ as ``mode: inline`` are resolved to members of enumerations; nothing below compa
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NewType
 
 from attrs import evolve, field, frozen
-from attrs.validators import ge, gt, in_, le, matches_re, optional
+from attrs.validators import and_, ge, gt, in_, le, lt, matches_re, optional
 
 from areal_actors.actors.accounts import UsersConfig
 from areal_actors.actors.capacity import CapacityConfig
@@ -187,7 +188,7 @@ class SftConfig:
     """A file with one conversation on each line: messages, and optionally tools and system."""
     run: DataPath | None = None
     """The directory of a run, whose rollouts are trained on; its model must have the same tokenizer."""
-    min_reward: float | None = None
+    min_reward: float | None = field(default=None, validator=optional(and_(gt(-math.inf), lt(math.inf))))  # no NaN
     """With run: only the episodes in which an answer returned at least this are trained on."""
     steps: int | None = field(default=None, validator=optional(ge(1)))
     """Number of steps; by default what total_steps leaves."""

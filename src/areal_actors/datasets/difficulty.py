@@ -11,12 +11,13 @@ kept in checkpoints, so that a resumed run draws the same problems as an uninter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 from attrs import field, frozen
-from attrs.validators import and_, ge, le
+from attrs.validators import and_, ge, gt, le, lt
 
 from areal_actors.domain import AssignedProblem, DrawnProblem, Group, PoolsState
 
@@ -45,7 +46,7 @@ class DifficultyConfig:
     """
 
     enabled: bool = False
-    solved_reward: float = 1.0
+    solved_reward: float = field(default=1.0, validator=and_(gt(-math.inf), lt(math.inf)))  # rejects NaN, too
     easy_above: float = field(default=0.9, validator=and_(ge(0), le(1)))
     hard_below: float = field(default=0.1, validator=and_(ge(0), le(1)))
     easy_fraction: float = field(default=0.05, validator=and_(ge(0), le(1)))

@@ -49,6 +49,7 @@ __all__ = [
 _positive: Any = gt(0)
 _finite: Any = and_(gt(-math.inf), lt(math.inf))  # rejects NaN, too
 _not_negative: Any = ge(0)
+_finite_not_negative: Any = and_(ge(0), lt(math.inf))
 _fraction: Any = and_(ge(0), le(1))
 _below_one: Any = and_(ge(0), lt(1))
 _positive_or_none: Any = optional(_positive)
@@ -245,7 +246,7 @@ class KlConfig:
     rows too (DeepSeek-V3.2, arXiv:2512.02556); without it, the estimate is differentiated as GRPO published it.
     """
 
-    coefficient: float = field(default=0.0, validator=_not_negative)
+    coefficient: float = field(default=0.0, validator=_finite_not_negative)
     estimator: KlEstimator | None = None
     place: KlPlace = KlPlace.LOSS
     is_unbiased: bool = True
@@ -266,7 +267,7 @@ class OverlongConfig:
 
     max_tokens: int | None = field(default=None, validator=_positive_or_none)
     buffer_tokens: int = field(default=256, validator=_positive)
-    scale: float = field(default=1.0, validator=_not_negative)
+    scale: float = field(default=1.0, validator=_finite_not_negative)
 
 
 @frozen(kw_only=True)

@@ -17,7 +17,7 @@ from areal_actors.actors.gang import GangMembers, LedPolicy
 from areal_actors.core import Actor, ActorSystem, OwnThread
 from areal_actors.domain import Snapshot
 from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
-from areal_actors.messages import GatherWeights, JoinGang, Ranks, TrainAlong
+from areal_actors.messages import GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
 from areal_actors.training.gang import Gang
 from areal_actors.training.publication import MemoryPublisher
 
@@ -56,6 +56,11 @@ class Member(Actor[Ranks]):
         """Remember."""
         self.asked.append(message)
 
+    @SaveShards.handler
+    async def save_shards(self, message: SaveShards) -> None:
+        """Remember."""
+        self.asked.append(message)
+
 
 @asynccontextmanager
 async def led(*members: Member, step: object = "statistics") -> AsyncIterator[LedPolicy]:
@@ -83,7 +88,7 @@ async def test_all_ranks_are_asked_for_the_same_in_the_same_order(tmp_path):
         snapshot = await policy.publish(MemoryPublisher())
         await policy.save(tmp_path, counters={}, num_kept=1)
 
-    wanted = [TrainAlong(groups=(), max_staleness=3), GatherWeights(), GatherWeights(with_moments=True)]
+    wanted = [TrainAlong(groups=(), max_staleness=3), GatherWeights(), SaveShards(directory=tmp_path)]
     assert ("statistics", [], 3) == found
     assert Snapshot(version=7, state={"w": 1}) == snapshot
     assert [wanted, wanted] == [member.asked for member in members]
@@ -114,7 +119,7 @@ async def test_nobody_waits_for_ranks_that_wait_for_us(error, monkeypatch):
 
 
 async def test_a_disk_that_is_full_is_no_loss_of_a_rank(tmp_path):
-    """Gathering was done by all when the first one fails to write."""
+    """The others have written their parts when the first one fails to write."""
     async with led(Member()) as policy:
 
         def save(*_, **__):

@@ -119,7 +119,7 @@ def require_equal_gradients(*trainers: PolicyTrainer, num_tokens: int, tolerance
     group = create_branching(num_tokens, prompt=300, vocab_size=VOCAB_SIZE).group
     norms = [trainer.train_step([group]).grad_norm for trainer in trainers]
     moments = [
-        {name: tensor.float() for name, tensor in trainer.help_save()["optimizer"].items() if "exp_avg/" in name}
+        {name: tensor.float() for name, tensor in trainer._optimizer.state_dict().items() if "exp_avg/" in name}
         for trainer in trainers
     ]
     assert norms[0] == pytest.approx(norms[1], rel=tolerance)

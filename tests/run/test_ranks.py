@@ -79,6 +79,11 @@ def test_a_run_of_two_processes_loses_one_and_goes_on(tmp_path):
     assert [] == ranks()
     assert 0 == resumed.exit_code, resumed.output
     trained = [load_file(path / "weights" / "model.safetensors") for path in (alone, gang)]
+    exported = CliRunner().invoke(cli, ["export", str(gang)])
+    assert 0 == exported.exit_code, exported.output
+    assert 2 == len(list(find_checkpoints(RunDirectory(path=gang).checkpoints)[-1].path.glob("model/shard-*")))
+    for name, tensor in load_file(gang / "weights" / "model.safetensors").items():
+        assert torch.equal(tensor, trained[1][name])
     for name, tensor in trained[0].items():
         torch.testing.assert_close(tensor, trained[1][name], rtol=1e-4, atol=1e-4)
     rows, others = read_metrics(alone), read_metrics(gang)

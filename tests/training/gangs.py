@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -163,10 +164,33 @@ def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
     groups = [_make_agent_group(seed) for seed in range(num_groups)]
     rows = [row for group in groups for episode in group.episodes for row in episode.trajectories]
     logprobs = trainer.logprobs(rows)
-    if "save" in case:
-        parts = (trainer.save(Path(case["save"])),) if trainer.gang.rank == 0 else (trainer.help_save(),)
-        assert parts
-    return {"steps": steps, "gradients": gradients, "logprobs": logprobs, "weights": trainer.state_dict()}
+    with LiveBytes() as live:
+        if "save" in case:
+            save(trainer, case)
+    return {
+        "steps": steps,
+        "gradients": gradients,
+        "logprobs": logprobs,
+        "weights": trainer.state_dict(),
+        "saving": live.peak,
+    }
+
+
+def save(trainer: PolicyTrainer, case: Mapping[str, Any]) -> None:
+    """Write a checkpoint; the other rank may have no room for its files, or be killed while it writes the first one."""
+    if trainer.gang.rank == 0:
+        trainer.save(Path(case["save"]))
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.getsignal(signal.SIGXFSZ)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (case.get("largest_file", soft), hard))
+    if case.get("dies_writing"):
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    try:
+        trainer.help_save(Path(case["save"]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
 def kept_bytes(trainer: PolicyTrainer) -> dict[str, int]:

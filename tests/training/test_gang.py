@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -13,12 +15,15 @@ from attrs import asdict, evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.training.gangs import GANG, OtherRank, create_trainer, play
+from tests.training.live import bytes_of
 
-from areal_actors.errors import ConfigError, GangError, TrainingDiverged
+from areal_actors.errors import CheckpointError, ConfigError, GangError, TrainingDiverged
 from areal_actors.training.checkpoints import find_latest
 from areal_actors.training.config import GangBackend, GangConfig
 from areal_actors.training.gang import Gang, connect_store, open_store
 from areal_actors.training.shares import deal
+from areal_actors.training.trainer import PolicyTrainer
+from areal_actors.training.weights import distinct_tensors
 
 CASES = {
     "tree": {"steps": 3},
@@ -125,8 +130,13 @@ def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
     with other.meet(case) as gang:
         trainer = create_trainer(case)
         trainer.join(gang)
-        play(trainer, case)
+        found = play(trainer, case)
+        state = [*distinct_tensors(trainer.model).values(), *trainer._optimizer.state_dict().values()]
+        own = bytes_of(state)
     assert {"problem": ""} == other.hear()
+    if "lora" not in kind:  # an adapter is gathered
+        assert found["saving"] <= own + 6000  # the state of the random generator
+        assert own < 0.6 * sum(tensor.nbytes for tensor in state)
 
     # Other weights at first, except under an adapter, whose base must be the same.
     restored = kind | {"seed": 0 if "lora" in kind else 1}
@@ -147,6 +157,38 @@ def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
         for found in rest:
             assert first.keys() == found.keys()
             assert all(torch.equal(first[name], found[name]) for name in first)
+
+
+def test_torch_reads_the_shards(other, tmp_path):
+    """``torch.distributed.checkpoint`` makes whole tensors of them without a gang."""
+    hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="torch before 2.7")
+    case = {"steps": 1, "save": str(tmp_path)}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        expected = play(trainer, case)["weights"]
+    assert {"problem": ""} == other.hear()
+
+    saved = find_latest(tmp_path)
+    assert not list(saved.path.glob("model.safetensors"))
+    found = {name: torch.zeros(tensor.shape) for name, tensor in saved.load("model").items()}
+    reader = hf_storage.HuggingFaceStorageReader(str(saved.path / "model"))
+    with warnings.catch_warnings(action="ignore"):  # it announces that it reads without a gang
+        torch.distributed.checkpoint.load(found, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_rank_that_cannot_write_is_named(other, tmp_path):
+    """All ranks refuse, the older checkpoint stays, and the gang goes on."""
+    case = {"steps": 1, "save": str(tmp_path), "largest_file": 1000}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        PolicyTrainer(create_trainer(case).model).save(tmp_path)
+        trainer.join(gang)
+        with pytest.raises(CheckpointError, match="step-00000001 could not be written: rank 1 failed"):
+            play(trainer, case)
+    assert "CheckpointError: Rank 1 could not write its part of" in other.hear()["problem"]
+    assert ["step-00000000"] == [path.name for path in tmp_path.iterdir()]
 
 
 def test_a_loss_that_is_no_number_is_one_verdict(other):
@@ -211,6 +253,24 @@ def test_a_killed_rank_is_a_named_error_in_bounded_time(other):
             trainer.state_dict()
 
     assert time.monotonic() - started < 60
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_older_checkpoint(tmp_path):
+    """The first rank writes no document, removes what was written, and names the loss."""
+    other = OtherRank()
+    other.hear()
+    case = {"steps": 1, "save": str(tmp_path), "largest_file": 1000, "dies_writing": True}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        PolicyTrainer(create_trainer(case).model).save(tmp_path)
+        trainer.join(gang)
+        with pytest.raises(GangError, match="Rank 0 of 2 has lost the others"):
+            play(trainer, case)
+
+    assert -signal.SIGXFSZ == other.process.wait()
+    other.end()
+    assert ["step-00000000"] == [path.name for path in tmp_path.iterdir()]
+    assert 0 == find_latest(tmp_path).step
 
 
 def assert_alike(own, one):

@@ -17,8 +17,8 @@ from attrs import field, frozen
 
 from areal_actors.core import Actor, Context, OwnThread, Ref
 from areal_actors.domain import Group, Snapshot
-from areal_actors.errors import ArealError, GangError
-from areal_actors.messages import GatherWeights, JoinGang, Ranks, TrainAlong
+from areal_actors.errors import ArealError, CheckpointError, GangError
+from areal_actors.messages import GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
 from areal_actors.telemetry import get_logger
 from areal_actors.training.gang import Gang, connect_store, open_store
 from areal_actors.training.publication import Publisher
@@ -31,7 +31,7 @@ __all__ = ["GangMembers", "LedPolicy", "RankActor"]
 _log = get_logger(__name__)
 
 R = TypeVar("R")
-Asked = JoinGang | TrainAlong | GatherWeights
+Asked = JoinGang | TrainAlong | GatherWeights | SaveShards
 
 _LAST_WORDS_SECONDS = 2.0
 """How long to wait for the other ranks' errors after a step has failed on rank 0."""
@@ -85,18 +85,21 @@ class RankActor(Actor[Ranks]):
 
     @GatherWeights.handler
     async def gather_weights(self, message: GatherWeights) -> None:
-        """Contribute this rank's part of the weights, and of the optimizer state if asked."""
-        policy = self._policy
-        if message.only_adapter:
-            await self._do(policy.adapter_tensors)
-        else:
-            await self._do(policy.help_save if message.with_moments else policy.state_dict)
+        """Contribute this rank's part of the weights or of the adapter."""
+        await self._do(self._policy.adapter_tensors if message.only_adapter else self._policy.state_dict)
+
+    @SaveShards.handler
+    async def save_shards(self, message: SaveShards) -> None:
+        """Write this rank's part of a checkpoint."""
+        await self._do(lambda: self._policy.help_save(message.directory))
 
     async def _do(self, action: Callable[[], object]) -> None:
         try:
             await self._thread.run(action)
         except BaseException as error:
-            if not _is_verdict(error):
+            if isinstance(error, CheckpointError):
+                _log.error("checkpoint_failed", error=str(error))
+            elif not _is_verdict(error):
                 _log.error("rank_failed", error=f"{type(error).__name__}: {error}")
                 self.failed.set()
                 raise
@@ -141,9 +144,9 @@ class LedPolicy:
         return await self._all(wanted, lambda: publisher.publish(self._policy))
 
     async def save(self, directory: Path, *, counters: Mapping[str, Any], num_kept: int) -> None:
-        """Save a checkpoint with the weights and moments of all ranks, as ``PolicyTrainer.save``."""
+        """Save a checkpoint, of which each rank writes its part, as ``PolicyTrainer.save``."""
         await self._all(
-            GatherWeights(with_moments=True),
+            SaveShards(directory=directory),
             lambda: self._policy.save(directory, counters=counters, num_kept=num_kept),
         )
 

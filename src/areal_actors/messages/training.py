@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from attrs import frozen
 
 from areal_actors.core import Message
@@ -13,6 +15,7 @@ __all__ = [
     "JoinGang",
     "Ranks",
     "RequestStop",
+    "SaveShards",
     "SaveWeights",
     "TrainAlong",
     "Training",
@@ -85,10 +88,16 @@ class TrainAlong(Message[Ranks, None]):
 
 @frozen(kw_only=True)
 class GatherWeights(Message[Ranks, None]):
-    """Give rank 0 this rank's part of the weights, and ``with_moments`` also of the optimizer state.
+    """Give rank 0 this rank's part of the weights, or with ``only_adapter`` its part of the adapter."""
 
-    With ``only_adapter``, give only the part of the adapter.
+    only_adapter: bool = False
+
+
+@frozen(kw_only=True)
+class SaveShards(Message[Ranks, None]):
+    """Write this rank's part of a checkpoint below ``directory``.
+
+    An error in writing, which rank 0 reports, does not count as an error of this rank.
     """
 
-    with_moments: bool = False
-    only_adapter: bool = False
+    directory: Path

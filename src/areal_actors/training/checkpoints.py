@@ -8,6 +8,15 @@
         rng.safetensors          states of torch's generators
         checkpoint.json          step, sizes of the files above, and the caller's counters
 
+In a gang each rank writes its rows of weights and moments, and none has the whole::
+
+        model/shard-00001-of-00002.safetensors
+        optimizer/shard-00001-of-00002.safetensors
+
+The header of a shard says where its rows begin, as torch's ``HuggingFaceStorageWriter`` writes it, so that
+``torch.distributed.checkpoint`` reads such a directory, too. That writer is not used: it is not in torch 2.6, and it
+plans each checkpoint by exchanging pickled objects. Torch's other formats are pickle.
+
 The latest checkpoint is found by listing the directory, so no pointer can be out of date. A directory whose document is
 missing, unreadable, or names sizes that the files do not have is incomplete and ignored. ``trainer.py`` and its caller
 define the meaning of the counters; exports for other programs are in ``weights.py``.
@@ -18,23 +27,30 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from attrs import field, frozen
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from areal_actors.errors import CheckpointError
-from areal_actors.training.directories import REPLACED, atomic_directory, sweep
+from areal_actors.training.directories import REPLACED, atomic_directory, partial_path, sweep, sync_file
+from areal_actors.training.gang import Gang
+from areal_actors.training.sharding import Rows, first_row, local_part, with_local_part
 from areal_actors.training.tensor_files import write_tensors
 
-__all__ = ["Checkpoint", "find_checkpoints", "find_latest", "save_checkpoint"]
+__all__ = ["Checkpoint", "StoredTensors", "find_checkpoints", "find_latest", "save_checkpoint", "save_shards"]
 
 _DOCUMENT = "checkpoint.json"
 _FORMAT = 1
+_OFFSETS, _OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
+"""Keys of torch's under which the header of a shard says at which index of the whole tensor each part begins."""
 _NAME = re.compile(r"step-(\d{8,})(" + re.escape(REPLACED) + r")?")
 
 
@@ -48,17 +64,93 @@ class Checkpoint:
 
     def has(self, part: str) -> bool:
         """Return whether the checkpoint has tensors of ``part``."""
-        return (self.path / f"{part}.safetensors").is_file()
+        return bool(self._files(part))
 
-    def load(self, part: str) -> dict[str, Tensor]:
-        """Return the tensors of ``part`` ("model", "optimizer", "rng"), on the CPU.
+    def tensors(self, part: str) -> StoredTensors:
+        """Return the tensors of ``part`` ("model", "optimizer", "rng"), to be read one at a time.
 
         Raises ``CheckpointError`` if they cannot be read.
         """
-        try:
-            return load_file(self.path / f"{part}.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.path / part}.safetensors cannot be read: {error}.") from error
+        files = self._files(part)
+        if not files:
+            raise CheckpointError(f"{self.path} cannot be read: it has no {part}.")
+        return StoredTensors(files)
+
+    def load(self, part: str) -> dict[str, Tensor]:
+        """Return the whole tensors of ``part``, on the CPU. Raises ``CheckpointError`` if they cannot be read."""
+        return dict(self.tensors(part))
+
+    def _files(self, part: str) -> list[Path]:
+        whole = self.path / f"{part}.safetensors"
+        return [whole] if whole.is_file() else sorted((self.path / part).glob("shard-*.safetensors"))
+
+
+@frozen
+class _Piece:
+    """Consecutive rows of a tensor, from ``first`` on, in an open file."""
+
+    file: Any
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.first + self.shape[0]
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors in ``files``, whole or in shards, which are read each time that they are asked for, to the CPU.
+
+    Raises ``CheckpointError`` if they cannot be read.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._pieces: dict[str, list[_Piece]] = {}
+        for path in files:
+            with _reading(path):
+                file: Any = safe_open(path, framework="pt")
+                offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    first = offsets.get(name, {}).get(_OFFSET) or [0]
+                    piece = _Piece(file, first[0], tuple(file.get_slice(name).get_shape()))
+                    self._pieces.setdefault(name, []).append(piece)  # shards are in the order of their rows
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        last = self._pieces[name][-1]
+        return torch.Size((last.end, *last.shape[1:]) if last.shape else ())
+
+    def read_like(self, name: str, like: Tensor) -> Tensor:
+        """Return the tensor sharded as ``like``, which has its shape; only this rank's rows are read."""
+        if not isinstance(like, DTensor):
+            return self[name]
+        first = first_row(like)
+        return with_local_part(self._rows(name, first, first + len(local_part(like))), like)
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = self._pieces[name]
+        if len(pieces) > 1:
+            return self._rows(name, 0, pieces[-1].end)
+        with _reading(name):
+            whole: Tensor = pieces[0].file.get_tensor(name)
+            return whole
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        pieces = self._pieces[name]
+        with _reading(name):
+            parts = [
+                piece.file.get_slice(name)[max(start - piece.first, 0) : min(stop, piece.end) - piece.first]
+                for piece in pieces
+                if max(start, piece.first) < min(stop, piece.end)
+            ]
+            # A rank has no rows of a tensor that has fewer than there are ranks.
+            return torch.cat(parts or [pieces[0].file.get_slice(name)[0:0]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
 
 
 def save_checkpoint(
@@ -67,28 +159,116 @@ def save_checkpoint(
     step: int,
     parts: Mapping[str, Mapping[str, Tensor]],
     counters: Mapping[str, Any],
+    shards: Mapping[str, Mapping[str, Rows]] | None = None,
     documents: Mapping[str, Mapping[str, Any]] | None = None,
     num_kept: int = 2,
+    gang: Gang | None = None,
 ) -> Checkpoint:
     """Write a checkpoint of ``step`` and remove all but the last ``num_kept``.
 
-    ``counters`` must be JSON, and so must ``documents``, which are written next to the tensors by their names. Raises
-    ``CheckpointError`` if it cannot be written; older checkpoints are untouched in that case.
+    Of ``shards``, parts with sharded tensors, each rank of ``gang`` writes its rows: the first one calls this, and the
+    others call ``save_shards`` at the same time. ``counters`` must be JSON, and so must ``documents``, which are
+    written next to the tensors by their names.
+
+    Raises ``CheckpointError`` if it cannot be written by one of the ranks; older checkpoints are untouched in that
+    case.
     """
+    gang, shards = gang or Gang.alone(), shards or {}
+    if gang.is_alone:
+        whole = {part: {name: rows.part for name, rows in found.items()} for part, found in shards.items()}
+        parts, shards = {**parts, **whole}, {}
     sweep(root)
     path = root / f"step-{step:08d}"
     num_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
-    with atomic_directory(path, num_bytes=num_bytes) as partial:
+    num_bytes += sum(rows.whole_nbytes for found in shards.values() for rows in found.values())
+    with ExitStack() as stack:
+        with _agreed(gang, path):
+            partial = stack.enter_context(atomic_directory(path, num_bytes=num_bytes))
+            for part in shards:
+                (partial / part).mkdir()
+        written = _write_shards(partial, path, shards, gang)
         for name, tensors in parts.items():
             write_tensors(partial / f"{name}.safetensors", tensors)
         for name, content in (documents or {}).items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
+        sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
+        absent = [name for name, size in written.items() if sizes.get(name) != size]
+        if absent:
+            raise CheckpointError(
+                f"{path} could not be written: the first rank does not see {absent[0]}, which another one wrote. All "
+                "ranks need one file system; set the run directory to a shared one."
+            )
         document = {"format": _FORMAT, "step": step, "sizes": sizes, "counters": dict(counters)}
         (partial / _DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
     for old in find_checkpoints(root)[:-num_kept]:
         shutil.rmtree(old.path, ignore_errors=True)
     return Checkpoint(path=path, step=step, counters=dict(counters))
+
+
+def save_shards(root: Path, *, step: int, shards: Mapping[str, Mapping[str, Rows]], gang: Gang) -> None:
+    """Write the rows of this rank, not the first of ``gang``, which calls ``save_checkpoint`` at the same time.
+
+    Returns when all ranks have written theirs. Raises ``CheckpointError`` if one of them could not.
+    """
+    path = root / f"step-{step:08d}"
+    with _agreed(gang, path):
+        pass  # the first rank creates the directory
+    try:
+        _write_shards(partial_path(path), path, shards, gang)
+    except OSError as error:
+        raise CheckpointError(f"Rank {gang.rank} could not write its part of {path}: {error}.") from error
+
+
+def _write_shards(partial: Path, path: Path, shards: Mapping[str, Mapping[str, Rows]], gang: Gang) -> Mapping[str, int]:
+    """Write the rows of this rank; return the names of the files of all ranks, and their sizes."""
+    names = [
+        f"{part}/shard-{rank + 1:05d}-of-{gang.size:05d}.safetensors" for part in shards for rank in range(gang.size)
+    ]
+    sizes = np.zeros(len(names))
+    with _agreed(gang, path):
+        for number, found in enumerate(shards.values()):
+            index = number * gang.size + gang.rank
+            # What is not sharded is the same on all ranks.
+            own = {name: rows for name, rows in found.items() if gang.rank == 0 or (rows.is_sharded and len(rows.part))}
+            _write_shard(partial / names[index], own)
+            sizes[index] = (partial / names[index]).stat().st_size
+    return dict(zip(names, map(int, gang.sum(sizes)), strict=True))
+
+
+def _write_shard(path: Path, found: Mapping[str, Rows]) -> None:
+    offsets = {
+        name: {_OFFSET: [rows.first, *[0] * (rows.part.ndim - 1)] if rows.part.ndim else []}
+        for name, rows in found.items()
+    }
+    metadata = {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    write_tensors(path, {name: rows.part for name, rows in found.items()}, metadata=metadata)
+    sync_file(path)  # the first rank may be on another machine, and cannot
+
+
+@contextmanager
+def _agreed(gang: Gang, path: Path) -> Iterator[None]:
+    """Run a block on all ranks; if one cannot write to ``path`` in it, all of them raise an error."""
+    own: Exception | None = None
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointError) as error:
+        own = error
+    failed = gang.max(np.eye(gang.size)[gang.rank] * (own is not None))
+    if own is not None:
+        raise own
+    if failed.any():
+        raise CheckpointError(
+            f"{path} could not be written: rank {int(failed.argmax())} failed to write its part, and names the error "
+            "in its log. All ranks need the run directory under one path. Older checkpoints are unchanged."
+        )
+
+
+@contextmanager
+def _reading(what: object) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{what} cannot be read: {error}.") from error
 
 
 def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:

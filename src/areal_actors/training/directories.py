@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from areal_actors.errors import CheckpointError
 
-__all__ = ["REPLACED", "atomic_directory", "sweep"]
+__all__ = ["REPLACED", "atomic_directory", "partial_path", "sweep", "sync_file"]
 
 REPLACED = ".replaced"
 """Suffix of a directory that was moved aside: complete, and valid until its replacement is in place."""
@@ -35,7 +35,7 @@ def atomic_directory(path: Path, *, num_bytes: int) -> Iterator[Path]:
     Raises ``CheckpointError``, naming ``path`` and ``num_bytes``, if the disk is full or cannot be written; the
     previous content of ``path`` is kept in that case.
     """
-    partial = path.with_name(f".{path.name}{_PARTIAL}")
+    partial = partial_path(path)
     try:
         _prepare(partial, num_bytes)
         yield partial
@@ -48,6 +48,11 @@ def atomic_directory(path: Path, *, num_bytes: int) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_path(path: Path) -> Path:
+    """Return the directory in which the contents of ``path`` are written before it is renamed."""
+    return path.with_name(f".{path.name}{_PARTIAL}")
 
 
 def sweep(root: Path) -> None:
@@ -73,17 +78,18 @@ def _install(partial: Path, path: Path) -> None:
         # process dies in between, readers use the directory with this suffix.
         path.rename(replaced)
     partial.rename(path)
-    _sync_one(path.parent)
+    sync_file(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _sync(directory: Path) -> None:
     for path in directory.rglob("*"):
-        _sync_one(path)
-    _sync_one(directory)
+        sync_file(path)
+    sync_file(directory)
 
 
-def _sync_one(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Write a file or directory to the disk, if its file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_actors.errors import CheckpointError, ConfigError, TrainingDiverged
 from areal_actors.training.config import Decay, OffloadTo, OptimizerConfig, OptimizerName
-from areal_actors.training.sharding import gather, local_part, scatter, scatter_from_first, with_local_part
+from areal_actors.training.sharding import Rows, gather, local_part, scatter, scatter_from_first, with_local_part
 
 __all__ = ["Optimizer", "learning_rate", "state_bytes"]
 
@@ -130,14 +130,21 @@ class Optimizer:
         The numbers and scales of a low-bit moment are ``<what>.codes/<parameter>`` and ``<what>.scale/<parameter>``.
         Moments in the host's memory stay there, unless their parameter is sharded.
         """
-        entries = {
+        return _States(self._entries(), self._parameters)
+
+    def rows(self) -> dict[str, Rows]:
+        """Return this rank's rows of what ``state_dict`` returns, each where it is kept."""
+        return {key: Rows.create(value, self._parameters[name]) for key, (name, value) in self._entries().items()}
+
+    def _entries(self) -> dict[str, tuple[str, Tensor]]:
+        """Return the name of the parameter and the state, whole or this rank's part, by ``<what>/<parameter>``."""
+        return {
             key: (name, value)
             for name, held in self._held.items()
             for what, state in self._torch.state.get(held, {}).items()
             if state is not None
             for key, value in _parts(what, name, state)
         }
-        return _States(entries, self._parameters)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_updates: int) -> None:
         """Load moments from ``state`` (copied).

@@ -9,15 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from areal_actors.training.gang import Gang
 from areal_actors.training.memory import decoder_layers
 
-__all__ = ["free_gathered", "gather", "local_part", "scatter", "scatter_from_first", "shard", "with_local_part"]
+__all__ = [
+    "Rows",
+    "first_row",
+    "free_gathered",
+    "gather",
+    "local_part",
+    "scatter",
+    "scatter_from_first",
+    "shard",
+    "with_local_part",
+]
 
 
 def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
@@ -81,6 +92,45 @@ def scatter_from_first(whole: Tensor | None, like: Tensor, dtype: torch.dtype | 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, or the tensor itself; it shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return the row of a sharded tensor with which this rank's part begins; 0 for any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    assert tensor.placements == (Shard(0),), "weights are sharded by rows"
+    protocol: Any = tensor  # of torch.distributed.checkpoint, without types
+    (chunk,) = protocol.__create_chunk_list__()
+    row: int = chunk.offsets[0]
+    return row
+
+
+@frozen(kw_only=True, eq=False)
+class Rows:
+    """The rows of a tensor that this rank holds, in ``part``; the first one has the index ``first``.
+
+    ``shape`` is that of the whole tensor. A tensor that is not sharded is whole on each rank.
+    """
+
+    part: Tensor
+    first: int
+    shape: torch.Size
+    is_sharded: bool
+
+    @classmethod
+    def create(cls, tensor: Tensor, like: Tensor | None = None) -> Rows:
+        """Return the rows of ``tensor``, which may be this rank's part of a tensor sharded as ``like``.
+
+        The part stays on its device, which may be another one than that of ``like``.
+        """
+        like = tensor if like is None or tensor.ndim == 0 else like
+        shape = like.shape if isinstance(like, DTensor) else tensor.shape
+        return cls(part=local_part(tensor), first=first_row(like), shape=shape, is_sharded=isinstance(like, DTensor))
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.shape.numel() * self.part.element_size()
 
 
 def with_local_part(part: Tensor, like: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ _NAMES = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors`` to ``path`` as a safetensors file. Raises ``OSError`` if writing fails."""
-    header: dict[str, object] = {}
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
+    """Write ``tensors`` and ``metadata`` to ``path`` as a safetensors file. Raises ``OSError`` if writing fails."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
         span = [offset, offset + tensor.nbytes]

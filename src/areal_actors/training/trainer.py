@@ -25,7 +25,7 @@ from areal_actors.precision import choose_dtype
 from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.capture import CaptureGate, CaptureWatch
-from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint
+from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint, save_shards
 from areal_actors.training.config import Aggregation, Centre, KlPlace, Layout, TrainerConfig
 from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
@@ -41,7 +41,7 @@ from areal_actors.training.passes import Passes, PassScores, Scorer
 from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
 from areal_actors.training.phases import Phase, PhaseName, phase_of
 from areal_actors.training.recording import RowRecorder
-from areal_actors.training.sharding import gather, shard
+from areal_actors.training.sharding import Rows, gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
 from areal_actors.training.support import (
     attention_window,
@@ -333,27 +333,46 @@ class PolicyTrainer:
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
+    @guarded
     def save(self, directory: Path, *, counters: Mapping[str, Any] | None = None, num_kept: int = 2) -> Checkpoint:
         """Write a checkpoint below ``directory``, with the caller's JSON ``counters``, and keep the last ``num_kept``.
 
-        In a gang the first rank calls this, and the others call ``help_save``. Gangs of any size write the same files.
+        In a gang the first rank calls this, and the others call ``help_save``: each writes its rows of weights and
+        moments. A gang of any size, or one process, reads them.
 
         Raises ``CheckpointError`` if it cannot be written; older ones are untouched in that case.
         """
         own = {"num_updates": self._optimizer.num_updates, "caller": dict(counters or {})}
-        parts = self.help_save() | {"rng": generator_states()}
-        documents = {} if self.adapter is None else self.adapter.documents()
+        parts = {"rng": generator_states()}
+        if self.adapter is not None:  # whole, as peft reads it
+            parts[ADAPTER_PART] = self.adapter_tensors()
         return save_checkpoint(
-            directory, step=self.version, parts=parts, counters=own, documents=documents, num_kept=num_kept
+            directory,
+            step=self.version,
+            parts=parts,
+            shards=self._shards(),
+            counters=own,
+            documents={} if self.adapter is None else self.adapter.documents(),
+            num_kept=num_kept,
+            gang=self.gang,
         )
 
     @guarded
-    def help_save(self) -> dict[str, dict[str, Tensor]]:
-        """Gather the contents of a checkpoint from all ranks; return them on the first rank, and nothing on others."""
-        moments = self._gather(self._optimizer.state_dict())
+    def help_save(self, directory: Path) -> None:
+        """Write this rank's rows of a checkpoint; the first rank calls ``save`` with the same ``directory``.
+
+        Raises ``CheckpointError`` if a rank cannot write its rows.
+        """
         if self.adapter is not None:
-            return {ADAPTER_PART: self.adapter_tensors(), "optimizer": moments}
-        return {"model": self._gather(distinct_tensors(self.model)), "optimizer": moments}
+            self.adapter_tensors()
+        save_shards(directory, step=self.version, shards=self._shards(), gang=self.gang)
+
+    def _shards(self) -> dict[str, dict[str, Rows]]:
+        """Return the parts of a checkpoint that are sharded in a gang, shared with the model and the optimiser."""
+        moments = {"optimizer": self._optimizer.rows()}
+        if self.adapter is not None:
+            return moments
+        return {"model": {name: Rows.create(found) for name, found in distinct_tensors(self.model).items()}} | moments
 
     def _gather(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return whole tensors; in a gang on the CPU, in ``dtype`` if it is given, and only on its first rank."""
@@ -397,7 +416,7 @@ class PolicyTrainer:
             load_weights(self.model, checkpoint)
         self._follow(phase_of(self._phases, max(checkpoint.step, 1)))
         self._optimizer = self._create_optimizer()
-        self._optimizer.load_state_dict(checkpoint.load("optimizer"), num_updates=checkpoint.counters["num_updates"])
+        self._optimizer.load_state_dict(checkpoint.tensors("optimizer"), num_updates=checkpoint.counters["num_updates"])
         set_generator_states(checkpoint.load("rng"))
         self.version = checkpoint.step
         self._num_updates_before = self._optimizer.num_updates

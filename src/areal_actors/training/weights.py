@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from areal_actors.errors import CheckpointError
 from areal_actors.training.checkpoints import Checkpoint
 from areal_actors.training.directories import atomic_directory
-from areal_actors.training.sharding import scatter
 
 __all__ = ["digest", "distinct_tensors", "export_model", "load_weights", "tied_names"]
 
@@ -84,13 +83,13 @@ def digest(text: str) -> int:
 @torch.no_grad()
 def load_weights(model: Any, checkpoint: Checkpoint) -> None:
     """Load the weights of a checkpoint into ``model``. Raises ``CheckpointError`` if they belong to another model."""
-    own, saved = distinct_tensors(model), checkpoint.load("model")
+    own, saved = distinct_tensors(model), checkpoint.tensors("model")
     misfits = [name for name in own.keys() | saved.keys() if name not in own or name not in saved]
-    misfits += [name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape]
+    misfits += [name for name in own.keys() & saved.keys() if own[name].shape != saved.shape(name)]
     if misfits:
         raise CheckpointError(f"{checkpoint.path} is of another model: {', '.join(sorted(misfits)[:5])} do not fit.")
     for name, tensor in own.items():
-        tensor.copy_(scatter(saved[name], tensor))
+        tensor.copy_(saved.read_like(name, tensor))  # one at a time: they may be large
 
 
 def _identity(tensor: Tensor) -> int:

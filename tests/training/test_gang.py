@@ -29,6 +29,7 @@ CASES = {
     "tree": {"steps": 3},
     "flat": {"layout": "flat", "model": "qwen2"},
     "recomputed activations": {"activations": "recompute"},
+    "one rank keeps, one recomputes": {"decides_by_rank": True},
     "moments on the host": {"offload": "cpu"},
     "chunks": {"chunk_tokens": 8, "max_packed_tokens": 40},
     "several updates": {"epochs": 2, "minibatches": 2},

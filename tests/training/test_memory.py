@@ -17,7 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from areal_actors.training.config import Activations, ComputeDtype, KlConfig, Layout, ObjectiveConfig, TrainerConfig
 from areal_actors.training.gang import Gang
-from areal_actors.training.memory import activation_bytes, cast_weights, layer_memory, resolve_activations
+from areal_actors.training.memory import (
+    activation_bytes,
+    cast_weights,
+    count_kept_layers,
+    layer_memory,
+    num_kept_layers,
+    resolve_activations,
+)
 from areal_actors.training.passes import Passes
 from areal_actors.training.trainer import PolicyTrainer
 
@@ -114,6 +121,81 @@ def test_recomputed_activations_change_no_bit(make_model, make_agent_group, kind
     expected = one.state_dict()
     assert list(expected) == list(other.state_dict())
     assert all(torch.equal(weight, expected[name]) for name, weight in other.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_kept", [1, 2, 3])
+def test_layers_that_keep_and_layers_that_recompute_change_no_bit(num_kept, dtype):
+    """Outputs and gradients are those of a pass that keeps everything; the last layers are the ones that keep."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **shape)).eval()
+    ids = torch.arange(60).view(2, 30)
+    found = []
+    for activations, kept in ((Activations.KEEP, 0), (Activations.RECOMPUTE, num_kept)):
+        calls = [0] * 3
+        norms = [layer.input_layernorm for layer in model.model.layers]
+        hooks = [norm.register_forward_pre_hook(_counter(calls, index)) for index, norm in enumerate(norms)]
+        with (
+            Passes(gang=Gang.alone(), dtype=dtype)._precision("cpu"),
+            layer_memory(model, activations=activations, num_kept=kept, dtype=dtype),
+        ):
+            hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
+        hidden.float().square().sum().backward()
+        found.append([hidden.detach(), *(weight.grad.clone() for weight in model.model.parameters())])
+        model.zero_grad()
+        for hook in hooks:
+            hook.remove()
+
+    assert calls == [2] * (3 - num_kept) + [1] * num_kept
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def _counter(calls: list[int], index: int) -> Any:
+    def count(*_: Any) -> None:
+        calls[index] += 1
+
+    return count
+
+
+@given(
+    num_layers=st.integers(1, 80),
+    recomputed=st.integers(1, 10**9),
+    more=st.integers(1, 10**10),
+    free=st.integers(-(10**10), 10**12),
+)
+def test_as_many_layers_keep_their_activations_as_fit(num_layers, recomputed, more, free):
+    """The layers fit together, and one more would not; none if the inputs alone do not fit."""
+    kept = num_kept_layers(
+        num_layers=num_layers, kept_bytes=recomputed + more, recomputed_bytes=recomputed, free_bytes=free
+    )
+
+    def needed(count: int) -> int:
+        return num_layers * recomputed + count * more
+
+    assert 0 <= kept <= num_layers
+    assert needed(kept) <= free or not kept
+    assert needed(kept + 1) > free or kept == num_layers
+
+
+def test_a_smaller_pass_keeps_more_layers():
+    """A few tokens fit into any machine that runs this, and a petabyte of activations into none."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **shape))
+    counts = [
+        count_kept_layers(model, dtype=torch.bfloat16, num_tokens=num_tokens, is_sharded=False)
+        for num_tokens in (1, 10**10)
+    ]
+    assert counts == [4, 0]
+
+
+def test_a_scorer_that_decides_by_free_memory_changes_no_bit(make_model, make_agent_group):
+    """Losses and weights are those of a trainer that keeps everything."""
+    config = TrainerConfig(activations=Activations.KEEP)
+    one, other = (PolicyTrainer(make_model(), config) for _ in range(2))
+    other._scorer.activations = Activations.AUTO  # as on a GPU
+
+    assert one.train_step([make_agent_group(0)]).loss == other.train_step([make_agent_group(0)]).loss
+    assert all(torch.equal(weight, other.state_dict()[name]) for name, weight in one.state_dict().items())
 
 
 def test_a_pass_leaves_the_model_as_it_was(make_model):

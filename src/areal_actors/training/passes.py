@@ -25,7 +25,7 @@ from areal_actors.training.chunks import ChunkStore, split_pack
 from areal_actors.training.config import Activations
 from areal_actors.training.forward import TokenScores, score_pack
 from areal_actors.training.gang import Gang
-from areal_actors.training.memory import layer_memory
+from areal_actors.training.memory import count_kept_layers, layer_memory
 from areal_actors.training.objective import Objective, ObjectiveLoss, TokenSums
 from areal_actors.training.packing import Pack
 from areal_actors.training.sharding import free_gathered
@@ -61,13 +61,34 @@ class Scorer(torch.nn.Module):
 
     def forward(self, pack: Pack, mask: PackMask | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of ``TokenScores`` as a tuple, in which gradient hooks find the tensors."""
+        dtype, activations, num_kept = self._compute_dtype(), self.activations, 0
+        if activations is Activations.AUTO:
+            activations, num_kept = Activations.RECOMPUTE, self._count_kept(pack)
         layers = layer_memory(
-            self.model, activations=self.activations, dtype=self._compute_dtype(), is_compiled=self.is_compiled
+            self.model, activations=activations, num_kept=num_kept, dtype=dtype, is_compiled=self.is_compiled
         )
         with layers:
             found = score_pack(self.model, pack, mask=mask)
         assert found.is_outside is not None
         return found.logprobs, found.entropies, found.raw_logprobs, found.is_outside
+
+    def _count_kept(self, pack: Pack) -> int:
+        """Return how many layers keep activations of ``pack``.
+
+        The ranks of a gang may differ: a layer gathers its weights when it is called and when its backward pass begins,
+        and recomputes with them in between.
+        """
+        if not torch.is_grad_enabled():
+            return 0
+        kind = self.model.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        return count_kept_layers(
+            self.model,
+            dtype=dtype,
+            num_tokens=pack.input_ids.size,
+            is_sharded=isinstance(self, FSDPModule),
+            is_compiled=self.is_compiled,
+        )
 
     def _compute_dtype(self) -> torch.dtype | None:
         """Return the format to which layers cast their weights: the ranks of a gang gather them in it already."""

@@ -15,14 +15,10 @@ from attrs import fields, frozen
 
 from areal_actors.precision import choose_dtype
 from areal_actors.training.config import Activations, LoraConfig, TrainerConfig
-from areal_actors.training.forward import head_chunk_bytes
-from areal_actors.training.memory import activation_bytes, decoder_layers, resolve_activations
+from areal_actors.training.memory import activation_bytes, resolve_activations, temporary_bytes
 from areal_actors.training.optimizer import state_bytes
 
 __all__ = ["TrainerPlan", "plan_trainer", "sketch_model"]
-
-_NUM_CHUNK_COPIES = 3
-"""Logits of a chunk of the output head, their exponentials, and their gradient."""
 
 
 @frozen(kw_only=True)
@@ -99,7 +95,7 @@ def plan_trainer(
         moments=moments // num_ranks,
         reference=num_weights * reference_dtype.itemsize // num_ranks if needs_reference else 0,
         activations=num_tokens * activation_bytes(model.config, dtype=dtype, activations=kept),
-        temporaries=_temporaries(
+        temporaries=temporary_bytes(
             model,
             dtype=dtype,
             kept=kept,
@@ -110,28 +106,6 @@ def plan_trainer(
         kept=kept,
         num_tokens=num_tokens,
     )
-
-
-def _temporaries(
-    model: Any, *, dtype: torch.dtype, kept: Activations, num_tokens: int, device_type: str, trains_head: bool
-) -> int:
-    """Return the bytes that the backward passes of one layer and of the output head need while they run."""
-    size = dtype.itemsize
-    text = model.config.get_text_config()
-    one_layer = activation_bytes(model.config, dtype=dtype, activations=Activations.KEEP) // text.num_hidden_layers
-    largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(model))
-    copies = (2 * size if size < 4 else 0) * largest  # noqa: PLR2004 - in float32 the weights themselves compute
-    # Gradients of what a layer computed are as large as what it kept of it, for the widest half at a time.
-    layer = num_tokens * one_layer // 2 + copies
-    if kept is not Activations.KEEP:
-        layer += num_tokens * one_layer
-    head = model.get_output_embeddings().weight.numel()
-    chunk = _NUM_CHUNK_COPIES * head_chunk_bytes(device_type)
-    states = 3 * num_tokens * text.hidden_size * 4
-    # Gradients of the head and of the embeddings before they are added to the others, and the head in ``dtype``.
-    matrices = (8 * head if trains_head else 0) + (size * head if size < 4 else 0)  # noqa: PLR2004
-    # Added up, although layer and head compute one after the other: allocators keep what the one has freed.
-    return int(layer + chunk + states + matrices)
 
 
 def _num_adapter_weights(model: Any, lora: LoraConfig) -> int:

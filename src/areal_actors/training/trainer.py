@@ -26,7 +26,7 @@ from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.capture import CaptureGate, CaptureWatch
 from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint, save_shards
-from areal_actors.training.config import Aggregation, Centre, KlPlace, Layout, TrainerConfig
+from areal_actors.training.config import Activations, Aggregation, Centre, KlPlace, Layout, TrainerConfig
 from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import Gang, guarded
@@ -602,6 +602,8 @@ class PolicyTrainer:
             state_bytes=int(num_bytes / self.gang.size),
             memory_bytes=device_bytes(self.model.device),
         )
+        if self.config.activations is Activations.AUTO and self.model.device.type == "cuda":
+            self.activations = Activations.AUTO  # each pass decides by the memory that is free then
         self._scorer.activations = self.activations
         self._scorer.is_compiled = self.config.compiles_layers(self.model.device.type)
 

@@ -182,7 +182,7 @@ def test_a_custom_workflow_is_trained_and_dumped(tmp_path: Path) -> None:
 
     assert [0, 1, 2, 3] == sorted(row["sample_idx"] for row in rows)
     assert {path.stem} == {str(row["task_id"]) for row in rows}
-    names = "task_id sample_idx seqlen prompt_len head_version tail_version reward prompt completion"
+    names = "task_id sample_idx seqlen prompt_len head_version tail_version reward prompt completion token_ids trained"
     assert names.split() == list(rows[0])
     assert all(row["prompt"].endswith(f"say {path.stem}") or row["prompt"].startswith("say") for row in rows)
 

@@ -197,7 +197,9 @@ def test_custom_functions_train_as_the_built_in_ones_that_they_copy(tmp_path):
 
     assert [0, 0] == [result.exit_code for result in results], [result.output for result in results]
     assert all(row["custom/longest"] > 10 for row in metrics_of(tmp_path / "custom")[1:])
-    assert learnt(tmp_path / "built_in") == learnt(tmp_path / "custom")
+    # The built-in loss takes a ratio of probabilities, whose gradient is rounded in another place.
+    for built_in_step, custom_step in zip(learnt(tmp_path / "built_in"), learnt(tmp_path / "custom"), strict=True):
+        assert built_in_step == pytest.approx(custom_step, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str, ma
     assert step["behaviour_gap_max"] < max_gap
     assert {("rollout", False), ("eval-rollout", True)} == scopes
     assert [f"{rows[0]['task_id']}.jsonl", "0.jsonl"] == [path.name, f"{evaluated['task_id']}.jsonl"]
-    fields = "task_id sample_idx seqlen prompt_len head_version tail_version reward prompt completion"
+    fields = "task_id sample_idx seqlen prompt_len head_version tail_version reward prompt completion token_ids trained"
     assert fields.split() == list(rows[0])
     assert {0, 1, 2} == {row["sample_idx"] for row in rows}
     assert {(0, 0)} == {(row["head_version"], row["tail_version"]) for row in rows}

@@ -175,6 +175,9 @@ async def test_a_worker_ends_with_its_block_and_its_children_with_it(tmp_path, i
         with anyio.CancelScope() as scope:
             async with scheduler.place(spec_of()) as placement:
                 await _appears(pid_file)
+                # The worker may be quicker than the scheduler, which otherwise ends it as one that had not begun.
+                while placement.status.state is not PlacementState.RUNNING:
+                    await anyio.lowlevel.checkpoint()
                 if is_cancelled:
                     scheduler_stop = partial(placement.stop, grace=0)
                     async with anyio.create_task_group() as tasks:

@@ -228,7 +228,7 @@ def main() -> None:
                 trainer.join(gang)
             if live is not None:
                 measured = {"peak": live.peak, "own": bytes_of(list(trainer.model.parameters()))}
-            if case["steps"] == 0:
+            if case.get("restores_again"):
                 trainer.restore(Path(case["checkpoint"]))
             play(trainer, case)
         except ArealError as error:

@@ -143,21 +143,40 @@ def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
     restored = kind | {"seed": 0 if "lora" in kind else 1}
     alone = create_trainer({"checkpoint": str(tmp_path / "two"), **restored})
     alone.save(tmp_path / "one")
-    case = {"steps": 0, "checkpoint": str(tmp_path / "one"), **restored, "save": str(tmp_path / "two again")}
-    with other.meet(case) as gang:
-        trainer = create_trainer(case)
-        trainer.join(gang)
-        trainer.restore(tmp_path / "one")  # also when the weights are spread already
-        play(trainer, case)
-    assert {"problem": ""} == other.hear()
+    # Also when the weights are spread already.
+    again = {"steps": 0, "restores_again": kind == {}, **restored}
+    for source, target in (("two", "still two"), ("one", "two again")):
+        case = {**again, "checkpoint": str(tmp_path / source), "save": str(tmp_path / target)}
+        with other.meet(case) as gang:
+            trainer = create_trainer(case)
+            assert not trainer._optimizer.state_dict()  # the first rank has no room for all moments
+            trainer.join(gang)
+            if case["restores_again"]:
+                trainer.restore(tmp_path / source)
+            play(trainer, case)
+        assert {"problem": ""} == other.hear()
 
-    saved = [find_latest(tmp_path / name) for name in ("two", "one", "two again")]
-    assert [2, 2, 2] == [checkpoint.step for checkpoint in saved]
+    saved = [find_latest(tmp_path / name) for name in ("two", "one", "still two", "two again")]
+    assert [2, 2, 2, 2] == [checkpoint.step for checkpoint in saved]
     for part in ("adapter_model" if "lora" in kind else "model", "optimizer"):
         first, *rest = [checkpoint.load(part) for checkpoint in saved]
         for found in rest:
             assert first.keys() == found.keys()
             assert all(torch.equal(first[name], found[name]) for name in first)
+
+
+def test_moments_of_another_optimiser_are_refused_by_all_ranks(other, tmp_path):
+    """They are read when the ranks meet, and no rank trains without them."""
+    trainer = create_trainer({})
+    play(trainer, {"steps": 1})
+    trainer.save(tmp_path)
+
+    case = {"checkpoint": str(tmp_path), "optimizer": "adamw_bf16"}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        with pytest.raises(CheckpointError, match="was not made by adamw_bf16"):
+            trainer.join(gang)
+    assert "was not made by adamw_bf16" in other.hear()["problem"]
 
 
 def test_torch_reads_the_shards(other, tmp_path):

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from areal_actors.training.gang import Gang
 from areal_actors.training.sharding import Rows, first_row, local_part, with_local_part
 from areal_actors.training.tensor_files import write_tensors
 
-__all__ = ["Checkpoint", "StoredTensors", "find_checkpoints", "find_latest", "save_checkpoint", "save_shards"]
+__all__ = ["Checkpoint", "StoredTensors", "agreed", "find_checkpoints", "find_latest", "save_checkpoint", "save_shards"]
 
 _DOCUMENT = "checkpoint.json"
 _FORMAT = 1
@@ -66,15 +66,17 @@ class Checkpoint:
         """Return whether the checkpoint has tensors of ``part``."""
         return bool(self._files(part))
 
-    def tensors(self, part: str) -> StoredTensors:
+    def tensors(self, part: str, *, like: Callable[[str], Tensor | None] | None = None) -> StoredTensors:
         """Return the tensors of ``part`` ("model", "optimizer", "rng"), to be read one at a time.
+
+        If ``like`` returns a sharded tensor of its shape for a name, that tensor is sharded in the same way.
 
         Raises ``CheckpointError`` if they cannot be read.
         """
         files = self._files(part)
         if not files:
             raise CheckpointError(f"{self.path} cannot be read: it has no {part}.")
-        return StoredTensors(files)
+        return StoredTensors(files, like or (lambda _: None))
 
     def load(self, part: str) -> dict[str, Tensor]:
         """Return the whole tensors of ``part``, on the CPU. Raises ``CheckpointError`` if they cannot be read."""
@@ -99,12 +101,16 @@ class _Piece:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors in ``files``, whole or in shards, which are read each time that they are asked for, to the CPU.
+    """Tensors in ``files``, whole or in shards, which are read each time that they are asked for.
+
+    They are whole and on the CPU, unless ``like`` returns a sharded tensor of the same shape: then only this rank's
+    rows are read.
 
     Raises ``CheckpointError`` if they cannot be read.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], like: Callable[[str], Tensor | None]) -> None:
+        self._like = like
         self._pieces: dict[str, list[_Piece]] = {}
         for path in files:
             with _reading(path):
@@ -120,15 +126,11 @@ class StoredTensors(Mapping[str, Tensor]):
         last = self._pieces[name][-1]
         return torch.Size((last.end, *last.shape[1:]) if last.shape else ())
 
-    def read_like(self, name: str, like: Tensor) -> Tensor:
-        """Return the tensor sharded as ``like``, which has its shape; only this rank's rows are read."""
-        if not isinstance(like, DTensor):
-            return self[name]
-        first = first_row(like)
-        return with_local_part(self._rows(name, first, first + len(local_part(like))), like)
-
     def __getitem__(self, name: str) -> Tensor:
-        pieces = self._pieces[name]
+        pieces, like = self._pieces[name], self._like(name)
+        if isinstance(like, DTensor) and like.shape == self.shape(name):
+            first = first_row(like)
+            return with_local_part(self._rows(name, first, first + len(local_part(like))), like)
         if len(pieces) > 1:
             return self._rows(name, 0, pieces[-1].end)
         with _reading(name):
@@ -182,7 +184,7 @@ def save_checkpoint(
     num_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
     num_bytes += sum(rows.whole_nbytes for found in shards.values() for rows in found.values())
     with ExitStack() as stack:
-        with _agreed(gang, path):
+        with agreed(gang, f"{path} could not be written"):
             partial = stack.enter_context(atomic_directory(path, num_bytes=num_bytes))
             for part in shards:
                 (partial / part).mkdir()
@@ -211,7 +213,7 @@ def save_shards(root: Path, *, step: int, shards: Mapping[str, Mapping[str, Rows
     Returns when all ranks have written theirs. Raises ``CheckpointError`` if one of them could not.
     """
     path = root / f"step-{step:08d}"
-    with _agreed(gang, path):
+    with agreed(gang, f"{path} could not be written"):
         pass  # the first rank creates the directory
     try:
         _write_shards(partial_path(path), path, shards, gang)
@@ -225,7 +227,7 @@ def _write_shards(partial: Path, path: Path, shards: Mapping[str, Mapping[str, R
         f"{part}/shard-{rank + 1:05d}-of-{gang.size:05d}.safetensors" for part in shards for rank in range(gang.size)
     ]
     sizes = np.zeros(len(names))
-    with _agreed(gang, path):
+    with agreed(gang, f"{path} could not be written"):
         for number, found in enumerate(shards.values()):
             index = number * gang.size + gang.rank
             # What is not sharded is the same on all ranks.
@@ -246,8 +248,11 @@ def _write_shard(path: Path, found: Mapping[str, Rows]) -> None:
 
 
 @contextmanager
-def _agreed(gang: Gang, path: Path) -> Iterator[None]:
-    """Run a block on all ranks; if one cannot write to ``path`` in it, all of them raise an error."""
+def agreed(gang: Gang, problem: str) -> Iterator[None]:
+    """Run a block on all ranks; if one cannot read or write files in it, all of them raise an error.
+
+    Raises the rank's error, and on the others a ``CheckpointError`` that begins with ``problem``.
+    """
     own: Exception | None = None
     try:
         yield
@@ -258,8 +263,8 @@ def _agreed(gang: Gang, path: Path) -> Iterator[None]:
         raise own
     if failed.any():
         raise CheckpointError(
-            f"{path} could not be written: rank {int(failed.argmax())} failed to write its part, and names the error "
-            "in its log. All ranks need the run directory under one path. Older checkpoints are unchanged."
+            f"{problem}: rank {int(failed.argmax())} failed, and names the error in its log. All ranks need the run "
+            "directory under one path."
         )
 
 

@@ -69,10 +69,10 @@ def gather(tensor: Tensor) -> Tensor:
 def scatter(whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of ``whole``, laid out like ``like``, a tensor of the same shape.
 
-    All ranks have ``whole``.
+    All ranks have ``whole``, or each has it sharded already.
     """
     whole = whole.to(like.device)
-    if not isinstance(like, DTensor):
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 

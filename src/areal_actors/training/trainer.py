@@ -25,7 +25,7 @@ from areal_actors.precision import choose_dtype
 from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.capture import CaptureGate, CaptureWatch
-from areal_actors.training.checkpoints import Checkpoint, find_latest, save_checkpoint, save_shards
+from areal_actors.training.checkpoints import Checkpoint, agreed, find_latest, save_checkpoint, save_shards
 from areal_actors.training.config import Activations, Aggregation, Centre, KlPlace, Layout, TrainerConfig
 from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
@@ -119,6 +119,8 @@ class PolicyTrainer:
         for frozen_model in filter(None, (reference, teacher)):
             cast_weights(frozen_model, self._dtype)
         self._num_updates_before = 0
+        # A checkpoint whose moments are not read yet: in a gang, each rank reads its own rows.
+        self._unread: Checkpoint | None = None
 
     def _follow(self, phase: Phase) -> None:
         """Take the settings and the objective of ``phase``."""
@@ -134,6 +136,7 @@ class PolicyTrainer:
         if phase is not self.phase:
             self._follow(phase)
             self._optimizer = self._create_optimizer()
+            self._unread = None
             self._set_activations()
 
     def expect_engine(self, *, dtype: str) -> None:
@@ -150,14 +153,20 @@ class PolicyTrainer:
         """Shard the weights over ``gang`` and compute a part of each step from now on.
 
         All ranks of ``gang`` call this, with the same version and configuration. Weights and moments are those of the
-        first rank; the models of the others may be on the meta device. From then on all of them have to receive the
-        same calls in the same order: steps, log-probabilities, weights and checkpoints.
+        first rank; the models of the others may be on the meta device. If all ranks have restored a checkpoint, each
+        reads its rows of the moments. From then on all of them have to receive the same calls in the same order: steps,
+        log-probabilities, weights and checkpoints.
 
-        Raises ``GangError`` if the ranks differ.
+        Raises ``GangError`` if the ranks differ, and ``CheckpointError`` if one cannot read the moments.
         """
         with gang.guard():
             digests = {"configuration": digest(repr(self.config)), "version": self.version}
             gang.require_equal(list(digests.values()), list(digests))
+            is_read_by_each = int(gang.sum(np.array([float(self._unread is not None)]))[0]) == gang.size
+            unreadable = "The moments of the checkpoint could not be read"
+            with agreed(gang, unreadable):
+                if not is_read_by_each and gang.rank == 0:
+                    self._read_moments()
             moments = self._optimizer.state_dict() if gang.rank == 0 else None
             own = [self._optimizer.num_updates, *map(attention_number, self._models)]
             num_updates, *numbers = gang.max(np.array(own if gang.rank == 0 else [-1] * len(own), dtype=np.float64))
@@ -171,7 +180,12 @@ class PolicyTrainer:
                 shard(scorer, gang, dtype=self._dtype)
             self.gang = gang
             self._optimizer = self._create_optimizer()
-            self._optimizer.load_from_first(moments, num_updates=int(num_updates))
+            if is_read_by_each:
+                with agreed(gang, unreadable):
+                    self._read_moments()
+            else:
+                self._optimizer.load_from_first(moments, num_updates=int(num_updates))
+                self._unread = None
             self._num_updates_before = self._optimizer.num_updates
             self._set_activations()
 
@@ -193,6 +207,7 @@ class PolicyTrainer:
         """
         started = time.perf_counter()
         self._enter_phase()
+        self._read_moments()
         if self.config.capture.enabled:
             self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
         num_greedy = sum(map(num_greedy_tokens, groups))
@@ -369,6 +384,7 @@ class PolicyTrainer:
 
     def _shards(self) -> dict[str, dict[str, Rows]]:
         """Return the parts of a checkpoint that are sharded in a gang, shared with the model and the optimiser."""
+        self._read_moments()
         moments = {"optimizer": self._optimizer.rows()}
         if self.adapter is not None:
             return moments
@@ -391,17 +407,17 @@ class PolicyTrainer:
     def restore(self, directory: Path) -> Mapping[str, Any] | None:
         """Continue from the latest complete checkpoint below ``directory``; return the caller's counters.
 
-        The state is restored exactly. Returns ``None`` and changes nothing if there is no checkpoint. Raises
-        ``CheckpointError`` if it does not fit the model.
+        The state is restored exactly. If this is to be a rank of a gang, the moments are read when it joins. Returns
+        ``None`` and changes nothing if there is no checkpoint. Raises ``CheckpointError`` if it does not fit the model.
         """
         checkpoint = find_latest(directory)
         if checkpoint is None:
             return None
         if self.model.device.type == "meta":
-            # Weights and moments come from the first rank.
+            # Weights come from the first rank, and moments are read when this one joins.
             self._follow(phase_of(self._phases, max(checkpoint.step, 1)))
             set_generator_states(checkpoint.load("rng"))
-            self.version = checkpoint.step
+            self.version, self._unread = checkpoint.step, checkpoint
             return dict(checkpoint.counters["caller"])
         if self.adapter is not None:
             if not checkpoint.has(ADAPTER_PART):
@@ -416,12 +432,24 @@ class PolicyTrainer:
             load_weights(self.model, checkpoint)
         self._follow(phase_of(self._phases, max(checkpoint.step, 1)))
         self._optimizer = self._create_optimizer()
-        self._optimizer.load_state_dict(checkpoint.tensors("optimizer"), num_updates=checkpoint.counters["num_updates"])
+        self._optimizer.num_updates = checkpoint.counters["num_updates"]
+        self._unread = checkpoint
+        if not self.gang.is_alone or self.config.gang.num_processes == 1:
+            self._read_moments()
         set_generator_states(checkpoint.load("rng"))
         self.version = checkpoint.step
         self._num_updates_before = self._optimizer.num_updates
         counters: Mapping[str, Any] = checkpoint.counters["caller"]
         return counters
+
+    def _read_moments(self) -> None:
+        """Load the moments of a restored checkpoint, unless that was done; of sharded weights only this rank's rows."""
+        if self._unread is None:
+            return
+        trained = dict(self.model.named_parameters())
+        moments = self._unread.tensors("optimizer", like=lambda key: trained.get(key.split("/", 1)[1]))
+        self._optimizer.load_state_dict(moments, num_updates=self._unread.counters["num_updates"])
+        self._unread = None
 
     # -------------------------------------------------------------------------------------------- from groups
 

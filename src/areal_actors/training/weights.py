@@ -83,13 +83,14 @@ def digest(text: str) -> int:
 @torch.no_grad()
 def load_weights(model: Any, checkpoint: Checkpoint) -> None:
     """Load the weights of a checkpoint into ``model``. Raises ``CheckpointError`` if they belong to another model."""
-    own, saved = distinct_tensors(model), checkpoint.tensors("model")
+    own = distinct_tensors(model)
+    saved = checkpoint.tensors("model", like=own.get)
     misfits = [name for name in own.keys() | saved.keys() if name not in own or name not in saved]
     misfits += [name for name in own.keys() & saved.keys() if own[name].shape != saved.shape(name)]
     if misfits:
         raise CheckpointError(f"{checkpoint.path} is of another model: {', '.join(sorted(misfits)[:5])} do not fit.")
     for name, tensor in own.items():
-        tensor.copy_(saved.read_like(name, tensor))  # one at a time: they may be large
+        tensor.copy_(saved[name])  # one at a time: they may be large
 
 
 def _identity(tensor: Tensor) -> int:

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.domain import as_floats, unfold_group
-from areal_actors.errors import ExportError
+from areal_actors.errors import ConfigError, ExportError
 from areal_actors.training.config import (
     AdvantageConfig,
     Aggregation,
     ComputeDtype,
+    KlConfig,
     Layout,
     Normalisation,
     ObjectiveConfig,
@@ -206,3 +207,10 @@ def test_a_run_resumes_exactly_within_and_between_phases(make_model, make_agent_
     rates = [5e-3 / 3, 5e-3 * 2 / 3, 2e-3 / 3, 2e-3 * 2 / 3, 1e-3 / 3, 1e-3 * 2 / 3]
     assert [name for name, _ in seen] == ["sft", "sft", "distillation", "distillation", "rl", "rl"]
     assert [rate for _, rate in seen] == pytest.approx(rates)
+
+
+def test_a_penalty_of_a_later_phase_needs_its_reference_at_the_start(make_model):
+    """Otherwise the run would fail after its warm start."""
+    config = TrainerConfig(objective=ObjectiveConfig(kl=KlConfig(coefficient=0.1)))
+    with pytest.raises(ConfigError, match="needs a reference model"):
+        PolicyTrainer(make_model(), phases=(sft_phase(config, num_steps=1), Phase(config=config)))

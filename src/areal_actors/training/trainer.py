@@ -660,7 +660,9 @@ class PolicyTrainer:
             )
 
     def _check(self) -> None:
-        if self.config.objective.kl.coefficient and not self._has_reference:
+        # Of all phases: the first one of a warm start has no penalty, and the others come hours later.
+        has_penalty = any(phase.config.objective.kl.coefficient for phase in self._phases)
+        if has_penalty and self._reference is None and self.adapter is None:
             raise ConfigError(
                 "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
             )

@@ -65,7 +65,6 @@ def plan_trainer(
     device_type: str,
     memory_bytes: int,
     max_length: int,
-    reference_dtype: torch.dtype = torch.float32,
 ) -> TrainerPlan:
     """Predict the peak of one of the ``config.gang.num_processes`` ranks that train ``model``.
 
@@ -93,7 +92,7 @@ def plan_trainer(
         weights=weights // num_ranks,
         gradients=4 * num_trained // num_ranks,
         moments=moments // num_ranks,
-        reference=num_weights * reference_dtype.itemsize // num_ranks if needs_reference else 0,
+        reference=num_weights * dtype.itemsize // num_ranks if needs_reference else 0,
         activations=num_tokens * activation_bytes(model.config, dtype=dtype, activations=kept),
         temporaries=temporary_bytes(
             model,
@@ -109,7 +108,7 @@ def plan_trainer(
 
 
 def _num_adapter_weights(model: Any, lora: LoraConfig) -> int:
-    """Return the number of weights of both factors of all adapted linear modules."""
+    """Return the number of weights of both factors of all adapted linear modules and parameters."""
     head = model.get_output_embeddings()
     linears = {
         name: module
@@ -122,7 +121,15 @@ def _num_adapter_weights(model: Any, lora: LoraConfig) -> int:
         for name, module in linears.items()
         if takes_all or any(name == target or name.endswith(f".{target}") for target in lora.target_modules)
     ]
-    return sum(lora.rank * (module.in_features + module.out_features) for module in chosen)
+    # Each of the stacked experts [experts, in, out] has factors of the whole rank.
+    stacked = [
+        parameter.shape
+        for name, parameter in model.named_parameters()
+        if any(name == target or name.endswith(f".{target}") for target in lora.target_parameters)
+    ]
+    num_rows: int = sum(module.in_features + module.out_features for module in chosen)
+    num_rows += sum(shape[0] * sum(shape[1:]) for shape in stacked)
+    return lora.rank * num_rows
 
 
 def _dtype(asked: str, device_type: str) -> torch.dtype:

@@ -98,6 +98,8 @@ def _advise(config: RunConfig, model: Any, device_type: str, available: int, her
         saved[name] = here - base - sum(total for _, total, is_here in parts if is_here)
     # A hundredth of what is needed is less than the error of the prediction.
     best = sorted((item for item in saved.items() if item[1] > here / 100), key=lambda item: -item[1])
+    if not best:
+        return "No setting saves much here; take a smaller model, or a device with more memory."
     return "Each of these needs less: " + ", ".join(f"{name} (-{_format_bytes(value)})" for name, value in best) + "."
 
 

@@ -242,6 +242,21 @@ def test_rollouts_keep_their_ids_and_are_chosen_by_reward(tmp_path, tiny):
         load_rollouts(path, tiny, min_reward=2.0)
 
 
+def test_a_run_without_episodes_is_named(tmp_path, tiny):
+    """Also without a smallest reward."""
+    path = keep_run(tmp_path / "run", records=[])
+
+    with pytest.raises(DatasetError, match="has no episodes"):
+        load_rollouts(path, tiny)
+
+
+def test_weights_of_answers_are_refused_in_the_form_that_has_none(tiny):
+    """An answer that should be context only is not trained without a word."""
+    answer = {"role": "assistant", "content": "4", "weight": 0}
+    with pytest.raises(DatasetError, match="weight is of OpenAI's form"):
+        conversations_to_rows([{"system": "s", "messages": [{"role": "user", "content": "2"}, answer]}], tiny)
+
+
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny):
     """By the ids that differ; a directory without rollouts says how to get them."""
     other = tiny_tokenizer()

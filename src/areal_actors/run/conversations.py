@@ -147,6 +147,8 @@ def load_rollouts(
             num_episodes += 1
             if min_reward is None or max(row.reward for row in rows) >= min_reward:
                 groups.append(supervised_group(rows, position=len(groups)))
+    if not num_episodes:
+        raise DatasetError(f"{run.rollouts} has no episodes: the run ended before one was finished.")
     if not groups:
         raise DatasetError(f"None of the {num_episodes} episodes in {run.rollouts} has a reward of {min_reward:g}.")
     _require_short(groups, max_tokens)
@@ -190,6 +192,8 @@ def _groups(
 def _parse(data: Mapping[str, Any]) -> _Conversation:
     raw, tools = data.get("messages"), data.get("tools")
     is_anthropic = _is_anthropic(data)
+    if is_anthropic and any("weight" in message for message in _objects(raw)):
+        raise DatasetError("weight is of OpenAI's form, and this conversation is in Anthropic's; all of it is trained.")
     messages = parse_anthropic_conversation(data.get("system"), raw) if is_anthropic else parse_messages(raw)
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not answers:

@@ -144,7 +144,10 @@ def test_tensorboard_gets_the_numbers_and_the_configuration(tmp_path, news):
 
 
 @given(
-    st.dictionaries(st.sampled_from(["admin_key", "password", "HF_TOKEN", "secret", "api_key"]), st.text(min_size=4))
+    st.dictionaries(
+        st.sampled_from(["admin_key", "password", "HF_TOKEN", "Authorization", "keys"]),
+        st.text(min_size=4) | st.lists(st.text(min_size=4)),
+    )
 )
 def test_no_secret_leaves_the_run(tmp_path_factory, secrets):
     """Keys, tokens and passwords of the configuration are starred; settings that only sound similar are not."""

@@ -47,7 +47,7 @@ _CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a tracker to send what it has."""
 _MAX_PARAMETER = 500
 """Length of a setting in MLflow; its servers before 2.8 accept no more."""
-_SECRET = re.compile(r"(^|_)(key|keys|secret|password|token)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_)(key|keys|secret|password|token|authorization)$", re.IGNORECASE)
 
 
 @frozen(kw_only=True)
@@ -97,7 +97,7 @@ def _read_names(path: Path) -> dict[str, dict[str, str]]:
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            str(key): "***" if _SECRET.search(str(key)) and isinstance(item, str) else _without_secrets(item)
+            str(key): "***" if _SECRET.search(str(key)) and isinstance(item, str | list) else _without_secrets(item)
             for key, item in value.items()
         }
     return [_without_secrets(item) for item in value] if isinstance(value, list) else value

@@ -126,6 +126,13 @@ def test_a_weight_of_zero_makes_an_answer_context():
     assert trained_texts(row, renderer) == ["4.<|im_end|>"]
 
 
+@pytest.mark.parametrize("data", [["messages"], "text", None])
+def test_a_conversation_that_is_no_object_is_named(data):
+    """From Python there is no line that would have been checked before."""
+    with pytest.raises(DatasetError, match=r"conversation 2: it must be an object with messages, not"):
+        conversations_to_rows([GOOD, data], renderer_of())
+
+
 GOOD = {"messages": PLAIN}
 MISTAKES = {
     "a line that is no JSON": ('{"messages": [', r"data.jsonl, line 2 is not JSON"),
@@ -137,6 +144,10 @@ MISTAKES = {
     "two answers": ({"messages": [*PLAIN, PLAIN[-1]]}, r"line 2: messages 4 and 5 are two answers in a row"),
     "a weight": ({"messages": [*PLAIN[:-1], PLAIN[-1] | {"weight": 2}]}, r"messages\[4\].weight must be 0 or 1, not 2"),
     "only context": ({"messages": [*PLAIN[:2], PLAIN[2] | {"weight": 0}]}, r"line 2: all of its answers have weight 0"),
+    "template options": (
+        {"messages": PLAIN, "chat_template_kwargs": "thinking"},
+        r"line 2: chat_template_kwargs must be an object, not 'thinking'",
+    ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, *PLAIN[2:]]},
         r"line 2: messages\[0\].content\[0\] is of type 'image_url'; this model reads text only",

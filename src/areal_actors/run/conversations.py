@@ -190,6 +190,11 @@ def _groups(
 
 
 def _parse(data: Mapping[str, Any]) -> _Conversation:
+    if not isinstance(data, Mapping):
+        raise DatasetError(f"it must be an object with messages, not {type(data).__name__}.")
+    template_kwargs = data.get("chat_template_kwargs") or {}
+    if not isinstance(template_kwargs, Mapping):
+        raise DatasetError(f"chat_template_kwargs must be an object, not {template_kwargs!r}.")
     raw, tools = data.get("messages"), data.get("tools")
     is_anthropic = _is_anthropic(data)
     if is_anthropic and any("weight" in message for message in _objects(raw)):
@@ -206,7 +211,7 @@ def _parse(data: Mapping[str, Any]) -> _Conversation:
     return _Conversation(
         messages=messages,
         tools=parse_anthropic_tools(tools) if is_anthropic else parse_tools(tools),
-        template_kwargs=data.get("chat_template_kwargs") or {},
+        template_kwargs=template_kwargs,
         untrained=frozenset() if is_anthropic else _untrained(raw),
     )
 

@@ -114,7 +114,7 @@ class TorchEngine:
         dtype, device = getattr(torch, self._info.dtype), self._info.device
 
         def open_forward() -> Forward:
-            return create_forward(_own(model, dtype, device))
+            return create_forward(own_copy(model, dtype, device))
 
         def report(news: Report) -> None:
             post(lambda: self._take(news))
@@ -355,10 +355,15 @@ def _read_settings(model: Any) -> Any:
         raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
 
 
-def _own(model: Any, dtype: torch.dtype, device: str) -> Any:
+def own_copy(model: Any, dtype: torch.dtype, device: str) -> Any:
     """Return a private copy of the model, ready to run."""
     if not isinstance(model, str | Path):
-        return _move(copy.deepcopy(model).to(dtype=dtype), device).eval()
+        own = copy.deepcopy(model)
+        # Weights alone, as transformers does: ``own.to(dtype)`` would also round the frequencies of rotary embeddings,
+        # which turn a key by a whole radian too much or too little after a few hundred tokens in bfloat16.
+        for weight in own.parameters():
+            weight.data = weight.data.to(dtype)
+        return _move(own, device).eval()
     from transformers import AutoModelForCausalLM
 
     try:

@@ -142,6 +142,10 @@ MISTAKES = {
     "no answer": ({"messages": PLAIN[:2]}, r"line 2: it has no answer of the assistant"),
     "an answer without a question": ({"messages": [{"role": "assistant", "content": "a"}]}, r"line 2: its only answer"),
     "two answers": ({"messages": [*PLAIN, PLAIN[-1]]}, r"line 2: messages 4 and 5 are two answers in a row"),
+    "an answer of nothing": (
+        {"messages": [*PLAIN[:-1], {"role": "assistant", "content": None, "refusal": "no"}]},
+        r"line 2: messages\[4\] is an answer without content and without tool_calls",
+    ),
     "a weight": ({"messages": [*PLAIN[:-1], PLAIN[-1] | {"weight": 2}]}, r"messages\[4\].weight must be 0 or 1, not 2"),
     "only context": ({"messages": [*PLAIN[:2], PLAIN[2] | {"weight": 0}]}, r"line 2: all of its answers have weight 0"),
     "template options": (

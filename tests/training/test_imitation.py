@@ -18,6 +18,7 @@ from areal_actors.training.config import (
     Aggregation,
     ComputeDtype,
     KlConfig,
+    KlPlace,
     Layout,
     Normalisation,
     ObjectiveConfig,
@@ -214,3 +215,18 @@ def test_a_penalty_of_a_later_phase_needs_its_reference_at_the_start(make_model)
     config = TrainerConfig(objective=ObjectiveConfig(kl=KlConfig(coefficient=0.1)))
     with pytest.raises(ConfigError, match="needs a reference model"):
         PolicyTrainer(make_model(), phases=(sft_phase(config, num_steps=1), Phase(config=config)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"objective": ObjectiveConfig(kl=KlConfig(coefficient=0.1, place=KlPlace.REWARD))}, "kl.place: reward has no"),
+        ({"advantages": AdvantageConfig(drop_zero_variance=True)}, "drop_zero_variance: a distillation phase trains"),
+    ],
+)
+def test_settings_that_distillation_would_ignore_are_refused(make_model, settings, complaint):
+    """They would change nothing, or leave every group out."""
+    phase = distillation_phase(evolve(PLAIN, **settings))
+
+    with pytest.raises(ConfigError, match=complaint):
+        PolicyTrainer(make_model(), reference=make_model(), teacher=make_model(), phases=[phase])

@@ -43,7 +43,7 @@ from areal_actors.references import FunctionReference, builtin_or_reference
 from areal_actors.rendering import RendererConfig
 from areal_actors.schedulers.config import SchedulerConfig
 from areal_actors.staleness import CapacityLimits, StaleGroups
-from areal_actors.training.config import LoraServing, PublishBy, TrainerConfig
+from areal_actors.training.config import KlPlace, LoraServing, PublishBy, TrainerConfig
 from areal_actors.training.phases import Phase, PhaseName, distillation_phase, sft_phase
 from areal_actors.workflows import GenerationConfig
 from areal_actors.workflows.commands import CommandConfig, CommandWord
@@ -88,6 +88,9 @@ class AgentMode(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> AgentMode | None:
         return cls.SUBPROCESS if value == "subproc" else None
+
+
+_finite_not_negative: Any = and_(ge(0), lt(math.inf))
 
 
 @frozen(kw_only=True)
@@ -235,7 +238,7 @@ class DistillationConfig:
 
     teacher: TeacherConfig
     coefficient: float = field(default=1.0, validator=gt(0))
-    reward_coefficient: float = field(default=0.0, validator=ge(0))
+    reward_coefficient: float = field(default=0.0, validator=_finite_not_negative)
     steps: int | None = field(default=None, validator=optional(ge(1)))
     """Number of steps; by default what total_steps leaves."""
     learning_rate: float | None = field(default=None, validator=optional(gt(0)))
@@ -308,6 +311,11 @@ def _check_phases(run: RunConfig, _: object, phases: tuple[PhaseName, ...]) -> N
         raise ValueError(
             "has sft, and trainer.objective.kl would pull back to the model before it; run phases [sft] first, then "
             "set model to the weights of that run"
+        )
+    kl = run.trainer.objective.kl
+    if PhaseName.DISTILLATION in phases and kl.coefficient and kl.place is KlPlace.REWARD:
+        raise ValueError(
+            "has distillation, whose advantages are those of the teacher; set trainer.objective.kl.place to loss"
         )
     if PhaseName.DISTILLATION in phases and run.trainer.advantages.drop_zero_variance:
         raise ValueError(

@@ -236,6 +236,12 @@ def _untrained(raw: Any) -> frozenset[int]:
             raise DatasetError(f"messages[{index}].weight must be 0 or 1, not {weight!r}.")
         if weight == 0:
             found.add(index)
+        elif message.get("role") == "assistant" and message.get("content") is None and not message.get("tool_calls"):
+            # It would be trained as an answer that ends at once.
+            raise DatasetError(
+                f"messages[{index}] is an answer without content and without tool_calls; leave it out, or give it "
+                '"weight": 0.'
+            )
     return frozenset(found)
 
 

@@ -50,6 +50,7 @@ _positive: Any = gt(0)
 _finite: Any = and_(gt(-math.inf), lt(math.inf))  # rejects NaN, too
 _not_negative: Any = ge(0)
 _finite_not_negative: Any = and_(ge(0), lt(math.inf))
+_finite_positive: Any = and_(gt(0), lt(math.inf))
 _fraction: Any = and_(ge(0), le(1))
 _below_one: Any = and_(ge(0), lt(1))
 _positive_or_none: Any = optional(_positive)
@@ -378,7 +379,7 @@ class OptimizerConfig:
 
     name: OptimizerName = OptimizerName.ADAMW
     offload: OffloadTo = OffloadTo.NONE
-    learning_rate: float = field(default=2e-5, validator=_positive)
+    learning_rate: float = field(default=2e-5, validator=_finite_positive)
     beta1: float = field(default=0.9, validator=_below_one)
     beta2: float = field(default=0.95, validator=_below_one)
     epsilon: float = field(default=1e-8, validator=_positive)
@@ -472,7 +473,7 @@ class LoraConfig:
     """
 
     rank: int = field(default=16, validator=[instance_of(int), _positive])
-    alpha: float = field(default=32.0, validator=_positive)
+    alpha: float = field(default=32.0, validator=_finite_positive)
     target_modules: tuple[str, ...] = ("all-linear",)
     """Names of linear modules, such as q_proj, or all-linear for all but the output head."""
     target_parameters: tuple[str, ...] = ()
@@ -485,6 +486,11 @@ class LoraConfig:
     """What SGLang and vLLM servers get: adapter or merged. The embedded engine always gets merged weights."""
     exports_merged: bool = True
     """Whether the end of a run writes whole weights, merged, in addition to the adapter."""
+
+    def __attrs_post_init__(self) -> None:
+        """Raise ``ValueError`` for an adapter of nothing."""
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError("target_modules and target_parameters are both empty; name a module, or all-linear")
 
 
 @frozen(kw_only=True)

@@ -666,6 +666,9 @@ class PolicyTrainer:
             raise ConfigError(
                 "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
             )
+        for phase in self._phases:
+            if phase.name is PhaseName.DISTILLATION:
+                _check_distillation(phase.config)
         for model in self._models:
             if model.device.type == "meta":
                 continue  # the first rank has the weights, and checks them
@@ -681,6 +684,19 @@ class PolicyTrainer:
         """The models that score packs: the trained one, the reference and the teacher."""
         scorers = (self._scorer, self._reference, self._teacher)
         return [scorer.model for scorer in scorers if scorer is not None]
+
+
+def _check_distillation(config: TrainerConfig) -> None:
+    kl = config.objective.kl
+    if kl.coefficient and kl.place is KlPlace.REWARD:
+        raise ConfigError(
+            "objective.kl.place: reward has no effect in a distillation phase, whose advantages are those of the "
+            "teacher; set it to loss, or the coefficient to 0"
+        )
+    if config.advantages.drop_zero_variance:
+        raise ConfigError(
+            "advantages.drop_zero_variance: a distillation phase trains groups without a reward signal; set it to false"
+        )
 
 
 def _total_reward(groups: Sequence[Group]) -> float:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.domain import as_floats, unfold_group
-from areal_actors.errors import ConfigError, ExportError
+from areal_actors.errors import CheckpointError, ConfigError, ExportError
 from areal_actors.training.config import (
     AdvantageConfig,
     Aggregation,
@@ -30,6 +30,7 @@ from areal_actors.training.phases import Phase, PhaseName, distillation_phase, p
 from areal_actors.training.trainer import PolicyTrainer
 
 PLAIN = TrainerConfig(dtype=ComputeDtype.FLOAT32, optimizer=OptimizerConfig(max_grad_norm=None, learning_rate=1e-3))
+RL = [Phase(name=PhaseName.RL, config=PLAIN)]
 # The plain policy gradient: no clip, no baseline, so that the reference stays short.
 REINFORCE = evolve(
     PLAIN,
@@ -230,3 +231,21 @@ def test_settings_that_distillation_would_ignore_are_refused(make_model, setting
 
     with pytest.raises(ConfigError, match=complaint):
         PolicyTrainer(make_model(), reference=make_model(), teacher=make_model(), phases=[phase])
+
+
+def test_a_resumed_run_must_have_had_the_same_phases(make_model, make_agent_group, tmp_path):
+    """Otherwise a step would go on with the moments of another phase. Steps that are still to come may change."""
+
+    def create(*lengths):
+        return PolicyTrainer(make_model(), phases=[sft_phase(PLAIN, num_steps=length) for length in lengths] + RL)
+
+    trainer = create(1)
+    for step in range(2):
+        trainer.train_step([make_agent_group(step)])
+    trainer.save(tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"after these steps: 1 of sft, 1 of rl\. By these .* would be: 2 of sft"):
+        create(2).restore(tmp_path)
+    with pytest.raises(CheckpointError, match="would be: 2 of rl"):
+        create().restore(tmp_path)
+    assert create(1).restore(tmp_path) == {}

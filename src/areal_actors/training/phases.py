@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import groupby
+from typing import Any
 
 from attrs import evolve, field, frozen
 from attrs.validators import ge
@@ -16,7 +18,7 @@ from attrs.validators import ge
 from areal_actors.domain import Episode, Group, GroupId, Problem, Trajectory
 from areal_actors.training.config import Aggregation, ObjectiveConfig, OptimizerConfig, TrainerConfig
 
-__all__ = ["Phase", "PhaseName", "distillation_phase", "phase_of", "sft_phase", "supervised_group"]
+__all__ = ["Phase", "PhaseName", "count_steps", "distillation_phase", "phase_of", "sft_phase", "supervised_group"]
 
 
 class PhaseName(StrEnum):
@@ -52,6 +54,12 @@ def phase_of(phases: Sequence[Phase], step: int) -> Phase:
         if phase.num_steps is None or step <= end:
             return phase
     return phases[-1]
+
+
+def count_steps(phases: Sequence[Phase], num_steps: int) -> list[list[Any]]:
+    """Return the phases of the first ``num_steps`` steps, as pairs of name and number of steps."""
+    names = [str(phase_of(phases, step).name) for step in range(1, num_steps + 1)]
+    return [[name, len(list(steps))] for name, steps in groupby(names)]
 
 
 def sft_phase(config: TrainerConfig, *, num_steps: int | None = None, learning_rate: float | None = None) -> Phase:

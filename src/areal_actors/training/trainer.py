@@ -39,7 +39,7 @@ from areal_actors.training.optimizer import Optimizer, state_bytes
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
 from areal_actors.training.passes import Passes, PassScores, Scorer
 from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
-from areal_actors.training.phases import Phase, PhaseName, phase_of
+from areal_actors.training.phases import Phase, PhaseName, count_steps, phase_of
 from areal_actors.training.recording import RowRecorder
 from areal_actors.training.sharding import Rows, gather, shard
 from areal_actors.training.statistics import StepStatistics, describe_data
@@ -357,7 +357,11 @@ class PolicyTrainer:
 
         Raises ``CheckpointError`` if it cannot be written; older ones are untouched in that case.
         """
-        own = {"num_updates": self._optimizer.num_updates, "caller": dict(counters or {})}
+        own = {
+            "num_updates": self._optimizer.num_updates,
+            "phases": count_steps(self._phases, self.version),
+            "caller": dict(counters or {}),
+        }
         parts = {"rng": generator_states()}
         if self.adapter is not None:  # whole, as peft reads it
             parts[ADAPTER_PART] = self.adapter_tensors()
@@ -413,6 +417,7 @@ class PolicyTrainer:
         checkpoint = find_latest(directory)
         if checkpoint is None:
             return None
+        self._require_same_phases(checkpoint)
         if self.model.device.type == "meta":
             # Weights come from the first rank, and moments are read when this one joins.
             self._follow(phase_of(self._phases, max(checkpoint.step, 1)))
@@ -441,6 +446,17 @@ class PolicyTrainer:
         self._num_updates_before = self._optimizer.num_updates
         counters: Mapping[str, Any] = checkpoint.counters["caller"]
         return counters
+
+    def _require_same_phases(self, checkpoint: Checkpoint) -> None:
+        """Raise ``CheckpointError`` if the steps before it belonged to other phases than those of these settings."""
+        past = checkpoint.counters.get("phases")  # older checkpoints do not say
+        expected = count_steps(self._phases, checkpoint.step)
+        if past is not None and past != expected:
+            had, has = (", ".join(f"{number} of {name}" for name, number in found) for found in (past, expected))
+            raise CheckpointError(
+                f"{checkpoint.path} was written after these steps: {had}. By these settings they would be: {has}. Set "
+                "phases and their steps as the run had them, or start a new run."
+            )
 
     def _read_moments(self) -> None:
         """Load the moments of a restored checkpoint, unless that was done; of sharded weights only this rank's rows."""

@@ -90,7 +90,7 @@ class AgentMode(StrEnum):
         return cls.SUBPROCESS if value == "subproc" else None
 
 
-_finite_not_negative: Any = and_(ge(0), lt(math.inf))
+_finite_not_negative: Any = and_(ge(0.0), lt(math.inf))
 
 
 @frozen(kw_only=True)

@@ -11,6 +11,9 @@ a run. ``trackers.json`` in the run directory keeps the names that the trackers 
 continues them.
 """
 
+# pyright: reportMissingImports=false
+# The clients are optional, and each is imported where its tracker is opened.
+
 from __future__ import annotations
 
 import json

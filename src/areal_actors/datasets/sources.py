@@ -193,7 +193,8 @@ def _download(name: str, subset: str | None) -> Any:
     except ValueError as error:  # several subsets, of which none or an unknown one is named
         raise DatasetError(f"The dataset {name} cannot be loaded; set 'subset' to one that it has: {error}") from error
     except OSError as error:
-        reason = "HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else f"{type(error).__name__}: {error}"
+        is_offline = datasets.config.HF_HUB_OFFLINE  # pyright: ignore[reportAttributeAccessIssue] - a submodule
+        reason = "HF_HUB_OFFLINE is set" if is_offline else f"{type(error).__name__}: {error}"
         raise DatasetError(
             f"{name!r} is neither a directory here nor in the cache, and the hub cannot be reached ({reason}). With a "
             f"network, run datasets.load_dataset({name!r}).save_to_disk(DIRECTORY), and name that directory here."

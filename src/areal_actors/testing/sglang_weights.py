@@ -127,10 +127,10 @@ def join_group(body: Mapping[str, Any], *, is_registered: bool = True) -> Any:
     """Join a group as servers do, given its address. Raises ``RuntimeError`` if nothing listens there."""
     from torch.distributed import (  # type: ignore[attr-defined]  # exported, not declared
         Backend,
-        PrefixStore,
+        PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
         ProcessGroupGloo,
         distributed_c10d,
-        rendezvous,
+        rendezvous,  # pyright: ignore[reportPrivateImportUsage]
     )
 
     timeout, size = timedelta(seconds=_SECONDS), body["world_size"]

@@ -316,7 +316,7 @@ def _create(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.opti
         case OptimizerName.SGD:
             return torch.optim.SGD(groups, lr=rate, fused=True)
     try:
-        from torchao import optim
+        from torchao import optim  # pyright: ignore[reportMissingImports] - optional
     except ImportError as error:
         raise ConfigError(
             f"trainer.optimizer.name {config.name} needs the package torchao; run: pip install 'areal_actors[lowbit]', "

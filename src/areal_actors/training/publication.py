@@ -65,10 +65,8 @@ class Publishable(Protocol):
 class Publisher(Protocol):
     """Creates snapshots that engines can load, of all weights or with ``only_adapter`` of the adapter."""
 
-    @property
-    def only_adapter(self) -> bool:
-        """Whether the base weights are not needed."""
-        ...
+    only_adapter: ClassVar[bool]
+    """Whether the base weights are not needed."""
 
     def publish(self, policy: Publishable) -> Snapshot:
         """Return a snapshot of the current weights. Blocks until it is complete."""
@@ -82,7 +80,7 @@ class MemoryPublisher:
     through their layers, and what rounding to the engine's data type changes is what it changes in full training.
     """
 
-    only_adapter = False
+    only_adapter: ClassVar[bool] = False
 
     def publish(self, policy: Publishable) -> Snapshot:
         """Return a snapshot that shares the weights."""

@@ -92,7 +92,7 @@ class ServedTeacher:
         return as_floats(np.concatenate([[0.0], np.minimum(logprobs, 0.0)]))
 
     async def _ask(self, token_ids: Ints) -> _Scored:
-        ids, wait = token_ids.tolist(), _FIRST_WAIT_SECONDS
+        ids, wait, problem = token_ids.tolist(), _FIRST_WAIT_SECONDS, ""
         body = self._dialect.write(ids, self._model)
         for attempt in range(1, _NUM_TRIES + 1):
             problem = ""

@@ -5,6 +5,9 @@ query heads that share a key head, so that keys are read once per group, and a s
 log-sum-exp. The length is read on the device, which is what lets one CUDA graph serve all lengths. Sums are float32.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false
+# Triton is installed with torch for GPUs only; kernels are launched by indexing them with a grid.
+
 from __future__ import annotations
 
 import torch

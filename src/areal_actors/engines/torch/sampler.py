@@ -140,7 +140,8 @@ def start_sampling(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Sample:
     raw = logits.gather(1, picked).double() - norms
     taken = raw.clone()
     if logprobs is not None:
-        taken[at] = logprobs.gather(1, shaped_picked).double()
+        # Set above, where ``logprobs`` was.
+        taken[at] = logprobs.gather(1, shaped_picked).double()  # pyright: ignore[reportPossiblyUnboundVariable]
     tops = {}
     for i, row in enumerate(rows):
         if number := row.sampling.top_logprobs:

@@ -63,15 +63,21 @@ def _predict(config: RunConfig, model: Any, device_type: str, available: int) ->
     from areal_actors.training.planning import plan_trainer
 
     placed = config.scheduler.roles.placed
+    is_embedded = config.rollout.backend is Backend.TORCH
     trainer = plan_trainer(
-        model, config.trainer, device_type=device_type, memory_bytes=available, max_length=config.engine.max_length
+        model,
+        config.trainer,
+        device_type=device_type,
+        memory_bytes=available,
+        # The limit of a server is not known here, nor to the trainer.
+        max_length=config.engine.max_length if is_embedded else 0,
     )
     names = ", ".join(f"{name} {_format_bytes(value)}" for name, value in trainer.parts().items() if value)
     ranks = config.trainer.gang.num_processes
     each = f" for each of {ranks} processes" if ranks > 1 else ""
     text = f"trainer {_format_bytes(trainer.total)}{each} ({names}; activations {trainer.kept})"
     found = [(text, trainer.total * (ranks if device_type == "cpu" else 1), Role.TRAINER not in placed)]
-    if config.rollout.backend is Backend.TORCH:
+    if is_embedded:
         engine = plan_engine(model, config.engine, device_type=device_type)
         split = f"weights {_format_bytes(engine.weights)}, keys and values up to {_format_bytes(engine.cache)}"
         found.append((f"engine {_format_bytes(engine.total)} ({split})", engine.total, Role.GENERATION not in placed))

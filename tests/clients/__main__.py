@@ -13,7 +13,7 @@ import structlog
 from tests.clients.judge import Verdict
 from tests.clients.page import load_results, save_results
 from tests.clients.running import SCENARIOS, Environment, load_environments, run_client, to_document
-from tests.clients.staging import open_stage
+from tests.clients.staging import ScriptedEngine, open_stage
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def _parse_arguments(names: Sequence[str]) -> argparse.Namespace:
 
 async def _run(environment: Environment, arguments: argparse.Namespace) -> Mapping[str, Mapping[str, Verdict]]:
     python = (arguments.environments / environment.name / "bin" / "python").absolute()
-    async with open_stage() as stage:
+    async with open_stage(ScriptedEngine) as stage:
         return await run_client(
             stage, environment, python, scenarios=arguments.scenario or tuple(SCENARIOS), log=arguments.log
         )

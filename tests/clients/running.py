@@ -17,7 +17,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import asdict, define, field, frozen
 from tests.clients.judge import Verdict, judge
-from tests.clients.staging import Stage
+from tests.clients.staging import ScriptedEngine, Stage
 
 from areal_actors.client import OpenAIProxyClient
 
@@ -94,7 +94,7 @@ def load_environments() -> dict[str, Environment]:
 
 
 async def run_client(
-    stage: Stage,
+    stage: Stage[ScriptedEngine],
     environment: Environment,
     python: Path | str,
     *,
@@ -114,7 +114,7 @@ async def run_client(
     return verdicts
 
 
-async def _play(stage: Stage, driver: _Driver, *, protocol: str, scenario: str, label: str) -> Verdict:
+async def _play(stage: Stage[ScriptedEngine], driver: _Driver, *, protocol: str, scenario: str, label: str) -> Verdict:
     before = set(stage.engine.prompts)
     async with OpenAIProxyClient(stage.endpoint.url, admin_key=stage.endpoint.admin_key, task_id=label) as session:
         task = {

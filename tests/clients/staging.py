@@ -6,9 +6,9 @@ and on a cue holds an answer open for ever (until the client hangs up) or has no
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 from attrs import frozen
@@ -20,7 +20,7 @@ from areal_actors.errors import CapacityExhausted
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import CollectSession, DescribeEndpoint, Endpoint, Sessions
-from areal_actors.proxy import ProxyServer
+from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.rendering import RendererConfig, create_renderer
 from areal_actors.rollouts.capacity import CapacityGranter
 from areal_actors.rollouts.exporter import Exporter
@@ -66,12 +66,15 @@ async def _held(chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
     await anyio.sleep_forever()
 
 
+E = TypeVar("E", bound=EchoEngine)
+
+
 @frozen(kw_only=True)
-class Stage:
+class Stage(Generic[E]):
     """What is open."""
 
     endpoint: Endpoint
-    engine: ScriptedEngine
+    engine: E
     sessions: Ref[Sessions]
 
     async def record(self, session: SessionId) -> SessionRecord:
@@ -85,11 +88,13 @@ class Stage:
 
 
 @asynccontextmanager
-async def open_stage() -> AsyncIterator[Stage]:
-    """Serve on a free port of this machine until the block is left."""
+async def open_stage(
+    create_engine: Callable[[Any], E], *, config: ProxyConfig | None = None
+) -> AsyncIterator[Stage[E]]:
+    """Serve on a free port of this machine until the block is left. ``create_engine`` is given the tokenizer."""
     tokenizer = tiny_tokenizer(template=QWEN)
     renderer = create_renderer(tokenizer, config=RendererConfig(tool_format="hermes", reasoning_format="think"))
-    engine = ScriptedEngine(tokenizer)
+    engine = create_engine(tokenizer)
     limits = CapacityLimits(max_concurrent=10_000, batch_size=10_000)
     async with ActorSystem.open() as system:
         generation = await system.spawn(GenerationActor(engine))
@@ -98,7 +103,12 @@ async def open_stage() -> AsyncIterator[Stage]:
         exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
         server = await system.spawn(
             ProxyServer(
-                sessions=sessions, exports=exports, capacity=capacity, generation=generation, decode=renderer.decode
+                sessions=sessions,
+                exports=exports,
+                capacity=capacity,
+                generation=generation,
+                decode=renderer.decode,
+                config=config,
             )
         )
         yield Stage(endpoint=await server.ask(DescribeEndpoint()), engine=engine, sessions=sessions)

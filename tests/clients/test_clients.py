@@ -16,7 +16,7 @@ from tests.clients.judge import judge, judge_links
 from tests.clients.model import label_of, speak
 from tests.clients.page import PAGE, RESULTS, format_page, load_results
 from tests.clients.running import HERE, SCENARIOS, Environment, load_environments, run_client
-from tests.clients.staging import open_stage
+from tests.clients.staging import ScriptedEngine, open_stage
 
 from areal_actors.domain import ForkReason, Interaction, InteractionId, InteractionStatus, SessionId, SessionRecord
 
@@ -35,7 +35,7 @@ def test_the_installed_sdks_work(name, protocol):
     """A client in a process of its own, over a socket: its word and the session's record agree that all is well."""
 
     async def run():
-        async with open_stage() as stage:
+        async with open_stage(ScriptedEngine) as stage:
             return await run_client(stage, environment, sys.executable, scenarios=QUICK)
 
     described = ENVIRONMENTS[name]

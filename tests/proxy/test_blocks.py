@@ -39,13 +39,21 @@ json_values = st.recursive(
 )
 
 
-def ask(dialect, block):
-    """The messages of a request with a text and ``block``, as the dialect reads them."""
+REFUSING = UnsupportedBlocks().for_client("OpenAI/Python 3.52.0")
+
+
+def ask(dialect, block, policy=REFUSING):
+    """The messages of a request with a text and ``block``, as the dialect reads them under ``policy``."""
     if isinstance(dialect, ResponsesDialect):
         item = {"role": "user", "content": [{"type": "input_text", "text": "look"}, block]}
-        return dialect.parse({"input": [item]}).request.messages
+        return parse(dialect, {"input": [item]}, policy).messages
     message = {"role": "user", "content": [{"type": "text", "text": "look"}, block]}
-    return dialect.parse({"messages": [message]}).request.messages
+    return parse(dialect, {"messages": [message]}, policy).messages
+
+
+def parse(dialect, body, policy=REFUSING):
+    """A request as the dialect reads it under ``policy``."""
+    return dialect.parse(replace_blocks(body, policy)).request
 
 
 CASES = [(ChatDialect, CHAT_IMAGE), (MessagesDialect, ANTHROPIC_IMAGE), (ResponsesDialect, RESPONSES_IMAGE)]
@@ -57,9 +65,9 @@ def test_images_are_refused_described_or_dropped(dialect, image):
     with pytest.raises(UnsupportedParameter):
         ask(dialect(), image)
 
-    assert ask(dialect(unsupported=TOLERANT), image)[0].content == f"look\n{SEEN}"
+    assert ask(dialect(), image, TOLERANT)[0].content == f"look\n{SEEN}"
     dropping = UnsupportedBlocks(images=BlockPolicy.DROP)
-    assert ask(dialect(unsupported=dropping), image)[0].content == "look"
+    assert ask(dialect(), image, dropping)[0].content == "look"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,7 @@ def test_images_are_refused_described_or_dropped(dialect, image):
 )
 def test_placeholders_say_what_is_known(block, words):
     """Media type, name and URL, where the block has them."""
-    assert words in ask(MessagesDialect(unsupported=TOLERANT), block)[0].content
+    assert words in ask(MessagesDialect(), block, TOLERANT)[0].content
 
 
 def test_a_tool_reference_is_readable_without_a_setting():
@@ -81,7 +89,7 @@ def test_a_tool_reference_is_readable_without_a_setting():
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [REFERENCE]}
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": [result]}]}
 
-    assert MessagesDialect().parse(body).request.messages[-1].content == "[Tool WebFetch is available.]"
+    assert parse(MessagesDialect(), body).messages[-1].content == "[Tool WebFetch is available.]"
 
 
 def test_results_are_searched_for_images():
@@ -90,8 +98,8 @@ def test_results_are_searched_for_images():
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": [result]}]}
     output = {"type": "function_call_output", "call_id": "c", "output": [RESPONSES_IMAGE]}
 
-    assert MessagesDialect(unsupported=TOLERANT).parse(body).request.messages[-1].content == SEEN
-    assert ResponsesDialect(unsupported=TOLERANT).parse({"input": [output]}).request.messages[-1].content == SEEN
+    assert parse(MessagesDialect(), body, TOLERANT).messages[-1].content == SEEN
+    assert parse(ResponsesDialect(), {"input": [output]}, TOLERANT).messages[-1].content == SEEN
 
 
 @pytest.mark.parametrize("dialect", [MessagesDialect, ResponsesDialect])
@@ -104,8 +112,8 @@ def test_server_tools_are_refused_or_dropped(dialect):
     body["tools"] = [own, {"type": "web_search", "name": "web_search"}]
 
     with pytest.raises(UnsupportedParameter, match="web_search"):
-        dialect().parse(body)
-    assert [tool.name for tool in dialect(unsupported=TOLERANT).parse(body).request.tools] == ["f"]
+        parse(dialect(), body)
+    assert [tool.name for tool in parse(dialect(), body, TOLERANT).tools] == ["f"]
 
 
 @given(st.dictionaries(st.sampled_from(["messages", "input", "tools", "x"]), json_values, max_size=4))
@@ -128,3 +136,51 @@ async def test_the_setting_reaches_the_routes():
 
     assert answer.status_code == 200
     assert SEEN in answer.json()["content"][0]["text"]
+
+
+# ------------------------------------------------------------------------------------------------------ coding agents
+
+CODING_AGENTS = [
+    "claude-cli/2.1.330 (external, sdk-cli)",
+    "codex_exec/0.169.0 (Debian 12.0.0; x86_64) xterm (codex_exec; 0.169.0)",
+    "QwenCode/0.24.4 (linux; x64)",
+]
+
+
+@pytest.mark.parametrize("agent", CODING_AGENTS)
+def test_what_is_not_set_is_tolerant_for_coding_agents(agent):
+    """They repeat their history, so a picture that they read would have every later request refused."""
+    policy = UnsupportedBlocks().for_client(agent)
+
+    assert policy == TOLERANT
+    assert ask(ChatDialect(), CHAT_IMAGE, policy)[0].content == f"look\n{SEEN}"
+
+
+@pytest.mark.parametrize("client", ["", "OpenAI/Python 3.52.0", "pipeline/1.0", "my-codex/2", "codexical/1"])
+def test_what_is_not_set_is_refused_for_other_clients(client):
+    """Their authors can be told, so nothing of theirs is replaced in silence."""
+    assert UnsupportedBlocks().for_client(client) == REFUSING
+    with pytest.raises(UnsupportedParameter):
+        ask(ChatDialect(), CHAT_IMAGE, UnsupportedBlocks().for_client(client))
+
+
+@given(st.sampled_from(BlockPolicy), st.sampled_from(ToolPolicy), st.sampled_from([*CODING_AGENTS, "OpenAI/Python"]))
+def test_what_is_set_holds_for_every_client(block, tool, client):
+    """The user agent decides only where the settings are silent."""
+    settings = UnsupportedBlocks(images=block, files=block, server_tools=tool)
+
+    assert settings.for_client(client) == settings
+
+
+@pytest.mark.anyio
+async def test_the_user_agent_of_a_request_decides():
+    """The same picture is described to a coding agent's model, and refused from another client."""
+    body = {"max_tokens": 64, "messages": [{"role": "user", "content": [ANTHROPIC_IMAGE]}]}
+    async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
+        url = f"{session.base_url}/messages"
+        described = await http.post(url, json=body, headers={"user-agent": CODING_AGENTS[0]})
+        counted = await http.post(f"{url}/count_tokens", json=body, headers={"user-agent": CODING_AGENTS[0]})
+        refused = await http.post(url, json=body)
+
+    assert [described.status_code, counted.status_code, refused.status_code] == [200, 200, 400]
+    assert SEEN in described.json()["content"][0]["text"]

@@ -73,14 +73,12 @@ def create_app(
     selection = ModelSelection(sessions=sessions, gatekeeper=gatekeeper, models=models)
     meter = Meter()
     limit, inert, honour_store = config.default_max_tokens, config.inert_parameters, config.honour_store
-    blocks = config.unsupported_blocks
     chat = ChatDialect(
         model=model,
         decode=decode,
         default_max_tokens=limit,
         inert=inert,
         honours_store=honour_store.chat,
-        unsupported=blocks,
     )
     responses = ResponsesDialect(
         model=model,
@@ -88,9 +86,8 @@ def create_app(
         default_max_tokens=limit,
         inert=inert,
         honours_store=honour_store.responses,
-        unsupported=blocks,
     )
-    messages = MessagesDialect(model=model, default_max_tokens=limit, inert=inert, unsupported=blocks)
+    messages = MessagesDialect(model=model, default_max_tokens=limit, inert=inert)
     shared: dict[str, Any] = {
         "sessions": sessions,
         "gatekeeper": gatekeeper,

@@ -17,6 +17,7 @@ from areal_actors.messages import Complete, CountTokens, Sessions, StreamComplet
 from areal_actors.proxy.access import Gatekeeper, ModelSelection, RequestUsage, UserAccess, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialects.base import Dialect, Parsed
+from areal_actors.proxy.dialects.blocks import replace_blocks
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 from areal_actors.proxy.exchange import Exchange, Meter, parse_object
 from areal_actors.proxy.sse import KEEP_ALIVE
@@ -102,10 +103,11 @@ class CompletionEndpoint:
             asked = Complete(credential=credential, request=parsed.request, attempt=attempt)
             await self._answer(exchange, asked, parsed, usage)
 
-    async def _read(self, exchange: Exchange) -> tuple[dict[str, Any], Attempt | None]:
+    async def _read(self, exchange: Exchange) -> tuple[Mapping[str, Any], Attempt | None]:
         limits = self.config
         raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
-        return parse_object(raw), read_attempt(exchange.headers, exchange.operation, raw)
+        body = replace_unsupported(parse_object(raw), exchange, limits)
+        return body, read_attempt(exchange.headers, exchange.operation, raw)
 
     async def _answer(self, exchange: Exchange, message: Complete, parsed: Parsed, usage: RequestUsage | None) -> None:
         answers = await exchange.until_hang_up(lambda: self.sessions.ask(message))
@@ -142,6 +144,12 @@ class CompletionEndpoint:
 
         await exchange.until_hang_up(pump, quiet_seconds=self.config.keep_alive_seconds)
         await exchange.send_events(formatter.finish(), is_last=True)
+
+
+def replace_unsupported(body: Mapping[str, Any], exchange: Exchange, config: ProxyConfig) -> Mapping[str, Any]:
+    """Return ``body`` without the content that the model cannot use, as far as the settings do not refuse it."""
+    client = exchange.headers.get(b"user-agent", b"").decode("latin-1")
+    return replace_blocks(body, config.unsupported_blocks.for_client(client))
 
 
 def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
@@ -183,7 +191,8 @@ class TokenCountEndpoint:
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request; nothing of it is recorded."""
         limits = self.config
-        body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        body = replace_unsupported(parse_object(raw), exchange, limits)
         named = body.get("session_id") or exchange.query.get("session_id")
         credential = self.gatekeeper.credential(
             key=read_key(exchange.headers),

@@ -1,17 +1,19 @@
 """Content and tools that the model cannot use: refused, described in words, or left out, as ``UnsupportedBlocks`` says.
 
-The replacement happens in the JSON body before a dialect parses it, so that all dialects share one policy, and the
-default, refusing by name, is the dialects' own behaviour. Nothing else of a body is changed.
+The replacement happens in the JSON body before a dialect parses it, so that all dialects share one policy, and
+refusing by name is the dialects' own behaviour. Nothing else of a body is changed. What is left to the default depends
+on the client, by its user agent: see ``UnsupportedBlocks.for_client``.
 """
 
 from __future__ import annotations
 
+import re
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 __all__ = ["BlockPolicy", "ToolPolicy", "UnsupportedBlocks", "replace_blocks"]
 
@@ -34,17 +36,40 @@ class ToolPolicy(StrEnum):
 
 @frozen(kw_only=True)
 class UnsupportedBlocks:
-    """For each kind of content and for tools: ``refuse`` with 400, ``drop``, or leave a ``placeholder`` text."""
+    """For each kind of content and for tools: ``refuse`` with 400, ``drop``, or leave a ``placeholder`` text.
 
-    images: BlockPolicy = BlockPolicy.REFUSE
+    Where nothing is set, images and files of known coding agents become placeholders, and server tools that they offer
+    are dropped; those of other clients are refused.
+    """
+
+    images: BlockPolicy | None = None
     """Images. The placeholder names media type, width and height, or the URL."""
-    files: BlockPolicy = BlockPolicy.REFUSE
+    files: BlockPolicy | None = None
     """Files, documents and audio. The placeholder names media type and file name."""
     tool_references: BlockPolicy = BlockPolicy.PLACEHOLDER
     """References to tools in results of a tool search. The placeholder names the tool, which is all they say."""
-    server_tools: ToolPolicy = ToolPolicy.REFUSE
+    server_tools: ToolPolicy | None = None
     """Tools that the vendor's servers run, such as ``web_search``."""
 
+    def for_client(self, user_agent: str) -> UnsupportedBlocks:
+        """Return the policy for a client with this ``User-Agent``, in which every kind is decided."""
+        # A coding agent repeats its history: one picture that it reads would have every later request refused. Its
+        # user chose neither the picture nor the tools that it offers. Other programs can be corrected by their authors.
+        is_tolerant = _CODING_AGENTS.match(user_agent) is not None
+        block = BlockPolicy.PLACEHOLDER if is_tolerant else BlockPolicy.REFUSE
+        tool = ToolPolicy.DROP if is_tolerant else ToolPolicy.REFUSE
+        return evolve(
+            self,
+            images=self.images or block,
+            files=self.files or block,
+            server_tools=self.server_tools or tool,
+        )
+
+
+_CODING_AGENTS = re.compile(
+    r"(claude-cli|codex|opencode|qwencode|pi|cline|aider|mini-swe-agent)(?![a-z0-9])", re.IGNORECASE
+)
+"""The beginning of the ``User-Agent`` of coding agents, as they sent it (``nox -s agents``)."""
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})
 _FILES = frozenset({"document", "file", "input_file", "input_audio", "audio", "container_upload"})
@@ -88,10 +113,10 @@ def _replace(blocks: list[Any], policy: UnsupportedBlocks) -> Iterator[Any]:
             # A tool result of Anthropic's is a block with blocks of its own.
             yield _replace_in_message(block, policy)
             continue
-        if handling is BlockPolicy.REFUSE:
-            yield block
-        elif handling is BlockPolicy.PLACEHOLDER:
+        if handling is BlockPolicy.PLACEHOLDER:
             yield {"type": "text", "text": text(block)}
+        elif handling is not BlockPolicy.DROP:
+            yield block
 
 
 def _describe_image(block: Mapping[str, Any]) -> str:

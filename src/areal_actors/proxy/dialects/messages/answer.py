@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import orjson
-from attrs import field, frozen
+from attrs import frozen
 
 from areal_actors.domain import (
     Answer,
@@ -31,7 +31,6 @@ from areal_actors.proxy.dialects.base import (
     Decode,
     create_abort_error,
 )
-from areal_actors.proxy.dialects.blocks import UnsupportedBlocks, replace_blocks
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
 from areal_actors.proxy.dialects.messages.request import (
     UNPARSED,
@@ -58,11 +57,9 @@ class MessagesDialect:
     model: str = "policy"
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     inert: Collection[str] = ()
-    unsupported: UnsupportedBlocks = field(factory=UnsupportedBlocks)
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedMessages:
         """Parse a request body; see ``parse_anthropic_request``."""
-        body = replace_blocks(body, self.unsupported)
         return parse_anthropic_request(body, tag=tag, default_max_tokens=self.default_max_tokens, inert=self.inert)
 
     def format_answers(self, parsed: ParsedMessages, answers: Sequence[Answer]) -> dict[str, Any]:

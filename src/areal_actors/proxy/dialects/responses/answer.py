@@ -31,7 +31,6 @@ from areal_actors.proxy.dialects.base import (
     create_abort_error,
     format_logprobs,
 )
-from areal_actors.proxy.dialects.blocks import UnsupportedBlocks, replace_blocks
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
 from areal_actors.proxy.dialects.responses.request import ParsedResponse, format_item_id, parse_response_request
 from areal_actors.proxy.failures import Failure, format_openai_failure
@@ -54,14 +53,13 @@ class ResponsesDialect:
     decode: Decode | None = None
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     inert: Collection[str] = ()
-    unsupported: UnsupportedBlocks = field(factory=UnsupportedBlocks)
     honours_store: bool = False
     clock: Callable[[], float] = field(default=time.time)
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedResponse:
         """Parse a request body; see ``parse_response_request``."""
         return parse_response_request(
-            replace_blocks(body, self.unsupported),
+            body,
             tag=tag,
             default_max_tokens=self.default_max_tokens,
             inert=self.inert,

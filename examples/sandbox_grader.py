@@ -2,5 +2,6 @@
 
 from pathlib import Path
 
-text = Path("answer.txt").read_text(encoding="utf-8")
+answer = Path("answer.txt")
+text = answer.read_text(encoding="utf-8", errors="replace") if answer.exists() else ""
 print(sum(character in "0123456789" for character in text) / max(len(text), 1))

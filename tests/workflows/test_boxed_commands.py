@@ -123,6 +123,44 @@ async def test_a_grader_that_cannot_be_started_fails_the_episode(kind):
             await agent.run({}, **NOWHERE)
 
 
+FAILING_GRADERS = {
+    "missing": (None, r"failed, so that this episode has no reward\. It exited with status 2(.|\n)*can't open file"),
+    "raises": ("open('answer.txt')", r"exited with status 1(.|\n)*FileNotFoundError(.|\n)*by printing 0"),
+    "does not compile": ("def", r"exited with status 1(.|\n)*SyntaxError"),
+    "exits with another status": (
+        "print('the last output'); exit(5)",
+        r"status 5. The end of its stdout:\nthe last out",
+    ),
+}
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("script", "reason"), FAILING_GRADERS.values(), ids=FAILING_GRADERS.keys())
+async def test_a_grader_that_fails_gives_no_reward(kind, script, reason, write):
+    """The episode fails, with the reason and the last output: 0 would teach the model that its answer was wrong."""
+    path = "/nowhere/grade.py" if script is None else write("grade.py", script)
+    async with open_agent(kind, "true", grader=(sys.executable, path)) as agent:
+        with pytest.raises(EpisodeError, match=reason):
+            await agent.run({}, **NOWHERE)
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import subprocess as s, sys; sys.exit(s.call([sys.executable, 'answer.py']))",
+        "import unittest\nclass Test(unittest.TestCase):\n    def test(self): import answer\nunittest.main()",
+    ],
+    ids=["a program", "a test"],
+)
+async def test_an_answer_that_raises_is_rewarded_with_0(script, write):
+    """The exception is the answer's, and not the grader's."""
+    grade = write("grade.py", f"import sys; sys.path.insert(0, '.')\n{script}")
+    async with open_agent(SandboxKind.NONE, "echo 1/0 > answer.py", grader=(sys.executable, grade)) as agent:
+        assert 0.0 == await agent.run({}, **NOWHERE)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_grader_that_hangs_gives_nothing(kind):
     """It runs what the agent wrote: an agent whose work hangs is not spared its reward."""
@@ -153,7 +191,7 @@ async def test_no_attack_is_rewarded(kind, attack, write, tmp_path, monkeypatch)
     """A grader whose answer the agent does not have finds nothing that equals it."""
     monkeypatch.setenv("AREAL_SECRET", "SECRET-OF-THE-RUN")
     answer = write("answer.txt", "the answer\n")
-    grade = write("grade.sh", f"cmp -s result {answer} || grep -a -q SECRET-OF result")
+    grade = write("grade.sh", f"cmp -s result {answer} || grep -a -q SECRET-OF result || exit 1")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "secret").write_text("the answer\n")
     script = "(" + attack.format(grade=grade, answer=answer, other=tmp_path / "other") + ") 2>/dev/null; true"

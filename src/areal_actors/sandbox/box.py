@@ -5,13 +5,14 @@ A backend only supplies the command line that starts the program in namespaces o
 
 from __future__ import annotations
 
+import fcntl
 import marshal
 import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -29,10 +30,16 @@ from areal_actors.sandbox.base import BoxRequest, Completed, Output
 from areal_actors.sandbox.config import Network
 from areal_actors.sandbox.output import Tail
 
-__all__ = ["Box", "Start", "code", "memory_file", "program"]
+__all__ = ["Box", "Start", "code", "create_memory_file", "linux_version", "memory_file", "program"]
 
 START_SECONDS = 60.0
 """How long a box may take to start: a container's image may have to be unpacked."""
+COPY_SECONDS = 300.0
+"""How long a copy into or out of a box may take: processes that a command left running can stop the one that copies."""
+FAST_OUTPUT_BYTES = 64 * 1024 * 1024
+"""Output of a command that is read as fast as it comes. The rest is read slowly, so that the runner has time for other
+episodes: a command that writes without end would take two thirds of a core."""
+_SLOW_BYTES_PER_SECOND = 16 * 1024 * 1024
 _END_SECONDS = 10.0
 _LAST_OUTPUT_SECONDS = 1.0
 """Time to wait for the end of a command's output, which a process that it left running may hold open."""
@@ -127,7 +134,8 @@ class Box:
             "disk_mib": config.disk_mib,
             "cpus": config.cpus,
             "first_cpu": next(_boxes) * (config.cpus or 1),
-            "counts_processes": _counts_processes(),
+            # Since Linux 5.14, RLIMIT_NPROC counts per user namespace, and so per box; it exempts root.
+            "counts_processes": os.geteuid() != 0 and linux_version() >= (5, 14),
             "port": None if inner_url is None else urlsplit(inner_url).port,
             "disks": (),
         }
@@ -165,7 +173,14 @@ class Box:
             except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it
                 failure = error
             finally:
-                await box._close()
+                box._is_over = True
+                with anyio.CancelScope(shield=True):
+                    # Process 1 ends with its socket, the kernel ends all others, and then its parent, the leader, ends.
+                    with suppress(OSError):
+                        await box._control.aclose()
+                    with anyio.move_on_after(_END_SECONDS):
+                        await child.wait_for_leader()
+                    await child.kill(grace_seconds=0)
                 tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -241,7 +256,8 @@ class Box:
     ) -> tuple[Completed, Exception | None]:
         """Carry out a copy inside, by the pipe ``descriptor``, while a thread works on the other end of the pipe.
 
-        Returns the end of the copy inside, and the error of ``work``. Raises ``SandboxError`` if the box has ended.
+        Returns the end of the copy inside, and the error of ``work``. Raises ``SandboxLimit`` after ``COPY_SECONDS``,
+        and ``SandboxError`` if the box has ended.
         """
         failures: list[Exception] = []
         ended: list[Completed | SandboxError] = []
@@ -253,15 +269,22 @@ class Box:
                 failures.append(error)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_on_thread, attempt)
+            # It ends when the other end of its pipe closes; if this is cancelled, it is not waited for.
+            tasks.start_soon(partial(to_thread.run_sync, attempt, abandon_on_cancel=True))
             with memory_file(b"") as nothing:
                 stdin, stdout = (descriptor, None) if kind == inside.UNPACK else (nothing, descriptor)
                 try:
-                    ended.append(await self._execute(kind, {"path": self._path(path)}, stdin, stdout=stdout))
+                    with anyio.move_on_after(COPY_SECONDS):
+                        ended.append(await self._execute(kind, {"path": self._path(path)}, stdin, stdout=stdout))
                 except SandboxError as error:  # the task group would wrap it
                     ended.append(error)
                 finally:
                     os.close(descriptor)
+                    if not ended:  # the thread waits for the other end of the pipe
+                        tasks.cancel_scope.cancel()
+        if not ended:
+            message = f"{path} took longer than {COPY_SECONDS:g} s to copy; its processes may have stopped the copy."
+            raise SandboxLimit(message, limit="timeout_seconds")
         if isinstance(ended[0], SandboxError):
             raise ended[0]
         return ended[0], next(iter(failures), None)
@@ -345,27 +368,24 @@ class Box:
 
     # ------------------------------------------------------------------------------------------------- start
 
-    async def _accept(self, server: socket.socket) -> None:
-        """Wait until the program inside has connected, and talk to it by that connection."""
-        async with await SocketListener.from_socket(server) as listener, anyio.create_task_group() as tasks:
-
-            async def watch() -> None:
-                await self._child.wait_for_leader()
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(watch)
-            accepted = await listener.accept()
-            await self._control.aclose()
-            self._control = cast("UNIXSocketStream", accepted)
-            tasks.cancel_scope.cancel()
-
     async def _receive_ready(self, server: socket.socket | None) -> socket.socket | None:
         """Wait until the box is ready. Returns the socket on which it expects the model, if it has one."""
         reply: bytes = b""
         descriptors: list[int] = []
         with anyio.move_on_after(START_SECONDS), suppress(anyio.EndOfStream, anyio.BrokenResourceError):
             if server is not None:
-                await self._accept(server)
+                # The program inside connects, unless it cannot be started.
+                async with await SocketListener.from_socket(server) as listener, anyio.create_task_group() as tasks:
+
+                    async def watch() -> None:
+                        await self._child.wait_for_leader()
+                        tasks.cancel_scope.cancel()
+
+                    tasks.start_soon(watch)
+                    accepted = await listener.accept()
+                    await self._control.aclose()
+                    self._control = cast("UNIXSocketStream", accepted)
+                    tasks.cancel_scope.cancel()
             reply, descriptors = await self._control.receive_fds(inside.REPLY.size, 1)
         if len(reply) == inside.REPLY.size and reply[:1] == inside.READY:
             return socket.socket(fileno=descriptors[0]) if descriptors else None
@@ -394,22 +414,11 @@ class Box:
         for running in self._running.values():
             running.ended.set()
 
-    async def _close(self) -> None:
-        """End the box and wait until all of its processes have ended."""
-        self._is_over = True
-        with anyio.CancelScope(shield=True):
-            # Process 1 ends with its socket, the kernel ends all others, and then its parent, the leader, ends.
-            with suppress(OSError):
-                await self._control.aclose()
-            with anyio.move_on_after(_END_SECONDS):
-                await self._child.wait_for_leader()
-            await self._child.kill(grace_seconds=0)
 
-
-def _counts_processes() -> bool:
-    """Return whether RLIMIT_NPROC limits a box: since Linux 5.14 it counts per user namespace; it exempts root."""
-    release = os.uname().release.split(".")
-    return sys.platform == "linux" and os.geteuid() != 0 and (int(release[0]), int(release[1])) >= (5, 14)
+def linux_version() -> tuple[int, int]:
+    """Return the version of the Linux kernel, or (0, 0) on another system."""
+    major, minor, *_ = os.uname().release.split(".") if sys.platform == "linux" else ("0", "0")
+    return int(major), int(minor)
 
 
 # --------------------------------------------------------------------------------------------------- network
@@ -466,6 +475,7 @@ async def _pump(source: ByteStream, target: ByteStream) -> None:
 async def _drain(reader: int, write: Output) -> None:
     """Read a pipe to its end. Both event loops read pipes of child processes only, hence the descriptor."""
     os.set_blocking(reader, False)
+    num_bytes = 0
     while True:
         await anyio.wait_readable(reader)
         try:
@@ -475,24 +485,31 @@ async def _drain(reader: int, write: Output) -> None:
         if not chunk:
             return
         write(chunk)
-
-
-async def _on_thread(function: Callable[[], None]) -> None:
-    """Run a function that ends when the other end of its pipe closes, and do not wait for it if cancelled."""
-    await to_thread.run_sync(function, abandon_on_cancel=True)
+        num_bytes += len(chunk)
+        if num_bytes > FAST_OUTPUT_BYTES:
+            await anyio.sleep(len(chunk) / _SLOW_BYTES_PER_SECOND)
 
 
 @contextmanager
 def memory_file(content: bytes) -> Iterator[int]:
     """A descriptor from which ``content`` can be read, for a block."""
-    descriptor = os.memfd_create("areal")
+    descriptor = create_memory_file(content)
     try:
-        with os.fdopen(descriptor, "wb", closefd=False) as file:
-            file.write(content)
-        os.lseek(descriptor, 0, os.SEEK_SET)
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def create_memory_file(content: bytes) -> int:
+    """Return a new descriptor from which ``content`` can be read. The caller closes it."""
+    descriptor = os.memfd_create("areal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    # A box could otherwise write to its stdin, which is memory of the runner's machine that no limit counts.
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
 
 
 def _text(output: bytes) -> str:

@@ -68,37 +68,32 @@ class ContainerSandbox:
             server.listen(1)
 
             def prepare(channel: list[Any]) -> Start:
+                assert request.config.image is not None
                 channel[0] = f"{_SOCKETS}/socket"
                 channel[1]["disks"] = (request.work_directory, "/tmp")  # noqa: S108
-                return self._start(request, channel, directory)
+                source = f"{program()}\nmain(*{channel!r})\n"
+                environment = passed_environment(request.config) | {"HOME": _HOME}
+                environment.pop("PATH", None)  # that of the image
+                return Start(
+                    command=[self.kind, *_options(request, directory), request.config.image, "-I", "-S", "-c", source],
+                    environment=environment,
+                    own_environment=dict(os.environ),  # docker and podman find their settings there
+                )
 
             async with Box.open(request, prepare, BoundedLog(self.log), server=server) as box:
                 yield box
-
-    def _start(self, request: BoxRequest, channel: list[Any], sockets: Path) -> Start:
-        assert request.config.image is not None
-        source = f"{program()}\nmain(*{channel!r})\n"
-        environment = passed_environment(request.config) | {"HOME": _HOME}
-        environment.pop("PATH", None)  # that of the image
-        return Start(
-            command=[self.kind, *_options(request, sockets), request.config.image, "-I", "-S", "-c", source],
-            environment=environment,
-            own_environment=dict(os.environ),  # docker and podman find their settings there
-        )
 
 
 def _options(request: BoxRequest, sockets: Path) -> Iterator[str]:
     """Yield the arguments up to the image."""
     config = request.config
     yield from ("run", "--rm", "--interactive", "--entrypoint=python3", "--read-only", "--cap-drop=ALL")
+    # The default seccomp profile of docker and podman stays: it refuses what ``bubblewrap`` refuses by its own.
     yield from ("--security-opt=no-new-privileges", f"--pids-limit={config.max_processes + 1}")
     yield from (f"--memory={config.memory_mib}m", f"--memory-swap={config.memory_mib}m")
     if config.cpus is not None:
         yield f"--cpus={config.cpus}"
-    if config.network is not Network.HOST:
-        yield "--network=none"
-    else:
-        yield "--network=host"
+    yield "--network=host" if config.network is Network.HOST else "--network=none"
     for path in (request.work_directory, "/tmp"):  # noqa: S108
         yield f"--tmpfs={path}:rw,exec,mode=1777,size={config.disk_mib}m"
     yield f"--workdir={request.work_directory}"

@@ -38,7 +38,10 @@ LIMITS = ("memory_mib", "max_processes", "cpu_seconds", "disk_mib")
 """Limits that end the box. The number of an ``EXCEEDED`` reply is an index of this tuple."""
 
 _POLL_SECONDS = 0.1
-_LOOKS_PER_MEMFD_LOOK = 5
+_MAX_FILES = 4096
+"""Open files of a process. Their buffers, 208 KiB for a socket, are memory of the kernel that no count includes."""
+_MAX_DEPTH = 100
+"""Directories in one another that a copy enters. The runner walks and removes them by recursion."""
 _PAGE = resource.getpagesize()
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MIB = 1024 * 1024
@@ -56,8 +59,6 @@ class _Init:
         """Request ids by process."""
         self._before = time.monotonic()
         self._has_started = False
-        self._num_looks = 0
-        self._memfd_bytes = 0
 
     def serve(self) -> None:
         """Run until the runner closes the control socket, or a limit is exceeded."""
@@ -95,7 +96,9 @@ class _Init:
 
     def _obey(self) -> bool:
         """Carry out one request. Returns ``False`` at the end of the control socket."""
-        header, files = _receive_files(self._control, REQUEST.size)
+        header, ancillary, _, _ = self._control.recvmsg(REQUEST.size, CMSG_LEN(16 * 4), MSG_CMSG_CLOEXEC)
+        rights = b"".join(content for level, what, content in ancillary if (level, what) == (SOL_SOCKET, SCM_RIGHTS))
+        files = [number for (number,) in struct.iter_unpack("i", rights)]
         if len(header) < REQUEST.size:
             return False
         kind, request, length = REQUEST.unpack(header)
@@ -123,25 +126,36 @@ class _Init:
 
     # ------------------------------------------------------------------------------------------------ limits
 
-    def _exceeded(self) -> str | None:
-        pids = [entry for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
-        if len(pids) > self._limits["max_processes"]:
+    def _exceeded(self) -> str | None:  # noqa: C901 - each limit in turn; a second look at each process would cost more
+        pids = [pid for pid in _list("") if int(pid) != os.getpid()]
+        num_threads, num_pages, num_ticks = 0, 0, 0
+        for number, pid in enumerate(pids):
+            status = _read_status(pid)
+            if not status:
+                continue
+            num_threads += int(status[17])
+            num_ticks += sum(map(int, status[11:15]))
+            if status[0] == b"Z" and int(status[17]) > 1:
+                # The first thread has ended and shows no memory any more; the others share what it had.
+                tasks = [(f"{pid}/task/{task}", _read_status(f"{pid}/task/{task}")) for task in _list(f"{pid}/task")]
+                living = [task for task in tasks if task[1]]
+                pids[number], status = max(living, key=lambda task: int(task[1][21]), default=(pid, status))
+            num_pages += int(status[21])
+        if max(num_threads, len(pids)) > self._limits["max_processes"]:
             return "max_processes"
         limit = self._limits["memory_mib"] * _MIB
-        # Files in memory that no process has mapped are in no process's count.
-        if self._num_looks % _LOOKS_PER_MEMFD_LOOK == 0:
-            self._memfd_bytes = _memfd_bytes(pids)
-        self._num_looks += 1
-        resident = sum(_resident_bytes(pid) for pid in pids) + self._memfd_bytes
+        # Segments of System V that no process has attached are in no process's count. The last two columns are the
+        # resident and the swapped bytes of each.
+        segments = sum(int(word) for row in _read("/proc/sysvipc/shm").splitlines()[1:] for word in row.split()[-2:])
         # Pages that processes share count once for each of them here; hence the second, slower look.
-        if resident > limit:
+        if num_pages * _PAGE + segments > limit:
             private, shared = (sum(column) for column in zip(*map(_proportional_bytes, pids), strict=True))
-            if private + max(shared, self._memfd_bytes) > limit:
+            if private + max(shared, segments) > limit:
                 return "memory_mib"
         seconds = self._limits["cpu_seconds"]
         if seconds is not None:
             ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-            if ended.ru_utime + ended.ru_stime + sum(_cpu_seconds(pid) for pid in pids) > seconds:
+            if ended.ru_utime + ended.ru_stime + num_ticks / _TICKS > seconds:
                 return "cpu_seconds"
         for path in self._limits["disks"]:
             disk = os.statvfs(path)
@@ -150,26 +164,26 @@ class _Init:
         return None
 
 
-def _receive_files(control: Socket, size: int) -> tuple[bytes, list[int]]:
-    data, ancillary, _, _ = control.recvmsg(size, CMSG_LEN(16 * 4), MSG_CMSG_CLOEXEC)
-    files: list[int] = []
-    for level, kind, content in ancillary:
-        if level == SOL_SOCKET and kind == SCM_RIGHTS:
-            files.extend(struct.unpack(f"{len(content) // 4}i", content[: len(content) // 4 * 4]))
-    return data, files
-
-
 def _read(path: str) -> bytes:
     try:
         with open(path, "rb", buffering=0) as file:
-            return file.read(8192)
+            return file.read()
     except OSError:  # the process has ended, or hides its memory map
         return b""
 
 
-def _resident_bytes(pid: str) -> int:
-    found = _read(f"/proc/{pid}/statm").split()
-    return int(found[1]) * _PAGE if found else 0
+def _read_status(path: str) -> list[bytes]:
+    """Return the words of the ``stat`` of a process or a thread, from its state on; empty if it has ended."""
+    # The name of the program before them may contain anything, also brackets and spaces.
+    return _read(f"/proc/{path}/stat").rpartition(b")")[2].split()
+
+
+def _list(path: str) -> list[str]:
+    """Return the numbers in a directory of /proc."""
+    try:
+        return [entry for entry in os.listdir(f"/proc/{path}") if entry.isdigit()]
+    except OSError:  # the process has ended
+        return []
 
 
 def _proportional_bytes(pid: str) -> tuple[int, int]:
@@ -184,21 +198,6 @@ def _proportional_bytes(pid: str) -> tuple[int, int]:
     return status.get(b"RssAnon", 0) * 1024, status.get(b"RssShmem", 0) * 1024
 
 
-def _memfd_bytes(pids: list[str]) -> int:
-    """Return the size of the files without a name that processes hold open, those of ``memfd_create``."""
-    found = {}
-    for pid in pids:
-        try:
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                path = f"/proc/{pid}/fd/{name}"
-                if os.readlink(path).startswith("/memfd:"):
-                    status = os.stat(path)
-                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
-        except OSError:  # the process has ended, or hides its files
-            continue
-    return sum(found.values())
-
-
 def _kib_fields(text: bytes) -> dict[bytes, int]:
     fields = {}
     for line in text.splitlines():
@@ -206,12 +205,6 @@ def _kib_fields(text: bytes) -> dict[bytes, int]:
         if colon and value.endswith(b" kB"):
             fields[name] = int(value[:-3])
     return fields
-
-
-def _cpu_seconds(pid: str) -> float:
-    # The name of the program may contain anything, also brackets and spaces.
-    found = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return sum(map(int, found[11:15])) / _TICKS if found else 0.0
 
 
 # -------------------------------------------------------------------------------------------------- commands
@@ -257,6 +250,7 @@ def _limit_process(limits: dict[str, Any]) -> None:
     _lower(resource.RLIMIT_DATA, memory)
     _lower(resource.RLIMIT_FSIZE, disk)
     _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_NOFILE, _MAX_FILES)
     if limits["cpu_seconds"] is not None:
         _lower(resource.RLIMIT_CPU, int(limits["cpu_seconds"]) + 1)
     if limits["counts_processes"]:
@@ -294,6 +288,8 @@ def pack(path: str, stream: BinaryIO) -> None:
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
 
         def add(source: str, name: str) -> None:
+            if name.count("/") > _MAX_DEPTH + 1:  # one more than is unpacked, so that the reader names it as left out
+                return
             status = os.lstat(source)
             member = tarfile.TarInfo(name)
             member.mode, member.mtime = stat.S_IMODE(status.st_mode), status.st_mtime
@@ -318,8 +314,9 @@ def unpack(
 ) -> tuple[str, ...]:
     """Write the files of a tar archive below ``target``, which is created. Returns the names that were left out.
 
-    The archive is not trusted: names that lead out of ``target``, devices, and (unless ``keeps_links``) symbolic links
-    that lead out of it are left out. Symbolic links are made last, so that no file is written through one.
+    The archive is not trusted: names that lead out of ``target`` or that are deeper than 100 directories, devices, and
+    (unless ``keeps_links``) symbolic links that lead out of it are left out. Symbolic links are made last, so that no
+    file is written through one.
 
     Raises:
         OverflowError: the files have more than ``max_bytes``.
@@ -335,6 +332,7 @@ def unpack(
             parts = [part for part in member.name.split("/") if part not in ("", ".")]
             if (
                 ".." in parts
+                or len(parts) > _MAX_DEPTH
                 or member.name.startswith("/")
                 or not (member.isfile() or member.isdir() or member.issym())
             ):
@@ -395,13 +393,25 @@ def _stays_inside(link: str, *, depth: int) -> bool:
 
 def main(channel: int | str, settings: dict[str, Any]) -> None:
     """Serve on the control socket: an inherited descriptor, or the path of a socket to connect to."""
-    _hide_memory()
+    # Forbid commands in the box to trace this process or to read its files and environment (PR_SET_DUMPABLE).
+    try:
+        import _ctypes  # ctypes itself takes 8 ms to import
+
+        itself: Any = None
+        prctl = _ctypes.dlsym(_ctypes.dlopen(itself, 0), "prctl")
+        _ctypes.call_function(prctl, (4, 0, 0, 0, 0))
+    except (ImportError, AttributeError, OSError):  # then commands can disturb their own box, and no other
+        pass
     if isinstance(channel, str):
         control = Socket(AF_UNIX, SOCK_STREAM)
         control.connect(channel)
     else:
-        control = Socket(fileno=channel)
-    os.set_inheritable(control.fileno(), False)
+        # A low number, which is not inherited: those of a runner with many connections are too high for ``select``.
+        control = Socket(fileno=os.dup(channel))
+    inherited = [int(name) for name in os.listdir("/proc/self/fd")]
+    for number in inherited:
+        if number not in (0, 1, 2, control.fileno()):
+            os.closerange(number, number + 1)  # unlike ``close``, without an error for that of the listing
     files: list[int] = []
     listener = Socket(AF_INET, SOCK_STREAM)
     if settings["port"] is not None:
@@ -414,15 +424,3 @@ def main(channel: int | str, settings: dict[str, Any]) -> None:
     control.sendmsg([REPLY.pack(READY, 0, os.getpid())], ancillary)
     listener.close()
     _Init(control, settings).serve()
-
-
-def _hide_memory() -> None:
-    """Forbid commands in the box to trace this process or to read its files and environment (PR_SET_DUMPABLE)."""
-    try:
-        import _ctypes  # ctypes itself takes 8 ms to import
-
-        itself: Any = None
-        prctl = _ctypes.dlsym(_ctypes.dlopen(itself, 0), "prctl")
-        _ctypes.call_function(prctl, (4, 0, 0, 0, 0))
-    except (ImportError, AttributeError, OSError):  # then commands can disturb their own box, and no other
-        pass

@@ -104,9 +104,15 @@ class _Directory:
         self.children.append(child)
         seconds = timeout_seconds or self._config.timeout_seconds
         has_ended = False
+        assert child.process.stdout is not None
         try:
             with anyio.move_on_after(seconds):
-                await _listen(child, outputs[0])
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(child.listen)
+                    tasks.start_soon(read_all, child.process.stdout, outputs[0].write)
+                    await child.wait_for_leader()
+                    # Processes that it left running may hold the pipes open.
+                    tasks.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_SECONDS
                 has_ended = True
         finally:
             if not has_ended:
@@ -140,13 +146,3 @@ class _Directory:
             return await to_thread.run_sync(copy)
         except (OSError, OverflowError) as error:
             raise SandboxError(f"{source} cannot be copied to {target}: {error}") from error
-
-
-async def _listen(child: Child, stdout: Tail) -> None:
-    assert child.process.stdout is not None
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(child.listen)
-        tasks.start_soon(read_all, child.process.stdout, stdout.write)
-        await child.wait_for_leader()
-        # Processes that it left running may hold the pipes open.
-        tasks.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_SECONDS

@@ -36,7 +36,17 @@ def process_directory() -> Path:
     status = root.lstat()
     if root.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise SandboxError(f"{root} belongs to another user, or can be used by others; remove it, or set TMPDIR.")
-    _reap(root)
+    for directory in root.iterdir():
+        with suppress(OSError):
+            if not (directory / _LOCK).exists():
+                # Just created, or nearly removed; an old one was left between the two.
+                if time.time() - directory.stat().st_mtime > _UNLOCKED_SECONDS:
+                    remove(directory)
+                continue
+            descriptor = take(directory / _LOCK)
+            if descriptor is not None:
+                remove(directory)
+                os.close(descriptor)
     own = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))
     while not _lock(own):  # another process took it for a dead one's, between its creation and its lock
         own = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))
@@ -54,20 +64,6 @@ def _lock(directory: Path) -> bool:
         if error.errno in NO_LOCKS:  # then other processes cannot lock it either, and leave it alone
             return True
         raise
-
-
-def _reap(root: Path) -> None:
-    for directory in root.iterdir():
-        with suppress(OSError):
-            if not (directory / _LOCK).exists():
-                # Just created, or nearly removed; an old one was left between the two.
-                if time.time() - directory.stat().st_mtime > _UNLOCKED_SECONDS:
-                    remove(directory)
-                continue
-            descriptor = take(directory / _LOCK)
-            if descriptor is not None:
-                remove(directory)
-                os.close(descriptor)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -68,7 +69,8 @@ class CommandConfig:
     """The program and its arguments. They are not interpreted by a shell, unless it is the program."""
     grader: tuple[CommandWord, ...] = ()
     """A command that rewards the files that the agent left in its working directory: by the last line of its output, or
-    1 if it exits with status 0, and 0 otherwise. Then the agent's own output is no reward."""
+    1 for exit status 0, and 0 for 1. Another status is an error of the grader, which fails the episode. With a grader,
+    the agent's own output is no reward."""
     files: Path | None = None
     """A directory whose contents the agent finds in its working directory."""
 
@@ -266,7 +268,28 @@ class _BoxedInvocation:
         if ended.status in _NOT_RUN:
             raise EpisodeError(f"The grader {grader[0]} cannot be started. {_describe_end(ended)}")
         reward = _parse_reward(_last_line(ended.stdout), name="The grader")
-        return reward if reward != {} else float(ended.is_successful)
+        if reward != {}:
+            return reward
+        if ended.status > 1 or (ended.status == 1 and _has_raised(ended, grader)):
+            raise EpisodeError(
+                f"The grader {' '.join(grader)} failed, so that this episode has no reward. {_describe_end(ended)}\n"
+                "A grader rewards 0 by printing 0 as its last line, or by exit status 1."
+            )
+        return float(ended.is_successful)
+
+
+def _has_raised(ended: Completed, grader: Sequence[str]) -> bool:
+    """Return whether a Python script of the grader's command ended in an exception that it did not catch.
+
+    Its last line on stderr is the exception then, and a line before names the script. Programs that the grader runs
+    raise in other files, and unittest, which reports exceptions as failed tests, ends with a summary.
+    """
+    lines = ended.stderr.decode(errors="replace").strip().splitlines()
+    return (
+        bool(lines)
+        and re.match(r"[A-Za-z_][\w.]*(: |$)", lines[-1]) is not None
+        and any(f'File "{path}", line ' in line for path in _files_of(grader) for line in lines)
+    )
 
 
 def _files_of(command: Sequence[str]) -> tuple[Path, ...]:
@@ -282,8 +305,11 @@ def _last_line(output: bytes) -> str:
 
 def _describe_end(ended: Completed) -> str:
     how = f"It exited with status {ended.status}." if ended.status >= 0 else f"It was killed by signal {-ended.status}."
-    words = ended.stderr[-_MAX_WORDS_BYTES:].decode(errors="replace").strip()
-    return how + (f" The end of its stderr:\n{words}" if words else "")
+    for name, output in (("stderr", ended.stderr), ("stdout", ended.stdout)):
+        words = output[-_MAX_WORDS_BYTES:].decode(errors="replace").strip()
+        if words:
+            return f"{how} The end of its {name}:\n{words}"
+    return how
 
 
 class _LastLine:

@@ -39,6 +39,10 @@ from areal_actors.testing.sglang_server import read_rank
 __all__ = ["Failure", "VllmServer", "open_vllm_server"]
 
 
+_FACTS = ("/version", "/v1/models", "/weight_info", "/server_info", "/health")
+_ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
 class Failure(StrEnum):
     """Ways in which an answer fails."""
 
@@ -72,89 +76,97 @@ class VllmServer:
 
     def create_app(self) -> Starlette:
         """Create the application with the routes that the dialect uses."""
-        said = {
-            "/version": self._describe_version,
-            "/v1/models": self._describe_models,
-            "/weight_info": self._describe_weights,
-            "/server_info": self._describe_server,
-            "/health": self._health,
-        }
-        told = {
-            GENERATE: self._generate,
-            "/abort_requests": self._abort,
-            "/pause": self._pause,
-            "/resume": self._resume,
-            "/collective_rpc": self._reload,
-            "/reset_prefix_cache": self._reset,
-            "/update_weight_version": self._name_weights,
-        }
-        if self.max_adapter_rank:
-            told |= {
-                "/v1/load_lora_adapter": self._load_adapter,
-                "/v1/unload_lora_adapter": self._unload_adapter,
-            }
-        return Starlette(
-            routes=[
-                *(Route(path, handler, methods=["GET"]) for path, handler in said.items()),
-                *(Route(path, handler, methods=["POST"]) for path, handler in told.items()),
-            ],
-            exception_handlers={KeyError: _refuse_incomplete},
+        told = (
+            GENERATE,
+            "/abort_requests",
+            "/pause",
+            "/resume",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            *(_ADAPTER_PATHS if self.max_adapter_rank else ()),
         )
 
-    # --------------------------------------------------------------------------------------------- who it is
+        async def refuse_incomplete(_: Request, error: Exception) -> Response:
+            return _error(400, f"a field is missing: {error}")
 
-    async def _describe_version(self, _: Request) -> Response:
-        return JSONResponse({"version": self.version})
+        return Starlette(
+            routes=[
+                *(Route(path, self._describe, methods=["GET"]) for path in _FACTS),
+                *(Route(path, self._answer, methods=["POST"]) for path in told),
+            ],
+            exception_handlers={KeyError: refuse_incomplete},
+        )
 
-    async def _describe_models(self, _: Request) -> Response:
-        base = {"id": self.engine.info.model, "root": str(self.model)}
-        loaded = [{"id": name, "root": path, "parent": base["id"]} for name, path in self.adapters.items()]
-        return JSONResponse({"object": "list", "data": [base, *loaded]})
-
-    async def _describe_weights(self, _: Request) -> Response:
-        return JSONResponse({"weight_version": self.label})
-
-    async def _describe_server(self, _: Request) -> Response:
-        info = self.engine.info
-        model = {
-            "model": str(self.model),
-            "max_model_len": info.context_length,
-            "dtype": f"torch.{info.dtype}",
-            "logprobs_mode": self.logprobs_mode,
-        }
+    async def _describe(self, request: Request) -> Response:
+        info, model = self.engine.info, str(self.model)
+        loaded = [{"id": name, "root": path, "parent": info.model} for name, path in self.adapters.items()]
         config = {
-            "model_config": model,
+            "model_config": {
+                "model": model,
+                "max_model_len": info.context_length,
+                "dtype": f"torch.{info.dtype}",
+                "logprobs_mode": self.logprobs_mode,
+            },
             "device_config": {"device": info.device},
             "scheduler_config": {"max_num_seqs": info.max_concurrent},
             "structured_outputs_config": {"backend": "auto"},
             "lora_config": {"max_lora_rank": self.max_adapter_rank} if self.max_adapter_rank else None,
         }
-        return JSONResponse({"vllm_config": config})
+        documents: dict[str, dict[str, Any]] = {
+            "/version": {"version": self.version},
+            "/v1/models": {"object": "list", "data": [{"id": info.model, "root": model}, *loaded]},
+            "/weight_info": {"weight_version": self.label},
+            "/server_info": {"vllm_config": config},
+        }
+        found = documents.get(request.url.path)
+        return Response() if found is None else JSONResponse(found)
 
-    async def _health(self, _: Request) -> Response:
-        return Response()
+    async def _answer(self, request: Request) -> Response:
+        path, engine = request.url.path, self.engine
+        body = json.loads(await request.body() or "{}")
+        if path == GENERATE:
+            return self._generate(body)
+        if path in _ADAPTER_PATHS:
+            return self._change_adapters(path, body)
+        if path == "/abort_requests":
+            for running in [running for running, name in self._running.items() if name in body["request_ids"]]:
+                await engine.abort(running)
+        elif path == "/pause":
+            await engine.pause(PauseMode(request.query_params["mode"]))
+        elif path == "/resume":
+            await engine.resume()
+        elif path == "/collective_rpc":
+            self._labels[engine.version] = self.label
+            try:
+                weights = Path(body["kwargs"]["weights_path"])
+                await engine.load(Snapshot(version=engine.version + 1, path=weights))
+            except ArealError as error:
+                return _error(500, str(error))
+        elif path == "/update_weight_version":
+            self.label = self._labels[engine.version] = body["new_version"]
+        return JSONResponse({"status": "ok"})  # also a reset of the cache, which the engine dropped when it loaded
+
+    def _change_adapters(self, path: str, body: Mapping[str, Any]) -> Response:
+        name = body["lora_name"]
+        if path == "/v1/unload_lora_adapter":
+            if self.adapters.pop(name, None) is None:
+                return _error(404, f"The lora adapter '{name}' cannot be found.")
+            return Response(f"Success: LoRA adapter '{name}' removed successfully.")
+        root = body["lora_path"]
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        rank = read_rank(root)
+        if rank is None:
+            return _error(404, f"Loading lora {name} failed: No adapter found for {root}")
+        if rank > self.max_adapter_rank:
+            return _error(500, f"LoRA rank {rank} is greater than max_lora_rank {self.max_adapter_rank}.")
+        self.adapters[name] = root
+        return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     # -------------------------------------------------------------------------------------------- generating
 
-    async def _generate(self, request: Request) -> Response:
-        body = await request.json()
-        generation = self._parse(body)
-        self.bodies.append(body)
-        if body.get("model") not in (None, self.engine.info.model, *self.adapters):
-            return _error(404, f"The model `{body['model']}` does not exist.")
-        failure = self.failures.popleft() if self.failures else None
-        if failure is Failure.ERROR:
-            return _error(500, "The engine core died.")
-        if failure is Failure.GARBAGE:
-            return Response("data: {]\n\n", media_type="text/event-stream")
-        events = self._stream(body["request_id"], generation, is_cut=failure is Failure.CUT)
-        return _Events(events)
-
-    def _parse(self, body: Mapping[str, Any]) -> EngineRequest:
-        """Parse a request to generate.
-
-        vLLM's request ids need not be unique, but an engine's must be, so each gets a number, which is also its seed.
-        """
+    def _generate(self, body: Mapping[str, Any]) -> Response:
         wanted, number = body["sampling_params"], next(self._ids)
         sampling = Sampling(
             max_new_tokens=wanted["max_tokens"],
@@ -164,20 +176,34 @@ class VllmServer:
             top_logprobs=wanted["logprobs"],
             **{name: wanted[name] for name in _SAME},
         )
-        return EngineRequest(
+        # vLLM's request ids need not be unique, but an engine's must be, so each gets a number, which is also its seed.
+        generation = EngineRequest(
             id=f"{body['request_id']}-{number}",
             prompt=body["token_ids"],
             sampling=sampling,
             key=SampleKey(seed=number),
         )
+        self.bodies.append(body)
+        if body.get("model") not in (None, self.engine.info.model, *self.adapters):
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        failure = self.failures.popleft() if self.failures else None
+        if failure is Failure.ERROR:
+            return _error(500, "The engine core died.")
+        if failure is Failure.GARBAGE:
+            return Response("data: {]\n\n", media_type="text/event-stream")
+        return _Events(self._stream(body["request_id"], generation, is_cut=failure is Failure.CUT))
 
     async def _stream(self, name: str, request: EngineRequest, *, is_cut: bool) -> AsyncGenerator[str]:
-        self._running[request.id] = ABORT_PREFIX + name
+        self._running[request.id] = ABORT_PREFIX + name  # real servers know it by this name when it is aborted
         spans: list[dict[str, Any]] = []
         try:
             async with self.engine.generate(request) as chunks:
                 async for chunk in chunks:
-                    self._extend(spans, chunk)
+                    label = self._labels.get(chunk.version, self.label)
+                    start = spans[-1]["end"] if spans else 0
+                    if not spans or spans[-1]["version"] != label:
+                        spans.append({"version": label, "start": start, "end": start})
+                    spans[-1]["end"] = start + len(chunk.token_ids)
                     yield _event({"choices": [_choice(chunk, spans)]})
                     if is_cut:
                         return
@@ -187,68 +213,6 @@ class VllmServer:
         finally:
             del self._running[request.id]
         yield "data: [DONE]\n\n"
-
-    def _extend(self, spans: list[dict[str, Any]], chunk: Chunk) -> None:
-        label = self._labels.get(chunk.version, self.label)
-        start = spans[-1]["end"] if spans else 0
-        if not spans or spans[-1]["version"] != label:
-            spans.append({"version": label, "start": start, "end": start})
-        spans[-1]["end"] = start + len(chunk.token_ids)
-
-    async def _abort(self, request: Request) -> Response:
-        names = (await request.json())["request_ids"]
-        for running in [running for running, name in self._running.items() if name in names]:
-            await self.engine.abort(running)
-        return JSONResponse({"status": "aborted", "aborted": len(names)})
-
-    # ---------------------------------------------------------------------------------------------- adapters
-
-    async def _load_adapter(self, request: Request) -> Response:
-        body = await request.json()
-        name, path = body["lora_name"], body["lora_path"]
-        if name in self.adapters:
-            return _error(400, f"The lora adapter '{name}' has already been loaded.")
-        rank = read_rank(path)
-        if rank is None:
-            return _error(404, f"Loading lora {name} failed: No adapter found for {path}")
-        if rank > self.max_adapter_rank:
-            return _error(500, f"LoRA rank {rank} is greater than max_lora_rank {self.max_adapter_rank}.")
-        self.adapters[name] = path
-        return Response(f"Success: LoRA adapter '{name}' added successfully.")
-
-    async def _unload_adapter(self, request: Request) -> Response:
-        name = (await request.json())["lora_name"]
-        if self.adapters.pop(name, None) is None:
-            return _error(404, f"The lora adapter '{name}' cannot be found.")
-        return Response(f"Success: LoRA adapter '{name}' removed successfully.")
-
-    # ------------------------------------------------------------------------------------- pauses and weights
-
-    async def _pause(self, request: Request) -> Response:
-        await self.engine.pause(PauseMode(request.query_params["mode"]))
-        return JSONResponse({"status": "paused"})
-
-    async def _resume(self, _: Request) -> Response:
-        await self.engine.resume()
-        return JSONResponse({"status": "resumed"})
-
-    async def _reload(self, request: Request) -> Response:
-        path = Path((await request.json())["kwargs"]["weights_path"])
-        self._labels[self.engine.version] = self.label
-        try:
-            await self.engine.load(Snapshot(version=self.engine.version + 1, path=path))
-        except ArealError as error:
-            return _error(500, str(error))
-        return JSONResponse({"results": [None]})
-
-    async def _reset(self, _: Request) -> Response:
-        """Do nothing: the engine dropped its cache when it loaded."""
-        return JSONResponse({"success": True})
-
-    async def _name_weights(self, request: Request) -> Response:
-        self.label = (await request.json())["new_version"]
-        self._labels[self.engine.version] = self.label
-        return JSONResponse({"success": True, "new_version": self.label})
 
 
 _SAME = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -291,10 +255,6 @@ def _event(document: Mapping[str, Any]) -> str:
 
 def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
-
-
-async def _refuse_incomplete(_: Request, error: Exception) -> Response:
-    return _error(400, f"a field is missing: {error}")
 
 
 @asynccontextmanager

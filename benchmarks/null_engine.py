@@ -23,8 +23,8 @@ from areal_actors.domain import (
     PauseMode,
     Snapshot,
 )
+from areal_actors.models.built_in import CHATML, create_tiny_tokenizer
 from areal_actors.rendering import TemplateRenderer, create_renderer
-from areal_actors.testing.tokenizers import CHATML, tiny_tokenizer
 
 __all__ = ["NAME_OF_WORD", "SETUPS", "NullEngine", "Setup", "words"]
 
@@ -40,7 +40,7 @@ def words(numbers: list[int]) -> str:
 
 def create_tiny_renderer() -> TemplateRenderer:
     """The tiny model's: byte-level, so that its cost per character is that of a real one."""
-    return create_renderer(tiny_tokenizer())
+    return create_renderer(create_tiny_tokenizer())
 
 
 def create_word_renderer() -> TemplateRenderer:

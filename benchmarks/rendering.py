@@ -10,8 +10,8 @@ from __future__ import annotations
 from benchmarks.harness import Result, cpu_us_per_operation
 
 from areal_actors.domain import ChatMessage, ForkReason, Ints, Tool, ToolCall
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import TemplateRenderer, create_renderer
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 _NUM_TURNS = 128
 _TOOL = Tool(
@@ -103,7 +103,7 @@ def _measure_turn(renderer: TemplateRenderer, *, num_operations: int) -> list[Re
 
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every benchmark
     """CPU time of rendering, extending and reading one turn, and the ratio that incremental rendering is for."""
-    renderer = create_renderer(tiny_tokenizer())
+    renderer = create_renderer(create_tiny_tokenizer())
     _extend(renderer, _HISTORY, _RESULT, _REMINDER)
     turn = _measure_turn(renderer, num_operations=100 if quick else 1000)
     growth = _measure_growth(renderer, _RESULT, "", num_turns=_NUM_TURNS, rounds=1 if quick else 3)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from areal_actors.models.built_in import CHATML
 from areal_actors.rendering import TemplateRenderer, create_renderer
-from areal_actors.testing.tokenizers import CHATML
 
 __all__ = ["FIRST_WORD", "NUM_WORDS", "create_word_renderer", "words"]
 

@@ -20,6 +20,7 @@ from areal_actors.errors import CapacityExhausted
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import CollectSession, DescribeEndpoint, Endpoint, Sessions
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.rendering import RendererConfig, create_renderer
 from areal_actors.rollouts.capacity import CapacityGranter
@@ -27,7 +28,6 @@ from areal_actors.rollouts.exporter import Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.sessions.manager import SessionManager
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 __all__ = ["ScriptedEngine", "Stage", "open_stage"]
 
@@ -92,7 +92,7 @@ async def open_stage(
     create_engine: Callable[[Any], E], *, config: ProxyConfig | None = None
 ) -> AsyncIterator[Stage[E]]:
     """Serve on a free port of this machine until the block is left. ``create_engine`` is given the tokenizer."""
-    tokenizer = tiny_tokenizer(template=QWEN)
+    tokenizer = create_tiny_tokenizer(template=QWEN)
     renderer = create_renderer(tokenizer, config=RendererConfig(tool_format="hermes", reasoning_format="think"))
     engine = create_engine(tokenizer)
     limits = CapacityLimits(max_concurrent=10_000, batch_size=10_000)

@@ -26,8 +26,8 @@ from areal_actors.domain import (
 from areal_actors.errors import EngineError, UnsupportedParameter
 from areal_actors.generation.base import EngineRequest
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering.parsers import TOOL_FORMATS
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +39,7 @@ TOOL = Tool(name="f", parameters={"properties": {"a": {"enum": [1, 2, 3]}}, "add
 @cache
 def tokenizer() -> Any:
     """The tiny tokenizer, made once."""
-    return tiny_tokenizer()
+    return create_tiny_tokenizer()
 
 
 def encode(text: str) -> list[int]:

@@ -31,8 +31,8 @@ from areal_actors.domain import (
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.generation.torch.constraint import Constraint, GrammarCompiler
 from areal_actors.generation.torch.sampler import RowSampling, sample
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 V = 400
 STOP = 2
@@ -41,7 +41,7 @@ STOP = 2
 @cache
 def tokenizer(*more_special: str) -> Any:
     """The tiny tokenizer, made once."""
-    return tiny_tokenizer(more_special=more_special)
+    return create_tiny_tokenizer(more_special=more_special)
 
 
 @cache

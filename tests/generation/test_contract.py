@@ -15,9 +15,9 @@ from areal_actors.domain import as_floats
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.graphs import GraphRunner, create_runner
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 PROMPT = np.random.default_rng(3).integers(0, 96, 40)
 
@@ -52,7 +52,7 @@ async def open_torch(model, create_runner=create_runner, **settings) -> AsyncIte
 @asynccontextmanager
 async def open_with_grammars(create_runner=create_runner) -> AsyncIterator[Subject]:
     """The embedded engine with a tokenizer, which is smaller than the model's vocabulary."""
-    model, tokenizer = create_llama(vocab_size=400), tiny_tokenizer()
+    model, tokenizer = create_llama(vocab_size=400), create_tiny_tokenizer()
     config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16)
     async with TorchEngine.open(
         config, model=model, tokenizer=tokenizer.backend_tokenizer, create_runner=create_runner

@@ -13,6 +13,7 @@ from areal_actors.domain import Interaction
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import CollectSession, DescribeEndpoint, Sessions
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.proxy import ProxyServer
 from areal_actors.rendering import Renderer, create_renderer
 from areal_actors.rollouts.capacity import CapacityGranter
@@ -20,13 +21,12 @@ from areal_actors.rollouts.exporter import Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.sessions.manager import SessionManager
 from areal_actors.testing.engines import EchoEngine, script_answers
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 
 @cache
 def renderer() -> Renderer:
     """A real renderer; it has no state worth resetting."""
-    return create_renderer(tiny_tokenizer())
+    return create_renderer(create_tiny_tokenizer())
 
 
 def sampled(text: str) -> list[int]:

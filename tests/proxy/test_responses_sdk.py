@@ -15,6 +15,7 @@ from areal_actors.domain import ChatMessage, ReasoningDelta, TextDelta, ToolArgu
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.kernel import ActorSystem
 from areal_actors.messages import CollectSession, DescribeEndpoint
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.proxy import ProxyServer
 from areal_actors.rendering import RendererConfig, create_renderer
 from areal_actors.rollouts.capacity import CapacityGranter
@@ -22,9 +23,7 @@ from areal_actors.rollouts.exporter import Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.sessions.manager import SessionManager
 from areal_actors.testing.engines import EchoEngine, script_answers
-from areal_actors.testing.serving import open_scripted_proxy
-from areal_actors.testing.sessions import echo_script
-from areal_actors.testing.tokenizers import tiny_tokenizer
+from areal_actors.testing.serving import echo_script, open_scripted_proxy
 
 pytestmark = [
     pytest.mark.anyio,
@@ -172,13 +171,13 @@ async def test_errors_are_openais():
 @pytest.fixture(scope="module")
 def renderer():
     """Rendering has no state worth resetting."""
-    return create_renderer(tiny_tokenizer())
+    return create_renderer(create_tiny_tokenizer())
 
 
 @pytest.fixture(scope="module")
 def thinker():
     """A renderer that takes thinking apart, around a template that shows none of it."""
-    return create_renderer(tiny_tokenizer(), config=RendererConfig(reasoning_format="think"))
+    return create_renderer(create_tiny_tokenizer(), config=RendererConfig(reasoning_format="think"))
 
 
 def _ids(renderer, text):

@@ -13,6 +13,7 @@ from areal_actors.domain import ChatMessage
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.kernel import ActorSystem
 from areal_actors.messages import DescribeEndpoint
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.proxy import ProxyServer
 from areal_actors.rendering import create_renderer
 from areal_actors.rollouts.capacity import CapacityGranter
@@ -20,7 +21,6 @@ from areal_actors.rollouts.exporter import Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.sessions.manager import SessionManager
 from areal_actors.testing.engines import EchoEngine, echo_logprob, script_answers
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.anyio,
@@ -36,7 +36,7 @@ CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12, "b": 34}}\n</to
 @pytest.fixture(scope="module")
 def renderer():
     """Rendering has no state worth resetting."""
-    return create_renderer(tiny_tokenizer())
+    return create_renderer(create_tiny_tokenizer())
 
 
 def _ids(renderer, text):

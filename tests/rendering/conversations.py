@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.rendering import templates
 
 from areal_actors.domain import ChatMessage, Ints, Tool, as_ints
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import TemplateRenderer, create_renderer
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 TOOL = Tool(
     name="multiply",
@@ -32,7 +32,7 @@ arguments = st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 99) | pl
 def renderer_of(name: str) -> TemplateRenderer:
     """The renderer of one of the templates, made once."""
     source = getattr(templates, name)
-    return create_renderer(tiny_tokenizer(template=source, more_special=templates.MORE_SPECIAL))
+    return create_renderer(create_tiny_tokenizer(template=source, more_special=templates.MORE_SPECIAL))
 
 
 def say(role: str, content: str | None = None, **more: object) -> ChatMessage:

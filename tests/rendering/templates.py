@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_actors.testing.tokenizers import CHATML
+from areal_actors.models.built_in import CHATML
 
 __all__ = ["BARE", "CHATML", "GEMMA", "GLM", "LLAMA", "MISTRAL", "PHI", "QWEN", "QWEN_THINKING", "SMOLLM"]
 

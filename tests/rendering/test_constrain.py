@@ -8,9 +8,9 @@ import pytest
 
 from areal_actors.domain import Exactly, Grammar, InOrder, JsonText, OneOf, Repeated, Tool, ToolChoice
 from areal_actors.errors import UnsupportedParameter
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import HasTokenizer, RendererConfig, create_renderer
 from areal_actors.rendering.parsers import TOOL_FORMATS
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 F = Tool(name="f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})
 G = Tool(name="g", is_strict=True)
@@ -20,7 +20,7 @@ FORM = JsonText(schema={"type": "object"})
 @pytest.fixture(scope="module")
 def renderer():
     """A model that knows no tools and does not think, and so speaks the first format."""
-    return create_renderer(tiny_tokenizer())
+    return create_renderer(create_tiny_tokenizer())
 
 
 def _leaves(grammar: Grammar) -> Iterator[Grammar]:
@@ -72,7 +72,7 @@ def test_that_with_a_form_the_answer_is_a_call_or_matches(renderer):
 
 def test_that_a_model_without_a_format_cannot_be_made_to_call():
     """Neither by name, nor as one of two ways to answer."""
-    mute = create_renderer(tiny_tokenizer(), config=RendererConfig(tool_format="none"))
+    mute = create_renderer(create_tiny_tokenizer(), config=RendererConfig(tool_format="none"))
 
     for options in ({"tool_choice": "f"}, {"tool_choice": ToolChoice.REQUIRED}, {"response_format": FORM}):
         with pytest.raises(UnsupportedParameter, match="no grammar"):

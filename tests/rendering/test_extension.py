@@ -12,9 +12,9 @@ from tokenizers import AddedToken
 
 from areal_actors.domain import ForkReason, Tool, ToolCall
 from areal_actors.errors import RenderError
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import create_renderer
 from areal_actors.rendering import renderer as renderer_module
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 FORK = ForkReason.TEMPLATE_REWROTE_HISTORY
 CALL = ToolCall(id="call00000", name="multiply", arguments='{"a": 1}')
@@ -124,7 +124,7 @@ def test_a_turn_cut_by_length_is_closed_by_the_suffix():
 
 def test_end_of_turn_that_swallows_a_line_break_keeps_doing_so():
     """A special token that strips what follows strips it in suffixes as well."""
-    tokenizer = tiny_tokenizer(template=templates.PHI, more_special=("<|user|>", "<|assistant|>"))
+    tokenizer = create_tiny_tokenizer(template=templates.PHI, more_special=("<|user|>", "<|assistant|>"))
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", rstrip=True)]})
     renderer = create_renderer(tokenizer)
     prompt, sampled = renderer.render([QUESTION]), sample(renderer, "answer")
@@ -186,7 +186,7 @@ def test_ids_of_calls_may_be_refused():
 
 def create(source, *more_special):
     """A renderer of a template that only one test has."""
-    return create_renderer(tiny_tokenizer(template=source, more_special=more_special))
+    return create_renderer(create_tiny_tokenizer(template=source, more_special=more_special))
 
 
 def test_calls_that_are_not_closed_cannot_be_extended():

@@ -10,16 +10,16 @@ from tests.rendering.conversations import TOOL, sample, say, write_call
 from transformers import ByT5Tokenizer
 
 from areal_actors.errors import ConfigError, ModelError
+from areal_actors.models.built_in import CHATML, create_tiny_tokenizer
 from areal_actors.rendering import RendererConfig, create_renderer, load_renderer
-from areal_actors.testing.tokenizers import CHATML, tiny_tokenizer
 
 
 def test_a_saved_model_is_loaded(tmp_path):
     """Template, special tokens and the end tokens of the generation config survive the disk."""
-    tiny_tokenizer(more_special=("<|eot|>",)).save_pretrained(tmp_path)
+    create_tiny_tokenizer(more_special=("<|eot|>",)).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 384]}))
     renderer = load_renderer(tmp_path)
-    made = create_renderer(tiny_tokenizer(more_special=("<|eot|>",)))
+    made = create_renderer(create_tiny_tokenizer(more_special=("<|eot|>",)))
 
     assert (2, 384) == renderer.stop_token_ids
     assert made.render([say("user", "hi")]).tolist() == renderer.render([say("user", "hi")]).tolist()
@@ -29,7 +29,7 @@ def test_a_saved_model_is_loaded(tmp_path):
 @pytest.mark.parametrize("config", ['{"eos_token_id": 2}', '{"eos_token_id": null}', "{}", None])
 def test_generation_configs_of_every_kind(tmp_path, config):
     """One end token, none, or no such file."""
-    tiny_tokenizer().save_pretrained(tmp_path)
+    create_tiny_tokenizer().save_pretrained(tmp_path)
     if config is not None:
         (tmp_path / "generation_config.json").write_text(config)
 
@@ -48,11 +48,11 @@ def test_models_that_cannot_be_loaded(tmp_path):
     """The message says what is missing, and where."""
     with pytest.raises(ModelError, match="No tokenizer can be loaded from"):
         load_renderer(tmp_path)
-    tokenizer = tiny_tokenizer()
+    tokenizer = create_tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         create_renderer(tokenizer)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    create_tiny_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
         load_renderer(tmp_path)
@@ -60,8 +60,10 @@ def test_models_that_cannot_be_loaded(tmp_path):
 
 def test_settings_replace_what_is_recognised():
     """A template, a format, or none of it, by name."""
-    replaced = create_renderer(tiny_tokenizer(template="{{ x"), config=RendererConfig(chat_template=CHATML))
-    silent = create_renderer(tiny_tokenizer(), config=RendererConfig(tool_format="none", reasoning_format="think"))
+    replaced = create_renderer(create_tiny_tokenizer(template="{{ x"), config=RendererConfig(chat_template=CHATML))
+    silent = create_renderer(
+        create_tiny_tokenizer(), config=RendererConfig(tool_format="none", reasoning_format="think")
+    )
     ids = sample(silent, f"<think>hm</think>{write_call({})}")
 
     assert "<|im_start|>user\nx<|im_end|>" in replaced.decode(replaced.render([say("user", "x")]))
@@ -75,7 +77,7 @@ def test_settings_replace_what_is_recognised():
 def test_unknown_formats_are_named():
     """With the nearest name that exists."""
     with pytest.raises(ConfigError, match=r"tool_format: no format is called 'hermse'.*did you mean hermes\?"):
-        create_renderer(tiny_tokenizer(), config=RendererConfig(tool_format="hermse"))
+        create_renderer(create_tiny_tokenizer(), config=RendererConfig(tool_format="hermse"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_unknown_formats_are_named():
 )
 def test_formats_are_recognised_by_the_template(name, has_tools, has_reasoning):
     """A family that we do not know is not mistaken for one that we do."""
-    tokenizer = tiny_tokenizer(template=getattr(templates, name), more_special=templates.MORE_SPECIAL)
+    tokenizer = create_tiny_tokenizer(template=getattr(templates, name), more_special=templates.MORE_SPECIAL)
     renderer = create_renderer(tokenizer)
 
     assert (has_tools, has_reasoning) == (renderer.tool_format is not None, renderer.reasoning_format is not None)
@@ -92,7 +94,7 @@ def test_formats_are_recognised_by_the_template(name, has_tools, has_reasoning):
 
 def test_the_test_tokenizer_is_the_same_every_time():
     """Equal arguments, equal ids: what tests pin stays pinned."""
-    first, second = tiny_tokenizer(), tiny_tokenizer()
+    first, second = create_tiny_tokenizer(), create_tiny_tokenizer()
 
     assert 384 == len(first)
     assert first.get_vocab() == second.get_vocab()

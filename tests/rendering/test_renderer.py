@@ -14,8 +14,8 @@ from tokenizers import processors
 
 from areal_actors.domain import ChatMessage, ToolCall
 from areal_actors.errors import RenderError
+from areal_actors.models.built_in import SPECIAL_TOKENS, create_tiny_tokenizer
 from areal_actors.rendering import Renderer, TextDelta, create_renderer, join_deltas
-from areal_actors.testing.tokenizers import SPECIAL_TOKENS, tiny_tokenizer
 
 names = st.sampled_from(["CHATML", "QWEN", "QWEN_THINKING", "GEMMA"])
 stops = st.lists(st.sampled_from(["x", "ab", "abc", "bc", "\n\n", "</tool_call>", "é", ""]), max_size=2)
@@ -79,7 +79,7 @@ def test_special_tokens_are_not_content():
 def test_tags_that_are_special_tokens_are_seen_by_parsers():
     """Some vocabularies have the tags as special tokens: parsers read them all the same."""
     tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    renderer = create_renderer(tiny_tokenizer(template=templates.QWEN, more_special=tags))
+    renderer = create_renderer(create_tiny_tokenizer(template=templates.QWEN, more_special=tags))
     ids = renderer.vocabulary.encode(f"<think>hm</think>{write_call({'a': 1})}<|im_end|>")
     answer = renderer.parse(ids, tools=[TOOL], call_ids=numbered())
 
@@ -218,7 +218,7 @@ def test_a_raw_text_is_read_as_it_is(text):
 
 def test_a_text_begins_as_its_tokenizer_begins_texts_once():
     """What comes before a text is put there once, also where the text spells it out; what would end it is left out."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = create_tiny_tokenizer()
     first, second, *_ = SPECIAL_TOKENS
     start = tokenizer.convert_tokens_to_ids(first)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.rendering.conversations import hostile_texts, renderer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from areal_actors.models.built_in import SPECIAL_TOKENS, create_tiny_tokenizer
 from areal_actors.rendering.tokens import Vocabulary
-from areal_actors.testing.tokenizers import SPECIAL_TOKENS, tiny_tokenizer
 
 ids = st.lists(st.integers(-5, 500), max_size=40)
 
@@ -95,7 +95,7 @@ def test_guarded_text_has_no_special_tokens_and_reads_the_same(text):
 
 def test_overlapping_special_tokens_are_all_broken():
     """Breaking one token does not complete another."""
-    backend = tiny_tokenizer(more_special=("ab", "bc", "abab")).backend_tokenizer
+    backend = create_tiny_tokenizer(more_special=("ab", "bc", "abab")).backend_tokenizer
     special = {backend.token_to_id(text): text for text in (*SPECIAL_TOKENS, "ab", "bc", "abab")}
     vocabulary = Vocabulary.create(backend, special=special)
 
@@ -178,7 +178,7 @@ def test_vocabularies_may_have_holes():
 
 def test_truncation_of_tokenizer_files_is_switched_off():
     """Some tokenizer files truncate or pad; a prompt is neither."""
-    backend = tiny_tokenizer().backend_tokenizer
+    backend = create_tiny_tokenizer().backend_tokenizer
     backend.enable_truncation(2)
     backend.enable_padding(length=64)
     vocabulary = Vocabulary.create(backend, special={})

@@ -14,11 +14,11 @@ from areal_actors import conversations_to_rows
 from areal_actors.config import create_config, save_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError, DatasetError
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine, script_answers
 from areal_actors.testing.families import FAMILIES
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -274,7 +274,7 @@ def test_weights_of_answers_are_refused_in_the_form_that_has_none(tiny):
 
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny):
     """By the ids that differ; a directory without rollouts says how to get them."""
-    other = tiny_tokenizer()
+    other = create_tiny_tokenizer()
     other.add_tokens(["another"])
     other.save_pretrained(tmp_path / "model")
     records = [{"reward": 0.0, "token_ids": [1, 5], "trained": [[1, 2]]}]

@@ -19,9 +19,9 @@ from areal_actors.config import create_config, load_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError, DatasetError
 from areal_actors.models import load_policy
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import load_renderer
 from areal_actors.run import Server, Trainer
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
@@ -233,7 +233,7 @@ def test_a_teacher_behind_a_url_gives_the_same_run(distil, whole, tmp_path):
 
 def test_a_teacher_with_another_tokenizer_is_refused(distil, whole, tmp_path):
     """A directory by its vocabulary, a server by the text of its tokens; nothing is written."""
-    other = tiny_tokenizer()
+    other = create_tiny_tokenizer()
     other.add_tokens(["another"])
     student = tmp_path / "student"
     shutil.copytree(RunDirectory(path=whole).weights, student)

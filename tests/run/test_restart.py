@@ -17,11 +17,11 @@ from areal_actors.domain import JournalEvent, SessionId, TurnEnded
 from areal_actors.errors import JournalError
 from areal_actors.journal import MemoryJournal
 from areal_actors.messages import CollectSession
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import Renderer, create_renderer
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine, script_answers
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.anyio,
@@ -35,7 +35,7 @@ ADMIN = {"Authorization": "Bearer admin"}
 @cache
 def renderer() -> Renderer:
     """A real renderer; it has no state worth resetting."""
-    return create_renderer(tiny_tokenizer())
+    return create_renderer(create_tiny_tokenizer())
 
 
 def sampled(text: str) -> list[int]:

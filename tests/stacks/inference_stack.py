@@ -35,13 +35,13 @@ from areal_actors.messages import (
     SessionOpened,
     Sessions,
 )
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import Renderer, create_renderer
 from areal_actors.rollouts.capacity import CapacityGranter
 from areal_actors.rollouts.exporter import ExportConfig, Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 STOP = 2
 """The id that ends a turn."""
@@ -53,7 +53,7 @@ MAX_SECONDS = 20_000
 @cache
 def tokenizer() -> Any:
     """The tokenizer behind the renderer."""
-    return tiny_tokenizer()
+    return create_tiny_tokenizer()
 
 
 @cache

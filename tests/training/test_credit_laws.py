@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.training.episode_shapes import DrawnShape, episode_shapes
 
 from areal_actors.cache import STYLES
 from areal_actors.testing.gradients import EXACT, Estimator, measure
-from areal_actors.testing.shapes import DrawnShape, episode_shapes
 
 _NUM_SHAPES = {60: 250}.get(settings().max_examples, min(settings().max_examples, 10_000))
 """A few hundred where every change is tested, ten thousand each night."""

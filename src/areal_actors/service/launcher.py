@@ -92,7 +92,7 @@ class RunningService(Protocol):
 
 
 class ServiceProvider(Protocol):
-    """Starts services and knows what they left on disk. ``testing.hosting`` has an implementation without processes."""
+    """Starts services and knows what they left on disk. Tests have one without processes."""
 
     def open(self, trial: TrialId) -> AbstractAsyncContextManager[RunningService]:
         """Start the service. The block begins when it listens; leaving it stops the service with a checkpoint.

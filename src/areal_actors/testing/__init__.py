@@ -2,9 +2,9 @@
 
 ``engines`` has an engine without a model and ``faults`` one that corrupts its answers; ``engine_contract`` and
 ``journal_contract`` check the contracts of engines and journals; ``strategies`` and ``journal_events`` have strategies
-for Hypothesis; ``serving`` the real proxy in front of a script (``sessions``), ``tokenizers`` a small real tokenizer,
-``families`` the chat templates of many models, ``gradients`` the exact bias of an estimator. Only virtual time is
-imported here: the rest needs Hypothesis or transformers.
+for Hypothesis; ``serving`` has the real proxy in front of a script, ``families`` the chat templates of many models,
+``gradients`` the exact bias of an estimator. Only virtual time is imported here: the rest needs Hypothesis or
+transformers.
 """
 
 from __future__ import annotations

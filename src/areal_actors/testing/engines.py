@@ -131,7 +131,15 @@ class EchoEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
         """Open a generation; see ``Engine.generate``."""
         self._check()
-        self._validate(request)
+        prompt = request.prompt
+        if len(prompt) == 0:
+            raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")
+        if len(prompt) >= self._info.context_length:
+            raise ContextLengthExceeded(num_tokens=len(prompt), max_tokens=self._info.context_length)
+        if prompt.min() < 0 or prompt.max() >= self._info.vocab_size:
+            raise InvalidRequest("The prompt has ids outside the vocabulary.", param="prompt")
+        if request.grammar is not None and not self._info.has_grammars:
+            raise UnsupportedParameter("The echo engine was made without grammars.")
         self.requests.append(request)
         generation = _EchoGeneration(request, [int(i) for i in self._script(request.prompt)])
         self._open[generation] = None
@@ -203,31 +211,18 @@ class EchoEngine:
     def _count_abort(self) -> None:
         self._statistics = evolve(self._statistics, aborted=self._statistics.aborted + 1)
 
-    def _validate(self, request: EngineRequest) -> None:
-        prompt = request.prompt
-        if len(prompt) == 0:
-            raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")
-        if len(prompt) >= self._info.context_length:
-            raise ContextLengthExceeded(num_tokens=len(prompt), max_tokens=self._info.context_length)
-        if prompt.min() < 0 or prompt.max() >= self._info.vocab_size:
-            raise InvalidRequest("The prompt has ids outside the vocabulary.", param="prompt")
-        if request.grammar is not None and not self._info.has_grammars:
-            raise UnsupportedParameter("The echo engine was made without grammars.")
-
     async def _next_chunk(self, generation: _EchoGeneration) -> Chunk:
         await anyio.lowlevel.checkpoint()
         if generation.is_over:
             raise StopAsyncIteration
-        while not (generation.is_aborted or self._may_sample(generation)):
+        while not (generation.is_aborted or self._failure):
+            # A pause that waits lets generations end that have begun, and holds back the others.
+            is_held = self._is_paused or (self._pausing is not None and not generation.num_sampled)
+            if not is_held and self._permits != 0:
+                break
             await self._wait()
         self._check()
         return self._sample(generation)
-
-    def _may_sample(self, generation: _EchoGeneration) -> bool:
-        if self._failure is not None:
-            return True
-        is_held = self._is_paused or (self._pausing is not None and not generation.num_sampled)
-        return not is_held and self._permits != 0
 
     def _sample(self, generation: _EchoGeneration) -> Chunk:
         """Return the next chunk: one token, or an empty chunk if the generation was aborted or its script has ended."""
@@ -242,26 +237,16 @@ class EchoEngine:
         token_id = generation.answer.pop(0)
         generation.num_sampled += 1
         self._statistics = evolve(self._statistics, sampled_tokens=self._statistics.sampled_tokens + 1)
-        finish = self._find_finish(generation, token_id)
+        request, finish = generation.request, None
+        room = self._info.context_length - len(request.prompt)
+        if token_id in (*request.stop_token_ids, *request.sampling.stop_token_ids) or not generation.answer:
+            finish = FinishReason.STOP
+        elif generation.num_sampled >= min(request.sampling.max_new_tokens, room):
+            finish = FinishReason.LENGTH
         if finish is not None:
             self._end(generation)
-        return self._create_chunk(generation, token_id, finish)
-
-    def _end(self, generation: _EchoGeneration) -> None:
-        generation.is_over = True
-        self._changed.notify()
-
-    def _find_finish(self, generation: _EchoGeneration, token_id: int) -> FinishReason | None:
-        request = generation.request
-        if token_id in request.stop_token_ids or token_id in request.sampling.stop_token_ids or not generation.answer:
-            return FinishReason.STOP
-        room = self._info.context_length - len(request.prompt)
-        is_full = generation.num_sampled >= min(request.sampling.max_new_tokens, room)
-        return FinishReason.LENGTH if is_full else None
-
-    def _create_chunk(self, generation: _EchoGeneration, token_id: int, finish: FinishReason | None) -> Chunk:
         logprob = echo_logprob(token_id)
-        has_top = generation.request.sampling.top_logprobs > 0
+        has_top = request.sampling.top_logprobs > 0
         return Chunk(
             token_ids=[token_id],
             logprobs=[logprob],
@@ -270,3 +255,7 @@ class EchoEngine:
             finish=finish,
             top_logprobs=((TopLogprob(token_id=token_id, logprob=logprob),),) if has_top else (),
         )
+
+    def _end(self, generation: _EchoGeneration) -> None:
+        generation.is_over = True
+        self._changed.notify()

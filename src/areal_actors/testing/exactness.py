@@ -14,7 +14,6 @@ from attrs import field, frozen
 
 from areal_actors.domain import (
     Floats,
-    Interaction,
     Ints,
     SessionRecord,
     Trajectory,
@@ -55,17 +54,14 @@ def find_prompt_violations(record: SessionRecord, log: Log) -> Iterator[str]:
             if turn.completion is not None:
                 yield f"{turn.id} has sampled tokens, and the engine never saw it"
             continue
-        yield from _check_stored(turn, log[turn.id])
+        seen = log[turn.id]
+        if turn.num_prompt_tokens != len(seen.prompt):
+            yield f"{turn.id} remembers {turn.num_prompt_tokens} prompt tokens, the engine saw {len(seen.prompt)}"
+        stored = () if turn.completion is None else turn.completion.token_ids
+        yield from _difference(f"{turn.id}: sampled and stored", seen.token_ids, as_ints(stored))
         if turn.token_parent is not None:
             whole = log[turn.token_parent].tokens
-            yield from _difference(f"{turn.id}: the prompt, beside", whole, log[turn.id].prompt[: len(whole)])
-
-
-def _check_stored(turn: Interaction, seen: Recorded) -> Iterator[str]:
-    if turn.num_prompt_tokens != len(seen.prompt):
-        yield f"{turn.id} remembers {turn.num_prompt_tokens} prompt tokens, the engine saw {len(seen.prompt)}"
-    stored = () if turn.completion is None else turn.completion.token_ids
-    yield from _difference(f"{turn.id}: sampled and stored", seen.token_ids, as_ints(stored))
+            yield from _difference(f"{turn.id}: the prompt, beside", whole, seen.prompt[: len(whole)])
 
 
 def find_row_violations(rows: Sequence[Trajectory], untrained: Sequence[Untrained], log: Log) -> Iterator[str]:
@@ -153,18 +149,14 @@ def find_return_violations(styles: Mapping[str, Sequence[Trajectory]]) -> Iterat
     """Yield interactions whose trained tokens have different returns in different styles of export."""
     returns: dict[str, tuple[str, float]] = {}
     for style, rows in styles.items():
-        for row in rows:
-            yield from _check_returns(style, row, returns)
-
-
-def _check_returns(style: str, row: Trajectory, returns: dict[str, tuple[str, float]]) -> Iterator[str]:
-    for index, turn in enumerate(row.interactions):
-        values = row.returns[row.turns == index]
-        if not len(values):
-            continue
-        first, value = returns.setdefault(turn, (style, float(values[0])))
-        if (values != np.float32(value)).any():
-            yield f"{turn}: return {value} in {first}, {values} in {style}"
+        turns = [(turn, row.returns[row.turns == index]) for row in rows for index, turn in enumerate(row.interactions)]
+        for turn, values in turns:
+            if not len(values):
+                continue
+            first, value = returns.setdefault(turn, (style, float(values[0])))
+            # float32, as rows have them: the value of another row went through a Python float meanwhile.
+            if (values != np.float32(value)).any():
+                yield f"{turn}: return {value} in {first}, {values} in {style}"
 
 
 def _difference(what: str, expected: Ints | Floats, found: Ints | Floats) -> Iterator[str]:

@@ -16,9 +16,9 @@ from typing import Any
 from attrs import frozen
 
 from areal_actors.domain import ToolCall
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import TemplateRenderer, create_renderer
 from areal_actors.rendering.parsers import TOOL_FORMATS
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 __all__ = ["FAMILIES", "Family"]
 
@@ -87,7 +87,7 @@ class Family:
 def _create_renderer(family: Family) -> TemplateRenderer:
     from tokenizers import AddedToken
 
-    tokenizer = tiny_tokenizer(template=family.template)
+    tokenizer = create_tiny_tokenizer(template=family.template)
     texts = dict.fromkeys((*family.special, family.end_of_calls or family.end))
     more = [AddedToken(text, rstrip=family.is_stripping, special=True) for text in texts]
     end = AddedToken(family.end, rstrip=family.is_stripping, special=True)

@@ -137,8 +137,11 @@ class _Spoiler:
             case Fault.ZERO_LOGPROBS:
                 zeros = np.zeros(len(chunk.token_ids))
                 yield evolve(chunk, logprobs=zeros, raw_logprobs=zeros)
-            case Fault.SHIFTED_LOGPROBS:
-                yield self._shifted(chunk)
+            case Fault.SHIFTED_LOGPROBS if len(chunk.token_ids):
+                pairs = [(float(a), float(b)) for a, b in zip(chunk.logprobs, chunk.raw_logprobs, strict=True)]
+                shifted = [self._last or pairs[-1], *pairs[:-1]]
+                self._last = pairs[-1]
+                yield evolve(chunk, logprobs=[a for a, _ in shifted], raw_logprobs=[b for _, b in shifted])
             case Fault.EMPTY_CAPTURE:
                 if chunk.finish is not None:
                     yield _take(chunk, np.zeros(0, np.int64))
@@ -154,14 +157,6 @@ class _Spoiler:
                 yield _take(chunk, np.insert(np.arange(len(chunk.token_ids)), where, where))
             case _:
                 yield chunk
-
-    def _shifted(self, chunk: Chunk) -> Chunk:
-        if not len(chunk.token_ids):
-            return chunk
-        pairs = [(float(a), float(b)) for a, b in zip(chunk.logprobs, chunk.raw_logprobs, strict=True)]
-        shifted = [self._last or pairs[-1], *pairs[:-1]]
-        self._last = pairs[-1]
-        return evolve(chunk, logprobs=[a for a, _ in shifted], raw_logprobs=[b for _, b in shifted])
 
 
 def _take(chunk: Chunk, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Chunk:

@@ -104,21 +104,18 @@ def restorable(events: Iterable[JournalEvent]) -> tuple[JournalEvent, ...]:
         if not isinstance(event, SessionStarted | TurnEnded):
             kept.pop(key, None)
         kept[key] = event
-    return _without_gone(tuple(kept.values()))
-
-
-def _without_gone(events: tuple[JournalEvent, ...]) -> tuple[JournalEvent, ...]:
-    newest = max((event.version for event in events if isinstance(event, VersionSaved)), default=None)
-    done = {f.group for f in events if isinstance(f, GroupConsumed) and newest is not None and f.version <= newest}
-    used = {s for event in events if isinstance(event, GroupQueued) and event.group not in done for s in event.sessions}
-    started = {event.session for event in events if isinstance(event, SessionStarted)}
-    gone = {event.session for event in events if isinstance(event, SessionForgotten)} - used
-    unknown = {event.session for event in events if isinstance(event, _OfSession)} - started
-    live = started - {event.session for event in events if isinstance(event, SessionForgotten)}
-    done -= {event.group for event in events if isinstance(event, GroupQueued) and not live.isdisjoint(event.sessions)}
+    rest = tuple(kept.values())
+    newest = max((event.version for event in rest if isinstance(event, VersionSaved)), default=None)
+    done = {f.group for f in rest if isinstance(f, GroupConsumed) and newest is not None and f.version <= newest}
+    used = {s for event in rest if isinstance(event, GroupQueued) and event.group not in done for s in event.sessions}
+    started = {event.session for event in rest if isinstance(event, SessionStarted)}
+    gone = {event.session for event in rest if isinstance(event, SessionForgotten)} - used
+    unknown = {event.session for event in rest if isinstance(event, _OfSession)} - started
+    live = started - {event.session for event in rest if isinstance(event, SessionForgotten)}
+    done -= {event.group for event in rest if isinstance(event, GroupQueued) and not live.isdisjoint(event.sessions)}
     return tuple(
         event
-        for event in events
+        for event in rest
         if not _is_of(event, gone | unknown)
         and not (isinstance(event, GroupQueued | GroupConsumed) and event.group in done)
         and not (isinstance(event, VersionSaved) and event.version != newest)

@@ -217,6 +217,10 @@ def _interactions(draw: st.DrawFn, order: int, earlier: Sequence[Interaction]) -
     completed = [turn for turn in earlier if turn.status is InteractionStatus.COMPLETED]
     parent = draw(st.sampled_from([None, *completed[-3:]]))
     token_parent = draw(st.sampled_from([None, *_ancestors(parent, by_id)])) if draw(st.booleans()) else parent
+    num_before = 0
+    if token_parent is not None:
+        sampled = token_parent.completion
+        num_before = token_parent.num_prompt_tokens + (0 if sampled is None else len(sampled.token_ids))
     suffix = draw(st.lists(st.integers(0, _MAX_TOKEN), min_size=1, max_size=4))
     status = draw(st.sampled_from([InteractionStatus.COMPLETED] * 6 + list(InteractionStatus)))
     is_completed = status is InteractionStatus.COMPLETED
@@ -229,7 +233,7 @@ def _interactions(draw: st.DrawFn, order: int, earlier: Sequence[Interaction]) -
         fork=None if token_parent is parent else ForkReason.TEMPLATE_REWROTE_HISTORY,
         messages=(ChatMessage(role="user", content=f"question {order}"),),
         prompt_suffix=np.array(suffix, np.int32),
-        num_prompt_tokens=_num_tokens(token_parent) + len(suffix),
+        num_prompt_tokens=num_before + len(suffix),
         completion=draw(completions()) if has_tokens else None,
         output=ChatMessage(role="assistant", content=f"answer {order}") if has_tokens else None,
         status=status,
@@ -248,12 +252,6 @@ def _ancestors(turn: Interaction | None, by_id: Mapping[InteractionId, Interacti
         path.append(turn)
         turn = None if turn.parent is None else by_id[turn.parent]
     return path
-
-
-def _num_tokens(turn: Interaction | None) -> int:
-    if turn is None:
-        return 0
-    return turn.num_prompt_tokens + (0 if turn.completion is None else len(turn.completion.token_ids))
 
 
 @st.composite

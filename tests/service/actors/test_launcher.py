@@ -12,6 +12,7 @@ import pytest
 from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.service.scripted_provider import ScriptedProvider
 
 from areal_actors.cache.session import create_token_factory, shard_of
 from areal_actors.domain import ServiceState, ServiceView, TrialId
@@ -19,7 +20,6 @@ from areal_actors.errors import SessionEnded, Unavailable
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import Hosting, ListServices, ServiceInUse, StopServices, UseService, VisitSession
 from areal_actors.service.launcher import Launcher, LauncherConfig
-from areal_actors.testing.hosting import ScriptedProvider
 
 pytestmark = pytest.mark.anyio
 

@@ -12,6 +12,7 @@ import openai
 import pytest
 from attrs import frozen
 from tests.proxy.stack import renderer, sampled
+from tests.service.scripted_provider import ScriptedProvider
 
 from areal_actors.client import OpenAIProxyClient, create_http_client
 from areal_actors.domain import TrialId
@@ -25,7 +26,6 @@ from areal_actors.service.entry import HostPeers, HostServer
 from areal_actors.service.launcher import Launcher, LauncherConfig
 from areal_actors.sessions.manager import SessionsConfig
 from areal_actors.testing.engines import EchoEngine, script_answers
-from areal_actors.testing.hosting import ScriptedProvider
 
 pytestmark = [
     pytest.mark.anyio,

@@ -202,7 +202,13 @@ class Enumeration:
 
     def measure(self, estimator: Estimator, *, num_groups: int | None = None) -> Bias:
         """Return the bias under this export; see the function ``measure``."""
-        weights = self._weights_of(estimator.aggregation, masks_truncated=estimator.masks_truncated)
+        key = (estimator.aggregation, estimator.masks_truncated)
+        if key not in self._weights:  # the same for all advantages, and slower to compute than they are
+            self._weights[key] = [
+                _Weights.create(found.group, estimator.aggregation, masks_truncated=estimator.masks_truncated)
+                for found in self.combinations
+            ]
+        weights = self._weights[key]
         advantages = self._advantages(estimator)
         shares = self._shares([weight.denominator for weight in weights], num_groups)
         update = np.zeros(self.shape.num_parameters)
@@ -227,15 +233,6 @@ class Enumeration:
             if float(update @ update) > _NOTHING**2
             else math.inf,
         )
-
-    def _weights_of(self, aggregation: Aggregation, *, masks_truncated: bool) -> list[_Weights]:
-        key = (aggregation, masks_truncated)
-        if key not in self._weights:
-            self._weights[key] = [
-                _Weights.create(found.group, aggregation, masks_truncated=masks_truncated)
-                for found in self.combinations
-            ]
-        return self._weights[key]
 
     def _advantages(self, estimator: Estimator) -> list[Doubles]:
         """Return the advantages of the trained tokens of each group."""

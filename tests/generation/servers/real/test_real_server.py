@@ -21,8 +21,8 @@ from areal_actors.generation.base import Chunk, EngineRequest, PauseMode
 from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.launching import KINDS, launch_servers
+from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect, join_ids
-from areal_actors.testing.tokenizers import tiny_tokenizer
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "tiny.yaml"
 PROMPT = np.random.default_rng(3).integers(3, 384, 40)
@@ -54,7 +54,7 @@ async def test_a_real_server_keeps_the_contract(open_remote, policy, check: Chec
             prompt=PROMPT,
             num_tokens=600,
             recompute=policy.recompute,
-            decode=lambda ids: tiny_tokenizer().decode(ids, skip_special_tokens=True),
+            decode=lambda ids: create_tiny_tokenizer().decode(ids, skip_special_tokens=True),
             stop_token_ids=(2,),
         )
         await check(subject)

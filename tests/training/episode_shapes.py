@@ -6,7 +6,7 @@ turns that the policy asks for or not, members that fail::
 
     from hypothesis import given
     from areal_actors.testing.gradients import Estimator, measure
-    from areal_actors.testing.shapes import DrawnShape, episode_shapes
+    from tests.training.episode_shapes import DrawnShape, episode_shapes
 
     @given(episode_shapes())
     def test_my_advantages(drawn: DrawnShape) -> None:

@@ -79,6 +79,6 @@ class ScriptedProvider:
         """Return ``trials``."""
         return self.trials
 
-    async def has_session(self, trial: TrialId, name: str) -> bool:  # noqa: ARG002 - names are unique
+    async def has_session(self, trial: TrialId, name: str) -> bool:
         """Return whether ``name`` is in ``sessions``."""
         return name in self.sessions

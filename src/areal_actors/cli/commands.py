@@ -54,6 +54,7 @@ __all__ = [
     "settings",
     "slurm",
     "train",
+    "view",
 ]
 
 _PACKAGES = {"openai": "openai", "anthropic": "anthropic", "langchain": "langchain-openai", "httpx": "httpx"}
@@ -327,6 +328,28 @@ def report(*, run_dir: Path) -> None:
 
 
 @click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN_DIR...", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, show_default=True, help="Port to listen on; 0 takes any free one.")
+@verbose_option
+@explains_errors
+def view(*, runs: tuple[Path, ...], host: str, port: int) -> None:
+    """Show runs in a browser: curves, groups, conversations token by token, failures.
+
+    RUN_DIR is the directory of a run, finished, failed or still running, or one that contains runs. Several are
+    compared on one page. The printed URL has a token, without which nothing is shown. Ctrl-C ends it.
+
+    \b
+    Examples:
+      areal-actors view runs/tool_agent/trial
+      areal-actors view runs
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.viewer import run_viewer
+
+    run_viewer(runs, host=host, port=port, announce=click.echo)
+
+
+@click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--format",
@@ -561,7 +584,7 @@ def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    commands=(init, train, serve, host, entry, report, export, models, settings, doctor, keys, slurm),
+    commands=(init, train, serve, host, entry, report, view, export, models, settings, doctor, keys, slurm),
 )
 @click.version_option(__version__, prog_name="areal-actors")
 def cli() -> None:

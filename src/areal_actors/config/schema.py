@@ -327,6 +327,10 @@ class LoggingConfig:
     max_sessions: int = field(default=120, validator=ge(1))
     """Number of conversations to keep for the run report, spread over all versions."""
     row_dumps: RowDumpsConfig = field(factory=RowDumpsConfig)
+    page: bool = True
+    """Whether train and serve show the run in a browser, at a URL on this machine that the display prints."""
+    page_port: int = field(default=0, validator=[ge(0), le(65535)])
+    """The port of that page; 0 takes any free one."""
 
     @property
     def tracker_options(self) -> dict[str, Mapping[str, Any]]:

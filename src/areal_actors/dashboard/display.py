@@ -69,6 +69,8 @@ class PlainDisplay:
         """Print the title and the number of steps."""
         self._state = evolve(self._state, started_at=self._clock())
         self._print(f"{self._state.title}: {self._state.total_steps} steps")
+        if self._state.page is not None:
+            self._print(f"watch it at {self._state.page}")
 
     def hear(self, news: Message[Progress, None]) -> None:
         """Print the events that are worth a line. Raises ``OSError``."""
@@ -177,6 +179,8 @@ def _rows(state: RunState, now: float) -> list[tuple[str, str]]:
         rows.append(("step", format_metrics(shown)))
     if state.verdict is not None:
         rows.append(("verdict", f"This run does not learn: {state.verdict}"))
+    if state.page is not None:
+        rows.append(("page", state.page))
     failures = f", {state.num_failed} failed: {state.last_failure}" if state.num_failed else ""
     rows.append(("episodes", f"{state.num_episodes}{failures}"))
     return rows

@@ -36,6 +36,8 @@ class RunState:
     """The current state of a run. ``started_at`` and ``step_times`` are seconds of the display's clock."""
 
     title: str = ""
+    page: str | None = None
+    """The URL of the page that shows the run in a browser, with its token."""
     total_steps: int
     started_at: float = 0.0
     step: int = 0

@@ -51,7 +51,9 @@ _SECRET_KEYS = frozenset(
     {"api_key", "admin_key", "completion_key", "session_key", "authorization", "x-api-key", "password", "secret"}
 )
 _SESSION_KEYS = frozenset({"session", "session_id"})
-_SECRET_SETTING = re.compile(rf"(?im)^(\s*(?:{'|'.join(sorted(_SECRET_KEYS))}):[ \t]*['\"]?)((?!null\b)[^\s'\"]+)")
+_SECRET_SETTING = re.compile(
+    rf"(?im)((?:^|[{{,])\s*(?:{'|'.join(sorted(_SECRET_KEYS))}):[ \t]*['\"]?)((?!null\b)[^\s'\"]+)"
+)
 _NUM_SHOWN = 4
 """Characters of a random token that are shown: enough to distinguish sessions, too few to guess the rest."""
 

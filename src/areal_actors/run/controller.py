@@ -23,9 +23,8 @@ from typing import Any, TypeVar, cast
 import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
-from attrs import evolve
+from attrs import asdict, evolve
 
-from areal_actors.config import RunConfig
 from areal_actors.dashboard import (
     FailureWriter,
     MetricsWriter,
@@ -80,6 +79,7 @@ from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, PlacedRole, R
 from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.supervise import Restarts, find_final
 from areal_actors.training.actor import parse_position
+from areal_actors.viewer import open_page, view_run
 
 __all__ = ["run_plan"]
 
@@ -102,9 +102,9 @@ async def run_plan(plan: RunPlan) -> None:
     )
     body: list[BaseException] = []
     async with open_interrupts() as interrupts, opening as control_plane:
+        controller = RunController(plan, control_plane, interrupts)
         with unwrapped(body):
-            async with anyio.create_task_group() as tasks:
-                controller = RunController(plan, control_plane, interrupts)
+            async with _open_page(controller), anyio.create_task_group() as tasks:
                 controller.start_independent_workers(tasks)
                 try:
                     await controller.train()
@@ -112,6 +112,18 @@ async def run_plan(plan: RunPlan) -> None:
                     body.append(error)
                     raise
                 tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _open_page(controller: RunController) -> AsyncIterator[None]:
+    """Serve the page of the run while the block lasts, if the run owns its process."""
+    plan = controller.plan
+    if not (plan.is_handling_signals and plan.config.logging.page):
+        yield
+        return
+    run = view_run(plan.directory, status=controller.describe_actors)
+    async with open_page({run.name: run}, port=plan.config.logging.page_port) as controller.page_url:
+        yield
 
 
 class _Lost(Exception):
@@ -130,6 +142,9 @@ class RunController:
         self._admin_key = plan.proxy.admin_key or create_admin_key()
         self._num_attempts = 0
         self._is_announced = False
+        self.page_url: str | None = None
+        self.actors: Mapping[str, Ref[Any]] = {}
+        """The actors of the current attempt that the controller process can reach."""
         self.is_done = False
         """Whether the results are saved. Errors raised after that are logged and ignored."""
 
@@ -255,6 +270,10 @@ class RunController:
             raise no_checkpoint(plan.directory)
         return None, DataPosition()
 
+    def describe_actors(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics of the current attempt's actors by name, for the page of the run."""
+        return {name: asdict(ref.statistics()) for name, ref in self.actors.items()}
+
     async def note_endpoint(self, endpoint: Endpoint) -> None:
         """Record the endpoint of a proxy in the controller process, so that its successor listens there, too."""
         self._endpoint = endpoint
@@ -277,6 +296,7 @@ class _Attempt:
         self._plan = controller.plan
         self._begin = begin
         self._local: dict[str, Ref[Any]] = {"directory": self._control_plane.directory}
+        controller.actors = self._local
         self._connections: dict[Role, ReconnectingConnection] = {}
         self._arrived = ChangeSignal()
 
@@ -349,7 +369,8 @@ class _Attempt:
         plan = self._plan
         attempt = self._begin(Role.TRAINER, "controller").attempt
         await self._control_plane.directory.ask(AwaitWeights(attempt=attempt))
-        reporter = _create_reporter(plan.config, plan.directory, decode=renderer.decode, resumed_step=checkpoint)
+        page = self._controller.page_url
+        reporter = _create_reporter(plan, decode=renderer.decode, resumed_step=checkpoint, page=page)
         self._add({"progress": await system.spawn(reporter, name="progress")})
 
     async def _hold(self, local: _LocalRole, renderer: Renderer) -> None:
@@ -493,10 +514,9 @@ def _describe_end(directory: RunDirectory, summary: TrainingSummary) -> str:
     return reason if summary.is_finished else f"{reason}; --resume goes on from {directory.checkpoints}"
 
 
-def _create_reporter(
-    config: RunConfig, directory: RunDirectory, *, decode: Decode, resumed_step: int | None
-) -> ProgressReporter:
+def _create_reporter(plan: RunPlan, *, decode: Decode, resumed_step: int | None, page: str | None) -> ProgressReporter:
     """Create the reporter, which records and displays the progress of the run."""
+    config, directory = plan.config, plan.directory
     listeners: list[Listener] = [
         MetricsWriter(directory.metrics, resumed_step=resumed_step),
         FailureWriter(directory.failures, resumed_step=resumed_step),
@@ -510,7 +530,7 @@ def _create_reporter(
     ]
     display = create_display(
         config.logging.display,
-        RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0),
+        RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page),
     )
     if display is not None:
         listeners.append(display)

@@ -1,0 +1,209 @@
+"""Reading run directories for the page: everything as plain data, from files that may grow or be replaced meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from areal_actors.dashboard import RunDirectory, summarize_run
+from areal_actors.dashboard.records import read_records
+from areal_actors.errors import RunDirectoryError
+from areal_actors.lib.telemetry import redact, redact_settings
+
+__all__ = ["Status", "ViewedRun", "find_runs", "view_run"]
+
+Status = Callable[[], Mapping[str, Mapping[str, Any]]]
+"""Returns the statistics of each actor of a run in this process, by name."""
+
+_MAX_PIECE = 4_000_000
+"""Bytes of ``metrics.jsonl`` in one answer; a browser asks again for the rest."""
+_MAX_TASKS = 256
+_MAX_CONFIG = 40_000
+_MAX_FAILURES = 200
+
+
+@frozen(kw_only=True)
+class ViewedRun:
+    """A run to look at: its name on the page, its directory, and the status of its actors if it is live."""
+
+    name: str
+    directory: RunDirectory
+    status: Status | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the summary, the verdict, the settings without secrets, and what there is to look at."""
+        summary = summarize_run(self.directory).to_json()
+        config = self.directory.config
+        text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
+        return {
+            "name": self.name,
+            "is_live": self.status is not None,
+            **summary,
+            "config": redact_settings(text)[:_MAX_CONFIG],
+            "versions": {
+                "rollout": _versions(self.directory.rollouts),
+                "eval-rollout": _versions(self.directory.eval_rollouts),
+            },
+            "actors": {} if self.status is None else dict(self.status()),
+        }
+
+    def signature(self) -> dict[str, str]:
+        """Return a text for each part of the run that differs whenever the part has changed. Costs a few stat calls."""
+        parts = {
+            "metrics": self.directory.metrics,
+            "failures": self.directory.failures,
+            "sessions": self.directory.sessions,
+            "groups": self.directory.rollouts,
+            "evaluations": self.directory.eval_rollouts,
+        }
+        return {part: _state_of(path) for part, path in parts.items()}
+
+    def read_metrics(self, cursor: str) -> dict[str, Any]:
+        """Return the records of ``metrics.jsonl`` after ``cursor``, and the cursor behind them.
+
+        A cursor is that of an earlier answer, or empty for the beginning. If the file was replaced since, as a resumed
+        run does, ``is_restarted`` is true and the records are those from its beginning.
+        """
+        path = self.directory.metrics
+        try:
+            with path.open("rb") as file:
+                inode = path.stat().st_ino
+                known, _, place = cursor.partition(":")
+                size = file.seek(0, 2)
+                is_continued = known == str(inode) and place.isdecimal() and int(place) <= size
+                start = file.seek(int(place) if is_continued else 0)
+                piece = file.read(_MAX_PIECE)
+        except FileNotFoundError:
+            return {"records": [], "cursor": "", "is_restarted": cursor != ""}
+        # A line without its end may still be growing, or be what a killed process left.
+        whole = piece[: piece.rfind(b"\n") + 1]
+        return {
+            "records": [record for record in map(_parse, whole.splitlines()) if record is not None],
+            "cursor": f"{inode}:{start + len(whole)}",
+            "is_restarted": cursor != "" and not is_continued,
+        }
+
+    def list_failures(self) -> list[dict[str, Any]]:
+        """Return the kinds of failures: how often each happened, and the first episode that had it."""
+        kinds: dict[str, dict[str, Any]] = {}
+        for record in read_records(self.directory.failures):
+            reason = str(record.get("failure"))
+            kind = kinds.setdefault(reason, {"reason": redact(reason), "count": 0, "first": _redacted(record)})
+            kind["count"] += 1
+            kind["last_version"] = record.get("version")
+        return sorted(kinds.values(), key=lambda kind: -kind["count"])[:_MAX_FAILURES]
+
+    def list_sessions(self, query: str = "") -> list[dict[str, Any]]:
+        """Return the heads of the sampled conversations, newest first; with ``query``, of those that contain it."""
+        heads = []
+        for index, record in enumerate(read_records(self.directory.sessions)):
+            if query and query.casefold() not in json.dumps(record, ensure_ascii=False).casefold():
+                continue
+            head = {key: value for key, value in record.items() if key not in ("turns", "untrained")}
+            heads.append({**head, "index": index, "has_untrained": bool(record.get("untrained"))})
+        return heads[::-1]
+
+    def read_session(self, index: int) -> dict[str, Any] | None:
+        """Return one conversation with its tokens; ``None`` if there is none at ``index``."""
+        for place, record in enumerate(read_records(self.directory.sessions)):
+            if place == index:
+                return record
+        return None
+
+    def list_groups(self, kind: str, version: int) -> list[dict[str, Any]]:
+        """Return the groups of episodes that began under ``version``: each problem with the rewards of its rows."""
+        root = (self.directory.eval_rollouts if kind == "eval-rollout" else self.directory.rollouts) / str(version)
+        paths = sorted(root.glob("*.jsonl"), key=lambda path: (len(path.stem), path.stem))
+        groups = []
+        for path in paths[:_MAX_TASKS]:
+            rows = list(read_records(path))
+            rewards = [float(row.get("reward") or 0.0) for row in rows]
+            groups.append({"task": path.stem, "rewards": rewards, "tokens": [_num_trained(row) for row in rows]})
+        return groups
+
+    def read_group(self, kind: str, version: int, task: str) -> list[dict[str, Any]]:
+        """Return the rows of one problem with the texts that the model read and wrote."""
+        root = self.directory.eval_rollouts if kind == "eval-rollout" else self.directory.rollouts
+        if not task.isalnum():
+            return []
+        rows = list(read_records(root / str(version) / f"{task}.jsonl"))
+        mean = sum(float(row.get("reward") or 0.0) for row in rows) / max(len(rows), 1)
+        kept = ("sample_idx", "reward", "seqlen", "prompt_len", "head_version", "tail_version", "prompt", "completion")
+        return [
+            {key: row.get(key) for key in kept}
+            | {"above_mean": float(row.get("reward") or 0.0) - mean, "trained_tokens": _num_trained(row)}
+            for row in rows
+        ]
+
+
+def find_runs(paths: Sequence[Path]) -> dict[str, ViewedRun]:
+    """Return the runs at ``paths`` and up to two directories below them, by name: ``experiment/trial``.
+
+    Raises ``RunDirectoryError`` for a path without any run.
+    """
+    found: dict[str, ViewedRun] = {}
+    for path in paths:
+        runs = [where for where in _candidates(path) if _is_run(where)]
+        if not runs:
+            raise RunDirectoryError(
+                f"{path} holds no run: there is no metrics.jsonl or config.yaml in it or below it. Give the directory "
+                "of a run, as in runs/<experiment>/<trial>, or one that contains runs."
+            )
+        for where in runs:
+            run = view_run(RunDirectory(path=where.resolve()))
+            if run.name in found and found[run.name].directory != run.directory:
+                run = evolve(run, name=str(run.directory.path))
+            found[run.name] = run
+    return found
+
+
+def view_run(directory: RunDirectory, *, status: Status | None = None) -> ViewedRun:
+    """Return the run in ``directory`` under its name ``experiment/trial``; ``status`` is that of a live one."""
+    path = directory.path.absolute()
+    return ViewedRun(name=f"{path.parent.name}/{path.name}", directory=directory, status=status)
+
+
+def _candidates(path: Path) -> Iterable[Path]:
+    if not path.is_dir():
+        return ()
+    return (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/")))
+
+
+def _is_run(path: Path) -> bool:
+    directory = RunDirectory(path=path)
+    # A directory of agents may have a config.yaml, too; that of a run has the logs of the run next to it.
+    return directory.metrics.exists() or (directory.config.exists() and directory.logs.is_dir())
+
+
+def _state_of(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    # A directory of groups changes with its newest version, whose own directory has the time of its newest file.
+    newest = max((child.stat().st_mtime_ns for child in path.iterdir()), default=0) if path.is_dir() else 0
+    return f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{newest}"
+
+
+def _versions(root: Path) -> list[int]:
+    return sorted(int(path.name) for path in root.glob("*") if path.name.isdecimal()) if root.is_dir() else []
+
+
+def _num_trained(row: Mapping[str, Any]) -> int:
+    return sum(end - start for start, end in row.get("trained") or ())
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _redacted(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: redact(value) if isinstance(value, str) else value for key, value in record.items()}

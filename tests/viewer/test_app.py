@@ -1,0 +1,164 @@
+"""The server of the page, over real sockets: who may read, what is answered, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import anyio
+import httpx
+import pytest
+from tests.stacks.run_files import step
+
+from areal_actors.dashboard import RunDirectory
+from areal_actors.errors import ConfigError
+from areal_actors.viewer import open_page, view_run
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def page(directory):
+    """A page of one run, and a client that has followed its URL."""
+    run = view_run(directory)
+    async with open_page({run.name: run}) as url, httpx.AsyncClient(base_url=url.split("?")[0]) as client:
+        yield client, url
+
+
+async def test_the_url_opens_the_page_and_hides_its_token(page):
+    """The token becomes a cookie that scripts and other sites cannot use, and leaves the address."""
+    client, url = page
+    redirect = await client.get(url)
+
+    assert (303, "/") == (redirect.status_code, redirect.headers["location"])
+    cookie = redirect.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    found = await client.get("/")
+    assert 200 == found.status_code
+    assert "default-src 'none'" in found.headers["content-security-policy"]
+    assert "no-store" == found.headers["cache-control"]
+
+
+@pytest.mark.parametrize("path", ["/", "/static/page.js", "/api/runs", "/api/run?run=shown/trial", "/api/events"])
+@pytest.mark.parametrize("token", [None, "", "wrong", "é"])
+async def test_nothing_is_shown_without_the_token(page, path, token):
+    """Not as a cookie, a bearer or in the URL."""
+    client, _ = page
+    client.cookies.clear()
+    for given in (
+        {"params": {"token": token}} if token is not None else {},
+        {"headers": {"authorization": f"Bearer {token}".strip().encode()}},
+        {"headers": {"cookie": f"areal_page_{client.base_url.port}={token}".encode()}},
+    ):
+        answer = await client.get(path, **given)
+        assert 401 == answer.status_code
+        assert "token" in answer.json()["error"]
+
+
+async def test_programs_read_with_a_bearer(page):
+    """Each reader of the API answers with JSON, under the headers of the page."""
+    client, url = page
+    client.headers["authorization"] = f"Bearer {url.split('token=')[1]}"
+    run = {"run": "shown/trial"}
+
+    assert {"runs": [{"name": "shown/trial", "is_live": False}]} == (await client.get("/api/runs")).json()
+    assert 3 == (await client.get("/api/run", params=run)).json()["steps"]
+    assert 3 == len((await client.get("/api/metrics", params=run)).json()["records"])
+    assert 2 == len((await client.get("/api/failures", params=run)).json()["failures"])
+    assert 2 == len((await client.get("/api/sessions", params=run)).json()["sessions"])
+    assert 2 == len((await client.get("/api/session", params=run | {"index": 0})).json()["turns"])
+    assert 2 == len((await client.get("/api/groups", params=run | {"version": 1})).json()["groups"])
+    assert 2 == len((await client.get("/api/group", params=run | {"version": 1, "task": 0})).json()["rows"])
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/run?run=other", 404),
+        ("/api/run", 404),
+        ("/api/session?run=shown/trial&index=9", 404),
+        ("/api/session?run=shown/trial&index=x", 400),
+        ("/api/groups?run=shown/trial&version=one", 400),
+        ("/static/..%2f__init__.py", 404),
+        ("/static/app.py", 404),
+        ("/static/uplot.LICENSE", 404),
+        ("/elsewhere", 404),
+    ],
+)
+async def test_mistaken_requests_get_an_error(page, path, status):
+    """And no file outside of the page's own is read."""
+    client, url = page
+    client.headers["authorization"] = f"Bearer {url.split('token=')[1]}"
+
+    assert status == (await client.get(path)).status_code
+    assert 405 == (await client.post(path)).status_code
+
+
+async def test_a_run_without_files_yet_is_shown(tmp_path):
+    """The page opens before the first step."""
+    run = view_run(RunDirectory(path=tmp_path), status=lambda: {"trainer": {"num_queued": 2}})
+    async with open_page({run.name: run}, token="right") as url, httpx.AsyncClient() as client:
+        client.base_url = url.split("/?")[0]
+        client.headers["authorization"] = "Bearer right"
+        found = (await client.get("/api/run", params={"run": run.name})).json()
+        assert (True, 0, {"trainer": {"num_queued": 2}}) == (found["is_live"], found["steps"], found["actors"])
+        for part in ("failures", "sessions"):
+            assert [] == (await client.get(f"/api/{part}", params={"run": run.name})).json()[part]
+
+
+async def test_listeners_hear_which_parts_changed_and_are_let_go_at_the_end(directory):
+    """A stream that is open does not keep the server."""
+    run = view_run(directory)
+    heard = []
+    ready, over = anyio.Event(), anyio.Event()
+
+    async def listen(url: str) -> None:
+        headers = {"authorization": "Bearer right"}
+        address = url.replace("/?token=right", "/api/events")
+        async with httpx.AsyncClient() as client, client.stream("GET", address, headers=headers) as stream:
+            async for line in stream.aiter_lines():
+                ready.set()
+                if line.startswith("data: "):
+                    heard.append(json.loads(line.removeprefix("data: ")))
+                    over.set()
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks, open_page({run.name: run}, token="right") as url:
+            tasks.start_soon(listen, url)
+            await ready.wait()
+            while not over.is_set():  # a change before the first look is not heard
+                with directory.metrics.open("a") as file:
+                    file.write(json.dumps(step(4)) + "\n")
+                with anyio.move_on_after(0.2):
+                    await over.wait()
+
+    assert {"run": "shown/trial", "parts": ["metrics"]} == heard[0]
+
+
+async def test_a_port_in_use_is_named(directory):
+    """Before anything is shown."""
+    run = view_run(directory)
+    async with open_page({run.name: run}) as url:
+        port = int(url.split(":")[2].split("/")[0])
+        with pytest.raises(ConfigError, match="in use"):
+            async with open_page({run.name: run}, port=port):
+                pass
+
+
+def test_the_command_shows_a_directory_until_it_is_interrupted(directory):
+    """A real process; its page answers, and Ctrl-C ends it with status 0."""
+    command = [sys.executable, "-m", "areal_actors", "view", str(directory.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("1 run at http://127.0.0.1:")
+        answer = httpx.get(line.split()[-1], follow_redirects=True)
+        process.send_signal(signal.SIGINT)
+        status = process.wait(30)
+
+    assert 200 == answer.status_code
+    assert 0 == status

@@ -1,0 +1,111 @@
+"""The page in a real browser: a live run of the public command, and texts that try to become scripts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.stacks.run_files import write_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@contextmanager
+def opened(url: str, **options):
+    """A tab on the page of ``url``, and what its console complained about."""
+    complaints: list[str] = []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_context(**options).new_page()
+        tab.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.goto(url)
+        try:
+            yield tab, complaints
+        finally:
+            browser.close()
+
+
+@contextmanager
+def command(*words: str, cwd: Path | None = None):
+    """A process of ``areal-actors`` that has printed the URL of its page."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal_actors", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        found = next(match for line in process.stdout if (match := re.search(r"http://\S+token=\S+", line)))
+        yield found[0]
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_shows_what_the_files_hold(tmp_path: Path, scheme):
+    """Curves of two runs, groups, a conversation with reasons and tokens, failures: without a complaint of the console.
+
+    Scripts in the texts of models stay text.
+    """
+    write_run(tmp_path / "shown" / "one", num_steps=4)
+    write_run(tmp_path / "shown" / "two")
+    with command("view", str(tmp_path)) as url, opened(url, color_scheme=scheme) as (tab, complaints):
+        tab.wait_for_selector(".chart canvas")
+        tab.check('input[aria-label="overlay shown/two"]')
+        tab.wait_for_selector("text=shown/two")
+        assert "token" not in tab.url
+
+        tab.click("#tab-groups")
+        tab.click("tr.pick >> nth=0")
+        tab.wait_for_selector("#detail .columns")
+        assert "+0.5 against the group's mean" in tab.inner_text("#detail")
+        assert "<script>" in tab.inner_text("#detail")
+        assert "equal: no signal" in tab.inner_text("main")
+
+        tab.click("#tab-conversations")
+        playwright.expect(tab.locator("tr.pick")).to_have_count(2)
+        tab.select_option('select[aria-label="filter"]', "untrained")
+        playwright.expect(tab.locator("tr.pick")).to_have_count(1)
+        tab.click("tr.pick")
+        tab.wait_for_selector(".tokens")
+        text = tab.inner_text("main")
+        assert "New branch of tokens: edited answer." in text
+        assert "Not trained: turned away." in text
+        assert "format_ok 1" in text
+        assert 2 == tab.locator(".tokens i.on").count()
+
+        tab.click("#tab-failures")
+        tab.click("summary >> nth=0")
+        playwright.expect(tab.locator("main")).to_contain_text("line 9")
+        tab.click("#tab-settings")
+        playwright.expect(tab.locator("main")).to_contain_text("experiment_name: shown")
+        assert "broken into" != tab.title()
+    assert [] == complaints
+
+
+def test_a_live_run_draws_itself(tmp_path: Path):
+    """On the page that ``train`` serves, curves grow without a reload; on a phone, nothing is wider than the screen."""
+    words = ("train", "tiny.yaml", "total_steps=200", "logging.display=plain", "--run-dir", str(tmp_path / "run"))
+    with command(*words, cwd=EXAMPLES) as url, opened(url, viewport={"width": 390, "height": 800}) as (tab, complaints):
+        tab.wait_for_selector(".chart canvas", timeout=60_000)
+        assert "live" == tab.inner_text("#state")
+        num_steps = tab.locator("#summary dd").first
+        playwright.expect(num_steps).not_to_have_text(num_steps.inner_text(), timeout=60_000)
+        tab.click("#tab-system")
+        tab.wait_for_selector("td:text-is('sessions')")
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert [] == complaints

@@ -1,0 +1,132 @@
+"""Reading of run directories: complete, also while they grow, are replaced, or were left by a killed process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.stacks.run_files import step, write_lines, write_run
+
+from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard.records import rewrite_records
+from areal_actors.errors import RunDirectoryError
+from areal_actors.viewer import find_runs, view_run
+
+
+@given(cuts=st.lists(st.integers(0, 400), max_size=8), num_steps=st.integers(0, 6))
+def test_a_growing_file_is_read_once_and_whole(tmp_path_factory, cuts, num_steps):
+    """However the writer's bytes are cut into pieces, a reader between them gets each record once, in order."""
+    directory = RunDirectory(path=tmp_path_factory.mktemp("run"))
+    run = view_run(directory)
+    text = b"".join(json.dumps(step(number)).encode() + b"\n" for number in range(num_steps))
+    found, cursor, written = [], "", 0
+    for end in (*sorted(cut for cut in cuts if cut < len(text)), len(text)):
+        with directory.metrics.open("ab") as file:
+            file.write(text[written:end])
+        written = end
+        answer = run.read_metrics(cursor)
+        assert not answer["is_restarted"]
+        found += answer["records"]
+        cursor = answer["cursor"]
+
+    assert [step(number) for number in range(num_steps)] == found
+
+
+def test_a_replaced_file_is_read_from_its_beginning(directory):
+    """A resumed run removes the records of the steps that it repeats."""
+    run = view_run(directory)
+    cursor = run.read_metrics("")["cursor"]
+    rewrite_records(directory.metrics, lambda record: record["step"] < 2)
+
+    answer = run.read_metrics(cursor)
+
+    assert answer["is_restarted"]
+    assert [1] == [record["step"] for record in answer["records"]]
+    assert not run.read_metrics(answer["cursor"])["records"]
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "1:2", "::", "0:99999999", "-1:-5"])
+def test_any_cursor_gets_an_answer(directory, cursor):
+    """What a browser sends is not trusted."""
+    assert 3 == len(view_run(directory).read_metrics(cursor)["records"])
+
+
+def test_the_description_of_a_run_has_no_keys(directory):
+    """The settings are shown with their secrets shortened."""
+    description = view_run(directory).describe()
+
+    assert 3 == description["steps"]
+    assert "experiment_name: shown" in description["config"]
+    assert "0123456789abcdefghij" not in json.dumps(description, default=str)
+
+
+def test_failures_are_counted_by_kind_and_show_no_keys(directory):
+    """The first traceback of each kind is kept, with what looks like a key shortened."""
+    first, second = view_run(directory).list_failures()
+
+    assert ("ValueError: no", 2, 2) == (first["reason"], first["count"], first["last_version"])
+    assert "line 9" in first["first"]["traceback"]
+    assert "uvwxyz" not in first["first"]["traceback"]
+    assert 1 == second["count"]
+
+
+def test_conversations_are_found_by_their_text(directory):
+    """The newest is first; a search looks into messages and tokens, in any case."""
+    run = view_run(directory)
+
+    assert [2, 1] == [head["version"] for head in run.list_sessions()]
+    assert [0] == [head["index"] for head in run.list_sessions("FOUR")]
+    assert [] == run.list_sessions("five")
+    assert ["a", "b"] == [turn["id"] for turn in run.read_session(0)["turns"]]
+    assert run.read_session(2) is None
+
+
+def test_groups_list_the_rewards_of_each_problem(directory):
+    """Problems are in numerical order; rows say how far they are above the mean of their group."""
+    run = view_run(directory)
+
+    assert [("0", [0.0, 1.0]), ("11", [1.0, 1.0])] == [(g["task"], g["rewards"]) for g in run.list_groups("rollout", 1)]
+    assert [-0.5, 0.5] == [row["above_mean"] for row in run.read_group("rollout", 1, "0")]
+    assert [2, 2] == [row["trained_tokens"] for row in run.read_group("rollout", 1, "0")]
+    assert [] == run.list_groups("rollout", 5)
+    assert [] == run.list_groups("eval-rollout", 1)
+
+
+@pytest.mark.parametrize("task", ["../../metrics", "..", "", "/etc/passwd", "0/../0"])
+def test_no_file_outside_the_rollouts_is_read(directory, task):
+    """A task is a number, never a path."""
+    assert [] == view_run(directory).read_group("rollout", 1, task)
+
+
+def test_a_signature_changes_with_each_part(directory):
+    """The page reads again only what has changed."""
+    run = view_run(directory)
+    before = run.signature()
+    write_lines(directory.rollouts / "2" / "5.jsonl", [{"reward": 1.0}])
+    after = run.signature()
+
+    assert ["groups"] == [part for part in after if after[part] != before[part]]
+
+
+def test_runs_are_found_below_a_directory(tmp_path: Path, monkeypatch):
+    """By experiment and trial; two of one name are told apart by their paths."""
+    write_run(tmp_path / "runs" / "a" / "one")
+    write_run(tmp_path / "runs" / "b" / "two")
+    write_run(tmp_path / "else" / "a" / "one")
+    (tmp_path / "runs" / "stray.txt").touch()
+    monkeypatch.chdir(tmp_path / "runs" / "a" / "one")
+
+    assert ["a/one"] == list(find_runs([Path()]))
+    assert ["a/one", "b/two"] == list(find_runs([tmp_path / "runs"]))
+    assert 3 == len(find_runs([tmp_path / "runs", tmp_path / "else"]))
+    assert 2 == len(find_runs([tmp_path / "runs", tmp_path / "runs" / "a"]))
+
+
+def test_a_path_without_runs_is_named(tmp_path: Path):
+    """An empty directory, and one that does not exist."""
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(RunDirectoryError, match=path.name):
+            find_runs([path])

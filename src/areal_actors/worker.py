@@ -53,13 +53,13 @@ from areal_actors.messages import (
     Training,
 )
 from areal_actors.run.signals import until_orphaned, until_signalled
-from areal_actors.schedulers.base import HOME_LOST, RUN_AGAIN
+from areal_actors.schedulers.base import CONTROLLER_LOST, RUN_AGAIN
 from areal_actors.schedulers.bootstrap import (
     BOOTSTRAP_VARIABLE,
     Bootstrap,
     is_superseded,
-    look_for_next_home,
     read_bootstrap,
+    rejoin_next_controller,
 )
 
 __all__ = ["main"]
@@ -96,9 +96,9 @@ def main() -> NoReturn:
             sys.exit(0)
         bootstrap = read_bootstrap(line)
         code = anyio.run(_run, bootstrap)
-        if code == HOME_LOST and bootstrap.rejoin_seconds:
+        if code == CONTROLLER_LOST and bootstrap.rejoin_seconds:
             _log.info("next_controller_is_awaited", worker=bootstrap.node, seconds=bootstrap.rejoin_seconds)
-            look_for_next_home(bootstrap, "areal_actors.worker")
+            rejoin_next_controller(bootstrap, "areal_actors.worker")
         sys.exit(code)
 
 
@@ -146,7 +146,7 @@ async def _work(bootstrap: Bootstrap) -> int:
         except Exception as error:  # noqa: BLE001 - logged, and reported to the controller
             return await _explain(bootstrap, controller, error)
         if bootstrap.rank and (not controller.is_connected or await _is_superseded(bootstrap)):
-            return HOME_LOST  # the likely reason why the first process of the gang is gone
+            return CONTROLLER_LOST  # the likely reason why the first process of the gang is gone
     return 0
 
 
@@ -160,10 +160,10 @@ async def _explain(bootstrap: Bootstrap, controller: ReconnectingConnection, err
     lost = next((leaf for leaf in leaves(error) if isinstance(leaf, _ControllerLost)), None)
     if lost is not None:
         _log.warning("controller_lost", worker=bootstrap.node, reason=str(lost))
-        return HOME_LOST
+        return CONTROLLER_LOST
     _log.error("worker_failed", worker=bootstrap.node, exc_info=error)
     is_told = await _report_error(bootstrap, controller, error)
-    return HOME_LOST if bootstrap.rejoin_seconds and not is_told and not controller.is_connected else _EXIT_FAILED
+    return CONTROLLER_LOST if bootstrap.rejoin_seconds and not is_told and not controller.is_connected else _EXIT_FAILED
 
 
 async def _until_superseded(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:

@@ -85,7 +85,7 @@ def test_what_was_left_is_reaped_once(runs, programs):
 
 
 def test_a_run_that_lives_is_left_alone_by_reap_and_not_by_cancel(runs, programs):
-    """Its home holds a lock."""
+    """Its controller holds a lock."""
     with SlurmFiles(path=runs / "sums" / "a" / "slurm").hold():
         reaped = invoke("reap", runs / "sums" / "a", "--json", path=programs)
         cancelled = invoke("cancel", runs / "sums" / "a", "--json", path=programs)

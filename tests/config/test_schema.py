@@ -215,7 +215,9 @@ def test_other_names_of_a_setting_mean_the_same(write):
     """``rollout.agent`` is ``rollout.openai``, in the file and on the command line."""
     path = write("training:\n  layout: flat\n", rollout=MINIMAL["rollout"] | {"agent": {"turn_discount": 0.5}})
 
-    config = load_config(path, ["rollout.agent.export_style=concat", "rollout.tokenizer_path=other"])
+    config = load_config(path, ["rollout.agent.export_style=concat", "rollout.tokenizer_path=other", "sessions.home=a"])
+
+    assert config.sessions.service_name == "a"
 
     assert config.trainer.layout == "flat"
     assert (config.rollout.openai.turn_discount, config.rollout.openai.export_style) == (0.5, "concat")

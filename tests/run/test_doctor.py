@@ -125,7 +125,7 @@ def test_a_gang_is_counted_whole_and_stays_on_this_machine(tmp_path):
 
 
 def test_a_cluster_that_is_not_there_is_said(tmp_path, monkeypatch):
-    """Without Slurm's commands, or an address that nodes reach, no job would ever come home."""
+    """Without Slurm's commands, or an address that nodes reach, no job would ever reach the controller."""
     monkeypatch.setenv("PATH", str(tmp_path))
     found = look(tmp_path, "scheduler={type: slurm, address: 'tcp://127.0.0.1:0', roles: {trainer: {}}}")
 

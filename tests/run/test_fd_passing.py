@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_who_leaves_before_it_was_served_harms_nobody(tmp_path):
-    """A proxy may be killed in any moment; home lives on, and the next one is handed the socket."""
+    """A proxy may be killed in any moment; the controller lives on, and the next one is handed the socket."""
     path = tmp_path / "door.sock"
     with anyio.fail_after(10), socket.create_server(("127.0.0.1", 0)) as listener:
         async with serve_fd(listener, path):
@@ -25,7 +25,7 @@ async def test_who_leaves_before_it_was_served_harms_nobody(tmp_path):
 
 
 async def test_nobody_at_the_door_is_an_error_of_its_own(tmp_path):
-    """Also if home leaves just then."""
+    """Also if the controller leaves just then."""
     path = tmp_path / "door.sock"
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(path))

@@ -1,4 +1,4 @@
-"""A worker and the other tasks of its job find one another through home. ``nox -s slurm`` trains whole gangs."""
+"""A worker and the other tasks of its job find one another through the controller; ``nox -s slurm`` trains gangs."""
 
 from __future__ import annotations
 
@@ -58,13 +58,15 @@ def config(directory: RunDirectory) -> RunConfig:
 
 
 @asynccontextmanager
-async def home(directory: RunDirectory, *, life: int = 1000) -> AsyncIterator[Listener]:
+async def controller(directory: RunDirectory, *, life: int = 1000) -> AsyncIterator[Listener]:
     """Where a trainer of this life is expected."""
     spec = RoleSpec(role=Role.TRAINER, config=directory.config, directory=directory.path, lease_seconds=5.0)
     async with ActorSystem.open() as system:
         known = await system.spawn(DirectoryActor())
         await known.ask(ExpectWorker(worker="trainer-0", incarnation=life, spec=spec))
-        async with listen("tcp://127.0.0.1:0", secret=SECRET, expose={"directory": known}, node="home") as listener:
+        async with listen(
+            "tcp://127.0.0.1:0", secret=SECRET, expose={"directory": known}, node="controller"
+        ) as listener:
             yield listener
 
 
@@ -86,7 +88,7 @@ def first_of(listener: Listener) -> Bootstrap:
 async def test_a_task_joins_its_worker_and_leaves_with_it(directory, config):
     """The worker has a ref to its actor, where both can be reached; the cluster's signals are left to the worker."""
     problems: list[Exception] = []
-    async with home(directory) as listener, anyio.create_task_group() as tasks:
+    async with controller(directory) as listener, anyio.create_task_group() as tasks:
         first = first_of(listener)
         tasks.start_soon(be_rank, evolve(first, rank=1), problems)
         async with (
@@ -111,7 +113,7 @@ async def test_a_task_joins_its_worker_and_leaves_with_it(directory, config):
 async def test_a_task_that_does_not_come_is_named(directory, config):
     """After the time that a worker has to start."""
     config = evolve(config, scheduler=evolve(config.scheduler, start_seconds=0.05))
-    async with home(directory) as listener:
+    async with controller(directory) as listener:
         first = first_of(listener)
         async with (
             reconnecting(partial(_address, listener), secret=SECRET, node=first.node) as line,
@@ -128,9 +130,9 @@ async def test_a_task_whose_worker_says_nothing_gives_up(directory, config):
     """It knows that its life is over, or leaves after the time that a worker has to start."""
     save_config(evolve(config, scheduler=evolve(config.scheduler, start_seconds=0.05)), directory.config)
     problems: list[Exception] = []
-    async with home(directory) as listener:
+    async with controller(directory) as listener:
         await be_rank(evolve(first_of(listener), rank=1), problems)
-    async with home(directory, life=2000) as listener:
+    async with controller(directory, life=2000) as listener:
         await be_rank(evolve(first_of(listener), rank=1), problems)
 
     assert [GangError, Conflict] == [type(problem) for problem in problems]

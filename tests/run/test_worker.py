@@ -1,4 +1,4 @@
-"""How a worker that a cluster has started ends when home does; ``nox -s slurm`` has whole ones begin afresh."""
+"""How a worker that a cluster has started ends when its controller does; ``nox -s slurm`` has whole ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from areal_actors.kernel import ActorSystem
 from areal_actors.kernel.remote import Listener, ReconnectingConnection, listen
 from areal_actors.messages import Directory, ExpectWorker, RoleSpec
 from areal_actors.run.directory import DirectoryActor
-from areal_actors.schedulers.base import HOME_LOST
+from areal_actors.schedulers.base import CONTROLLER_LOST
 from areal_actors.schedulers.bootstrap import Bootstrap
 from areal_actors.schedulers.slurm import SlurmFiles
 
 pytestmark = pytest.mark.anyio
 
-SECRET = b"known to home and to its workers"
+SECRET = b"known to a controller and to its workers"
 Serve = Callable[[Bootstrap, ReconnectingConnection], Awaitable[None]]
 
 
@@ -42,7 +42,7 @@ def alarm() -> Iterator[None]:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmFiles:
-    """Those of a run that has a home."""
+    """Those of a run that has a controller."""
     files = SlurmFiles(path=tmp_path / "slurm")
     files.create()
     files.begin_epoch()
@@ -51,13 +51,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmFiles:
 
 
 @asynccontextmanager
-async def home(tmp_path: Path) -> AsyncIterator[Listener]:
+async def controller(tmp_path: Path) -> AsyncIterator[Listener]:
     """Where a generation is expected."""
     spec = RoleSpec(role=Role.GENERATION, config=tmp_path, directory=tmp_path, lease_seconds=5.0)
     async with ActorSystem.open() as system:
         known = await system.spawn(DirectoryActor())
         await known.ask(ExpectWorker(worker="generation-0", incarnation=1000, spec=spec))
-        async with listen("tcp://127.0.0.1:0", secret=SECRET, expose={"directory": known}, node="home") as listener:
+        async with listen(
+            "tcp://127.0.0.1:0", secret=SECRET, expose={"directory": known}, node="controller"
+        ) as listener:
             yield listener
 
 
@@ -80,15 +82,15 @@ async def work(
         )
 
 
-async def fail(bootstrap: Bootstrap, home: ReconnectingConnection) -> None:
+async def fail(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
     """A role whose engine breaks."""
     raise EngineError("the engine broke")
 
 
 @pytest.mark.parametrize("rejoin", [0.0, 60.0])
-async def test_what_home_is_told_is_no_loss_of_home(files, tmp_path, monkeypatch, rejoin):
+async def test_what_controller_is_told_is_no_loss_of_controller(files, tmp_path, monkeypatch, rejoin):
     """It decides what is next; the job ends."""
-    async with home(tmp_path) as listener:
+    async with controller(tmp_path) as listener:
 
         async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
             await connection.wait_connected()
@@ -97,15 +99,15 @@ async def test_what_home_is_told_is_no_loss_of_home(files, tmp_path, monkeypatch
         assert 1 == await work(monkeypatch, listener.address, serve, rejoin=rejoin)
 
 
-@pytest.mark.parametrize(("rejoin", "status"), [(0.0, 1), (60.0, HOME_LOST)])
-async def test_what_nobody_can_be_told_is_a_loss_of_home(files, monkeypatch, rejoin, status):
-    """It broke because home did, perhaps; where the next home may want the job, it stays."""
+@pytest.mark.parametrize(("rejoin", "status"), [(0.0, 1), (60.0, CONTROLLER_LOST)])
+async def test_what_nobody_can_be_told_is_a_loss_of_controller(files, monkeypatch, rejoin, status):
+    """It broke because its controller did, perhaps; where the next controller may want the job, it stays."""
     assert status == await work(monkeypatch, "tcp://127.0.0.1:9", fail, rejoin=rejoin)
 
 
-async def test_a_later_home_is_a_loss_of_home_also_while_the_former_answers(files, tmp_path, monkeypatch):
+async def test_a_later_controller_is_a_loss_of_controller_also_while_the_former_answers(files, tmp_path, monkeypatch):
     """It is asked for soon enough. Nothing that a role does keeps it."""
-    async with home(tmp_path) as listener:
+    async with controller(tmp_path) as listener:
 
         async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
             try:
@@ -114,34 +116,34 @@ async def test_a_later_home_is_a_loss_of_home_also_while_the_former_answers(file
             finally:
                 raise EngineError("it could not end well, either")
 
-        assert HOME_LOST == await work(monkeypatch, listener.address, serve)
+        assert CONTROLLER_LOST == await work(monkeypatch, listener.address, serve)
 
 
-async def test_a_lease_that_is_over_is_a_loss_of_home(files, monkeypatch):
+async def test_a_lease_that_is_over_is_a_loss_of_controller(files, monkeypatch):
     """As where jobs are not kept: the status says so."""
 
     async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
         await worker._keep_lease(bootstrap, connection.ref(Directory, "directory"), 0.2)
 
     for rejoin in (0.0, 60.0):
-        assert HOME_LOST == await work(monkeypatch, "tcp://127.0.0.1:9", serve, rejoin=rejoin)
+        assert CONTROLLER_LOST == await work(monkeypatch, "tcp://127.0.0.1:9", serve, rejoin=rejoin)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-async def test_a_rank_leaves_with_its_first_process_or_with_home(files, tmp_path, monkeypatch, is_lost):
-    """The first process may be gone because home is: then the job stays, if all of its processes do."""
-    async with home(tmp_path) as listener:
+async def test_a_rank_leaves_with_its_first_process_or_with_controller(files, tmp_path, monkeypatch, is_lost):
+    """The first process may be gone because its controller is: then the job stays, if all of its processes do."""
+    async with controller(tmp_path) as listener:
 
         async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
             if not is_lost:
                 await connection.wait_connected()
 
         address = "tcp://127.0.0.1:9" if is_lost else listener.address
-        assert (HOME_LOST if is_lost else 0) == await work(monkeypatch, address, serve, rank=1)
+        assert (CONTROLLER_LOST if is_lost else 0) == await work(monkeypatch, address, serve, rank=1)
 
 
 async def test_a_first_process_that_is_done_is_done(files, tmp_path, monkeypatch):
-    """Whether home answers at that moment or not."""
+    """Whether the controller answers at that moment or not."""
 
     async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
         """Nothing."""

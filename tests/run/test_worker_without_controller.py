@@ -1,4 +1,4 @@
-"""A worker that does not find home: it ends, and gives back what it has."""
+"""A worker that does not find its controller: it ends, and gives back what it has."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def anyio_backend(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_worker_whose_home_has_gone_before_its_first_word_ends(tmp_path, rank, caplog):
+async def test_a_worker_whose_controller_has_gone_before_its_first_word_ends(tmp_path, rank, caplog):
     """It has no lease yet, and would hold its node until the cluster's time limit."""
     told = Bootstrap(
         name="trainer-0",
         life=1000,
         addresses=(f"unix:{tmp_path}/home.sock",),
-        secret=b"a secret of a home that is gone",
+        secret=b"a secret of a controller that is gone",
         rank=rank,
         num_tasks=2,
     )

@@ -15,12 +15,12 @@ import pytest
 from attrs import evolve
 
 from areal_actors.errors import SchedulerError
-from areal_actors.schedulers.base import Home, PlacementState, Resources, WorkerSpec
+from areal_actors.schedulers.base import ControllerAddress, PlacementState, Resources, WorkerSpec
 from areal_actors.schedulers.bootstrap import Bootstrap, read_bootstrap
 from areal_actors.schedulers.config import LocalConfig
 from areal_actors.schedulers.local import LocalScheduler
 
-HOME = Home(addresses=("unix:/nowhere/home.sock",), secret=b"0123456789abcdef")
+CONTROLLER = ControllerAddress(addresses=("unix:/nowhere/home.sock",), secret=b"0123456789abcdef")
 
 TELLS = """
 import json, os, sys
@@ -40,7 +40,7 @@ time.sleep(600)
 
 
 def spec_of(name="worker-0", **options):
-    return WorkerSpec(name=name, home=HOME, **options)
+    return WorkerSpec(name=name, controller=CONTROLLER, **options)
 
 
 def scheduler_of(tmp_path, program, *arguments, **config):

@@ -12,7 +12,7 @@ import pytest
 from areal_actors.errors import SchedulerError
 from areal_actors.kernel.remote import listen
 from areal_actors.schedulers.base import NOT_BEGUN
-from areal_actors.schedulers.preflight import check, read_home
+from areal_actors.schedulers.preflight import check, read_bootstrap_file
 
 SECRET = b"known to both sides, nobody else"
 
@@ -30,7 +30,7 @@ def bootstrap(directory, *, address="tcp://127.0.0.1:9", secret=SECRET, mode=0o6
     return str(path)
 
 
-async def test_a_home_that_answers_is_enough(tmp_path):
+async def test_a_controller_that_answers_is_enough(tmp_path):
     """The secret is known, the directory can be written, and nothing is left in it."""
     async with listen("tcp://127.0.0.1:0", secret=SECRET) as listener:
         await check(bootstrap(tmp_path, address=listener.address), 5)
@@ -46,14 +46,14 @@ async def test_what_is_amiss_is_said(tmp_path):
     with pytest.raises(SchedulerError, match=r"cannot be reached.*tcp://127.0.0.1:9"):
         await check(bootstrap(tmp_path), 0.2)
     with pytest.raises(SchedulerError, match="others can read"):
-        read_home(bootstrap(tmp_path, mode=0o644))
+        read_bootstrap_file(bootstrap(tmp_path, mode=0o644))
     with pytest.raises(SchedulerError, match="file system"):
-        read_home(str(tmp_path / "nothing"))
+        read_bootstrap_file(str(tmp_path / "nothing"))
     with pytest.raises(SchedulerError, match="names no file"):
-        read_home("")
+        read_bootstrap_file("")
     path = bootstrap(tmp_path, words=[])
-    with pytest.raises(SchedulerError, match="where home is"):
-        read_home(path)
+    with pytest.raises(SchedulerError, match="is not a bootstrap message"):
+        read_bootstrap_file(path)
     path = bootstrap(tmp_path)
     (tmp_path / "exit").rmdir()
     with pytest.raises(SchedulerError, match="cannot be written"):
@@ -71,6 +71,6 @@ async def test_the_process_becomes_the_worker_or_says_why_not(tmp_path):
         became = await anyio.run_process(command, env=environment, check=False)
 
     assert refused.returncode == NOT_BEGUN
-    assert refused.stderr.decode().startswith("preflight: home cannot be reached")
+    assert refused.stderr.decode().startswith("preflight: the controller cannot be reached")
     assert became.returncode == 0, became.stderr
     assert b"Linux" in became.stdout or became.stdout

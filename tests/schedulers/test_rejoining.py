@@ -1,4 +1,4 @@
-"""A worker that has lost home: what it says, which home it goes to next, and when it gives up."""
+"""A worker that has lost its controller: what it says, which controller it goes to next, and when it gives up."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from areal_actors.errors import SchedulerError
 from areal_actors.kernel.remote import listen
-from areal_actors.schedulers.base import HOME_LOST
+from areal_actors.schedulers.base import CONTROLLER_LOST
 from areal_actors.schedulers.bootstrap import Bootstrap, count_let_go, read_epoch, say_let_go
 from areal_actors.schedulers.preflight import check
 from areal_actors.schedulers.slurm import SlurmFiles
 
-FORMER, LATER = b"the secret of the former home...", b"the secret of the later home...."
+FORMER, LATER = b"the secret of the former controller...", b"the secret of the later controller...."
 JOB = "aa-0123456789abcdef-caller-0.1000"
 
 
@@ -29,7 +29,7 @@ def told(address, *, secret=FORMER, epoch=1, **options):
 
 @pytest.fixture
 def files(tmp_path):
-    """Those of a run that has had a home."""
+    """Those of a run that has had a controller."""
     files = SlurmFiles(path=tmp_path / "slurm")
     files.create()
     files.begin_epoch()
@@ -42,7 +42,7 @@ def path_of(files):
 
 
 async def wait_let_go(files, epoch):
-    """Until a process has told the home of ``epoch`` that it is free."""
+    """Until a process has told the controller of ``epoch`` that it is free."""
     while not count_let_go(files.path, epoch):  # noqa: ASYNC110 - it is said in a file
         await anyio.sleep(0.05)
 
@@ -60,17 +60,17 @@ def test_a_life_is_counted_from_when_it_was_said(life, before, more, epoch):
 
 
 def test_epochs_only_grow(files):
-    """Each home is the latest; where nothing can be read, nobody is superseded."""
+    """Each controller is the latest; where nothing can be read, nobody is superseded."""
     assert [2, 3] == [files.begin_epoch(), files.begin_epoch()]
     assert 3 == read_epoch(files.path)
     (files.path / "epoch").write_text("what")
     assert 0 == read_epoch(files.path)
-    with pytest.raises(SchedulerError, match="does not say how many homes"):
+    with pytest.raises(SchedulerError, match="does not say how many controllers"):
         files.begin_epoch()
 
 
 def test_each_process_of_each_start_counts_for_itself(files):
-    """Processes of a start that is over are no others, and words to an earlier home are none to ours."""
+    """Processes of a start that is over are no others, and words to an earlier controller are none to ours."""
     for restarts, rank, epoch in (("", "", 2), ("", "1", 2), ("1", "0", 2), ("1", "1", 1), ("1", "0", 2)):
         say_let_go(files.path, JOB, epoch, {"SLURM_RESTART_COUNT": restarts, "SLURM_PROCID": rank})
     (files.path / "let-go" / f"{JOB}.x.y").write_text("2")
@@ -82,8 +82,8 @@ def test_each_process_of_each_start_counts_for_itself(files):
 
 
 @pytest.mark.anyio
-async def test_it_waits_for_a_later_home_and_says_that_it_has_let_go(files):
-    """It goes to nobody before it is told where that home is, and who knows the former secret alone is not it."""
+async def test_it_waits_for_a_later_controller_and_says_that_it_has_let_go(files):
+    """It connects to no address before it has that of the later controller; the former secret does not suffice."""
     async with listen("tcp://127.0.0.1:0", secret=LATER) as later, anyio.create_task_group() as tasks:
         files.write_bootstrap(JOB, told("tcp://127.0.0.1:9"))
         with anyio.fail_after(20):
@@ -97,7 +97,7 @@ async def test_it_waits_for_a_later_home_and_says_that_it_has_let_go(files):
 
 @pytest.mark.anyio
 async def test_a_job_that_begins_between_two_homes_goes_to_the_later_one(files):
-    """It had lost nobody, but its first words are those of a home that is no more."""
+    """It had lost nobody, but its first words are those of a controller that is no more."""
     async with listen("tcp://127.0.0.1:0", secret=FORMER) as former, listen("tcp://127.0.0.1:0", secret=LATER) as later:
         files.write_bootstrap(JOB, told(former.address))
         epoch = files.begin_epoch()
@@ -112,7 +112,7 @@ async def test_a_job_that_begins_between_two_homes_goes_to_the_later_one(files):
 
 @pytest.mark.anyio
 async def test_it_gives_up_where_nobody_wants_it(files):
-    """The home that it lost answers; its job is not wanted; nobody comes; the words are gone."""
+    """The controller that it lost answers; its job is not wanted; nobody comes; the words are gone."""
     async with listen("tcp://127.0.0.1:0", secret=FORMER) as former:
         files.write_bootstrap(JOB, told(former.address))
         with pytest.raises(SchedulerError, match="has done without this worker"):
@@ -120,7 +120,7 @@ async def test_it_gives_up_where_nobody_wants_it(files):
     with pytest.raises(SchedulerError, match="cannot be reached"):
         await check(path_of(files), 0.2, 1)
     files.begin_epoch()
-    with pytest.raises(SchedulerError, match="home 2 of this run has not said yet where it is"):
+    with pytest.raises(SchedulerError, match="controller 2 of this run has not published its address yet"):
         await check(path_of(files), 0.2, 1)
     files.mark_stopped(JOB)
     with pytest.raises(SchedulerError, match="not wanted any longer"):
@@ -138,19 +138,19 @@ def list_open(process):
 LOSES_HOME = """
 import os, signal, sys, threading
 from areal_actors.schedulers.bootstrap import read_bootstrap
-from areal_actors.schedulers.bootstrap import look_for_next_home
+from areal_actors.schedulers.bootstrap import rejoin_next_controller
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.alarm(60)
 kept = open(sys.argv[1])
 os.set_inheritable(kept.fileno(), True)
 threading.Thread(target=threading.Event().wait).start()
 print("lost")
-look_for_next_home(read_bootstrap(""), "platform")
+rejoin_next_controller(read_bootstrap(""), "platform")
 """
 
 
 @pytest.mark.anyio
-async def test_a_process_that_looks_for_the_next_home_keeps_nothing_but_its_place(files, tmp_path):
+async def test_a_process_that_looks_for_the_next_controller_keeps_nothing_but_its_place(files, tmp_path):
     """Neither threads nor files nor signals that it ignored outlive it; told to end, it does."""
     files.write_bootstrap(JOB, told("tcp://127.0.0.1:9", rejoin_seconds=30.0))
     kept = tmp_path / "kept"
@@ -170,12 +170,12 @@ async def test_a_process_that_looks_for_the_next_home_keeps_nothing_but_its_plac
 
 
 @pytest.mark.anyio
-async def test_a_process_that_finds_no_other_home_says_so_with_its_status(files):
+async def test_a_process_that_finds_no_other_controller_says_so_with_its_status(files):
     """Its script does not ask for another start then."""
     files.write_bootstrap(JOB, told("tcp://127.0.0.1:9", rejoin_seconds=1.0))
     environment = {**os.environ, "AREAL_BOOTSTRAP": path_of(files), "AREAL_FORMER_EPOCH": "1"}
     command = [sys.executable, "-m", "areal_actors.schedulers.preflight", "1", "platform"]
     done = await anyio.run_process(command, env=environment, check=False)
 
-    assert HOME_LOST == done.returncode
-    assert b"home cannot be reached" in done.stderr
+    assert CONTROLLER_LOST == done.returncode
+    assert b"the controller cannot be reached" in done.stderr

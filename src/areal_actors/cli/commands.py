@@ -296,12 +296,12 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
 def entry(*, proxies: tuple[str, ...], host: str, port: int) -> None:
     """Serve several services at one URL; each session stays at the service where it was started.
 
-    NAME is the service's own name, its setting sessions.home. Ctrl-C stops after pending requests are answered.
+    NAME is the service's own name, its setting sessions.service_name. Ctrl-C stops after pending requests are answered.
 
     \b
     Example:
-      areal-actors serve a.yaml sessions.home=a proxy.port=8001
-      areal-actors serve b.yaml sessions.home=b proxy.port=8002
+      areal-actors serve a.yaml sessions.service_name=a proxy.port=8001
+      areal-actors serve b.yaml sessions.service_name=b proxy.port=8002
       areal-actors entry a=http://127.0.0.1:8001 b=http://127.0.0.1:8002
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.lib.open_files import raise_open_files_limit

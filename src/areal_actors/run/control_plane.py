@@ -33,7 +33,7 @@ from areal_actors.proxy.server import bind, url_of
 from areal_actors.run.directory import DirectoryActor
 from areal_actors.run.plan import PlacedRole
 from areal_actors.run.supervise import WorkerSupervisor, first_spec
-from areal_actors.schedulers.base import Home, Scheduler
+from areal_actors.schedulers.base import ControllerAddress, Scheduler
 from areal_actors.schedulers.config import LocalConfig, RestartsConfig, RoleConfig, SchedulerConfig, SchedulerType
 from areal_actors.schedulers.local import LocalScheduler
 from areal_actors.schedulers.slurm import SlurmScheduler
@@ -106,8 +106,8 @@ async def open_control_plane(
         address = controller_address(scheduling, sockets)
         listening = listen(address, secret=secret, expose={"directory": workers}, node="controller")
         listener = await stack.enter_async_context(listening)
-        home = Home(addresses=(listener.address,), secret=secret)
-        scheduler = await stack.enter_async_context(_open_scheduler(scheduling, directory, logs, placed, home))
+        controller = ControllerAddress(addresses=(listener.address,), secret=secret)
+        scheduler = await stack.enter_async_context(_open_scheduler(scheduling, directory, logs, placed, controller))
         is_local = listener.address.startswith("unix:")
         endpoint = None
         if is_local and Role.PROXY in placed:
@@ -116,7 +116,7 @@ async def open_control_plane(
             await stack.enter_async_context(serve_fd(shared, sockets / _FD_SOCKET))
             endpoint = Endpoint(url=url_of(shared, proxy.public_host), admin_key=key)
         yield ControlPlane(
-            supervisor=WorkerSupervisor(scheduler, workers, home, scheduling, roles=placed),
+            supervisor=WorkerSupervisor(scheduler, workers, controller, scheduling, roles=placed),
             directory=workers,
             listener=listener,
             secret=secret,
@@ -148,10 +148,14 @@ def controller_address(config: SchedulerConfig, sockets: Path) -> str:
 
 @asynccontextmanager
 async def _open_scheduler(
-    config: SchedulerConfig, directory: Path, logs: Path, placed: Mapping[Role, PlacedRole], home: Home
+    config: SchedulerConfig,
+    directory: Path,
+    logs: Path,
+    placed: Mapping[Role, PlacedRole],
+    controller: ControllerAddress,
 ) -> AsyncIterator[Scheduler]:
     wanted = [
-        first_spec(f"{role}-{index}", one.config, home=home, num_tasks=one.num_tasks)
+        first_spec(f"{role}-{index}", one.config, controller=controller, num_tasks=one.num_tasks)
         for role, one in placed.items()
         for index in range(one.config.replicas)
     ]

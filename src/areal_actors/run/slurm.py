@@ -80,7 +80,7 @@ def _know(files: SlurmFiles, record: JobRecord, rows: dict[str, JobRow], *, is_a
     row = rows.get(record.name)
     reason = "" if row is None else row.reason
     if row is not None and is_alone:
-        reason = f"{reason}; its home is gone" if row.course is Course.WAITING else "its home is gone"
+        reason = f"{reason}; its controller is gone" if row.course is Course.WAITING else "its controller is gone"
     return KnownJob(
         run=str(files.path.parent),
         name=record.name,

@@ -41,7 +41,7 @@ from areal_actors.messages import (
     RoleSpec,
     TakeFailure,
 )
-from areal_actors.schedulers.base import Home, Placement, PlacementState, Scheduler, WorkerSpec
+from areal_actors.schedulers.base import ControllerAddress, Placement, PlacementState, Scheduler, WorkerSpec
 from areal_actors.schedulers.config import RestartsConfig, RoleConfig, SchedulerConfig
 
 __all__ = ["PlacementBarrier", "Restarts", "WhileReady", "WorkerExit", "WorkerSupervisor", "find_final", "first_spec"]
@@ -109,15 +109,17 @@ def find_final(error: BaseException) -> ArealError | None:
     return None
 
 
-def first_spec(name: str, role: RoleConfig, *, home: Home, num_tasks: int = 1) -> WorkerSpec:
+def first_spec(name: str, role: RoleConfig, *, controller: ControllerAddress, num_tasks: int = 1) -> WorkerSpec:
     """Return the spec of the first incarnation of the worker ``name``."""
-    return _spec_of(name, _INCARNATION_STRIDE, role, home=home, num_tasks=num_tasks)
+    return _spec_of(name, _INCARNATION_STRIDE, role, controller=controller, num_tasks=num_tasks)
 
 
-def _spec_of(name: str, incarnation: int, role: RoleConfig, *, home: Home, num_tasks: int) -> WorkerSpec:
+def _spec_of(
+    name: str, incarnation: int, role: RoleConfig, *, controller: ControllerAddress, num_tasks: int
+) -> WorkerSpec:
     return WorkerSpec(
         name=name,
-        home=home,
+        controller=controller,
         life=incarnation,
         resources=role.resources,
         num_tasks=num_tasks,
@@ -142,7 +144,7 @@ class WorkerSupervisor:
         self,
         scheduler: Scheduler,
         directory: Ref[Directory],
-        home: Home,
+        controller: ControllerAddress,
         config: SchedulerConfig,
         *,
         roles: Iterable[Role] = (),
@@ -151,7 +153,7 @@ class WorkerSupervisor:
         self.barrier = PlacementBarrier(roles, seconds=config.gather_seconds)
         self._scheduler = scheduler
         self._directory = directory
-        self._home = home
+        self._controller = controller
         self._num_incarnations: Counter[str] = Counter()
 
     async def run_restarting(
@@ -201,7 +203,7 @@ class WorkerSupervisor:
         await self._directory.ask(ExpectWorker(worker=name, incarnation=incarnation, spec=spec))
         learnt = _Incarnation()
         async with self._scheduler.place(
-            _spec_of(name, incarnation, role, home=self._home, num_tasks=num_tasks)
+            _spec_of(name, incarnation, role, controller=self._controller, num_tasks=num_tasks)
         ) as placement:
             try:
                 with self.barrier.hold(spec.role, placement):

@@ -21,10 +21,10 @@ from attrs import field, frozen
 from attrs.validators import ge, matches_re, optional
 
 __all__ = [
-    "HOME_LOST",
+    "CONTROLLER_LOST",
     "NOT_BEGUN",
     "RUN_AGAIN",
-    "Home",
+    "ControllerAddress",
     "Placement",
     "PlacementState",
     "PlacementStatus",
@@ -53,7 +53,7 @@ class Resources:
 
 
 @frozen(kw_only=True)
-class Home:
+class ControllerAddress:
     """The controller's addresses, and the secret with which a worker authenticates.
 
     ``addresses`` are tried in order. ``secret`` is never put on a command line, which other users of a machine can
@@ -78,7 +78,7 @@ class WorkerSpec:
     """
 
     name: str = field(validator=matches_re(WORKER_NAME))
-    home: Home
+    controller: ControllerAddress
     life: int = field(default=0, validator=ge(0))
     resources: Resources = field(factory=Resources)
     num_tasks: int = field(default=1, validator=ge(1))
@@ -173,5 +173,5 @@ RUN_AGAIN = 75
 NOT_BEGUN = 76
 """The worker could not start: the controller cannot be reached, or a required directory cannot be written."""
 
-HOME_LOST = 77
+CONTROLLER_LOST = 77
 """The worker lost its controller for longer than its lease, and exited. It is not started again."""

@@ -36,7 +36,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.errors import ConfigError
 from areal_actors.lib.atomic_write import atomic_write
-from areal_actors.schedulers.base import Home, WorkerSpec
+from areal_actors.schedulers.base import ControllerAddress, WorkerSpec
 
 __all__ = [
     "BOOTSTRAP_VARIABLE",
@@ -44,9 +44,9 @@ __all__ = [
     "Bootstrap",
     "count_let_go",
     "is_superseded",
-    "look_for_next_home",
     "read_bootstrap",
     "read_epoch",
+    "rejoin_next_controller",
     "say_let_go",
 ]
 
@@ -85,8 +85,8 @@ class Bootstrap:
         return cls(
             name=spec.name,
             life=spec.life,
-            addresses=spec.home.addresses,
-            secret=spec.home.secret,
+            addresses=spec.controller.addresses,
+            secret=spec.controller.secret,
             num_restarts=num_restarts,
             epoch=epoch,
             rejoin_seconds=rejoin_seconds,
@@ -102,9 +102,9 @@ class Bootstrap:
         return f"{self.name}-rank-{rank}" if rank else self.name
 
     @property
-    def home(self) -> Home:
+    def controller(self) -> ControllerAddress:
         """Return the controller's addresses and secret."""
-        return Home(addresses=self.addresses, secret=self.secret)
+        return ControllerAddress(addresses=self.addresses, secret=self.secret)
 
     def to_line(self) -> str:
         """Return the message as one line of JSON, with a newline at its end."""
@@ -220,7 +220,7 @@ def count_let_go(directory: Path, epoch: int) -> Counter[tuple[str, int]]:
     return found
 
 
-def look_for_next_home(bootstrap: Bootstrap, module: str) -> NoReturn:
+def rejoin_next_controller(bootstrap: Bootstrap, module: str) -> NoReturn:
     """Replace this process by the preflight of ``module``, which joins only a controller of a later epoch.
 
     No threads, devices, memory or open files of this process survive the exec. ``bootstrap.epoch`` is the epoch lost.

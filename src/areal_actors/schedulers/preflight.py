@@ -25,10 +25,10 @@ from attrs import frozen
 
 from areal_actors.errors import ArealError, ConfigError, SchedulerError, Unreachable
 from areal_actors.kernel.remote import connect
-from areal_actors.schedulers.base import HOME_LOST, NOT_BEGUN, Home
+from areal_actors.schedulers.base import CONTROLLER_LOST, NOT_BEGUN, ControllerAddress
 from areal_actors.schedulers.bootstrap import FORMER_VARIABLE, Bootstrap, read_epoch, say_let_go
 
-__all__ = ["check", "check_directory", "main", "read_home"]
+__all__ = ["check", "check_directory", "main", "read_bootstrap_file"]
 
 _RETRY_SECONDS = 1.0
 
@@ -40,14 +40,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     signal.alarm(0)  # cancel an alarm that the worker set before exec
     seconds, module = float(arguments[0]), arguments[1]
-    # Set by look_for_next_home() before its exec. The module that replaces this process must not inherit it.
+    # Set by rejoin_next_controller() before its exec. The module that replaces this process must not inherit it.
     lost = os.environ.pop(FORMER_VARIABLE, None)
     former = None if lost is None else int(lost)
     try:
         anyio.run(check, os.environ.get("AREAL_BOOTSTRAP", ""), seconds, former)
     except ArealError as error:
         print(f"preflight: {error}", file=sys.stderr, flush=True)  # noqa: T201 - there is no log yet
-        sys.exit(NOT_BEGUN if former is None else HOME_LOST)
+        sys.exit(NOT_BEGUN if former is None else CONTROLLER_LOST)
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments[2:]])  # noqa: S606 - the same interpreter
 
 
@@ -59,19 +59,19 @@ async def check(bootstrap: str, seconds: float, former: int | None = None) -> No
         seconds: how long to look for the controller; the time starts again when a later epoch appears.
         former: the epoch of the controller that this worker has lost, and to which it must not return.
     """
-    read_home(bootstrap)
+    read_bootstrap_file(bootstrap)
     check_directory(Path(bootstrap).parent.parent)
     await _Search(path=Path(bootstrap), former=former).run(seconds)
 
 
-def read_home(bootstrap: str) -> Bootstrap:
+def read_bootstrap_file(bootstrap: str) -> Bootstrap:
     """Read the bootstrap message from the file that ``AREAL_BOOTSTRAP`` names.
 
     Raises:
         SchedulerError: the file is missing, is not a bootstrap message, or can be read by other users.
     """
     if not bootstrap:
-        raise SchedulerError("AREAL_BOOTSTRAP names no file; a worker is started by its home, not by hand")
+        raise SchedulerError("AREAL_BOOTSTRAP names no file; a worker is started by its controller, not by hand")
     path = Path(bootstrap)
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -83,7 +83,7 @@ def read_home(bootstrap: str) -> Bootstrap:
             "all nodes share?"
         ) from None
     except (ValueError, ConfigError) as error:
-        raise SchedulerError(f"{path} does not say where home is: {error}") from None
+        raise SchedulerError(f"{path} is not a bootstrap message: {error}") from None
 
 
 def check_directory(directory: Path) -> None:
@@ -106,7 +106,7 @@ class _Search:
 
     async def run(self, seconds: float) -> None:
         """Try to authenticate at each address, repeatedly for ``seconds``. Raises ``SchedulerError``."""
-        newest, said, told = 0, "it has no address", read_home(str(self.path))
+        newest, said, told = 0, "it has no address", read_bootstrap_file(str(self.path))
         with anyio.move_on_after(seconds) as patience:
             while True:
                 self._check_wanted()
@@ -114,20 +114,21 @@ class _Search:
                 if heard > newest:
                     # A later controller may need time until it has written its address.
                     newest, patience.deadline = heard, anyio.current_time() + seconds
-                told = read_home(str(self.path))
+                told = read_bootstrap_file(str(self.path))
                 if newest > told.epoch:
-                    said = f"home {newest} of this run has not said yet where it is"
+                    said = f"controller {newest} of this run has not published its address yet"
                 else:
-                    said = await _introduce(told.home)
+                    said = await _introduce(told.controller)
                     if not said and (self.former is None or told.epoch > self.former):
                         return
                     if not said:
                         # A controller that still answers has replaced this worker since its lease expired.
-                        raise SchedulerError("home answers, and has done without this worker meanwhile")
+                        raise SchedulerError("the controller answers, and has done without this worker meanwhile")
                 await anyio.sleep(_RETRY_SECONDS)
         raise SchedulerError(
-            f"home cannot be reached from {os.uname().nodename} within {seconds:g} s, at {', '.join(told.addresses)}: "
-            f"{said}. Has the run ended? If not, can nodes connect to that address? (scheduler.address)"
+            f"the controller cannot be reached from {os.uname().nodename} within {seconds:g} s, at "
+            f"{', '.join(told.addresses)}: {said}. Has the run ended? If not, can nodes connect to that address? "
+            "(scheduler.address)"
         )
 
     def _check_wanted(self) -> None:
@@ -137,7 +138,7 @@ class _Search:
     def _hear(self) -> int:
         """Return the latest epoch, and confirm to a newer controller that this process has released its role."""
         epoch = read_epoch(self._directory)
-        if epoch > read_home(str(self.path)).epoch:
+        if epoch > read_bootstrap_file(str(self.path)).epoch:
             # The newer controller waits for this confirmation before it keeps the job.
             say_let_go(self._directory, self.path.stem, epoch)
         return epoch
@@ -147,13 +148,13 @@ class _Search:
         return self.path.parent.parent
 
 
-async def _introduce(home: Home) -> str:
+async def _introduce(controller: ControllerAddress) -> str:
     """Return why the controller cannot be reached at any address, or an empty string if it answers."""
     node = f"preflight-{os.environ.get('SLURM_JOB_ID', '')}-{os.uname().nodename}-{os.getpid()}"
     said = "it has no address"
-    for address in home.addresses:
+    for address in controller.addresses:
         try:
-            async with connect(address, secret=home.secret, node=node):
+            async with connect(address, secret=controller.secret, node=node):
                 return ""
         except Unreachable as error:
             said = str(error)

@@ -159,7 +159,7 @@ def _check_is_service(trial: TrialId, directory: RunDirectory) -> None:
 
 def _overrides(trial: TrialId) -> list[str]:
     """Return the settings that differ between trials, quoted because YAML reads ``2026`` and ``1e5`` as numbers."""
-    own = {"experiment_name": trial.experiment, "trial_name": trial.trial, "sessions.home": trial.home}
+    own = {"experiment_name": trial.experiment, "trial_name": trial.trial, "sessions.service_name": trial.home}
     return [f"{path}={json.dumps(value)}" for path, value in own.items()]
 
 

@@ -88,7 +88,7 @@ class SessionsConfig:
     lifetimes: SessionSettings = field(factory=SessionSettings)
     sweep_seconds: float = 30.0
     """Interval at which idle sessions are looked for."""
-    home: str | None = field(default=None, validator=optional(matches_re(SHARD_NAME)))
+    service_name: str | None = field(default=None, validator=optional(matches_re(SHARD_NAME)))
     """Name of this service behind a shared entry point; part of every session's id and key."""
 
 
@@ -131,7 +131,7 @@ class SessionManager(Actor[Sessions]):
         self._capacity = capacity
         self._config = config or SessionsConfig()
         self._seed = seed
-        tokens = token_factory or create_token_factory(self._config.home)
+        tokens = token_factory or create_token_factory(self._config.service_name)
         self._store = SessionStore(token_factory=tokens, settings=self._config.lifetimes)
         self._extras: dict[SessionId, _Extras] = {}
         self._num_retries = 0

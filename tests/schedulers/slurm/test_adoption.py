@@ -1,4 +1,4 @@
-"""Which jobs of a former home the next one keeps: laws of the decision, whatever the records and the queue say."""
+"""Which jobs of a former controller the next one keeps: laws of the decision, for all records and queues."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_order_of_records_and_rows_says_nothing(case, seed):
 
 @given(case=cases, stopped=st.sets(st.integers(0, 5).map(lambda number: f"aa-{number}")))
 def test_what_was_to_end_ends(case, stopped):
-    """What its former home had begun to end is not kept; another job of its worker may be."""
+    """What its former controller had begun to end is not kept; another job of its worker may be."""
     found, seen, wanted = case
     kept = {one.record.name for one in judge(found, seen, wanted, stopped=stopped) if not one.why}
 
@@ -165,7 +165,7 @@ def test_what_is_submitted_anew_with_each_job_is_no_trait(change, differing):
 
 
 def test_variables_count_but_for_those_of_a_login():
-    """Home may be started again from another terminal; and what a variable holds is on no record."""
+    """The controller may be started again from another terminal; and what a variable holds is on no record."""
     first = {"PATH": "/bin", "TOKEN": "secret words", "SSH_TTY": "/dev/pts/1", "SHLVL": "1", "TERM": "vt100"}
     second = {"PATH": "/bin", "TOKEN": "secret words", "TMUX": "x", "SHLVL": "2", "PWD": "/"}
     traits = traits_of(REQUEST, SITE, first)

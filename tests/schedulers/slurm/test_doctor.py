@@ -1,4 +1,4 @@
-"""The doctor at a real cluster: jobs that it takes, jobs that it refuses, and a node that comes home."""
+"""The doctor at a real cluster: jobs that it takes and refuses, and a node that calls the controller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def look(cluster, tmp_path, monkeypatch):
     return look
 
 
-def test_a_trial_job_comes_home(cluster, look):
+def test_a_trial_job_comes_controller(cluster, look):
     """It ran on a node, and nothing of it is left."""
     found = look("{cpus: 1}", has_trial=True)
 

@@ -22,19 +22,22 @@ def files_in(path) -> SlurmFiles:
     return files
 
 
-def test_one_home_at_a_time(tmp_path):
+def test_one_controller_at_a_time(tmp_path):
     """The second one is told who the first one is."""
     files = files_in(tmp_path)
     with files.hold():
         assert files.is_held
-        with pytest.raises(SchedulerError, match=f"process {os.getpid()} on .* is home to the jobs"), files.hold():
+        with (
+            pytest.raises(SchedulerError, match=f"process {os.getpid()} on .* is the controller of the jobs"),
+            files.hold(),
+        ):
             pass
 
     assert not files.is_held
 
 
 def test_a_file_system_without_locks_is_named_as_such(tmp_path, monkeypatch):
-    """It is no sign of another home, which nobody would find."""
+    """It is no sign of another controller, which nobody would find."""
     files = files_in(tmp_path)
 
     def flock(*_):

@@ -1,4 +1,4 @@
-"""What home and jobs leave for each other: no word is taken for another's."""
+"""What controller and jobs leave for each other: no word is taken for another's."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 from tests.schedulers.slurm.scripted import commands
 
 from areal_actors.errors import SchedulerError
-from areal_actors.schedulers.base import Home, PlacementState, WorkerSpec
+from areal_actors.schedulers.base import ControllerAddress, PlacementState, WorkerSpec
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
 from areal_actors.schedulers.slurm.queue import JobRow
@@ -38,7 +38,7 @@ async def placed(directory, *, scontrol=SAYING, **settings):
     programs = directory / "bin"
     programs.mkdir()
     placement = SlurmPlacement(
-        WorkerSpec(name="x", home=Home(addresses=(), secret=b"s")),
+        WorkerSpec(name="x", controller=ControllerAddress(addresses=(), secret=b"s")),
         record=JobRecord(name="x", worker="x", life=0, created_at=0.0),
         log=directory / "log",
         files=files,

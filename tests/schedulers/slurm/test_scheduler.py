@@ -7,10 +7,10 @@ import shlex
 
 import anyio
 import pytest
-from tests.schedulers.slurm_local.callers import SECRET, open_home, open_scheduler, spec
+from tests.schedulers.slurm_local.callers import SECRET, open_controller, open_scheduler, spec
 
 from areal_actors.errors import SchedulerError
-from areal_actors.schedulers.base import Home, PlacementState, Resources
+from areal_actors.schedulers.base import ControllerAddress, PlacementState, Resources
 
 pytestmark = pytest.mark.anyio
 
@@ -25,17 +25,17 @@ def wrapped(cluster, directory, command, script):
     return {"PATH": f"{directory}:{path}"}
 
 
-async def test_a_worker_calls_home_and_ends_with_its_block(cluster, tmp_path, monkeypatch):
-    """It has what was asked for and the spec's environment, and not what Slurm left in home's; then nothing is left."""
+async def test_a_worker_calls_its_controller_and_ends_with_its_block(cluster, tmp_path, monkeypatch):
+    """It has the resources and the environment of its spec, and no variables of Slurm from the controller's."""
     leaking = {"SBATCH_EXCLUSIVE": "1", "SLURM_CPU_BIND": "x", "SQUEUE_FORMAT": "%i", "CUDA_VISIBLE_DEVICES": "7"}
     shown = "CUDA_VISIBLE_DEVICES,SLURM_CPU_BIND,SLURM_CPUS_PER_TASK,KEY,SBATCH_EXCLUSIVE"
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, environment=leaking) as scheduler,
     ):
         resources = Resources(cpus=2, memory_mib=300, gpus=2)
         placing = scheduler.place(
-            spec(home, order=f"show={shown}", resources=resources, environment={"KEY": "a b'$c"}, life=3)
+            spec(controller, order=f"show={shown}", resources=resources, environment={"KEY": "a b'$c"}, life=3)
         )
         with anyio.fail_after(20):
             async with placing as placement:
@@ -63,15 +63,15 @@ async def test_a_worker_calls_home_and_ends_with_its_block(cluster, tmp_path, mo
 async def test_the_end_of_a_worker_is_told_with_its_last_words(cluster, tmp_path):
     """Status and log of one that failed; a cancelled one was cancelled from outside; one that finds nobody is 76."""
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, preflight_seconds=1) as scheduler,
     ):
-        nowhere = Home(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
-        stranger = Home(addresses=(listener.address,), secret=b"another secret, just as long...")
+        nowhere = ControllerAddress(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
+        stranger = ControllerAddress(addresses=(listener.address,), secret=b"another secret, just as long...")
         with anyio.fail_after(30):
             async with (
-                scheduler.place(spec(home, "failing", order="exit=3")) as failing,
-                scheduler.place(spec(home, "cancelled")) as cancelled,
+                scheduler.place(spec(controller, "failing", order="exit=3")) as failing,
+                scheduler.place(spec(controller, "cancelled")) as cancelled,
                 scheduler.place(spec(nowhere, "lonely")) as lonely,
                 scheduler.place(spec(stranger, "stranger")) as strange,
             ):
@@ -82,14 +82,14 @@ async def test_the_end_of_a_worker_is_told_with_its_last_words(cluster, tmp_path
     assert [3, 75, 76, 76] == [one.exit_code for one in ends]
     assert "something went wrong here" in ends[0].reason
     assert "cancelled from outside" in ends[1].reason
-    assert "home cannot be reached" in ends[2].reason
+    assert "the controller cannot be reached" in ends[2].reason
     assert "does not know the secret" in ends[3].reason
     assert cluster.queue() == []
 
 
 async def test_a_refusal_says_what_was_asked_for(cluster, tmp_path):
     """What can never be placed raises at once, and leaves no record."""
-    nowhere = Home(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
+    nowhere = ControllerAddress(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
     async with open_scheduler(cluster, tmp_path) as scheduler:
         with pytest.raises(SchedulerError, match=r"refuses big.*99 GPUs.*sinfo") as caught:
             async with scheduler.place(spec(nowhere, "big", resources=Resources(gpus=99))):
@@ -104,11 +104,11 @@ async def test_a_submission_that_timed_out_is_found_and_not_repeated(cluster, tm
     """A call of sbatch takes the job and then says nothing: there is one job, which is adopted by its name."""
     slow = wrapped(cluster, tmp_path / "bin", "sbatch", '"$real" "$@" >>"$0.said"; exec sleep 60')
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, environment=slow, command_timeout_seconds=1.0) as scheduler,
     ):
         with anyio.fail_after(20):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 submitted = (tmp_path / "bin" / "sbatch.said").read_text().split()
 
@@ -124,11 +124,11 @@ async def test_a_queue_that_cannot_be_read_ends_nothing(cluster, tmp_path, said,
     switch = tmp_path / "broken"
     broken = wrapped(cluster, tmp_path / "bin", "squeue", f'[ -e {switch} ] || exec "$real" "$@"\n{said}')
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, environment=broken, command_timeout_seconds=0.5) as scheduler,
     ):
         with anyio.fail_after(20):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 switch.touch()
                 await scheduler.look()
@@ -143,14 +143,17 @@ async def test_a_queue_that_cannot_be_read_ends_nothing(cluster, tmp_path, said,
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_what_a_home_leaves_that_was_killed_is_ended_by_the_next(cluster, tmp_path):
-    """A record of a job is enough; and of two homes in one directory, the second is refused."""
-    async with open_home(cluster.address) as (listener, home), open_scheduler(cluster, tmp_path) as scheduler:
-        with pytest.raises(SchedulerError, match="is home to the jobs"):
+async def test_what_a_controller_leaves_that_was_killed_is_ended_by_the_next(cluster, tmp_path):
+    """A record of a job is enough; and of two controllers in one directory, the second is refused."""
+    async with (
+        open_controller(cluster.address) as (listener, controller),
+        open_scheduler(cluster, tmp_path) as scheduler,
+    ):
+        with pytest.raises(SchedulerError, match="is the controller of the jobs"):
             async with open_scheduler(cluster, tmp_path):
                 pass
         with anyio.fail_after(20):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 copy = tmp_path / "copy"
                 for name in ("jobs", "bootstrap", "stop", "exit", "scripts"):

@@ -206,7 +206,7 @@ def test_how_the_worker_ended_is_kept_and_75_asks_to_run_again(tmp_path, srun, r
 
 
 def test_a_job_that_was_taken_back_does_not_begin(tmp_path):
-    """It may have waited in the queue while its home left."""
+    """It may have waited in the queue while its controller left."""
     (tmp_path / "stop").mkdir()
     (tmp_path / "stop" / REQUEST.name).touch()
     done = run_script(

@@ -1,4 +1,4 @@
-"""Taking over the jobs of a former home, from a cluster that says what it is told to; a real one is ``successors``."""
+"""Taking over the jobs of a former controller, from a scripted cluster; a real one is in ``successors``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCONTROL = 'echo "JobId=1 JobState=RUNNING ExitCode=0:0 Restarts=1"'
 
 
 def record(worker, job, *, num_tasks=1, traits=TRAITS):
-    """Of a former home."""
+    """Of a former controller."""
     name = f"{RUN}-{worker}.1000"
     return JobRecord(
         name=name, worker=worker, life=1000, created_at=1.0, job=job, num_tasks=num_tasks, traits=dict(traits)
@@ -29,7 +29,7 @@ def record(worker, job, *, num_tasks=1, traits=TRAITS):
 
 
 class Former:
-    """What a former home has left, and the cluster where its jobs are."""
+    """What a former controller has left, and the cluster where its jobs are."""
 
     def __init__(self, directory, *records, states, **programs):
         self.files = SlurmFiles(path=directory / "slurm")
@@ -53,7 +53,7 @@ class Former:
         say_let_go(self.files.path, one.name, self.epoch if epoch is None else epoch, environment)
 
     async def hand_over(self, *workers, **settings):
-        """What the next home keeps, and which jobs it has cancelled."""
+        """What the next controller keeps, and which jobs it has cancelled."""
         config = SlurmConfig(**({"rejoin_seconds": 1.0} | settings))
         wanted = dict.fromkeys(workers, TRAITS)
         kept = await take_over(self.files, self.commands, config, epoch=self.epoch, wanted=wanted)
@@ -79,7 +79,7 @@ async def test_what_waits_and_what_has_let_go_is_kept(tmp_path):
 
 
 async def test_a_gang_is_kept_when_all_of_this_start_have_let_go(tmp_path):
-    """A process of an earlier start, or one that spoke to an earlier home, is none of them."""
+    """A process of an earlier start, or one that spoke to an earlier controller, is none of them."""
     whole, half, late = (record(name, job, num_tasks=2) for job, name in enumerate(("a", "b", "c"), start=1))
     former = Former(tmp_path, whole, half, late, states=["RUNNING"] * 3)
     for rank in (0, 1):

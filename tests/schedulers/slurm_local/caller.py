@@ -1,9 +1,9 @@
 """A worker with nothing to do: ``python -m tests.schedulers.slurm_local.caller``.
 
-It calls home, stays connected, and calls again when it is cut off, until its lease is over. Told to end, it writes a
-checkpoint, and leaves with the status that asks to be started again. When home is lost, it looks for the next one, if
-it may (``schedulers.bootstrap``). Twice a second it leaves a sign of life, which only one life of a worker may do at a
-time. ``CALLER_ORDER`` can have it do something else.
+It calls its controller, stays connected, and calls again when it is cut off, until its lease is over. Told to end, it
+writes a checkpoint, and exits with the status that asks to be started again. When the controller is lost, it looks for
+the next one, if it may (``schedulers.bootstrap``). Twice a second it leaves a sign of life, which only one incarnation
+of a worker may do at a time. ``CALLER_ORDER`` can have it do something else.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import anyio
 
 from areal_actors.errors import Unreachable
 from areal_actors.kernel.remote import Limits, connect
-from areal_actors.schedulers.base import HOME_LOST, RUN_AGAIN
+from areal_actors.schedulers.base import CONTROLLER_LOST, RUN_AGAIN
 from areal_actors.schedulers.bootstrap import (
     BOOTSTRAP_VARIABLE,
     Bootstrap,
     is_superseded,
-    look_for_next_home,
     read_bootstrap,
+    rejoin_next_controller,
 )
 
 _LIMITS = Limits(heartbeat_seconds=0.3, silence_seconds=1.5, hello_seconds=1.5)
@@ -45,8 +45,8 @@ def main() -> None:
         shown = {name: text for name, text in os.environ.items() if name in value.split(",")}
         (_directory() / f"shown-{told.name}").write_text(json.dumps(shown))
     status = anyio.run(partial(_live, told, is_deaf=order == "deaf"))
-    if status == HOME_LOST and told.rejoin_seconds:
-        look_for_next_home(told, "tests.schedulers.slurm_local.caller")
+    if status == CONTROLLER_LOST and told.rejoin_seconds:
+        rejoin_next_controller(told, "tests.schedulers.slurm_local.caller")
     sys.exit(status)
 
 
@@ -70,8 +70,8 @@ async def _live(told: Bootstrap, *, is_deaf: bool) -> int:
         async def until_lost() -> None:
             nonlocal status
             await _stay_connected(told, lease=float(os.environ.get("CALLER_LEASE", "4")), is_deaf=is_deaf)
-            print("home is lost", flush=True)
-            status = HOME_LOST
+            print("controller is lost", flush=True)
+            status = CONTROLLER_LOST
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(until_told)

@@ -11,10 +11,10 @@ from typing import Any
 from tests.schedulers.slurm_local.cluster import ROOT, Cluster
 
 from areal_actors.kernel.remote import Limits, Listener, listen
-from areal_actors.schedulers.base import Home, Resources, WorkerSpec
+from areal_actors.schedulers.base import ControllerAddress, Resources, WorkerSpec
 from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
 
-__all__ = ["CALLER", "SECRET", "SETTINGS", "open_home", "open_scheduler", "spec"]
+__all__ = ["CALLER", "SECRET", "SETTINGS", "open_controller", "open_scheduler", "spec"]
 
 CALLER = "tests.schedulers.slurm_local.caller"
 SECRET = b"known to both sides, nobody else"
@@ -51,14 +51,14 @@ async def open_scheduler(
 
 
 @asynccontextmanager
-async def open_home(address: str, *, secret: bytes = SECRET) -> AsyncIterator[tuple[Listener, Home]]:
+async def open_controller(address: str, *, secret: bytes = SECRET) -> AsyncIterator[tuple[Listener, ControllerAddress]]:
     """A listener that callers find, and how they find it."""
-    async with listen(address, secret=secret, node="home", limits=_LIMITS) as listener:
-        yield listener, Home(addresses=(listener.address,), secret=secret)
+    async with listen(address, secret=secret, node="controller", limits=_LIMITS) as listener:
+        yield listener, ControllerAddress(addresses=(listener.address,), secret=secret)
 
 
 def spec(
-    home: Home,
+    controller: ControllerAddress,
     name: str = "caller-0",
     *,
     order: str = "",
@@ -67,10 +67,10 @@ def spec(
     resources: Resources | None = None,
     life: int = 0,
 ) -> WorkerSpec:
-    """A caller that is told ``order``, and leaves when it has been without home for ``lease`` seconds."""
+    """A caller that is told ``order``, and leaves when it has been without controller for ``lease`` seconds."""
     return WorkerSpec(
         name=name,
-        home=home,
+        controller=controller,
         life=life,
         environment={"CALLER_ORDER": order, "CALLER_LEASE": str(lease), **(environment or {})},
         resources=resources or Resources(),

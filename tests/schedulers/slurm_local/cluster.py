@@ -64,7 +64,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Where home listens so that nodes reach it: this machine, seen from its nodes."""
+        """Where controller listens so that nodes reach it: this machine, seen from its nodes."""
         if not self.has_namespaces:
             return "tcp://127.0.0.1:0"
         conf = (self.directory / "etc" / "slurm.conf").read_text()

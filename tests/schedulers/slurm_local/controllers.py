@@ -15,11 +15,11 @@ import anyio
 import pytest
 from anyio import to_thread
 from tests.schedulers.slurm_local.breaking import act, assert_no_two_lives_at_once, beats, cluster, wait_state
-from tests.schedulers.slurm_local.callers import SECRET, open_home, open_scheduler, spec
+from tests.schedulers.slurm_local.callers import SECRET, open_controller, open_scheduler, spec
 from tests.schedulers.slurm_local.cluster import Cluster, open_cluster, why_no_namespaces, why_not
 
 from areal_actors.errors import SchedulerError
-from areal_actors.schedulers.base import Home, PlacementState
+from areal_actors.schedulers.base import ControllerAddress, PlacementState
 
 __all__ = ["cluster"]
 
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyn
 async def test_a_controller_that_is_away_ends_nothing(cluster, tmp_path):
     """Killed and started again: the state is unknown, the caller goes on; leaving waits for the controller."""
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, command_timeout_seconds=2.0) as scheduler,
     ):
         with anyio.fail_after(150):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_state(placement, PlacementState.RUNNING)
                 await anyio.sleep(8)  # its state is saved a few seconds after it began
@@ -60,16 +60,16 @@ async def _start_controller(cluster: Cluster) -> None:
 async def test_a_controller_killed_just_after_a_start_makes_no_two(cluster, tmp_path):
     """It may have forgotten that the job began, and start it again: then the older life is refused.
 
-    Or it has forgotten all of the job, which is lost then: home places another one.
+    Or it has forgotten all of the job, which is lost then: controller places another one.
     """
     await anyio.sleep(8)  # or it would believe that the job of the test before still runs
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, lost_seconds=10.0) as scheduler,
         AsyncExitStack() as stack,
     ):
         with anyio.fail_after(150):
-            placement = await stack.enter_async_context(scheduler.place(spec(home)))
+            placement = await stack.enter_async_context(scheduler.place(spec(controller)))
             await listener.wait_for("caller-0")
             await act(cluster, "kill-ctld")
             await act(cluster, "start-ctld")
@@ -77,7 +77,7 @@ async def test_a_controller_killed_just_after_a_start_makes_no_two(cluster, tmp_
             await to_thread.run_sync(cluster.mend)
             while not any(peer.node == "caller-0" for peer in listener.peers):
                 if placement.status.state is PlacementState.ENDED:
-                    placement = await stack.enter_async_context(scheduler.place(spec(home, life=1)))
+                    placement = await stack.enter_async_context(scheduler.place(spec(controller, life=1)))
                     await listener.wait_for("caller-0")
                 await anyio.sleep(0.1)
             await anyio.sleep(2)
@@ -88,14 +88,14 @@ async def test_a_stopped_munge_costs_time_limits_and_nothing_else(cluster, tmp_p
     """No command answers: states are unknown, a submission fails in bounded time, and the event loop never waits."""
     munged = int((cluster.directory / "run" / "munged.pid").read_text().split()[0])
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(
             cluster, tmp_path, command_timeout_seconds=1.0, submit_timeout_seconds=3.0, cancel_timeout_seconds=20.0
         ) as scheduler,
     ):
         with anyio.fail_after(90):
             async with AsyncExitStack() as stack:
-                placement = await stack.enter_async_context(scheduler.place(spec(home)))
+                placement = await stack.enter_async_context(scheduler.place(spec(controller)))
                 await listener.wait_for("caller-0")
                 os.kill(munged, signal.SIGSTOP)
                 try:
@@ -103,7 +103,7 @@ async def test_a_stopped_munge_costs_time_limits_and_nothing_else(cluster, tmp_p
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(_continue_after, munged, 8.0)
                         with pytest.raises(SchedulerError, match="could not be submitted"):
-                            async with scheduler.place(spec(home, "late")):
+                            async with scheduler.place(spec(controller, "late")):
                                 pass
                 finally:
                     os.kill(munged, signal.SIGCONT)
@@ -121,7 +121,7 @@ async def test_a_directory_that_nodes_do_not_share_is_said_so(tmp_path):
     """The node cannot even open the log: the end says what to look at."""
     if why_not() or why_no_namespaces():
         pytest.skip(why_not() or why_no_namespaces())
-    nowhere = Home(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
+    nowhere = ControllerAddress(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
     with (
         tempfile.TemporaryDirectory(prefix="private-", dir="/tmp") as directory,
         open_cluster(

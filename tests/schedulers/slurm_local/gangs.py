@@ -32,7 +32,7 @@ SETTINGS = (
     "scheduler.lease_seconds=15",
     "scheduler.slurm.completing_seconds=40",  # a controller finds out slowly that one of several nodes is gone
     "scheduler.roles.generation={replicas: 1, cpus: 8}",
-    "scheduler.roles.proxy=null",  # at home, with the agents: one node of four is left for a lost one
+    "scheduler.roles.proxy=null",  # at controller, with the agents: one node of four is left for a lost one
     "proxy.host=127.0.0.1",
 )
 GANG = ("trainer.gang={num_processes: 2, backend: gloo, timeout_seconds: 60}", "scheduler.slurm.ranks_per_node=1")
@@ -111,7 +111,7 @@ def test_a_killed_process_of_a_gang_is_named_and_replaced(cluster, tmp_path):
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["all let go", "one hangs"])
 def test_a_gang_is_kept_as_one_or_not_at_all(cluster, tmp_path, is_whole):
-    """Home is killed and started again. If all processes let go of it, the job trains on; otherwise another does."""
+    """The controller is killed and started again. If all processes let go of it, their job goes on."""
     directory = tmp_path / "run"
     settings = (*SETTINGS, *GANG, "total_steps=6", "scheduler.slurm.rejoin_seconds=60")
     with training(cluster, directory, *settings) as run:

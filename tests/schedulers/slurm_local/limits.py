@@ -11,7 +11,7 @@ from tests.schedulers.slurm_local.breaking import (
     wait_for,
     wait_state,
 )
-from tests.schedulers.slurm_local.callers import open_home, open_scheduler, spec
+from tests.schedulers.slurm_local.callers import open_controller, open_scheduler, spec
 
 from areal_actors.schedulers.base import RUN_AGAIN, PlacementState
 
@@ -22,13 +22,16 @@ pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyn
 
 async def test_a_drained_node_keeps_its_job_and_takes_no_other(cluster, tmp_path):
     """What waits for it says why; mended, it runs."""
-    async with open_home(cluster.address) as (listener, home), open_scheduler(cluster, tmp_path) as scheduler:
+    async with (
+        open_controller(cluster.address) as (listener, controller),
+        open_scheduler(cluster, tmp_path) as scheduler,
+    ):
         with anyio.fail_after(90):
-            async with scheduler.place(spec(home)) as first:
+            async with scheduler.place(spec(controller)) as first:
                 await listener.wait_for("caller-0")
                 nodes = ",".join(cluster.node(number) for number in range(1, 5))
                 cluster.run("scontrol", "update", f"NodeName={nodes}", "State=DRAIN", "Reason=test")
-                async with scheduler.place(spec(home, "second")) as second:
+                async with scheduler.place(spec(controller, "second")) as second:
                     await wait_state(second, PlacementState.PENDING)
                     while "ReqNodeNotAvail" not in second.status.reason:
                         await anyio.sleep(0.1)
@@ -41,11 +44,11 @@ async def test_a_drained_node_keeps_its_job_and_takes_no_other(cluster, tmp_path
 async def test_the_time_limit_is_met_with_a_checkpoint(cluster, tmp_path):
     """The caller is warned, keeps what it has, asks to run again, and does."""
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, time_minutes=1, margin_seconds=50) as scheduler,
     ):
         with anyio.fail_after(150):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_for(listener, "caller-0", 1)
                 checkpoint = (tmp_path / "slurm" / "checkpoint-caller-0").read_text()
@@ -62,11 +65,11 @@ async def test_the_time_limit_is_met_with_a_checkpoint(cluster, tmp_path):
 async def test_a_preempted_job_is_put_back_with_a_checkpoint(cluster, tmp_path, partition):
     """With grace or without, it is told, and runs again when the other one has ended."""
     async with (
-        open_home(cluster.address) as (listener, home),
+        open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, partition=partition) as scheduler,
     ):
         with anyio.fail_after(200):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_state(placement, PlacementState.RUNNING)
                 other = cluster.run(
@@ -86,16 +89,19 @@ async def test_a_preempted_job_is_put_back_with_a_checkpoint(cluster, tmp_path, 
 
 async def test_what_is_cancelled_from_outside_is_not_started_again(cluster, tmp_path):
     """Running or waiting, it has ended, and says by whom."""
-    async with open_home(cluster.address) as (listener, home), open_scheduler(cluster, tmp_path) as scheduler:
+    async with (
+        open_controller(cluster.address) as (listener, controller),
+        open_scheduler(cluster, tmp_path) as scheduler,
+    ):
         with anyio.fail_after(60):
-            async with scheduler.place(spec(home)) as running:
+            async with scheduler.place(spec(controller)) as running:
                 await listener.wait_for("caller-0")
                 cluster.run("scontrol", "update", f"NodeName={cluster.node(1)}", "State=DRAIN", "Reason=test")
                 async with (
-                    scheduler.place(spec(home, "b", resources=WHOLE_NODE)),
-                    scheduler.place(spec(home, "c", resources=WHOLE_NODE)),
-                    scheduler.place(spec(home, "d", resources=WHOLE_NODE)),
-                    scheduler.place(spec(home, "waiting", resources=WHOLE_NODE)) as waiting,
+                    scheduler.place(spec(controller, "b", resources=WHOLE_NODE)),
+                    scheduler.place(spec(controller, "c", resources=WHOLE_NODE)),
+                    scheduler.place(spec(controller, "d", resources=WHOLE_NODE)),
+                    scheduler.place(spec(controller, "waiting", resources=WHOLE_NODE)) as waiting,
                 ):
                     await wait_state(waiting, PlacementState.PENDING)
                     cluster.run("scancel", str(running.job), str(waiting.job))

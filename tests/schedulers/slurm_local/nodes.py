@@ -20,7 +20,7 @@ from tests.schedulers.slurm_local.breaking import (
     wait_state,
     wait_until_gone,
 )
-from tests.schedulers.slurm_local.callers import open_home, open_scheduler, spec
+from tests.schedulers.slurm_local.callers import open_controller, open_scheduler, spec
 
 from areal_actors.schedulers.base import PlacementState
 
@@ -31,9 +31,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyn
 
 async def test_a_node_daemon_that_is_back_soon_is_not_missed(cluster, tmp_path):
     """Its tasks live on, and nobody hears of it."""
-    async with open_home(cluster.address) as (listener, home), open_scheduler(cluster, tmp_path) as scheduler:
+    async with (
+        open_controller(cluster.address) as (listener, controller),
+        open_scheduler(cluster, tmp_path) as scheduler,
+    ):
         with anyio.fail_after(60):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_state(placement, PlacementState.RUNNING)
                 node = node_of(placement)
@@ -49,9 +52,12 @@ async def test_a_node_daemon_that_is_back_soon_is_not_missed(cluster, tmp_path):
 
 async def test_a_node_daemon_that_stays_away_has_its_job_run_elsewhere(cluster, tmp_path):
     """The cluster starts the job again while the old tasks live: the old life is refused and leaves by itself."""
-    async with open_home(cluster.address) as (listener, home), open_scheduler(cluster, tmp_path) as scheduler:
+    async with (
+        open_controller(cluster.address) as (listener, controller),
+        open_scheduler(cluster, tmp_path) as scheduler,
+    ):
         with anyio.fail_after(150):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_state(placement, PlacementState.RUNNING)
                 node = node_of(placement)
@@ -67,12 +73,12 @@ async def test_a_node_daemon_that_stays_away_has_its_job_run_elsewhere(cluster, 
 
 
 async def test_a_node_that_crashes_is_noticed_at_once_and_its_job_runs_elsewhere(hosts, tmp_path):
-    """Home hears no heartbeat long before Slurm does; another life comes, and other jobs do not notice."""
-    async with open_home(hosts.address) as (listener, home), open_scheduler(hosts, tmp_path) as scheduler:
+    """The controller hears no heartbeat long before Slurm does; another life comes, and other jobs do not notice."""
+    async with open_controller(hosts.address) as (listener, controller), open_scheduler(hosts, tmp_path) as scheduler:
         with anyio.fail_after(150):
             async with (
-                scheduler.place(spec(home, resources=WHOLE_NODE)) as crashed,
-                scheduler.place(spec(home, "other", resources=WHOLE_NODE)) as other,
+                scheduler.place(spec(controller, resources=WHOLE_NODE)) as crashed,
+                scheduler.place(spec(controller, "other", resources=WHOLE_NODE)) as other,
             ):
                 for name in ("caller-0", "other"):
                     await listener.wait_for(name)
@@ -94,16 +100,16 @@ async def test_a_node_that_crashes_is_noticed_at_once_and_its_job_runs_elsewhere
 async def test_a_node_that_crashes_for_good_ends_its_job(hosts, tmp_path):
     """Where the cluster is not to start it again, it has ended, and another one can be placed elsewhere at once."""
     async with (
-        open_home(hosts.address) as (listener, home),
+        open_controller(hosts.address) as (listener, controller),
         open_scheduler(hosts, tmp_path, max_requeues=0) as scheduler,
     ):
         with anyio.fail_after(120):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_state(placement, PlacementState.RUNNING)
                 node = node_of(placement)
                 await act(hosts, "crash-node", node)
-                async with scheduler.place(spec(home, life=1)) as successor:
+                async with scheduler.place(spec(controller, life=1)) as successor:
                     with anyio.fail_after(20):
                         await wait_for(listener, "caller-0", 1)
                     await wait_state(successor, PlacementState.RUNNING)
@@ -119,18 +125,18 @@ async def test_a_node_that_crashes_for_good_ends_its_job(hosts, tmp_path):
 async def test_a_job_of_a_dead_node_is_left_to_the_cluster(hosts, tmp_path):
     """Its end cannot be confirmed: leaving does not wait for the cluster to give the node up, which is avoided."""
     async with (
-        open_home(hosts.address) as (listener, home),
+        open_controller(hosts.address) as (listener, controller),
         open_scheduler(hosts, tmp_path, completing_seconds=2.0) as scheduler,
     ):
         with anyio.fail_after(60):
-            async with scheduler.place(spec(home)) as placement:
+            async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_state(placement, PlacementState.RUNNING)
                 node = node_of(placement)
                 await act(hosts, "crash-node", node)
                 with anyio.fail_after(15):
                     await placement.stop(grace=0)
-            async with scheduler.place(spec(home, life=1)) as successor:
+            async with scheduler.place(spec(controller, life=1)) as successor:
                 await wait_for(listener, "caller-0", 1)
                 await wait_state(successor, PlacementState.RUNNING)
                 others = node_of(successor)
@@ -143,10 +149,10 @@ async def test_a_job_of_a_dead_node_is_left_to_the_cluster(hosts, tmp_path):
 
 
 async def test_a_short_cut_is_mended_by_the_same_life(hosts, tmp_path):
-    """Four seconds without a network: the caller calls again, and neither Slurm nor home gives it up."""
-    async with open_home(hosts.address) as (listener, home), open_scheduler(hosts, tmp_path) as scheduler:
+    """Four seconds without a network: the caller calls again, and neither Slurm nor controller gives it up."""
+    async with open_controller(hosts.address) as (listener, controller), open_scheduler(hosts, tmp_path) as scheduler:
         with anyio.fail_after(60):
-            async with scheduler.place(spec(home, lease=30)) as placement:
+            async with scheduler.place(spec(controller, lease=30)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_state(placement, PlacementState.RUNNING)
                 node = node_of(placement)
@@ -162,9 +168,9 @@ async def test_a_short_cut_is_mended_by_the_same_life(hosts, tmp_path):
 
 async def test_a_long_cut_fences_the_old_life(hosts, tmp_path):
     """Forty-five seconds: the old life ends itself within its lease, before another one serves elsewhere."""
-    async with open_home(hosts.address) as (listener, home), open_scheduler(hosts, tmp_path) as scheduler:
+    async with open_controller(hosts.address) as (listener, controller), open_scheduler(hosts, tmp_path) as scheduler:
         with anyio.fail_after(150):
-            async with scheduler.place(spec(home, lease=4)) as placement:
+            async with scheduler.place(spec(controller, lease=4)) as placement:
                 await listener.wait_for("caller-0")
                 await wait_state(placement, PlacementState.RUNNING)
                 node = node_of(placement)

@@ -1,6 +1,6 @@
-"""Homes that are killed or stopped, and those that come after them, on a real cluster: ``nox -s slurm``. Takes minutes.
+"""Controllers that are killed or stopped, and their successors, on a real cluster: ``nox -s slurm``. Takes minutes.
 
-The next home keeps the jobs that it would submit again, no caller ever serves two homes, and nothing is left.
+The next controller keeps the jobs that it would submit again, no caller serves two controllers, and nothing is left.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import anyio
 import pytest
 from anyio import to_thread
 from tests.schedulers.slurm_local.breaking import cluster, invoke, wait_for
-from tests.schedulers.slurm_local.callers import open_home, open_scheduler, spec
+from tests.schedulers.slurm_local.callers import open_controller, open_scheduler, spec
 from tests.schedulers.slurm_local.cluster import Cluster
-from tests.schedulers.slurm_local.home import hear, shard_of
+from tests.schedulers.slurm_local.controller import hear, shard_of
 
 from areal_actors.errors import SchedulerError
 from areal_actors.kernel.remote import Listener
@@ -25,7 +25,7 @@ __all__ = ["cluster"]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
 
-OTHER_SECRET = b"what only the next home knows..."
+OTHER_SECRET = b"what only the next controller knows..."
 
 
 def drain(cluster: Cluster, state: str) -> None:
@@ -44,11 +44,11 @@ async def wait_life(listener: Listener, name: str) -> int:
     return (await listener.wait_for(name)).incarnation - 1
 
 
-async def test_nothing_is_left_of_a_home_that_was_killed(cluster, tmp_path):
+async def test_nothing_is_left_of_a_controller_that_was_killed(cluster, tmp_path):
     """Its callers end within their lease; the records say what there was."""
-    with shard_of(cluster, tmp_path, "a", "b") as home:
-        await hear(home, "here", 2)
-        home.kill()
+    with shard_of(cluster, tmp_path, "a", "b") as controller:
+        await hear(controller, "here", 2)
+        controller.kill()
         with anyio.fail_after(4 + 5 + 5 + 5):
             while await to_thread.run_sync(cluster.queue) or cluster.processes(f"{tmp_path}/slurm/bootstrap"):
                 await anyio.sleep(0.2)
@@ -61,12 +61,12 @@ async def test_nothing_is_left_of_a_home_that_was_killed(cluster, tmp_path):
     assert '"RUNNING"' not in listed.stdout
 
 
-async def test_a_job_that_begins_after_its_home_was_killed_gives_its_node_back(cluster, tmp_path):
+async def test_a_job_that_begins_after_its_controller_was_killed_gives_its_node_back(cluster, tmp_path):
     """It waited meanwhile; nobody answers it."""
     drain(cluster, "DRAIN")
-    with shard_of(cluster, tmp_path, "a") as home:
-        (job,) = await hear(home, "placed")
-        home.kill()
+    with shard_of(cluster, tmp_path, "a") as controller:
+        (job,) = await hear(controller, "placed")
+        controller.kill()
         drain(cluster, "RESUME")
         with anyio.fail_after(30):
             while await to_thread.run_sync(cluster.queue):
@@ -74,20 +74,20 @@ async def test_a_job_that_begins_after_its_home_was_killed_gives_its_node_back(c
 
     (record,) = (tmp_path / "slurm" / "exit").glob(f"*.{job}-0")
     assert record.read_text().startswith("76 ")
-    assert "home cannot be reached" in (tmp_path / "logs" / "workers" / "a.log").read_text()
+    assert "the controller cannot be reached" in (tmp_path / "logs" / "workers" / "a.log").read_text()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 7.0], ids=["within the lease", "after the lease"])
-async def test_the_next_home_keeps_the_jobs_of_one_that_was_killed(cluster, tmp_path, seconds):
-    """The same jobs, in another life, known to the next home alone; ``status`` says what they wait for meanwhile."""
+async def test_the_next_controller_keeps_the_jobs_of_one_that_was_killed(cluster, tmp_path, seconds):
+    """The same jobs, in another incarnation, known to the next controller alone; ``status`` says what they wait for."""
     with shard_of(cluster, tmp_path, "caller-0", "b", rejoin_seconds=40) as former:
         jobs = await hear(former, "placed", 2)
         await hear(former, "here", 2)
         former.kill()
     await anyio.sleep(seconds)
     listed = await to_thread.run_sync(invoke, cluster, "status", str(tmp_path))
-    async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
-        wanted = [spec(home, "caller-0", life=1000), spec(home, "b", life=1000)]
+    async with open_controller(cluster.address, secret=OTHER_SECRET) as (listener, controller):
+        wanted = [spec(controller, "caller-0", life=1000), spec(controller, "b", life=1000)]
         with anyio.fail_after(30):
             async with (
                 open_scheduler(cluster, tmp_path, wanted=wanted, rejoin_seconds=40) as scheduler,
@@ -102,7 +102,7 @@ async def test_the_next_home_keeps_the_jobs_of_one_that_was_killed(cluster, tmp_
     assert jobs == [str(first.job), str(second.job)]
     assert [1000, 1000] == lives
     assert [PlacementState.RUNNING] * 2 == states
-    assert "its home is gone" in listed.stdout
+    assert "its controller is gone" in listed.stdout
     assert "There was nothing to end" in reaped.stdout
     assert 2 == len(queued)
     assert [1, 2] == sorted(set(epochs(tmp_path)))
@@ -110,11 +110,11 @@ async def test_the_next_home_keeps_the_jobs_of_one_that_was_killed(cluster, tmp_
     assert PlacementState.ENDED is first.status.state
 
 
-async def test_jobs_that_lost_home_end_if_no_other_comes(cluster, tmp_path):
+async def test_jobs_that_lost_controller_end_if_no_other_comes(cluster, tmp_path):
     """They keep their nodes for as long as they may, and no longer, and say why they end."""
-    with shard_of(cluster, tmp_path, "caller-0", rejoin_seconds=6) as home:
-        await hear(home, "here")
-        home.kill()
+    with shard_of(cluster, tmp_path, "caller-0", rejoin_seconds=6) as controller:
+        await hear(controller, "here")
+        controller.kill()
     await anyio.sleep(6)
     held = await to_thread.run_sync(cluster.queue)
     with anyio.fail_after(4 + 6 + 10):
@@ -124,14 +124,14 @@ async def test_jobs_that_lost_home_end_if_no_other_comes(cluster, tmp_path):
     assert 1 == len(held)
     (record,) = (tmp_path / "slurm" / "exit").iterdir()
     assert record.read_text().startswith("77 ")
-    assert "home cannot be reached" in (tmp_path / "logs" / "workers" / "caller-0.log").read_text()
+    assert "the controller cannot be reached" in (tmp_path / "logs" / "workers" / "caller-0.log").read_text()
 
 
-async def test_jobs_that_lost_home_can_be_reaped(cluster, tmp_path):
+async def test_jobs_that_lost_controller_can_be_reaped(cluster, tmp_path):
     """Whoever does not want to go on does not have to wait."""
-    with shard_of(cluster, tmp_path, "caller-0", rejoin_seconds=600) as home:
-        await hear(home, "here")
-        home.kill()
+    with shard_of(cluster, tmp_path, "caller-0", rejoin_seconds=600) as controller:
+        await hear(controller, "here")
+        controller.kill()
     await anyio.sleep(6)
     with anyio.fail_after(30):
         reaped = await to_thread.run_sync(invoke, cluster, "reap", str(tmp_path))
@@ -139,14 +139,14 @@ async def test_jobs_that_lost_home_can_be_reaped(cluster, tmp_path):
     assert "Ended: " in reaped.stdout
 
 
-async def test_the_next_home_keeps_a_place_in_the_queue(cluster, tmp_path):
-    """A job that waits goes on waiting, and calls whoever is home when it begins."""
+async def test_the_next_controller_keeps_a_place_in_the_queue(cluster, tmp_path):
+    """A job that waits goes on waiting, and calls whoever is controller when it begins."""
     drain(cluster, "DRAIN")
     with shard_of(cluster, tmp_path, "caller-0", rejoin_seconds=40) as former:
         (job,) = await hear(former, "placed")
         former.kill()
-    async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
-        wanted = spec(home, life=1000)
+    async with open_controller(cluster.address, secret=OTHER_SECRET) as (listener, controller):
+        wanted = spec(controller, life=1000)
         with anyio.fail_after(40):
             async with (
                 open_scheduler(cluster, tmp_path, wanted=[wanted], rejoin_seconds=40) as scheduler,
@@ -163,7 +163,7 @@ async def test_the_next_home_keeps_a_place_in_the_queue(cluster, tmp_path):
 
 
 async def test_a_job_that_was_started_again_is_kept_in_the_life_that_is_asked_for(cluster, tmp_path):
-    """How often the cluster had done so before is nothing to the next home; another time is another life."""
+    """How often the cluster had done so before is nothing to the next controller; another time is another life."""
     with shard_of(cluster, tmp_path, "caller-0", rejoin_seconds=60) as former:
         (job,) = await hear(former, "placed")
         await hear(former, "here")
@@ -172,8 +172,8 @@ async def test_a_job_that_was_started_again_is_kept_in_the_life_that_is_asked_fo
             while " 1 " not in (tmp_path / "slurm" / "beats-caller-0").read_text().replace("\n1 ", " 1 "):
                 await anyio.sleep(0.2)
         former.kill()
-    async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
-        wanted = spec(home, life=1000)
+    async with open_controller(cluster.address, secret=OTHER_SECRET) as (listener, controller):
+        wanted = spec(controller, life=1000)
         with anyio.fail_after(90):
             async with (
                 open_scheduler(cluster, tmp_path, wanted=[wanted], rejoin_seconds=60) as scheduler,
@@ -194,10 +194,10 @@ async def test_what_has_changed_is_submitted_anew(cluster, tmp_path, caplog):
         jobs = await hear(former, "placed", 3)
         await hear(former, "here", 3)
         former.kill()
-    async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
+    async with open_controller(cluster.address, secret=OTHER_SECRET) as (listener, controller):
         wanted = [
-            spec(home, life=1000, resources=Resources(cpus=2)),
-            spec(home, "deaf", life=1000, order="deaf", lease=600),
+            spec(controller, life=1000, resources=Resources(cpus=2)),
+            spec(controller, "deaf", life=1000, order="deaf", lease=600),
         ]
         with anyio.fail_after(60):
             async with open_scheduler(cluster, tmp_path, wanted=wanted, rejoin_seconds=12) as scheduler:
@@ -215,13 +215,13 @@ async def test_what_has_changed_is_submitted_anew(cluster, tmp_path, caplog):
     assert f"job_not_kept job={jobs[2]} worker=deaf reason=it has not let go" in caplog.text
 
 
-async def test_a_home_that_is_stopped_keeps_the_next_one_out(cluster, tmp_path):
+async def test_a_controller_that_is_stopped_keeps_the_next_one_out(cluster, tmp_path):
     """It holds its lock: the other one says who lives there, and does nothing. Continued, it goes on."""
     with shard_of(cluster, tmp_path, "caller-0", rejoin_seconds=40) as former:
         await hear(former, "here")
         former.send_signal(signal.SIGSTOP)
         with pytest.raises(
-            SchedulerError, match=rf"process {former.pid} on .* is home to the jobs of .*; end that run"
+            SchedulerError, match=rf"process {former.pid} on .* is the controller of the jobs of .*; end that run"
         ):
             async with open_scheduler(cluster, tmp_path, rejoin_seconds=40):
                 pass
@@ -237,15 +237,15 @@ async def test_a_home_that_is_stopped_keeps_the_next_one_out(cluster, tmp_path):
     assert {1} == set(epochs(tmp_path))
 
 
-async def test_a_home_that_has_lost_its_lock_leaves_its_jobs_to_the_next(cluster, tmp_path):
-    """Where locks are not kept, two may be home: the earlier one ends as it finds out, and touches nothing."""
+async def test_a_controller_that_has_lost_its_lock_leaves_its_jobs_to_the_next(cluster, tmp_path):
+    """Where locks are not kept, there may be two controllers: the earlier one ends and touches nothing."""
     with shard_of(cluster, tmp_path, "caller-0", "second", rejoin_seconds=40) as former:
         jobs = await hear(former, "placed", 2)
         await hear(former, "here", 2)
         former.send_signal(signal.SIGSTOP)
         (tmp_path / "slurm" / "home").unlink()
-        async with open_home(cluster.address, secret=OTHER_SECRET) as (listener, home):
-            wanted = [spec(home, life=1000), spec(home, "second", life=1000)]
+        async with open_controller(cluster.address, secret=OTHER_SECRET) as (listener, controller):
+            wanted = [spec(controller, life=1000), spec(controller, "second", life=1000)]
             with anyio.fail_after(60):
                 async with (
                     open_scheduler(cluster, tmp_path, wanted=wanted, rejoin_seconds=40) as scheduler,
@@ -261,7 +261,7 @@ async def test_a_home_that_has_lost_its_lock_leaves_its_jobs_to_the_next(cluster
                     await scheduler.look()
                     states = [first.status.state, second.status.state]
 
-    assert "another home has taken over the jobs" in said
+    assert "another controller has taken over the jobs" in said
     assert [PlacementState.RUNNING] * 2 == states
     assert jobs == [str(first.job), str(second.job)]
     assert [1, 2] == sorted(set(epochs(tmp_path)))

@@ -171,7 +171,7 @@ def test_two_runs_that_want_more_than_there_is_come_one_after_the_other(cluster,
 
 
 @pytest.mark.parametrize("has_roles_at_home", [False, True], ids=["roles apart", "the proxy at home"])
-def test_a_home_that_is_killed_and_started_again_keeps_its_jobs(cluster, tmp_path, has_roles_at_home):
+def test_a_controller_that_is_killed_and_started_again_keeps_its_jobs(cluster, tmp_path, has_roles_at_home):
     """The same jobs train on, from the newest checkpoint. No step is missing or made twice."""
     directory = tmp_path / "run"
     at_home = ("scheduler.roles.proxy=null", "proxy.host=127.0.0.1") if has_roles_at_home else ()
@@ -194,7 +194,7 @@ def test_a_home_that_is_killed_and_started_again_keeps_its_jobs(cluster, tmp_pat
     assert all(f"job {job} of" in words and "is kept" in words for job in before.values())
 
 
-def test_a_home_that_is_started_again_otherwise_submits_anew(cluster, tmp_path):
+def test_a_controller_that_is_started_again_otherwise_submits_anew(cluster, tmp_path):
     """What has changed is ended before another is submitted, so that no worker has two; what has not goes on."""
     directory = tmp_path / "run"
     settings = (*TINY, "checkpoint.every_steps=2", "total_steps=8")
@@ -222,8 +222,8 @@ def test_a_home_that_is_started_again_otherwise_submits_anew(cluster, tmp_path):
     assert "it would be submitted with other $NOTE now" in log
 
 
-def test_a_home_that_keeps_no_jobs_ends_them_first(cluster, tmp_path):
-    """With scheduler.slurm.rejoin_seconds=0, jobs of the former home are gone before others are submitted."""
+def test_a_controller_that_keeps_no_jobs_ends_them_first(cluster, tmp_path):
+    """With scheduler.slurm.rejoin_seconds=0, jobs of the former controller are gone before others are submitted."""
     directory = tmp_path / "run"
     settings = (*TINY, "checkpoint.every_steps=2", "total_steps=8", "scheduler.slurm.rejoin_seconds=0")
     with training(cluster, directory, *settings) as run:

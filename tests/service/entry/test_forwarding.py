@@ -59,7 +59,8 @@ async def open_service_stack(*, is_gated: bool = False, **settings: float) -> As
             name: await stack.enter_async_context(
                 open_actors(
                     InferenceConfig(
-                        sessions=SessionsConfig(home=name), proxy=ProxyConfig(admin_key=ADMIN, drain_seconds=0.0)
+                        sessions=SessionsConfig(service_name=name),
+                        proxy=ProxyConfig(admin_key=ADMIN, drain_seconds=0.0),
                     ),
                     engine=engine,
                     renderer=renderer(),

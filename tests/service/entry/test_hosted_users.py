@@ -50,7 +50,7 @@ class EchoProvider(ScriptedProvider):
         """As ``ServiceProvider.open``."""
         engine = EchoEngine(script_answers(sampled(f"I am {trial.name}")), vocab_size=renderer().vocab_size)
         config = InferenceConfig(
-            sessions=SessionsConfig(home=trial.home),
+            sessions=SessionsConfig(service_name=trial.home),
             proxy=ProxyConfig(admin_key=ADMIN_OF_SERVICES, drain_seconds=0.0),
             users=UsersConfig(path=self.users, save_seconds=0.05),
         )

@@ -52,7 +52,7 @@ async def open_service_stack(tmp_path: Path) -> AsyncIterator[ServiceStack]:
     users = UsersConfig(path=tmp_path / "keys.sqlite", save_seconds=0.01)
     engine = EchoEngine(script_answers(sampled("I am sums")), vocab_size=renderer().vocab_size)
     proxy = ProxyConfig(admin_key="sk-admin-scripted", drain_seconds=0.0)
-    config = InferenceConfig(sessions=SessionsConfig(home=SUMS.home), proxy=proxy, users=users)
+    config = InferenceConfig(sessions=SessionsConfig(service_name=SUMS.home), proxy=proxy, users=users)
     async with (
         open_actors(config, engine=engine, renderer=renderer()) as service,
         ActorSystem.open() as system,

@@ -18,7 +18,7 @@ from areal_actors.kernel.remote.sockets import is_loopback, parse_address
 from areal_actors.run.control_plane import controller_address
 from areal_actors.run.doctor.findings import Finding, Verdict, examined
 from areal_actors.schedulers.accounting import Inventory, find_machine
-from areal_actors.schedulers.base import Home, PlacementState, PlacementStatus, WorkerSpec
+from areal_actors.schedulers.base import ControllerAddress, PlacementState, PlacementStatus, WorkerSpec
 from areal_actors.schedulers.config import RoleConfig, SchedulerType
 from areal_actors.schedulers.slurm import SlurmCommands, SlurmScheduler
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
@@ -154,7 +154,9 @@ async def _run_trial(config: RunConfig, role: Role) -> PlacementStatus:
         async with (
             listen(address, secret=secret, node="controller") as listener,
             SlurmScheduler.open(config.scheduler.slurm, directory=Path(directory), module=_HARMLESS) as scheduler,
-            scheduler.place(_spec(config, role, Home(addresses=(listener.address,), secret=secret))) as placement,
+            scheduler.place(
+                _spec(config, role, ControllerAddress(addresses=(listener.address,), secret=secret))
+            ) as placement,
         ):
             with anyio.move_on_after(config.scheduler.start_seconds):
                 return await placement.wait_ended()
@@ -165,11 +167,11 @@ async def _run_trial(config: RunConfig, role: Role) -> PlacementStatus:
     )
 
 
-def _spec(config: RunConfig, role: Role, home: Home) -> WorkerSpec:
+def _spec(config: RunConfig, role: Role, controller: ControllerAddress) -> WorkerSpec:
     settings = config.scheduler.roles.placed[role]
     return WorkerSpec(
         name=f"{role}-0",
-        home=home,
+        controller=controller,
         resources=settings.resources,
         num_tasks=config.num_tasks(role),
         python=settings.python,

@@ -3,7 +3,7 @@
 ::
 
     slurm/                      accessible to its owner only
-      home                      lock file of the running controller
+      home                      lock file of the running controller; the name is that of earlier versions
       jobs/<name>.json          a record of intent: written before a job is submitted, closed at its end
       epoch                     number of controllers so far; one that is not the latest exits
       bootstrap/<name>.json     the controller's address for the worker, with the secret; removed with the job
@@ -96,7 +96,7 @@ class SlurmFiles:
 
     def _complain(self, holder: str) -> SchedulerError:
         return SchedulerError(
-            f"{holder} is home to the jobs of {self.path}; end that run first, or use another trial_name."
+            f"{holder} is the controller of the jobs of {self.path}; end that run first, or use another trial_name."
         )
 
     @contextmanager
@@ -109,9 +109,9 @@ class SlurmFiles:
                 if error.errno not in NO_LOCKS:
                     raise
                 raise SchedulerError(
-                    f"{self._lock} cannot be locked: {error.strerror}. Two homes must not share a directory: mount its "
-                    "file system with locks that hold on all nodes (Lustre: -o flock), or set fileroot to one that has "
-                    "them."
+                    f"{self._lock} cannot be locked: {error.strerror}. Two controllers must not share a directory: "
+                    "mount its file system with locks that hold on all nodes (Lustre: -o flock), or set fileroot to "
+                    "one that has them."
                 ) from None
 
     def begin_epoch(self) -> int:
@@ -127,8 +127,8 @@ class SlurmFiles:
         # newer.
         if epoch == 1 and (self.path / "epoch").exists():
             raise SchedulerError(
-                f"{self.path / 'epoch'} does not say how many homes there were. End their jobs (areal-actors slurm "
-                f"cancel {self.path.parent}), and remove the file."
+                f"{self.path / 'epoch'} does not say how many controllers there were. End their jobs (areal-actors "
+                f"slurm cancel {self.path.parent}), and remove the file."
             )
         _write_durably(self.path / "epoch", f"{epoch}\n")
         return epoch

@@ -15,7 +15,14 @@ from attrs import evolve
 
 from areal_actors.errors import SchedulerError
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.schedulers.base import HOME_LOST, NOT_BEGUN, RUN_AGAIN, PlacementState, PlacementStatus, WorkerSpec
+from areal_actors.schedulers.base import (
+    CONTROLLER_LOST,
+    NOT_BEGUN,
+    RUN_AGAIN,
+    PlacementState,
+    PlacementStatus,
+    WorkerSpec,
+)
 from areal_actors.schedulers.slurm.commands import SlurmCommands
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.queue import Course, ExitStatus, JobReport, JobRow, JobView, observe, to_status
@@ -35,7 +42,7 @@ _UNWRITABLE = -53
 _MEANINGS = {
     RUN_AGAIN: "it asked to be started again, which its cluster has not done",
     NOT_BEGUN: "it could not begin",
-    HOME_LOST: "it had lost home",
+    CONTROLLER_LOST: "it had lost its controller",
     _UNWRITABLE: "the node could not open its log or working directory; are they on a file system that nodes share?",
 }
 

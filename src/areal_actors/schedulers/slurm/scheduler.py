@@ -307,8 +307,8 @@ class SlurmScheduler:
         epoch = await to_thread.run_sync(read_epoch, self._files.path)
         if epoch > self._epoch and self._ousted is None:
             why = (
-                f"another home has taken over the jobs of {self._files.path.parent}: it is number {epoch} there, this "
-                f"one was number {self._epoch}. This one ends, and leaves them alone; a run can have one home."
+                f"another controller has taken over the jobs of {self._files.path.parent}: it is number {epoch} there, "
+                f"this one was number {self._epoch}. This one ends, and leaves them alone: a run has one controller."
             )
             _log.error("jobs_taken_over", reason=why)
             self._ousted = SchedulerError(why)

@@ -176,7 +176,7 @@ def _judge_one(record: JobRecord, rows: Sequence[JobRow], wanted: Traits | None,
     if wanted is None:
         return Verdict(record=record, why="the run wants no such worker, or keeps no jobs (rejoin_seconds)")
     if record.name in stopped:
-        return Verdict(record=record, why="its former home was about to end it")
+        return Verdict(record=record, why="its former controller was about to end it")
     why = _find_obstacle(record, alive) or _find_difference(record.traits, wanted)
     return Verdict(record=record, why=why) if why else Verdict(record=record, row=alive[0])
 
@@ -195,7 +195,7 @@ def _find_obstacle(record: JobRecord, alive: Sequence[JobRow]) -> str:
 
 def _find_difference(traits: Traits | None, wanted: Traits) -> str:
     if traits is None:
-        return "it was submitted to end with its home"
+        return "it was submitted to end with its controller"
     differing = sorted(name for name in {*traits, *wanted} if traits.get(name) != wanted.get(name))
     return f"it would be submitted with other {', '.join(differing)} now" if differing else ""
 
@@ -294,7 +294,7 @@ class _Handover:
 
     async def run(self, deadline: float) -> None:
         """Poll until no job is awaited any longer or the deadline has passed; jobs still awaited are lost."""
-        why = "it has not let go of what it did for its former home"
+        why = "it has not let go of its former controller's work"
         while self._awaited:
             try:
                 await self._look()

@@ -113,7 +113,7 @@ def parse_backends(words: Iterable[str]) -> dict[str, str]:
         if not equals:
             raise ConfigError(f"{word!r} names no service; write NAME=URL, as in a=http://127.0.0.1:8001")
         if name in backends:
-            raise ConfigError(f"{name} is given twice; each service has a name of its own, its setting sessions.home")
+            raise ConfigError(f"{name} is given twice; each service has another sessions.service_name")
         backends[name] = url
     return backends
 

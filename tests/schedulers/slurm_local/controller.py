@@ -1,4 +1,4 @@
-"""A home that somebody will kill: ``python -m tests.schedulers.slurm_local.home ADDRESS DIRECTORY SETTINGS NAME...``.
+"""A controller to kill: ``python -m tests.schedulers.slurm_local.controller ADDRESS DIRECTORY SETTINGS NAME...``.
 
 It places a caller for each name, says so as they connect, and stays. SETTINGS are those of the scheduler, as JSON.
 """
@@ -15,12 +15,12 @@ from typing import Any
 
 import anyio
 from anyio import to_thread
-from tests.schedulers.slurm_local.callers import CALLER, SETTINGS, open_home, spec
+from tests.schedulers.slurm_local.callers import CALLER, SETTINGS, open_controller, spec
 from tests.schedulers.slurm_local.cluster import ROOT, Cluster
 
 from areal_actors.errors import SchedulerError
 from areal_actors.kernel.remote import Listener
-from areal_actors.schedulers.base import Home, WorkerSpec
+from areal_actors.schedulers.base import ControllerAddress, WorkerSpec
 from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
 
 __all__ = ["hear", "shard_of"]
@@ -29,45 +29,45 @@ __all__ = ["hear", "shard_of"]
 @contextmanager
 def shard_of(cluster: Cluster, directory: Path, *names: str, **settings: Any) -> Iterator[Popen[str]]:
     """One in a process of its own."""
-    command = [sys.executable, "-m", "tests.schedulers.slurm_local.home", cluster.address, str(directory)]
+    command = [sys.executable, "-m", "tests.schedulers.slurm_local.controller", cluster.address, str(directory)]
     command += [json.dumps(settings), *names]
-    with Popen(command, env=cluster.environment, stdout=PIPE, text=True, cwd=ROOT) as home:
+    with Popen(command, env=cluster.environment, stdout=PIPE, text=True, cwd=ROOT) as controller:
         try:
-            yield home
+            yield controller
         finally:
-            home.kill()
+            controller.kill()
 
 
-async def hear(home: Popen[str], word: str, number: int = 1) -> list[str]:
+async def hear(controller: Popen[str], word: str, number: int = 1) -> list[str]:
     """What it says in so many lines that begin with ``word``; others are skipped."""
-    assert home.stdout is not None
+    assert controller.stdout is not None
     said: list[str] = []
     while len(said) < number:
-        line = await to_thread.run_sync(home.stdout.readline)
-        assert line, "the home has ended"
+        line = await to_thread.run_sync(controller.stdout.readline)
+        assert line, "the controller has ended"
         if line.startswith(word):
             said.append(line.removeprefix(word).strip())
     return said
 
 
-async def _be_home(address: str, directory: Path, settings: Mapping[str, Any], names: Sequence[str]) -> None:
+async def _be_controller(address: str, directory: Path, settings: Mapping[str, Any], names: Sequence[str]) -> None:
     config = SlurmConfig(**(SETTINGS | dict(settings)))
     async with (
-        open_home(address) as (listener, home),
+        open_controller(address) as (listener, controller),
         SlurmScheduler.open(config, directory=directory, module=CALLER) as scheduler,
         AsyncExitStack() as stack,
         anyio.create_task_group() as tasks,
     ):
         for name in names:
-            placement = await stack.enter_async_context(scheduler.place(_spec(home, name)))
+            placement = await stack.enter_async_context(scheduler.place(_spec(controller, name)))
             print(f"placed {placement.job}", flush=True)
             tasks.start_soon(_tell, listener, name)
         await anyio.sleep_forever()
 
 
-def _spec(home: Home, name: str) -> WorkerSpec:
-    """One that is called deaf hears of no other home."""
-    return spec(home, name, order="deaf", lease=600) if name == "deaf" else spec(home, name)
+def _spec(controller: ControllerAddress, name: str) -> WorkerSpec:
+    """One that is called deaf hears of no other controller."""
+    return spec(controller, name, order="deaf", lease=600) if name == "deaf" else spec(controller, name)
 
 
 async def _tell(listener: Listener, name: str) -> None:
@@ -79,7 +79,7 @@ async def _tell(listener: Listener, name: str) -> None:
 
 if __name__ == "__main__":
     try:
-        anyio.run(_be_home, sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:])
+        anyio.run(_be_controller, sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:])
     except SchedulerError as error:
         print(f"ended {error}", flush=True)
         sys.exit(1)

@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from attrs import frozen
@@ -73,7 +74,11 @@ class Inventory:
         Raises:
             SchedulerError: the message names the resources wanted, those of the machine, and how to fix it.
         """
-        total = _total(wanted)
+        total = Resources(
+            cpus=sum(one.cpus for one in wanted),
+            memory_mib=sum(one.memory_mib or 0 for one in wanted) or None,
+            gpus=sum(one.gpus for one in wanted),
+        )
         # Sharing does not create GPUs: a single worker still needs as many devices as it asks for.
         if self._is_shared and not any(one.gpus > len(self.machine.gpus) for one in wanted):
             return
@@ -112,25 +117,14 @@ def find_machine(
     environment: Mapping[str, str] | None = None,
 ) -> Machine:
     """Return the resources of this machine; arguments that are given replace the values detected."""
-    environment = os.environ if environment is None else environment
-    return Machine(
-        cpus=cpus or _num_cpus(),
-        memory_mib=memory_mib or _memory_mib(),
-        gpus=tuple(gpus) if gpus is not None else _find_gpus(environment),
-    )
-
-
-def _num_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    # The affinity mask, not the number of cores: containers and Slurm steps restrict a process to some of them.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory_mib() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB
-    except (ValueError, OSError):
-        return None
+    if cpus is None:
+        # The affinity mask, not the number of cores: containers and Slurm steps restrict a process to some of them.
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if memory_mib is None:
+        with suppress(ValueError, OSError):  # a system that does not tell
+            memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB
+    found = tuple(gpus) if gpus is not None else _find_gpus(os.environ if environment is None else environment)
+    return Machine(cpus=cpus, memory_mib=memory_mib, gpus=found)
 
 
 def _find_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
@@ -141,14 +135,6 @@ def _find_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
         return tuple(name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1")
     found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
     return tuple(str(number) for number in sorted(int(match[1]) for match in found if match))
-
-
-def _total(wanted: Iterable[Resources]) -> Resources:
-    wanted = tuple(wanted)
-    memory = sum(one.memory_mib or 0 for one in wanted)
-    return Resources(
-        cpus=sum(one.cpus for one in wanted), memory_mib=memory or None, gpus=sum(one.gpus for one in wanted)
-    )
 
 
 def _fits(wanted: Resources, machine: Machine) -> bool:

@@ -28,6 +28,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 from typing import NoReturn
@@ -230,17 +231,11 @@ def rejoin_next_controller(bootstrap: Bootstrap, module: str) -> NoReturn:
     for path in Path("/proc/self/fd").iterdir():
         # Devices, sockets and files close at the exec; only the standard streams remain.
         if int(path.name) > 2:  # noqa: PLR2004 - the standard streams
-            _close_on_exec(int(path.name))
+            with suppress(OSError):  # the descriptor of the directory listing, which is closed by now
+                os.set_inheritable(int(path.name), False)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.environ[FORMER_VARIABLE] = str(bootstrap.epoch)
     seconds = str(ceil(bootstrap.rejoin_seconds))
     command = [sys.executable, "-m", "areal_actors.schedulers.preflight", seconds, module]
     os.execv(sys.executable, command)  # noqa: S606 - the same interpreter
-
-
-def _close_on_exec(descriptor: int) -> None:
-    try:
-        os.set_inheritable(descriptor, False)
-    except OSError:  # the descriptor of the directory listing, which is closed by now
-        return

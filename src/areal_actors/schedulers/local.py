@@ -190,7 +190,10 @@ class LocalPlacement:
             tasks.start_soon(read_all, output, lambda chunk: child.log.write(chunk, is_last_words=False))
             if self.starting.cancel_called:  # stopped while it was being started
                 child.kill_rest()
-            await self._introduce(child)
+            assert child.process.stdin is not None
+            with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has ended: see below
+                # Standard input stays open, because a worker exits when it is closed.
+                await child.process.stdin.send(Bootstrap.of(self.spec).to_line().encode())
             await child.wait_for_leader()
             await child.kill(grace_seconds=0)
             await child.reap()  # stop() may be killing it concurrently
@@ -201,12 +204,6 @@ class LocalPlacement:
             reason=child.describe_end(),
             exit_code=child.process.returncode,
         )
-
-    async def _introduce(self, child: Child) -> None:
-        """Send the bootstrap message. Standard input stays open, because a worker exits when it is closed."""
-        assert child.process.stdin is not None
-        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # follow() notices
-            await child.process.stdin.send(Bootstrap.of(self.spec).to_line().encode())
 
     def end(self) -> None:
         """Record that no process is left, and wake the tasks that wait for the end."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import anyio
-from attrs import frozen
 
 from areal_actors.errors import ArealError, ConfigError, SchedulerError, Unreachable
 from areal_actors.kernel.remote import connect
@@ -59,9 +58,36 @@ async def check(bootstrap: str, seconds: float, former: int | None = None) -> No
         seconds: how long to look for the controller; the time starts again when a later epoch appears.
         former: the epoch of the controller that this worker has lost, and to which it must not return.
     """
-    read_bootstrap_file(bootstrap)
-    check_directory(Path(bootstrap).parent.parent)
-    await _Search(path=Path(bootstrap), former=former).run(seconds)
+    newest, said, told = 0, "it has no address", read_bootstrap_file(bootstrap)
+    path, directory = Path(bootstrap), Path(bootstrap).parent.parent
+    check_directory(directory)
+    with anyio.move_on_after(seconds) as patience:
+        while True:
+            if (directory / "stop" / path.stem).exists():
+                raise SchedulerError("this job is not wanted any longer")
+            # The controller may have changed at each attempt.
+            epoch, told = read_epoch(directory), read_bootstrap_file(bootstrap)
+            if epoch > told.epoch:
+                # The newer controller waits for this confirmation before it keeps the job.
+                say_let_go(directory, path.stem, epoch)
+            if epoch > newest:
+                # A later controller may need time until it has written its address.
+                newest, patience.deadline = epoch, anyio.current_time() + seconds
+            if newest > told.epoch:
+                said = f"controller {newest} of this run has not published its address yet"
+            else:
+                said = await _find_obstacle(told.controller)
+                if not said and (former is None or told.epoch > former):
+                    return
+                if not said:
+                    # A controller that still answers has replaced this worker since its lease expired.
+                    raise SchedulerError("the controller answers, and has done without this worker meanwhile")
+            await anyio.sleep(_RETRY_SECONDS)
+    raise SchedulerError(
+        f"the controller cannot be reached from {os.uname().nodename} within {seconds:g} s, at "
+        f"{', '.join(told.addresses)}: {said}. Has the run ended? If not, can nodes connect to that address? "
+        "(scheduler.address)"
+    )
 
 
 def read_bootstrap_file(bootstrap: str) -> Bootstrap:
@@ -97,58 +123,7 @@ def check_directory(directory: Path) -> None:
         raise SchedulerError(f"{directory} cannot be written on {os.uname().nodename}: {error.strerror}") from None
 
 
-@frozen(kw_only=True)
-class _Search:
-    """Search for the controller of this process, which may have changed at each attempt."""
-
-    path: Path
-    former: int | None
-
-    async def run(self, seconds: float) -> None:
-        """Try to authenticate at each address, repeatedly for ``seconds``. Raises ``SchedulerError``."""
-        newest, said, told = 0, "it has no address", read_bootstrap_file(str(self.path))
-        with anyio.move_on_after(seconds) as patience:
-            while True:
-                self._check_wanted()
-                heard = self._hear()
-                if heard > newest:
-                    # A later controller may need time until it has written its address.
-                    newest, patience.deadline = heard, anyio.current_time() + seconds
-                told = read_bootstrap_file(str(self.path))
-                if newest > told.epoch:
-                    said = f"controller {newest} of this run has not published its address yet"
-                else:
-                    said = await _introduce(told.controller)
-                    if not said and (self.former is None or told.epoch > self.former):
-                        return
-                    if not said:
-                        # A controller that still answers has replaced this worker since its lease expired.
-                        raise SchedulerError("the controller answers, and has done without this worker meanwhile")
-                await anyio.sleep(_RETRY_SECONDS)
-        raise SchedulerError(
-            f"the controller cannot be reached from {os.uname().nodename} within {seconds:g} s, at "
-            f"{', '.join(told.addresses)}: {said}. Has the run ended? If not, can nodes connect to that address? "
-            "(scheduler.address)"
-        )
-
-    def _check_wanted(self) -> None:
-        if (self._directory / "stop" / self.path.stem).exists():
-            raise SchedulerError("this job is not wanted any longer")
-
-    def _hear(self) -> int:
-        """Return the latest epoch, and confirm to a newer controller that this process has released its role."""
-        epoch = read_epoch(self._directory)
-        if epoch > read_bootstrap_file(str(self.path)).epoch:
-            # The newer controller waits for this confirmation before it keeps the job.
-            say_let_go(self._directory, self.path.stem, epoch)
-        return epoch
-
-    @property
-    def _directory(self) -> Path:
-        return self.path.parent.parent
-
-
-async def _introduce(controller: ControllerAddress) -> str:
+async def _find_obstacle(controller: ControllerAddress) -> str:
     """Return why the controller cannot be reached at any address, or an empty string if it answers."""
     node = f"preflight-{os.environ.get('SLURM_JOB_ID', '')}-{os.uname().nodename}-{os.getpid()}"
     said = "it has no address"

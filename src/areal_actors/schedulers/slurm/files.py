@@ -81,7 +81,15 @@ class SlurmFiles:
         """
         with ExitStack() as stack:
             with self._locking():
-                stack.enter_context(hold(self._lock, self._complain))
+                stack.enter_context(
+                    hold(
+                        self._lock,
+                        lambda holder: SchedulerError(
+                            f"{holder} is the controller of the jobs of {self.path}; end that run first, or use "
+                            "another trial_name."
+                        ),
+                    )
+                )
             yield
 
     @property
@@ -93,11 +101,6 @@ class SlurmFiles:
     @property
     def _lock(self) -> Path:
         return self.path / "home"
-
-    def _complain(self, holder: str) -> SchedulerError:
-        return SchedulerError(
-            f"{holder} is the controller of the jobs of {self.path}; end that run first, or use another trial_name."
-        )
 
     @contextmanager
     def _locking(self) -> Iterator[None]:
@@ -146,8 +149,11 @@ class SlurmFiles:
 
     def read_records(self) -> tuple[JobRecord, ...]:
         """Return all records, oldest first. Files that cannot be parsed are skipped."""
-        found = [_read_record(path) for path in (self.path / "jobs").glob("*.json")]
-        return tuple(sorted((one for one in found if one is not None), key=lambda one: (one.created_at, one.name)))
+        found = []
+        for path in (self.path / "jobs").glob("*.json"):
+            with suppress(OSError, ValueError, TypeError, cattrs.BaseValidationError):
+                found.append(cattrs.structure(json.loads(path.read_text(encoding="utf-8")), JobRecord))
+        return tuple(sorted(found, key=lambda one: (one.created_at, one.name)))
 
     # ----------------------------------------------------------------------------------------------- one job
 
@@ -195,13 +201,6 @@ def find_slurm_files(root: Path) -> tuple[SlurmFiles, ...]:
     """Return the files of a run directory, or of every run below a file root."""
     directories = [root, *sorted(root.glob("*")), *sorted(root.glob("*/*"))]
     return tuple(SlurmFiles(path=one / "slurm") for one in directories if (one / "slurm" / "jobs").is_dir())
-
-
-def _read_record(path: Path) -> JobRecord | None:
-    try:
-        return cattrs.structure(json.loads(path.read_text(encoding="utf-8")), JobRecord)
-    except (OSError, ValueError, TypeError, cattrs.BaseValidationError):
-        return None
 
 
 @contextmanager

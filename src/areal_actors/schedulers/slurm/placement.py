@@ -6,6 +6,7 @@ line, or its absence, and records the end of its job.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -178,14 +179,14 @@ class SlurmPlacement:
             await self._look_for(self._view, now=now)
         elif row.is_held_back and not self._is_unwanted:
             await self._release(self._view)
-        elif row.reason == "BeginTime" and self._num_put_back > self._num_hurried:
-            await self._hurry(self._view)
-
-    @property
-    def _num_put_back(self) -> int:
-        """Return how often the job was requeued, at least."""
-        # A failed launch may never be seen as running, so each release counts as a restart as well.
-        return (0 if self._view is None else self._view.num_restarts) + self._num_released
+        elif row.reason == "BeginTime":
+            # A failed launch may never be seen as running, so each release counts as a restart as well.
+            num_put_back = self._view.num_restarts + self._num_released
+            if num_put_back > self._num_hurried:
+                # Slurm refuses this while it still cleans up the job's previous run; then the next listing tries again.
+                await self._commands.start_soon(self._view.job)
+                self._num_hurried = num_put_back
+                _log.info("job_requeued", job=self._view.job, worker=self.spec.name)
 
     async def _look_for(self, view: JobView, *, now: float) -> None:
         """Decide whether a job that is missing from the queue has ended.
@@ -200,38 +201,30 @@ class SlurmPlacement:
         if left is not None or report is not None or is_lost:
             await self._close(evolve(view, state=report.state if report else "LOST" if left is None else "ENDED"))
 
-    async def _hurry(self, view: JobView) -> None:
-        """Have a requeued job start soon. An error is raised, and the next listing tries again."""
-        # Slurm refuses this while it still cleans up the job's previous run.
-        await self._commands.start_soon(view.job)
-        self._num_hurried = self._num_put_back
-        _log.info("job_requeued", job=view.job, worker=self.spec.name)
-
     async def _release(self, view: JobView) -> None:
         """Release a job that Slurm holds, because Slurm itself never does.
 
         If the cluster refuses, or has held the job ``max_requeues`` times, cancel it, so that the run places its worker
         again.
         """
-        if self._num_released >= self._config.max_requeues:
-            return await self._give_up(view, f"it was released {self._num_released} times already")
-        refusal = await self._commands.release(view.job)
-        if refusal is not None:
-            return await self._give_up(view, refusal.why)
-        self._num_released += 1
-        _log.warning("held_job_released", job=view.job, worker=self.spec.name, reason=view.reason)
-        return None
-
-    async def _give_up(self, view: JobView, why: str) -> None:
-        """Cancel a held job, and mark it as stopped."""
-        # An administrator may release the job later. The stop mark keeps it from starting then.
+        why = f"it was released {self._num_released} times already"
+        if self._num_released < self._config.max_requeues:
+            refusal = await self._commands.release(view.job)
+            if refusal is None:
+                self._num_released += 1
+                _log.warning("held_job_released", job=view.job, worker=self.spec.name, reason=view.reason)
+                return
+            why = refusal.why
         self._given_up = f"Slurm held it ({view.reason}), and it was given up: {why}"
+        # An administrator may release the job later. The stop mark keeps it from starting then.
         await to_thread.run_sync(self._files.mark_stopped, self.name)
         await self._commands.cancel(view.job)
 
     async def _close(self, view: JobView) -> None:
         """Determine how the job ended, and record it."""
-        report = await self._report(view)
+        report = None
+        with suppress(SchedulerError):  # the exit record suffices
+            report = await self._commands.describe(view.job)
         left = await to_thread.run_sync(self._files.read_exit, self.name, view.job)
         code = _exit_code(view, report, left)
         words = self._given_up or _describe_end(view, code, is_unwanted=self._is_unwanted)
@@ -240,12 +233,6 @@ class SlurmPlacement:
         await self._keep_end(PlacementStatus(
             state=PlacementState.ENDED, where=to_status(view).where, reason=words, exit_code=code
         ))  # fmt: skip
-
-    async def _report(self, view: JobView) -> JobReport | None:
-        try:
-            return await self._commands.describe(view.job)
-        except SchedulerError:
-            return None
 
     async def _keep_end(self, status: PlacementStatus) -> None:
         self._final = self._final or status
@@ -281,7 +268,11 @@ class SlurmPlacement:
         self._is_unwanted = True
         await to_thread.run_sync(self._files.mark_stopped, self.name)
         if self._view is not None and self._view.course is Course.RUNNING and grace > 0:
-            await self._warn(self._view.job, grace)
+            try:
+                await self._commands.warn(self._view.job)
+                await self._wait_gone(grace)
+            except SchedulerError as error:
+                _log.warning("job_not_warned", job=self._view.job, reason=str(error))
         why = "it did not end"
         began = anyio.current_time()
         with anyio.move_on_after(self._config.cancel_timeout_seconds):
@@ -294,20 +285,19 @@ class SlurmPlacement:
                 view, waited = self._view, anyio.current_time() - began
                 # The node of a COMPLETING job may have crashed, and then never confirms the end.
                 if view is not None and view.state == "COMPLETING" and waited >= self._config.completing_seconds:
-                    self._leave(view)
+                    # A process that may still run there notices that it has lost its controller. The node is avoided
+                    # until the cluster has given it up.
+                    node = view.nodes or "its node"
+                    words = f"job {view.job} is cancelled, and {node} does not confirm that it has ended"
+                    _log.warning("job_end_not_confirmed", job=view.job, node=view.nodes, reason=words)
+                    where = to_status(view).where
+                    self._final = PlacementStatus(state=PlacementState.ENDED, where=where, reason=words)
+                    self._gone.set()
         if self._final is None:
             raise SchedulerError(
                 f"job {self.record.job or self.name} of {self.spec.name} may still run: {why}. When the cluster "
                 f"answers again, `areal-actors slurm cancel {self._files.path.parent}` ends it."
             )
-
-    async def _warn(self, job: int, grace: float) -> None:
-        try:
-            await self._commands.warn(job)
-        except SchedulerError as error:
-            _log.warning("job_not_warned", job=job, reason=str(error))
-            return
-        await self._wait_gone(grace)
 
     async def _cancel(self) -> None:
         """Cancel the job by its number, and then by its name."""
@@ -317,17 +307,6 @@ class SlurmPlacement:
         # The name as well: a submission whose outcome was unknown may have created a second job.
         if self.record.job is None and not await self._commands.list_jobs((self.name,)):
             await self._keep_end(PlacementStatus(state=PlacementState.ENDED, reason="it was never taken"))
-
-    def _leave(self, view: JobView) -> None:
-        """Stop waiting for a cancelled job whose node does not answer.
-
-        A process that may still run there notices that it has lost its controller.
-        """
-        words = f"job {view.job} is cancelled, and {view.nodes or 'its node'} does not confirm that it has ended"
-        # The node is avoided until the cluster has given it up.
-        _log.warning("job_end_not_confirmed", job=view.job, node=view.nodes, reason=words)
-        self._final = PlacementStatus(state=PlacementState.ENDED, where=to_status(view).where, reason=words)
-        self._gone.set()
 
     async def _wait_gone(self, seconds: float) -> None:
         seconds = min(seconds, self._config.completing_seconds)

@@ -11,7 +11,6 @@ that is absent or lost its node may be back in the next listing, and counts as e
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from enum import StrEnum
 
 from attrs import evolve, frozen
@@ -95,14 +94,11 @@ class JobRow:
 
 def parse_queue(text: str) -> tuple[JobRow, ...]:
     """Parse the output of ``squeue -h -o QUEUE_FORMAT``. Lines in another format are skipped."""
-    rows = [line.split("|", _NUM_COLUMNS - 1) for line in text.splitlines()]
-    return tuple(_row(row) for row in rows if len(row) == _NUM_COLUMNS and re.fullmatch(r"[0-9]{1,18}", row[0].strip()))
-
-
-def _row(columns: Sequence[str]) -> JobRow:
-    job, name, state, nodes, start, end, left, reason = (column.strip() for column in columns)
-    return JobRow(
-        job=int(job), name=name, state=state, nodes=nodes, start=start, end=end, time_left=left, reason=reason
+    rows = ([column.strip() for column in line.split("|", _NUM_COLUMNS - 1)] for line in text.splitlines())
+    return tuple(
+        JobRow(job=int(job), name=name, state=state, nodes=nodes, start=start, end=end, time_left=left, reason=reason)
+        for job, name, state, nodes, start, end, left, reason in (row for row in rows if len(row) == _NUM_COLUMNS)
+        if re.fullmatch(r"[0-9]{1,18}", job)
     )
 
 
@@ -223,7 +219,17 @@ def observe(view: JobView, row: JobRow | None, *, now: float, patience: float) -
     if view.course is Course.ENDED:
         return view
     if row is None or row.course is Course.DOUBTFUL:
-        return _doubt(view, row, now=now, patience=patience)
+        since = now if view.doubtful_since is None else view.doubtful_since
+        # Absence from the queue alone never ends a job; SlurmPlacement looks for other evidence.
+        is_over = row is not None and now - since >= patience
+        return evolve(
+            view,
+            course=Course.ENDED if is_over else Course.DOUBTFUL,
+            state="" if row is None else row.state,
+            nodes=view.nodes if row is None else row.nodes or view.nodes,
+            reason="it is not in the queue" if row is None else row.reason,
+            doubtful_since=since,
+        )
     # Slurm does not list the number of restarts; a job that waits again after it ran was restarted.
     is_restart = row.course is Course.WAITING and view.has_run
     return JobView(
@@ -237,34 +243,16 @@ def observe(view: JobView, row: JobRow | None, *, now: float, patience: float) -
     )
 
 
-def _doubt(view: JobView, row: JobRow | None, *, now: float, patience: float) -> JobView:
-    since = now if view.doubtful_since is None else view.doubtful_since
-    # Absence from the queue alone never ends a job; SlurmPlacement looks for other evidence.
-    is_over = row is not None and now - since >= patience
-    return evolve(
-        view,
-        course=Course.ENDED if is_over else Course.DOUBTFUL,
-        state="" if row is None else row.state,
-        nodes=view.nodes if row is None else row.nodes or view.nodes,
-        reason="it is not in the queue" if row is None else row.reason,
-        doubtful_since=since,
-    )
-
-
 def to_status(view: JobView) -> PlacementStatus:
     """Return the view as the status that all schedulers share, without how the job ended."""
     where = f"job {view.job}" + (f" on {view.nodes}" if view.nodes else "")
-    return PlacementStatus(
-        state=_STATES[view.course],
-        where=where,
-        reason=_explain(view),
-        is_requeued=view.course is Course.WAITING and view.num_restarts > 0,
-    )
-
-
-def _explain(view: JobView) -> str:
     reason = "" if view.reason in ("None", "(null)") else view.reason
     advice = next((text for word, text in _ADVICE.items() if reason.startswith(word)), "")
     said = f"{reason} ({advice})" if advice else reason
     is_plain = view.course in (Course.WAITING, Course.RUNNING) and view.state in ("PENDING", "RUNNING", "")
-    return said if is_plain else ": ".join(part for part in (view.state, said) if part)
+    return PlacementStatus(
+        state=_STATES[view.course],
+        where=where,
+        reason=said if is_plain else ": ".join(part for part in (view.state, said) if part),
+        is_requeued=view.course is Course.WAITING and view.num_restarts > 0,
+    )

@@ -28,7 +28,7 @@ from areal_actors.schedulers.bootstrap import Bootstrap, read_epoch
 from areal_actors.schedulers.slurm.commands import Doubtful, Refused, SlurmCommands, Submitted, clean_environment
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
-from areal_actors.schedulers.slurm.queue import Course, JobRow
+from areal_actors.schedulers.slurm.queue import Course
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 from areal_actors.schedulers.slurm.takeover import Kept, Traits, cancel_records, take_over, traits_of
@@ -110,7 +110,9 @@ class SlurmScheduler:
         self = cls(config, files=files, logs=logs, commands=commands, jitter=jitter, module=module)
         # Lock first: two controllers must never take over the same jobs.
         with files.hold():
-            await self._take_over(wanted)
+            self._epoch = await to_thread.run_sync(files.begin_epoch)
+            traits = {spec.name: self._traits(spec) for spec in wanted} if config.rejoin_seconds else {}
+            self._kept = await take_over(files, commands, config, epoch=self._epoch, wanted=traits)
             async with self._watching():
                 try:
                     yield self
@@ -141,14 +143,38 @@ class SlurmScheduler:
             raise SchedulerError(f"{spec.name} has been placed in its life {spec.life} already; give it the next one")
         if await self.is_ousted() and self._ousted is not None:
             raise self._ousted
-        kept = await self._find_kept(spec)
-        request = self._request(spec)
-        placement = self._create(spec, request, kept)
+        request, traits = self._request(spec), self._traits(spec)
+        kept = self._kept.get(spec.name)
+        if kept is not None and kept.record.traits != traits:
+            # The kept job differs from what is requested now.
+            await self._end_kept(spec.name)
+        kept = self._kept.pop(spec.name, None)
+        record = JobRecord(
+            name=request.name,
+            worker=spec.name,
+            life=spec.life,
+            created_at=time.time(),
+            num_tasks=spec.num_tasks,
+            traits=dict(traits) if self._config.rejoin_seconds else None,
+        )
+        placement = SlurmPlacement(
+            spec,
+            record=record if kept is None else evolve(kept.record, life=spec.life),
+            log=request.log,
+            files=self._files,
+            commands=self._commands,
+            config=self._config,
+            queue=self,
+        )
         self._placements[placement.name] = placement
         try:
             # An interrupted submission may have been accepted, so it is bounded by its own time limits instead.
             with anyio.CancelScope(shield=True):
-                await (self._submit(placement, request) if kept is None else self._adopt(placement, kept))
+                if kept is None:
+                    await self._submit(placement, request)
+                else:
+                    await placement.resume(kept.row, num_restarts=kept.num_restarts)
+                    await to_thread.run_sync(self._write_bootstrap, placement, kept.num_restarts)
             yield placement
         finally:
             try:
@@ -159,27 +185,11 @@ class SlurmScheduler:
 
     # --------------------------------------------------------------------------------------- a former controller's jobs
 
-    async def _take_over(self, wanted: Sequence[WorkerSpec]) -> None:
-        self._epoch = await to_thread.run_sync(self._files.begin_epoch)
-        traits = {spec.name: self._traits(spec) for spec in wanted} if self._config.rejoin_seconds else {}
-        self._kept = await take_over(self._files, self._commands, self._config, epoch=self._epoch, wanted=traits)
-
-    async def _find_kept(self, spec: WorkerSpec) -> Kept | None:
-        """Return the job kept for a worker, if any. A job that differs from what is requested now is ended."""
-        kept = self._kept.get(spec.name)
-        if kept is not None and kept.record.traits != self._traits(spec):
-            await self._end_kept(spec.name)
-        return self._kept.pop(spec.name, None)
-
     async def _end_kept(self, *workers: str) -> None:
         records = [self._kept.pop(worker).record for worker in workers]
         if not await self.is_ousted():
             seconds = self._config.cancel_timeout_seconds
             await cancel_records(self._files, self._commands, records=records, timeout_seconds=seconds)
-
-    async def _adopt(self, placement: SlurmPlacement, kept: Kept) -> None:
-        await placement.resume(kept.row, num_restarts=kept.num_restarts)
-        await to_thread.run_sync(self._write_bootstrap, placement, kept.num_restarts)
 
     def _write_bootstrap(self, placement: SlurmPlacement, num_restarts: int = 0) -> None:
         told = Bootstrap.of(
@@ -197,6 +207,13 @@ class SlurmScheduler:
     # ------------------------------------------------------------------------------------------- submitting
 
     def _request(self, spec: WorkerSpec) -> JobRequest:
+        # Nodes that do not confirm the end of a job, and those of the worker's earlier incarnations that may still be
+        # running: a worker that needs a replacement may have failed because of its node.
+        avoided = {
+            one.node
+            for name, one in self._placements.items()
+            if not one.is_gone and one.node and (name in self._left or one.spec.name == spec.name)
+        }
         return JobRequest(
             run=self._run,
             worker=spec.name,
@@ -206,33 +223,17 @@ class SlurmScheduler:
             working_directory=(spec.working_directory or Path.cwd()).absolute(),
             resources=spec.resources,
             num_tasks=spec.num_tasks,
-            avoided=self._find_avoided(spec.name),
+            avoided=tuple(sorted(avoided)),
             python=spec.python,
             module=self._module,
         )
 
-    def _create(self, spec: WorkerSpec, request: JobRequest, kept: Kept | None) -> SlurmPlacement:
-        record = JobRecord(
-            name=request.name,
-            worker=spec.name,
-            life=spec.life,
-            created_at=time.time(),
-            num_tasks=spec.num_tasks,
-            traits=dict(self._traits(spec)) if self._config.rejoin_seconds else None,
-        )
-        return SlurmPlacement(
-            spec,
-            record=record if kept is None else evolve(kept.record, life=spec.life),
-            log=request.log,
-            files=self._files,
-            commands=self._commands,
-            config=self._config,
-            queue=self,
-        )
-
     async def _submit(self, placement: SlurmPlacement, request: JobRequest) -> None:
         script = render_script(request, self._config)
-        await to_thread.run_sync(self._prepare, placement, script)
+        await to_thread.run_sync(self._files.write_script, placement.name, script)
+        await to_thread.run_sync(self._write_bootstrap, placement)
+        # The record last: a job on record has its script and its bootstrap message.
+        await to_thread.run_sync(self._files.write_record, placement.record)
         arguments = create_arguments(request, self._config)
         deadline = anyio.current_time() + self._config.submit_timeout_seconds
         while True:
@@ -253,11 +254,6 @@ class SlurmScheduler:
             if anyio.current_time() >= deadline:
                 raise SchedulerError(f"{placement.spec.name} could not be submitted: {outcome.why}")
 
-    def _prepare(self, placement: SlurmPlacement, script: str) -> None:
-        self._files.write_script(placement.name, script)
-        self._write_bootstrap(placement)
-        self._files.write_record(placement.record)
-
     async def _find(self, name: str, deadline: float) -> Submitted | None:
         """Return the job with this name once the queue can be read, or ``None`` if there is none or time is up."""
         num_looks = 0
@@ -268,7 +264,7 @@ class SlurmScheduler:
                 _log.warning("queue_not_read", reason=str(error))
             else:
                 if rows:
-                    # Several jobs may exist if a submission was repeated; ``_cancel_strays`` ends the others.
+                    # Several jobs may exist if a submission was repeated; ``look`` ends the others.
                     return Submitted(job=max(row.job for row in rows))
                 num_looks += 1
             await anyio.sleep(_RETRY_SECONDS)
@@ -326,7 +322,12 @@ class SlurmScheduler:
                 return
             try:
                 rows = await self._commands.list_jobs([one.name for one in living])
-                await self._cancel_strays(rows)
+                known = {one.job for one in self._placements.values()}
+                for row in rows:
+                    # A job that shares the name of another one: a submission that was accepted too late.
+                    if row.job not in known and row.course in (Course.WAITING, Course.RUNNING):
+                        _log.warning("duplicate_job_cancelled", job=row.job, job_name=row.name)
+                        await self._commands.cancel(row.job)
             except SchedulerError as error:
                 # A queue that cannot be read says nothing about the jobs: none is given up or replaced.
                 self._num_silences += 1
@@ -335,7 +336,11 @@ class SlurmScheduler:
                     one.hear_nothing(str(error))
                 return
             for one in living:
-                await _show(one, rows)
+                try:
+                    line = next((row for row in rows if row.job == one.job), None)
+                    await one.see(line, now=anyio.current_time())
+                except SchedulerError as error:
+                    one.hear_nothing(str(error))
             self._prune()
 
     def _prune(self) -> None:
@@ -343,35 +348,6 @@ class SlurmScheduler:
         for name in [name for name in self._left if self._placements[name].is_gone]:
             self._left.remove(name)
             del self._placements[name]
-
-    def _find_avoided(self, worker: str) -> tuple[str, ...]:
-        """Return the nodes that new jobs of ``worker`` should not use.
-
-        These are nodes that do not confirm the end of a job, and those of the worker's earlier incarnations that may
-        still be running, because a worker that needs a replacement may have failed because of its node.
-        """
-        doubted = [
-            one.node
-            for name, one in self._placements.items()
-            if not one.is_gone and (name in self._left or one.spec.name == worker)
-        ]
-        return tuple(sorted({node for node in doubted if node}))
-
-    async def _cancel_strays(self, rows: Sequence[JobRow]) -> None:
-        """Cancel jobs that share the name of another job, such as a submission that was accepted too late."""
-        known = {one.job for one in self._placements.values()}
-        for row in rows:
-            if row.job not in known and row.course in (Course.WAITING, Course.RUNNING):
-                _log.warning("duplicate_job_cancelled", job=row.job, job_name=row.name)
-                await self._commands.cancel(row.job)
-
-
-async def _show(placement: SlurmPlacement, rows: Sequence[JobRow]) -> None:
-    try:
-        row = next((row for row in rows if row.job == placement.job), None)
-        await placement.see(row, now=anyio.current_time())
-    except SchedulerError as error:
-        placement.hear_nothing(str(error))
 
 
 def _hint(request: JobRequest, config: SlurmConfig) -> str:

@@ -114,6 +114,14 @@ def create_arguments(request: JobRequest, config: SlurmConfig) -> tuple[str, ...
     node = request.resources.times(per_node)
     gpus = node.gpus
     can_requeue = config.max_requeues > 0
+    site = {
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "exclude": ",".join([*([config.exclude] if config.exclude else []), *request.avoided]) or None,
+        "reservation": config.reservation,
+    }
     return (
         "--parsable",
         f"--job-name={request.name}",
@@ -130,49 +138,30 @@ def create_arguments(request: JobRequest, config: SlurmConfig) -> tuple[str, ...
         "--requeue" if can_requeue else "--no-requeue",
         # A job that is requeued must not overwrite its log.
         "--open-mode=append",
-        f"--output={_file_pattern(request.log)}",
+        # Slurm expands % sequences in the names of output files.
+        f"--output={str(request.log).replace('%', '%%')}",
         f"--chdir={request.working_directory}",
         "--export=ALL",
-        *_site_arguments(config, request.avoided),
+        *(f"--{option}={value}" for option, value in site.items() if value is not None),
         *config.extra_arguments,
     )
 
 
-def _site_arguments(config: SlurmConfig, avoided: tuple[str, ...]) -> list[str]:
-    given = {
-        "partition": config.partition,
-        "account": config.account,
-        "qos": config.qos,
-        "constraint": config.constraint,
-        "exclude": ",".join([*([config.exclude] if config.exclude else []), *avoided]) or None,
-        "reservation": config.reservation,
-    }
-    return [f"--{option}={value}" for option, value in given.items() if value is not None]
-
-
-def _file_pattern(path: Path) -> str:
-    # Slurm expands % sequences in the names of output files.
-    return str(path).replace("%", "%%")
-
-
 def render_script(request: JobRequest, config: SlurmConfig) -> str:
     """Return the script that runs on the node."""
+    cpus = request.resources.cpus
     return _SCRIPT.substitute(
         name=request.name,
         quoted_name=shlex.quote(request.name),
         quoted_directory=shlex.quote(str(request.directory)),
         setup="".join(f"{line}\n" for line in ("", *config.setup)),
-        cpus=request.resources.cpus,
-        threads=_threads(request.resources.cpus) if request.is_gang else "",
+        cpus=cpus,
+        # Processes that share a node would each start one thread per core otherwise.
+        threads=f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cpus}}}"\n' if request.is_gang else "",
         step=" \\\n  ".join(_step(request, config)),
         run_again=RUN_AGAIN,
         max_requeues=config.max_requeues,
     )
-
-
-def _threads(cpus: int) -> str:
-    """Return a line that limits threads: processes that share a node would each start one per core otherwise."""
-    return f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cpus}}}"\n'
 
 
 def _step(request: JobRequest, config: SlurmConfig) -> list[str]:
@@ -190,33 +179,24 @@ def _step(request: JobRequest, config: SlurmConfig) -> list[str]:
     ]
     python = request.python or Path("python3" if config.container else sys.executable)
     command = [str(python), "-m", "areal_actors.schedulers.preflight", str(config.preflight_seconds), request.module]
+    needed = sorted({request.directory.parent, request.working_directory})
     if isinstance(config.container, PyxisConfig):
-        options += _quoted(_pyxis_options(config.container, request))
+        mounts = [*(f"{path}:{path}" for path in needed), *config.container.mounts]
+        options += _quoted(
+            [
+                f"--container-image={config.container.image}",
+                f"--container-mounts={','.join(mounts)}",
+                f"--container-workdir={request.working_directory}",
+                "--no-container-mount-home",
+                "--container-env=AREAL_BOOTSTRAP",
+            ]
+        )
     elif isinstance(config.container, ApptainerConfig):
-        command = [*_apptainer(config.container, request), *command]
+        binds = [word for mount in (*map(str, needed), *config.container.mounts) for word in ("--bind", mount)]
+        graphics = ["--nv"] if request.resources.gpus else []
+        where = ["--pwd", str(request.working_directory)]
+        command = ["apptainer", "exec", *graphics, *binds, *where, config.container.image, *command]
     return [*options, " ".join(_quoted(command))]
-
-
-def _pyxis_options(container: PyxisConfig, request: JobRequest) -> list[str]:
-    mounts = [*(f"{path}:{path}" for path in _needed_paths(request)), *container.mounts]
-    return [
-        f"--container-image={container.image}",
-        f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={request.working_directory}",
-        "--no-container-mount-home",
-        "--container-env=AREAL_BOOTSTRAP",
-    ]
-
-
-def _apptainer(container: ApptainerConfig, request: JobRequest) -> list[str]:
-    mounts = [*map(str, _needed_paths(request)), *container.mounts]
-    binds = [word for mount in mounts for word in ("--bind", mount)]
-    graphics = ["--nv"] if request.resources.gpus else []
-    return ["apptainer", "exec", *graphics, *binds, "--pwd", str(request.working_directory), container.image]
-
-
-def _needed_paths(request: JobRequest) -> list[Path]:
-    return sorted({request.directory.parent, request.working_directory})
 
 
 def _quoted(words: list[str]) -> list[str]:

@@ -74,8 +74,10 @@ async def cancel_records(
         num_looks = 0
         while left:
             try:
-                if num_looks % _ASK_AGAIN_LOOKS == 0:
-                    await _cancel_all(commands, list(left.values()))
+                for record in left.values() if num_looks % _ASK_AGAIN_LOOKS == 0 else ():
+                    if record.job is not None:
+                        await commands.cancel(record.job)
+                    await commands.cancel_named(record.name)
                 rows = await commands.list_jobs(list(left))
             except SchedulerError as error:
                 why = str(error)
@@ -88,13 +90,6 @@ async def cancel_records(
     if left:
         raise SchedulerError(f"{len(left)} jobs may still run ({', '.join(left)}): {why or 'they do not end'}")
     return tuple(evolve(record, ended="cancelled") for record in records)
-
-
-async def _cancel_all(commands: SlurmCommands, records: Sequence[JobRecord]) -> None:
-    for record in records:
-        if record.job is not None:
-            await commands.cancel(record.job)
-        await commands.cancel_named(record.name)
 
 
 async def _close(files: SlurmFiles, left: dict[str, JobRecord], rows: Sequence[JobRow]) -> None:
@@ -162,7 +157,8 @@ def judge(
     """
     verdicts = [_judge_one(record, rows, wanted.get(record.worker), stopped) for record in records]
     # Of several jobs for one worker, keep the newest.
-    newest = {one.record.worker: one for one in sorted(verdicts, key=_age) if not one.why}
+    by_age = sorted(verdicts, key=lambda one: (one.record.created_at, one.record.life, one.record.name))
+    newest = {one.record.worker: one for one in by_age if not one.why}
     return tuple(
         one
         if one.why or newest[one.record.worker] is one
@@ -173,35 +169,27 @@ def judge(
 
 def _judge_one(record: JobRecord, rows: Sequence[JobRow], wanted: Traits | None, stopped: Collection[str]) -> Verdict:
     alive = [row for row in rows if row.name == record.name and row.course is not Course.ENDED]
+    traits = record.traits or {}
+    differing = sorted(name for name in {*traits, *(wanted or {})} if traits.get(name) != (wanted or {}).get(name))
     if wanted is None:
-        return Verdict(record=record, why="the run wants no such worker, or keeps no jobs (rejoin_seconds)")
-    if record.name in stopped:
-        return Verdict(record=record, why="its former controller was about to end it")
-    why = _find_obstacle(record, alive) or _find_difference(record.traits, wanted)
-    return Verdict(record=record, why=why) if why else Verdict(record=record, row=alive[0])
-
-
-def _find_obstacle(record: JobRecord, alive: Sequence[JobRow]) -> str:
-    if not alive:
-        return "it is not in the queue any more"
-    # Two jobs of one name, or another number: the record does not identify the job.
-    if len(alive) > 1 or record.job not in (None, alive[0].job):
-        return f"its name is that of {', '.join(f'job {row.job}' for row in alive)}"
-    row = alive[0]
-    # A COMPLETING job counts as running, but its processes are ending.
-    is_certain = row.course in (Course.WAITING, Course.RUNNING) and row.state != "COMPLETING"
-    return "" if is_certain else f"it is {row.state}"
-
-
-def _find_difference(traits: Traits | None, wanted: Traits) -> str:
-    if traits is None:
-        return "it was submitted to end with its controller"
-    differing = sorted(name for name in {*traits, *wanted} if traits.get(name) != wanted.get(name))
-    return f"it would be submitted with other {', '.join(differing)} now" if differing else ""
-
-
-def _age(verdict: Verdict) -> tuple[float, int, str]:
-    return verdict.record.created_at, verdict.record.life, verdict.record.name
+        why = "the run wants no such worker, or keeps no jobs (rejoin_seconds)"
+    elif record.name in stopped:
+        why = "its former controller was about to end it"
+    elif not alive:
+        why = "it is not in the queue any more"
+    elif len(alive) > 1 or record.job not in (None, alive[0].job):
+        # Two jobs of one name, or another number: the record does not identify the job.
+        why = f"its name is that of {', '.join(f'job {row.job}' for row in alive)}"
+    elif alive[0].course not in (Course.WAITING, Course.RUNNING) or alive[0].state == "COMPLETING":
+        # A COMPLETING job counts as running, but its processes are ending.
+        why = f"it is {alive[0].state}"
+    elif record.traits is None:
+        why = "it was submitted to end with its controller"
+    elif differing:
+        why = f"it would be submitted with other {', '.join(differing)} now"
+    else:
+        return Verdict(record=record, row=alive[0])
+    return Verdict(record=record, why=why)
 
 
 def _digest(text: str) -> str:
@@ -238,7 +226,8 @@ async def take_over(
     Raises:
         SchedulerError: the cluster does not answer, or jobs that are not kept do not end.
     """
-    records, stopped = await to_thread.run_sync(_read, files)
+    records = [one for one in await to_thread.run_sync(files.read_records) if one.ended is None]
+    stopped = {one.name for one in records if await to_thread.run_sync(files.is_stopped, one.name)}
     if not records:
         return {}
     # If no worker is wanted, all jobs are ended anyway, and the queue need not be read.
@@ -257,11 +246,6 @@ async def take_over(
     for one in waiting.kept:
         _log.info("job_kept", job=one.row.job, worker=one.record.worker, state=one.row.state, nodes=one.row.nodes)
     return {one.record.worker: one for one in waiting.kept}
-
-
-def _read(files: SlurmFiles) -> tuple[tuple[JobRecord, ...], frozenset[str]]:
-    records = tuple(one for one in files.read_records() if one.ended is None)
-    return records, frozenset(one.name for one in records if files.is_stopped(one.name))
 
 
 def _tell_ended(verdicts: Sequence[Verdict]) -> None:
@@ -316,16 +300,12 @@ class _Handover:
                 self._awaited.pop(name)
                 self.lost.append(evolve(verdict, why="it has ended" if row is None else f"it is {row.state}"))
             elif row.course is Course.WAITING or any(job == name for job, _ in let_go):
-                await self._ask(verdict, row, let_go)
-
-    async def _ask(self, verdict: Verdict, row: JobRow, let_go: Mapping[tuple[str, int], int]) -> None:
-        """Keep the job if all processes of its current run have confirmed."""
-        # Only slurmctld knows the number of the current run. Confirmations of earlier runs do not count.
-        report = await self._commands.describe(row.job)
-        if report is None:
-            return
-        name, num_restarts = verdict.record.name, report.exit.restarts
-        if row.course is Course.WAITING or let_go.get((name, num_restarts), 0) >= verdict.record.num_tasks:
-            record = evolve(verdict.record, job=row.job)
-            self.kept.append(Kept(record=record, row=row, num_restarts=num_restarts))
-            self._awaited.pop(name)
+                # Only slurmctld knows the number of the current run. Confirmations of earlier runs do not count.
+                report = await self._commands.describe(row.job)
+                if report is None:
+                    continue
+                num_restarts = report.exit.restarts
+                if row.course is Course.WAITING or let_go.get((name, num_restarts), 0) >= verdict.record.num_tasks:
+                    record = evolve(verdict.record, job=row.job)
+                    self.kept.append(Kept(record=record, row=row, num_restarts=num_restarts))
+                    self._awaited.pop(name)

@@ -11,10 +11,12 @@ from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
+from tests.stacks.run_files import write_run
 
 from areal_actors import __version__
 from areal_actors.__main__ import cli
 from areal_actors.dashboard import MetricsWriter, RunDirectory, RunSummary
+from areal_actors.dashboard.record import RunRecord, RunStatus, write_record
 from areal_actors.errors import CheckpointError, ConfigError, ModelError, RunDirectoryError
 from areal_actors.messages import StepFinished
 
@@ -180,6 +182,50 @@ def test_a_missing_file_is_named(tmp_path):
 
     assert result.exit_code == 2
     assert f"There is no file {tmp_path}/run.yaml" in result.stderr
+
+
+def test_a_run_is_resumed_always_never_or_where_it_can_be(run, config, tmp_path):
+    """``--resume`` may stand before the configuration; only ``=auto`` depends on what is on the disk."""
+    calls = run(summary)
+    ways = ([], ["--resume"], ["--resume=auto"])
+    for words in ways:
+        assert 0 == invoke("train", *words, config, "--run-dir", tmp_path / "there").exit_code
+    (tmp_path / "there" / "checkpoints" / "step-3").mkdir(parents=True)
+    for words in ways:
+        assert 0 == invoke("train", *words, config, "--run-dir", tmp_path / "there").exit_code
+
+    assert [False, True, False, False, True, True] == [is_resumed for _, is_resumed, _ in calls]
+
+
+def test_an_unknown_way_to_resume_is_refused(run, config):
+    """With those that there are."""
+    run(summary)
+    result = invoke("train", config, "--resume=maybe")
+
+    assert 2 == result.exit_code
+    assert "auto" in result.output
+
+
+def test_runs_are_listed_with_what_needs_attention(tmp_path):
+    """As a table and as JSON: a finished run, one that failed, one whose process is gone, one of an earlier version."""
+    for name, status, reason in (
+        ("a", RunStatus.FINISHED, None),
+        ("b", RunStatus.FAILED, "no room"),
+        ("c", RunStatus.RUNNING, None),
+        ("d", None, None),
+    ):
+        directory = write_run(tmp_path / "runs" / name)
+        if status is not None:
+            write_record(directory, RunRecord(status=status, reason=reason))
+
+    shown = invoke("runs", tmp_path / "runs").stdout
+    records = [json.loads(line) for line in invoke("runs", tmp_path / "runs", "--json").stdout.splitlines()]
+
+    assert ["finished", "failed", "killed", "unknown"] == [record["status"] for record in records]
+    assert [3] * 4 == [record["steps"] for record in records]
+    assert "no room" in shown
+    assert "0.100 -> 0.300" in shown
+    assert 1 == invoke("runs", tmp_path / "absent").exit_code
 
 
 def test_the_report_is_drawn_from_files(tmp_path):

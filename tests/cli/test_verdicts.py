@@ -63,3 +63,34 @@ def test_a_run_that_does_not_learn_says_why_and_where_the_agent_failed(tmp_path:
     assert "4 of 4 groups had equal rewards in the last 2 steps: nothing to learn" in summary["verdict"]
     assert f"This run did not learn: {summary['verdict']}" in done.stderr
     assert summary["verdict"] in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_run_that_fails_leaves_a_record_and_a_report_that_say_why(tmp_path: Path):
+    """A custom metric raises in the first step, after the run has begun."""
+    broken = """
+calls = []
+
+def broken(batch):
+    calls.append(batch)
+    if len(calls) > 1:  # the first call tries the function before the run begins
+        raise OSError("the meter is gone")
+    return {}
+"""
+    (tmp_path / "careless.py").write_text(AGENT + broken)
+    (tmp_path / "job.yaml").write_text(CONFIG + "trainer: {metrics: ['careless.py:broken']}\n")
+    (tmp_path / "problems.jsonl").write_text(json.dumps({"reward": 1.0}) + "\n")
+
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_actors", "train", "job.yaml", "--run-dir", "run"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert 1 == done.returncode, done.stderr
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "failed" == record["status"]
+    assert "the meter is gone" in record["reason"]
+    assert "the meter is gone" in (tmp_path / "run" / "report.html").read_text()

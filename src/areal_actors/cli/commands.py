@@ -22,6 +22,8 @@ import click
 from areal_actors import __version__
 from areal_actors.cli.explaining import (
     EXIT_FAILED,
+    ResumableCommand,
+    ResumeMode,
     config_argument,
     explains_errors,
     overrides_argument,
@@ -32,6 +34,7 @@ from areal_actors.cli.explaining import (
 from areal_actors.errors import ConfigError
 
 if TYPE_CHECKING:
+    from areal_actors.config import RunConfig
     from areal_actors.dashboard import RunDirectory
     from areal_actors.messages import Endpoint
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ __all__ = [
     "main",
     "models",
     "report",
+    "runs",
     "serve",
     "settings",
     "slurm",
@@ -186,14 +190,24 @@ def doctor(*, config: Path, overrides: tuple[str, ...], submit: bool, is_json: b
         sys.exit(EXIT_FAILED)
 
 
-@click.command()
+def _is_resumed(mode: str, config: RunConfig, run_dir: Path | None, *, is_service: bool = False) -> bool:
+    """Return whether the run goes on where an earlier one ended. A service needs no checkpoint: it has its journal."""
+    if mode != ResumeMode.AUTO:
+        return mode == ResumeMode.ALWAYS
+    from areal_actors.dashboard import RunDirectory
+
+    directory = config.run_directory if run_dir is None else RunDirectory(path=run_dir)
+    return directory.is_worth_keeping if is_service else any(directory.checkpoints.glob("step-*"))
+
+
+@click.command(cls=ResumableCommand)
 @config_argument
 @overrides_argument
 @resume_option
 @run_dir_option
 @verbose_option
 @explains_errors
-def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Path | None) -> None:
+def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Path | None) -> None:
     """Train as the YAML file CONFIG says, with settings changed by KEY=VALUE.
 
     Values are YAML. Every mistake in the file and in the overrides is reported at once. Progress goes to standard
@@ -215,11 +229,11 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
     from areal_actors.run import train as run_training
 
     raise_open_files_limit()
-    summary = run_training(loaded, resume=resume, run_dir=run_dir)
+    summary = run_training(loaded, resume=_is_resumed(resume, loaded, run_dir), run_dir=run_dir)
     click.echo(json.dumps(summary.to_json()))
 
 
-@click.command()
+@click.command(cls=ResumableCommand)
 @config_argument
 @overrides_argument
 @resume_option
@@ -227,7 +241,7 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
 @click.option("--json", "is_json", is_flag=True, help="Say where it listens as one line of JSON, for programs.")
 @verbose_option
 @explains_errors
-def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Path | None, is_json: bool) -> None:
+def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Path | None, is_json: bool) -> None:
     """Train on sessions of external agents, as the YAML file CONFIG says.
 
     Standard output shows the URL for agents, with a line to copy; its last line is one JSON object that summarises the
@@ -238,6 +252,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
       areal-actors serve examples/serve.yaml
       areal-actors serve examples/serve.yaml proxy.port=8080 total_steps=100
       areal-actors serve examples/serve.yaml --resume
+      areal-actors serve examples/serve.yaml --resume=auto      for a supervisor: right at each start
 
     Ctrl-C finishes the step, writes a checkpoint and stops; a second one stops at once. In both cases --resume
     continues from the last checkpoint.
@@ -254,7 +269,8 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: bool, run_dir: Pa
     def announce(endpoint: Endpoint, directory: RunDirectory) -> None:
         click.echo((format_service if is_json else describe_service)(endpoint, directory))
 
-    summary = run_service(loaded, resume=resume, run_dir=run_dir, announce=announce)
+    is_resumed = _is_resumed(resume, loaded, run_dir, is_service=True)
+    summary = run_service(loaded, resume=is_resumed, run_dir=run_dir, announce=announce)
     click.echo(json.dumps(summary.to_json()))
 
 
@@ -325,6 +341,25 @@ def report(*, run_dir: Path) -> None:
     from areal_actors.dashboard import RunDirectory, write_report
 
     click.echo(str(write_report(RunDirectory(path=run_dir))))
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path), default=Path("runs"))
+@click.option("--json", "is_json", is_flag=True, help="One line of JSON for each run.")
+@verbose_option
+@explains_errors
+def runs(*, path: Path, is_json: bool) -> None:
+    """List the runs below PATH: their state, steps and rewards, and why they ended or do not learn.
+
+    \b
+    Examples:
+      areal-actors runs
+      areal-actors runs runs/tool_agent --json
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.viewer import describe_runs, format_runs
+
+    found = describe_runs((path,))
+    click.echo("\n".join(map(json.dumps, found)) if is_json else format_runs(found))
 
 
 @click.command()
@@ -584,7 +619,7 @@ def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    commands=(init, train, serve, host, entry, report, view, export, models, settings, doctor, keys, slurm),
+    commands=(init, train, serve, host, entry, runs, view, report, export, models, settings, doctor, keys, slurm),
 )
 @click.version_option(__version__, prog_name="areal-actors")
 def cli() -> None:
@@ -596,6 +631,7 @@ def cli() -> None:
       areal-actors train examples/tool_agent.yaml
       areal-actors train examples/tool_agent.yaml total_steps=5 rollout.group_size=4
     Then look at:
+      areal-actors view runs                    all runs in a browser, live and ended ones
       runs/<experiment>/<trial>/report.html     the run on one page
       runs/<experiment>/<trial>/metrics.jsonl   the numbers of each step
     For agents that run elsewhere:

@@ -13,6 +13,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,8 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
     "EXIT_WRONG",
+    "ResumableCommand",
+    "ResumeMode",
     "config_argument",
     "explains_errors",
     "overrides_argument",
@@ -32,9 +35,35 @@ __all__ = [
     "verbose_option",
 ]
 
+
+class ResumeMode(StrEnum):
+    """When a run goes on where an earlier one of its name ended."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    AUTO = "auto"
+    """If there is something to go on from. This is for supervisors, whose command is the same at each start."""
+
+
+class ResumableCommand(click.Command):
+    """A command with ``--resume``, whose value can only follow ``=``: a word after it is an argument."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse ``args``, with a plain ``--resume`` spelt out."""
+        plain = f"--resume={ResumeMode.ALWAYS.value}"
+        return super().parse_args(ctx, [plain if word == "--resume" else word for word in args])
+
+
 config_argument = click.argument("config", type=click.Path(path_type=Path))
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-resume_option = click.option("--resume", is_flag=True, help="Go on from the last checkpoint of this run.")
+resume_option = click.option(
+    "--resume",
+    type=click.Choice([mode.value for mode in ResumeMode]),
+    default=ResumeMode.NEVER.value,
+    show_default=False,
+    metavar="[=auto]",
+    help="Go on from the last checkpoint of this run; with =auto, only if there is one, and begin otherwise.",
+)
 run_dir_option = click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),

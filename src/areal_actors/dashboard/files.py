@@ -4,6 +4,7 @@
 
     runs/<experiment>/<trial>/
       config.yaml        every setting, written out
+      run.json           whether it is running, finished, interrupted or failed, and why it ended
       admin.key          of a service: its admin key, readable by its owner only
       metrics.jsonl      one JSON object per step (docs/metrics.md)
       failures.jsonl     one JSON object for each episode that failed
@@ -46,6 +47,16 @@ class RunDirectory:
     def config(self) -> Path:
         """Configuration with every setting written out."""
         return self.path / "config.yaml"
+
+    @property
+    def record(self) -> Path:
+        """The state of the run, and why it ended."""
+        return self.path / "run.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that the process of the run locks. It is next to the directory, which may be set aside."""
+        return self.path.with_name(f".{self.path.name}.lock")
 
     @property
     def admin_key(self) -> Path:

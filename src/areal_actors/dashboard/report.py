@@ -17,6 +17,7 @@ from areal_actors import __version__
 from areal_actors.dashboard.curve import write_curve
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.metrics import STEP_KEYS, summarize_run
+from areal_actors.dashboard.record import read_record
 from areal_actors.dashboard.records import read_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import redact_settings
@@ -67,6 +68,7 @@ def _render(directory: RunDirectory) -> str:
     return environment.get_template("report.html.jinja").render(
         title=f"{directory.path.parent.name} / {directory.path.name}",
         summary=summarize_run(directory).to_json(),
+        record=read_record(directory),
         library_version=__version__,
         config=_config(directory),
         curve=_inline_svg(directory.curve_svg),

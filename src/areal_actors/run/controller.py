@@ -15,8 +15,8 @@ and a new attempt resumes as ``--resume`` does. A run without workers has one at
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -39,10 +39,11 @@ from areal_actors.dashboard import (
     write_curve,
 )
 from areal_actors.dashboard.dumps import Decode
+from areal_actors.dashboard.record import RunRecord, RunStatus, write_record
 from areal_actors.dashboard.report import write_report
 from areal_actors.dashboard.reporter import Listener, ProgressReporter
 from areal_actors.domain import DataPosition, Role
-from areal_actors.errors import ActorStopped, SchedulerError, Unreachable
+from areal_actors.errors import ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.router import GenerationRouter, RouterConfig
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import root_cause
@@ -103,7 +104,7 @@ async def run_plan(plan: RunPlan) -> None:
     body: list[BaseException] = []
     async with open_interrupts() as interrupts, opening as control_plane:
         controller = RunController(plan, control_plane, interrupts)
-        with unwrapped(body):
+        with unwrapped(body), _recorded_end(controller):
             async with _open_page(controller), anyio.create_task_group() as tasks:
                 controller.start_independent_workers(tasks)
                 try:
@@ -112,6 +113,20 @@ async def run_plan(plan: RunPlan) -> None:
                     body.append(error)
                     raise
                 tasks.cancel_scope.cancel()
+
+
+@contextmanager
+def _recorded_end(controller: RunController) -> Iterator[None]:
+    """Record why the run ended, if it had begun and ends with an error. Its results record the other ends."""
+    try:
+        yield
+    except BaseException as error:
+        if controller.has_begun and not controller.is_done:
+            cause = root_cause(error) if isinstance(error, Exception) else error
+            is_failure = isinstance(cause, Exception) and not isinstance(cause, anyio.get_cancelled_exc_class())
+            status = RunStatus.FAILED if is_failure else RunStatus.INTERRUPTED
+            controller.record(status, str(cause) or type(cause).__name__)
+        raise
 
 
 @asynccontextmanager
@@ -142,6 +157,8 @@ class RunController:
         self._admin_key = plan.proxy.admin_key or create_admin_key()
         self._num_attempts = 0
         self._is_announced = False
+        self._record = RunRecord(status=RunStatus.RUNNING, is_service=plan.is_service)
+        self.has_begun = False
         self.page_url: str | None = None
         self.actors: Mapping[str, Ref[Any]] = {}
         """The actors of the current attempt that the controller process can reach."""
@@ -274,6 +291,20 @@ class RunController:
         """Return the statistics of the current attempt's actors by name, for the page of the run."""
         return {name: asdict(ref.statistics()) for name, ref in self.actors.items()}
 
+    def record(self, status: RunStatus, reason: str | None = None) -> None:
+        """Write the state of the run to its directory, and the report of one that failed. Blocks.
+
+        What cannot be written is logged: a full disk does not end a run, nor hide the error that ended it.
+        """
+        directory, self.has_begun = self.plan.directory, True
+        self._record = evolve(self._record, status=status, reason=reason)
+        try:
+            write_record(directory, self._record)
+            if status is RunStatus.FAILED:
+                write_report(directory)
+        except (OSError, RunDirectoryError) as error:
+            _log.warning("run_not_recorded", status=status, reason=str(error))
+
     async def note_endpoint(self, endpoint: Endpoint) -> None:
         """Record the endpoint of a proxy in the controller process, so that its successor listens there, too."""
         self._endpoint = endpoint
@@ -333,6 +364,8 @@ class _Attempt:
                     tasks.start_soon(self._controller.announce)
                 summary = await _await_training(training)
                 await _save_results(plan.directory, training, await self.find(Progress, "progress"), summary)
+                status = RunStatus.FINISHED if summary.is_finished else RunStatus.INTERRUPTED
+                await to_thread.run_sync(self._controller.record, status, summary.stop_reason)
             # An error from here on, while workers are being ended, must not start another attempt.
             self._controller.is_done = True
             for one in opened:
@@ -370,6 +403,7 @@ class _Attempt:
         attempt = self._begin(Role.TRAINER, "controller").attempt
         await self._control_plane.directory.ask(AwaitWeights(attempt=attempt))
         page = self._controller.page_url
+        await to_thread.run_sync(self._controller.record, RunStatus.RUNNING)
         reporter = _create_reporter(plan, decode=renderer.decode, resumed_step=checkpoint, page=page)
         self._add({"progress": await system.spawn(reporter, name="progress")})
 

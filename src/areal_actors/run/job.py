@@ -110,7 +110,7 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
     with ExitStack() as stack:
         with _explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _hold(path, stack)
+            _hold(directory, stack)
             former = None if resume else _create_directory(config, directory)
             if resume:
                 _resume_directory(config, directory, stack)
@@ -197,16 +197,15 @@ def _resume_directory(config: RunConfig, directory: RunDirectory, stack: ExitSta
             _log.warning("resumed_with_another_setting", setting=change)
 
 
-def _hold(path: Path, stack: ExitStack) -> None:
-    """Lock ``path`` until ``stack`` closes. On a file system without locks, log a warning and continue without one."""
-    lock = path.with_name(f".{path.name}.lock")  # next to it, since ``set_aside`` may move the directory
+def _hold(directory: RunDirectory, stack: ExitStack) -> None:
+    """Lock the directory until ``stack`` closes. A file system without locks costs a warning, not the run."""
     try:
-        stack.enter_context(hold(lock, partial(_in_use, path)))
+        stack.enter_context(hold(directory.lock, partial(_in_use, directory.path)))
     except OSError as error:
         # A file system that cannot lock is not a directory in use.
         if error.errno not in NO_LOCKS:
             raise
-        _log.warning("run_directory_not_locked", path=str(path), reason=error.strerror)
+        _log.warning("run_directory_not_locked", path=str(directory.path), reason=error.strerror)
 
 
 def _in_use(path: Path, holder: str) -> ConfigError:

@@ -8,6 +8,15 @@ no build step and loads nothing from other hosts; charts are drawn by the vendor
 from __future__ import annotations
 
 from areal_actors.viewer.app import create_page, open_page, run_viewer
-from areal_actors.viewer.runs import ViewedRun, find_runs, view_run
+from areal_actors.viewer.runs import ViewedRun, describe_runs, find_runs, format_runs, view_run
 
-__all__ = ["ViewedRun", "create_page", "find_runs", "open_page", "run_viewer", "view_run"]
+__all__ = [
+    "ViewedRun",
+    "create_page",
+    "describe_runs",
+    "find_runs",
+    "format_runs",
+    "open_page",
+    "run_viewer",
+    "view_run",
+]

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from areal_actors.dashboard import RunDirectory, summarize_run
+from areal_actors.dashboard.record import RunStatus, read_record
 from areal_actors.dashboard.records import read_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import redact, redact_settings
 
-__all__ = ["Status", "ViewedRun", "find_runs", "view_run"]
+__all__ = ["Status", "ViewedRun", "describe_runs", "find_runs", "format_runs", "view_run"]
 
 Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""
@@ -42,6 +43,7 @@ class ViewedRun:
         return {
             "name": self.name,
             "is_live": self.status is not None,
+            "record": None if (record := read_record(self.directory)) is None else asdict(record),
             **summary,
             "config": redact_settings(text)[:_MAX_CONFIG],
             "versions": {
@@ -54,6 +56,7 @@ class ViewedRun:
     def signature(self) -> dict[str, str]:
         """Return a text for each part of the run that differs whenever the part has changed. Costs a few stat calls."""
         parts = {
+            "record": self.directory.record,
             "metrics": self.directory.metrics,
             "failures": self.directory.failures,
             "sessions": self.directory.sessions,
@@ -165,6 +168,34 @@ def view_run(directory: RunDirectory, *, status: Status | None = None) -> Viewed
     """Return the run in ``directory`` under its name ``experiment/trial``; ``status`` is that of a live one."""
     path = directory.path.absolute()
     return ViewedRun(name=f"{path.parent.name}/{path.name}", directory=directory, status=status)
+
+
+def describe_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the state, the steps and the rewards of each run at ``paths`` or below, by name. Errors: ``find_runs``."""
+    found = []
+    for run in find_runs(paths).values():
+        record, summary = read_record(run.directory), summarize_run(run.directory).to_json()
+        state = {"status": "unknown" if record is None else record.status, "reason": record and record.reason}
+        found.append({"name": run.name} | state | summary)
+    return found
+
+
+def format_runs(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of ``describe_runs`` as text, with what needs attention below each run."""
+    width = max(len("run"), *(len(run["name"]) for run in runs))
+    lines = [f"{'run':{width}}  {'state':11}  {'steps':>5}  {'reward':>15}  {'held out':>15}"]
+    for run in runs:
+        rewards = (f"{_format(run[f'{kind}_first'])} -> {_format(run[f'{kind}_last'])}" for kind in ("reward", "eval"))
+        state = f"{run['name']:{width}}  {run['status']:11}  {run['steps']:5}"
+        lines.append(state + "".join(f"  {text:>15}" for text in rewards))
+        ended_badly = run["status"] in (RunStatus.FAILED, RunStatus.KILLED)
+        notes = (run["reason"] if ended_badly else None, run["verdict"] and f"did not learn: {run['verdict']}")
+        lines += [f"{'':{width}}  {note}" for note in notes if note]
+    return "\n".join(lines)
+
+
+def _format(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _candidates(path: Path) -> Iterable[Path]:

@@ -89,9 +89,11 @@ function listen() {
 }
 
 function setState(isConnected) {
-  const isLive = state.summary?.is_live ?? false;
-  $("state").textContent = isConnected ? (isLive ? "live" : "from files") : "connection lost";
-  $("state").className = `chip ${isConnected ? (isLive ? "live" : "") : "lost"}`;
+  state.isConnected = isConnected;
+  const status = state.summary?.is_live ? "live" : state.summary?.record?.status ?? "from files";
+  const isWell = isConnected && (status === "live" || status === "running");
+  $("state").textContent = isConnected ? status : "connection lost";
+  $("state").className = `chip ${isWell ? "live" : ["failed", "killed"].includes(status) || !isConnected ? "lost" : ""}`;
 }
 
 // ------------------------------------------------------------------------------------------------- head
@@ -100,8 +102,10 @@ function drawHead() {
   const summary = state.summary;
   $("title").textContent = summary.name;
   document.title = `${summary.name}: step ${summary.steps}`;
-  $("verdict").hidden = summary.verdict === null;
-  put($("verdict"), h("b", {}, "This run does not learn. "), summary.verdict ?? "");
+  const end = { failed: "This run failed. ", killed: "This run was killed. " }[summary.record?.status];
+  $("verdict").hidden = !summary.verdict && !end;
+  put($("verdict"), end && h("p", {}, h("b", {}, end), summary.record.reason ?? ""), summary.verdict && h("p", {}, h("b", {}, "This run does not learn. "), summary.verdict));
+  setState(state.isConnected ?? true);
   const facts = {
     step: number(summary.steps),
     "reward, first → last": `${number(summary.reward_first)} → ${number(summary.reward_last)}`,

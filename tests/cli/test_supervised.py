@@ -1,0 +1,56 @@
+"""A service under a supervisor: one command that is right at each start, also after ``kill -9``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+CONFIG = """\
+experiment_name: supervised
+model: tiny
+total_steps: 5
+rollout: {group_size: 2}
+engine: {max_length: 128}
+logging: {display: none}
+"""
+
+
+@contextmanager
+def served(where: Path):
+    """The service, and where it listens. It is killed in the end."""
+    command = [sys.executable, "-m", "areal_actors", "serve", "job.yaml", "--json", "--resume=auto", "--run-dir", "run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_killed_service_goes_on_with_its_keys_and_sessions(tmp_path: Path):
+    """The same command starts it and starts it again, here before the first checkpoint."""
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    sessions, keys = [], []
+    for _ in range(2):
+        with served(tmp_path) as place:
+            keys.append(Path(place["admin_key_file"]).read_text().strip())
+            client = httpx.Client(base_url=place["url"], headers={"authorization": f"Bearer {keys[-1]}"})
+            with client:
+                if not sessions:
+                    sessions.append(client.post("/rl/start_session", json={"task_id": "one"}).json())
+                key = sessions[0]["api_key"]
+                body = {"messages": [{"role": "user", "content": "say"}], "model": "policy", "max_tokens": 2}
+                answer = client.post(
+                    "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60
+                )
+                assert 200 == answer.status_code, answer.text
+
+    assert keys[0] == keys[1]
+    assert [] == list(tmp_path.glob("run.*"))

@@ -206,6 +206,37 @@ def test_an_unknown_way_to_resume_is_refused(run, config):
     assert "auto" in result.output
 
 
+@pytest.mark.parametrize("command", ["serve", "host"])
+@pytest.mark.parametrize("environment", [{"AREAL_ADMIN_KEY": " "}, {"AREAL_ADMIN_KEY_FILE": "absent/key"}])
+def test_an_admin_key_that_cannot_be_read_is_named(config, monkeypatch, command, environment):
+    """Before anything is started."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = invoke(command, config)
+
+    assert 2 == result.exit_code
+    assert next(iter(environment)) in result.output
+
+
+def test_the_admin_key_comes_from_the_environment(run, config, tmp_path, monkeypatch):
+    """From a variable, else from a file. One of the configuration has priority, and no key is on the command line."""
+    calls = run(summary)
+    module = sys.modules["areal_actors.run"]
+    module.serve = lambda given, **options: module.train(given, resume=options["resume"], run_dir=None)
+    serving = ModuleType("areal_actors.run.serving")
+    serving.describe_service = serving.format_service = None
+    monkeypatch.setitem(sys.modules, "areal_actors.run.serving", serving)
+    (tmp_path / "key").write_text("from-file\n")
+    monkeypatch.setenv("AREAL_ADMIN_KEY_FILE", str(tmp_path / "key"))
+    assert 0 == invoke("serve", config).exit_code
+    monkeypatch.setenv("AREAL_ADMIN_KEY", "from-variable")
+    assert 0 == invoke("serve", config).exit_code
+    assert 0 == invoke("serve", config, "proxy.admin_key=own").exit_code
+
+    assert ["from-file", "from-variable", "own"] == [given.proxy.admin_key for given, _, _ in calls]
+    assert ["from-file", "from-variable", "from-variable"] == [given.host.admin_key for given, _, _ in calls]
+
+
 def test_runs_are_listed_with_what_needs_attention(tmp_path):
     """As a table and as JSON: a finished run, one that failed, one whose process is gone, one of an earlier version."""
     for name, status, reason in (

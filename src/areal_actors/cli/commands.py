@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
@@ -190,6 +190,28 @@ def doctor(*, config: Path, overrides: tuple[str, ...], submit: bool, is_json: b
         sys.exit(EXIT_FAILED)
 
 
+def _with_admin_key(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
+    """Return the configuration with the admin key of ``AREAL_ADMIN_KEY``, or of the file ``AREAL_ADMIN_KEY_FILE``.
+
+    A key on a command line can be read by every user of the machine, so supervisors pass it here. A key in the
+    configuration has priority. Raises ``ConfigError`` if the file cannot be read or either is empty.
+    """
+    from attrs import evolve
+
+    key, file = environment.get("AREAL_ADMIN_KEY"), environment.get("AREAL_ADMIN_KEY_FILE")
+    if key is None and file is not None:
+        try:
+            key = Path(file).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"AREAL_ADMIN_KEY_FILE: {file} cannot be read: {error.strerror}") from error
+    if key is None:
+        return config
+    if not key.strip():
+        raise ConfigError("the admin key in AREAL_ADMIN_KEY or AREAL_ADMIN_KEY_FILE is empty; unset both for a new one")
+    proxy = evolve(config.proxy, admin_key=config.proxy.admin_key or key.strip())
+    return evolve(config, proxy=proxy, host=evolve(config.host, admin_key=config.host.admin_key or key.strip()))
+
+
 def _is_resumed(mode: str, config: RunConfig, run_dir: Path | None, *, is_service: bool = False) -> bool:
     """Return whether the run goes on where an earlier one ended. A service needs no checkpoint: it has its journal."""
     if mode != ResumeMode.AUTO:
@@ -259,7 +281,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
 
-    loaded = load_config(config, overrides)
+    loaded = _with_admin_key(load_config(config, overrides), os.environ)
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run import serve as run_service
     from areal_actors.run.serving import describe_service, format_service
@@ -295,7 +317,7 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
 
-    loaded = load_config(config, overrides)
+    loaded = _with_admin_key(load_config(config, overrides), os.environ)
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run.host import run_host
 

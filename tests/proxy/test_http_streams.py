@@ -13,6 +13,7 @@ from anyio.abc import SocketAttribute
 from tests.proxy.plain import BODY, CHAT, bearer, connect, start
 
 from areal_actors.domain import TextDelta
+from areal_actors.errors import CapacityExhausted
 from areal_actors.proxy import ProxyConfig
 from areal_actors.testing.serving import open_scripted_proxy
 
@@ -215,3 +216,26 @@ async def test_hanging_up_aborts_the_generation(is_stream):
             assert stream.extra(SocketAttribute.remote_port) == int(proxy.url.rsplit(":", 1)[1])
         with anyio.fail_after(10):
             await gate.cancelled.wait()
+
+
+# ----------------------------------------------------------------------------------------- streams that do not begin
+
+
+async def refusing_script(_):
+    """Has no room, which an engine finds out after the answer was announced."""
+    raise CapacityExhausted("There is no room for this request; try again later.", retry_after_seconds=0.0)
+    yield TextDelta(text="")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, BODY), ("/v1/responses", {"input": "one"}), ("/v1/messages", BODY), ("/v1/completions", {"prompt": "one"})],
+)
+async def test_a_stream_that_is_refused_before_its_first_token_has_a_status(path, body):
+    """SDKs retry a status of 429; an error within a stream that has begun ends most agents."""
+    async with open_scripted_proxy(refusing_script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        session = (await start(http, proxy))["session_id"]
+        response = await http.post(f"/{session}{path}", json=body | {"stream": True})
+
+    assert response.status_code == 429
+    assert "no room" in response.json()["error"]["message"]

@@ -101,10 +101,10 @@ async def test_what_happens_is_shown_while_it_happens():
 
 async def test_a_stream_that_breaks_is_counted():
     """Its status was 200; that it failed is said elsewhere."""
-    engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
+    engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with served(engine) as (_, http, session):
         headers = {"authorization": f"Bearer {session.api_key}"}
-        engine.release(2)
+        engine.release(6)  # a stream begins with its first text, which a parser may hold back for a few tokens
         async with http.stream("POST", CHAT, json=BODY | {"stream": True}, headers=headers) as answer:
             lines = answer.aiter_lines()
             await anext(lines)

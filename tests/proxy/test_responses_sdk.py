@@ -366,10 +366,10 @@ def _said(item):
 async def test_hanging_up_cancels(renderer):
     """Whoever leaves in mid-stream stops the engine; what was sampled is kept, and cannot be followed."""
     async with _stack(renderer, "one two three four", is_gated=True) as stack:
+        stack.engine.release(4)
         stream = await stack.client.responses.create(model="m", input="Well?", stream=True)
         events = aiter(stream)
         created = await anext(events)
-        stack.engine.release(4)
         while (await anext(events)).type != "response.output_text.delta":
             pass
         await stream.close()

@@ -123,27 +123,33 @@ class CompletionEndpoint:
         The status is sent with the first event, so that a failure before that has its own status code.
         """
         formatter = self.dialect.open_stream(parsed)
-        exchange.fail_stream = formatter.fail
+        # The events that announce an answer wait for its first token. Until then the engine can still refuse it, and
+        # the JavaScript SDKs of OpenAI and Anthropic retry a status of 429 or 503, but not an error within a stream.
+        announced = b""
+        exchange.fail_stream = lambda failure: announced + formatter.fail(failure)
         exchange.keep_alive = self.keep_alive
 
         async def pump() -> None:
+            nonlocal announced
             is_waiting = True
             async with self.sessions.stream(message) as items:
                 async for item in items:
                     if usage is not None:
                         usage.count(item)
-                    # ``AnswerStarted`` comes before the first token is sampled and does not count as time to first
-                    # token.
-                    if is_waiting and not isinstance(item, AnswerStarted):
+                    events = formatter.feed(item)
+                    if isinstance(item, AnswerStarted):
+                        announced += events
+                        continue
+                    if is_waiting:
                         is_waiting = False
                         seconds = perf_counter() - exchange.started_at
                         self.meter.first_token_seconds[exchange.operation].observe(seconds)
-                    events = formatter.feed(item)
-                    if events:
+                    if announced or events:
+                        events, announced = announced + events, b""
                         await exchange.send_events(events)
 
         await exchange.until_hang_up(pump, quiet_seconds=self.config.keep_alive_seconds)
-        await exchange.send_events(formatter.finish(), is_last=True)
+        await exchange.send_events(announced + formatter.finish(), is_last=True)
 
 
 def replace_unsupported(body: Mapping[str, Any], exchange: Exchange, config: ProxyConfig) -> Mapping[str, Any]:

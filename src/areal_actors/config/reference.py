@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,12 @@ def paths_of(cls: type, *, above: str = "") -> dict[str, Any]:
 
 
 def sections_of(kind: Any) -> list[type]:
-    """Return the settings classes among the members of the type ``kind``."""
+    """Return the settings classes among the members of the type ``kind``.
+
+    Those of a mapping are not: their paths contain names that the user chose.
+    """
+    if get_origin(kind) is Mapping:
+        return []
     members = get_args(kind) if get_origin(kind) is not None else (kind,)
     return [member for member in members if attrs.has(member)]
 

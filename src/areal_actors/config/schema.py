@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -351,6 +352,15 @@ def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
         )
 
 
+def _check_eval_datasets(run: RunConfig, _: object, named: Mapping[str, DatasetConfig]) -> None:
+    """Reject names that cannot be part of a file's name, and named sets next to the one without a name."""
+    wrong = [name for name in named if not re.fullmatch(_NAME, name)]
+    if wrong:
+        raise ValueError(f"has the name {wrong[0]!r}; use letters, digits, '.', '_' and '-', a letter or digit first")
+    if named and getattr(run, "eval_dataset", None) is not None:
+        raise ValueError(f"names {', '.join(named)}, and there is eval_dataset; give that a name here, too")
+
+
 def _check_phases(run: RunConfig, _: object, phases: tuple[PhaseName, ...]) -> None:
     """Reject phases that have no section or no steps, or that cannot follow one another."""
     if not phases:
@@ -420,6 +430,9 @@ class RunConfig:
     dataset: DatasetConfig | None = None
     """The problems that train works on; serve trains on the problems of external agents."""
     eval_dataset: DatasetConfig | None = None
+    """The held-out problems, which are never trained on."""
+    eval_datasets: Mapping[str, DatasetConfig] = field(factory=dict, validator=_check_eval_datasets)
+    """Several sets of held-out problems by their names, each reported separately; instead of eval_dataset."""
     rollout: RolloutConfig = field(factory=RolloutConfig)
     journal: JournalConfig = field(factory=JournalConfig)
     serve: ServeConfig = field(factory=ServeConfig)
@@ -445,6 +458,11 @@ class RunConfig:
     def run_directory(self) -> RunDirectory:
         """The default directory of the run."""
         return RunDirectory(path=self.fileroot / self.experiment_name / self.trial_name)
+
+    @property
+    def held_out_sets(self) -> Mapping[str, DatasetConfig]:
+        """The sets of held-out problems by name; the only set has the empty name unless it was given one."""
+        return self.eval_datasets if self.eval_dataset is None else {"": self.eval_dataset}
 
     @property
     def user_accounts(self) -> UsersConfig:

@@ -53,9 +53,9 @@ class RolloutDumper:
         root = self._directory.eval_rollouts if news.is_eval else self._directory.rollouts
         lines = [format_record(row) for row in dump_rows(news, self._decode)]
         if news.is_repeated:
-            for written in root.glob(f"*/{news.problem.position}.jsonl"):
+            for written in root.glob(f"*/{news.problem.task}.jsonl"):
                 _remove_rows(written, lines)
-        path = root / str(news.version) / f"{news.problem.position}.jsonl"
+        path = root / str(news.version) / f"{news.problem.task}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_records(path, "a") as file:
             file.writelines(lines)
@@ -72,7 +72,7 @@ def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]
     for row in (branch.row for whole in news.episode.trajectories for branch in unfold(whole)):
         num_prompt = _num_prompt_tokens(row)
         yield {
-            "task_id": news.problem.position,
+            "task_id": news.problem.task if news.problem.source else news.problem.position,
             "sample_idx": news.episode.member,
             "seqlen": row.num_tokens,
             "prompt_len": num_prompt,
@@ -185,7 +185,7 @@ class FailureWriter:
         if not isinstance(news, EpisodeFinished) or (outcome := _outcome(news.episode)) is None:
             return
         record = {
-            "task_id": str(news.problem.position),
+            "task_id": news.problem.task,
             "sample_idx": news.episode.member,
             "version": news.version,
             "is_eval": news.is_eval,

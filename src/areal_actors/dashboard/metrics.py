@@ -112,6 +112,10 @@ class MetricsWriter:
         """Write a step, or the evaluation before the first one. Raises ``OSError``."""
         match news:
             case StepFinished():
+                if news.step <= (self._resumed_step or 0):
+                    # Its evaluation ran when the checkpoint was written, so a resumed run reports it again.
+                    self._file.close()
+                    rewrite_records(self._path, lambda record: record.get("step") != news.step)
                 self._write({**news.metrics, "step": news.step, "phase": news.phase})
             case EvaluationFinished(version=0):
                 self._write({"step": 0, "version": 0, "eval_reward": news.reward, **news.logged})

@@ -129,7 +129,7 @@ def describe_session(
         "session": redact(f"session {record.id}").removeprefix("session "),
         "version": version,
         "is_eval": news.is_eval,
-        "task_id": str(news.problem.position),
+        "task_id": news.problem.task,
         "sample_idx": episode.member,
         "reward": episode.reward,
         "logged": dict(episode.logged),

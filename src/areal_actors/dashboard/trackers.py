@@ -457,4 +457,4 @@ class TrackerWriter:
 
 def _is_of_eval(key: str) -> bool:
     """Return whether a number of a step comes from an evaluation, whose event already contained it."""
-    return key == "eval_reward" or key.startswith(f"{EVAL_SCOPE}/")
+    return key == "eval_reward" or key.startswith((f"{EVAL_SCOPE}/", "eval/"))

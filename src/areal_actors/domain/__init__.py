@@ -26,6 +26,7 @@ from areal_actors.domain.chat import (
     ToolChoice,
     Usage,
 )
+from areal_actors.domain.evaluation import Estimate, Outcome, SetResult, pass_at_k, summarize_outcomes, to_outcome
 from areal_actors.domain.events import (
     GroupConsumed,
     GroupQueued,
@@ -126,6 +127,7 @@ __all__ = [
     "EngineRequest",
     "EngineStatistics",
     "Episode",
+    "Estimate",
     "Exactly",
     "FinishReason",
     "Floats",
@@ -147,6 +149,7 @@ __all__ = [
     "KeyId",
     "MatchingRegex",
     "OneOf",
+    "Outcome",
     "PauseMode",
     "PoolsState",
     "Problem",
@@ -166,6 +169,7 @@ __all__ = [
     "SessionId",
     "SessionRecord",
     "SessionStarted",
+    "SetResult",
     "Snapshot",
     "TextDelta",
     "Tool",
@@ -195,6 +199,9 @@ __all__ = [
     "is_tree_order",
     "mask_truncated",
     "merge_numbers",
+    "pass_at_k",
+    "summarize_outcomes",
+    "to_outcome",
     "tree_attention_mask",
     "tree_position_ids",
     "unfold",

@@ -167,6 +167,13 @@ class Problem:
 
     position: int
     data: Mapping[str, Any]
+    source: str = ""
+    """The name of its dataset, if that has one."""
+
+    @property
+    def task(self) -> str:
+        """The id of the problem among those of all datasets, as in names of files and in ``task_id``."""
+        return f"{self.source}-{self.position}" if self.source else str(self.position)
 
 
 @frozen(kw_only=True)

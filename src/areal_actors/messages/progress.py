@@ -83,4 +83,7 @@ class EvaluationFinished(Message[Progress, None]):
     num_failed: int
     seconds: float
     logged: Mapping[str, float] = field(factory=dict)
-    """The means of the numbers that agents logged, as ``eval-rollout/<name>``, and how many episodes logged each."""
+    """The means of the numbers that agents logged, as ``eval-rollout/<name>``, and how many episodes logged each.
+
+    It also has the numbers of each set of problems, as ``eval/<set>/<name>``.
+    """

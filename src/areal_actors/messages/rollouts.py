@@ -20,9 +20,17 @@ class Rollouts:
 
 @frozen(kw_only=True)
 class Evaluate(Message[Rollouts, tuple[Group, ...]]):
-    """Run the agent once on every held-out problem with the weights now served, and return the groups."""
+    """Run the agent on every held-out problem with the weights now served, and return the groups.
+
+    Each problem is run ``num_samples`` times, except for the episodes in ``finished``, each named by its task and
+    member; a group lacks these, and a problem whose episodes are all finished has no group. With ``is_repeated``, an
+    earlier process may have reported the episodes of this version.
+    """
 
     version: int
+    num_samples: int = 1
+    finished: tuple[tuple[str, int], ...] = ()
+    is_repeated: bool = False
 
 
 @frozen(kw_only=True)

@@ -8,7 +8,7 @@ siblings continue. A group is delivered when all of its episodes are over.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 import anyio
@@ -85,6 +85,8 @@ class RolloutsConfig:
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
     max_unreachable_seconds: float = field(default=300.0, validator=gt(0))
     """How long the proxy may be unreachable before the run ends; meanwhile no episode counts as failed."""
+    max_concurrent_evaluations: int = field(default=128, validator=ge(1))
+    """Episodes of evaluations that run at the same time."""
     max_failed_groups: int = field(default=16, validator=ge(1))
     """The run ends after this many training groups in a row in which every episode failed: it cannot learn."""
 
@@ -110,6 +112,9 @@ class _Member:
     is_eval: bool
     version: int | None
     """Version of the newest weights when it began; ``None`` for a manual run, which is not reported."""
+    is_repeated: bool = False
+    num_members: int
+    """The number of members of its group, including those that are not run again."""
 
     @property
     def is_training(self) -> bool:
@@ -119,7 +124,7 @@ class _Member:
     @property
     def context(self) -> EpisodeContext:
         """The context that code inside the episode may query."""
-        return EpisodeContext(task_id=str(self.problem.position), member=self.index, is_eval=self.is_eval)
+        return EpisodeContext(task_id=self.problem.task, member=self.index, is_eval=self.is_eval)
 
 
 class RolloutRunner(Actor[Rollouts]):
@@ -207,20 +212,28 @@ class RolloutRunner(Actor[Rollouts]):
 
     @Evaluate.handler(concurrency=2)
     async def evaluate(self, message: Evaluate) -> tuple[Group, ...]:
-        """Run one episode per held-out problem, all at once.
+        """Run the episodes, as many at a time as the settings allow.
 
         Their sessions are forgotten, as the reply holds the rows.
         """
-        groups: dict[int, Group] = {}
+        groups: dict[str, Group] = {}
+        finished = frozenset(message.finished)
+        limiter = anyio.CapacityLimiter(self._config.max_concurrent_evaluations)
 
-        async def run(problem: Problem) -> None:
-            members = self._create_members(problem, 1, purpose="eval", version=message.version)
-            groups[problem.position] = await self._run_group(problem, members)
+        async def run(problem: Problem, members: list[_Member]) -> None:
+            groups[problem.task] = await self._run_group(problem, members, limiter=limiter)
 
         async with anyio.create_task_group() as tasks:
             for problem in self._held_out:
-                tasks.start_soon(run, problem)
-        return tuple(groups[problem.position] for problem in self._held_out)
+                created = self._create_members(problem, message.num_samples, purpose="eval", version=message.version)
+                members = [
+                    evolve(member, is_repeated=message.is_repeated)
+                    for member in created
+                    if (problem.task, member.index) not in finished
+                ]
+                if members:
+                    tasks.start_soon(run, problem, members)
+        return tuple(groups[problem.task] for problem in self._held_out if problem.task in groups)
 
     @RunProblem.handler(concurrency=256)
     async def run_problem(self, message: RunProblem) -> Group:
@@ -234,25 +247,35 @@ class RolloutRunner(Actor[Rollouts]):
     def _create_members(self, problem: Problem, num: int, *, purpose: str, version: int | None) -> list[_Member]:
         is_eval = purpose == "eval"
         # Evaluations use the same random numbers at every version, so that only the weights make a difference.
-        name = f"eval-{version}-{problem.position}" if is_eval else f"{purpose}-{problem.position}"
+        name = f"eval-{version}-{problem.task}" if is_eval else f"{purpose}-{problem.position}"
+        # Within its set, so that another set in the configuration does not change the samples of this one.
+        place = (problem.source, problem.position) if problem.source else (problem.position,)
         return [
             _Member(
                 problem=problem,
                 group=GroupId(name),
                 index=index,
-                key=SampleKey(seed=self._seed, path=(purpose, problem.position, index)),
+                key=SampleKey(seed=self._seed, path=(purpose, *place, index)),
                 is_eval=is_eval,
                 version=version,
+                num_members=num,
             )
             for index in range(num)
         ]
 
-    async def _run_group(self, problem: Problem, members: list[_Member]) -> Group:
+    async def _run_group(
+        self, problem: Problem, members: list[_Member], *, limiter: anyio.CapacityLimiter | None = None
+    ) -> Group:
         episodes: dict[int, tuple[Episode, ...]] = {}
 
         async def run(member: _Member) -> None:
+            # Acquired for the member: tasks of the agent that it starts do not count.
+            async with limiter or nullcontext():
+                await run_member(member)
+
+        async def run_member(member: _Member) -> None:
             if isinstance(self._agent, RolloutWorkflow):
-                episodes[member.index] = await self._run_workflow(self._agent, member, len(members))
+                episodes[member.index] = await self._run_workflow(self._agent, member)
                 return
             episode = await self._run_once(self._agent, member)
             # An episode that failed because the proxy was unreachable is run again.
@@ -271,7 +294,7 @@ class RolloutRunner(Actor[Rollouts]):
 
     # -------------------------------------------------------------------------------------------- episodes
 
-    async def _run_workflow(self, workflow: RolloutWorkflow, member: _Member, num_members: int) -> tuple[Episode, ...]:
+    async def _run_workflow(self, workflow: RolloutWorkflow, member: _Member) -> tuple[Episode, ...]:
         """Run one member, of which a workflow may make several episodes."""
         assert self._engine is not None
         started = anyio.current_time()
@@ -281,7 +304,7 @@ class RolloutRunner(Actor[Rollouts]):
             data=dict(member.problem.data),
             context=member.context,
             session=SessionId(f"{member.group}-{member.index}"),
-            group_size=num_members,
+            group_size=member.num_members,
             is_training=member.is_training,
             timeout_seconds=self._config.episode_timeout_seconds,
         ).run()
@@ -412,7 +435,13 @@ class RolloutRunner(Actor[Rollouts]):
         progress = self._peers.progress
         if progress is not None and member.version is not None:
             await progress.tell(
-                EpisodeFinished(episode=episode, problem=member.problem, version=member.version, is_eval=member.is_eval)
+                EpisodeFinished(
+                    episode=episode,
+                    problem=member.problem,
+                    version=member.version,
+                    is_eval=member.is_eval,
+                    is_repeated=member.is_repeated,
+                )
             )
 
 

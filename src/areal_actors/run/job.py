@@ -54,6 +54,7 @@ __all__ = [
     "ProblemSets",
     "create_policy",
     "directory_of",
+    "load_held_out",
     "load_problem_sets",
     "load_rendering",
     "load_supervised",
@@ -75,7 +76,8 @@ class ProblemSets:
     """The problems that agents are run on. ``train`` is ``None`` if external agents bring their own."""
 
     train: Problems | None = None
-    held_out: Problems | None = None
+    held_out: Mapping[str, Problems] = field(factory=dict)
+    """The sets of held-out problems by name."""
 
 
 @frozen(kw_only=True)
@@ -282,15 +284,22 @@ def load_rendering(config: RunConfig) -> TemplateRenderer:
     return load_renderer(resolve_model(config.tokenizer or config.model).path, config=config.renderer)
 
 
+def load_held_out(config: RunConfig) -> dict[str, Problems]:
+    """Load the sets of held-out problems by name. Blocks."""
+    return {name: load_problems(one, import_reference=import_reference) for name, one in config.held_out_sets.items()}
+
+
 def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
-    """Load the datasets. If ``is_external``, only the held-out one, since agents bring the problems to train on."""
-    problems = held_out = None
+    """Load the datasets. If ``is_external``, only the held-out ones, since agents bring the problems to train on."""
+    problems = None
     if config.dataset is not None and not is_external:
         problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
-    if config.eval_dataset is not None:
-        held_out = load_problems(config.eval_dataset, import_reference=import_reference)
-    if problems is not None and held_out is not None:
-        _warn_of_overlap(problems, held_out)
+    held_out = load_held_out(config)
+    for name, found in held_out.items() if problems is not None else ():
+        num_shared = find_overlap(problems, found)
+        if num_shared:
+            named = {"set": name} if name else {}
+            _log.warning("held_out_problems_are_trained_on", shared=num_shared, held_out=len(found), **named)
     return ProblemSets(train=problems, held_out=held_out)
 
 
@@ -340,12 +349,6 @@ def _place(model: Any, config: TrainerConfig) -> Any:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"trainer.device: the model cannot be moved to {device!r}: {reason}") from error
-
-
-def _warn_of_overlap(problems: Problems, held_out: Problems) -> None:
-    num_shared = find_overlap(problems, held_out)
-    if num_shared:
-        _log.warning("held_out_problems_are_trained_on", shared=num_shared, held_out=len(held_out))
 
 
 def prepare_agent(

@@ -232,7 +232,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[Opened]:
             endpoint=await (await find(Directory, "directory")).ask(AwaitEndpoint()),
             http_client=http_client,
             engine=EpisodeEngine(await find(Generation, "generation"), context.renderer, gconfig=config.gconfig),
-            config=config.rollout.runner,
+            config=evolve(config.rollout.runner, max_concurrent_evaluations=config.evaluation.max_concurrent),
             seed=config.seed,
             train=problems.train,
             held_out=problems.held_out,
@@ -248,7 +248,7 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
     from areal_actors.training.actor import TrainerActor, TrainingPeers
 
     config, directory, find = context.config, context.directory, context.find
-    can_evaluate = context.spec.has_rollouts and config.eval_dataset is not None
+    can_evaluate = context.spec.has_rollouts and bool(config.held_out_sets)
     # An engine in this process is open before the policy is loaded: transformers sets torch's default dtype, which is
     # global, while it loads a model. Loaded at the same time, one model would have tensors in the other's dtype.
     await find(Generation, "generation")

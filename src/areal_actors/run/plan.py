@@ -93,7 +93,7 @@ def has_rollouts(config: RunConfig, *, is_service: bool) -> bool:
 
     A service has one only to evaluate on held-out problems, and so has a run that only trains on conversations.
     """
-    can_evaluate = config.eval_dataset is not None and config.rollout.workflow is not None
+    can_evaluate = bool(config.held_out_sets) and config.rollout.workflow is not None
     return can_evaluate or (config.has_rollouts and not is_service)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import httpx
 from anyio.abc import TaskGroup
+from attrs import evolve
 
 from areal_actors.cache import to_tensors
 from areal_actors.client import create_agent_http_client
@@ -169,11 +170,12 @@ def create_runner(
     config: RolloutsConfig,
     seed: int,
     train: Problems | None = None,
-    held_out: Problems | None = None,
+    held_out: Mapping[str, Problems] | None = None,
     teacher: GroupTeacher | None = None,
     max_staleness: int = 0,
 ) -> RolloutRunner:
-    """Create the runner of the agent, on the training problems, if there are any, and on the held-out ones."""
+    """Create the runner of the agent, on the training problems, if there are any, and on sets of held-out ones."""
+    named = (held_out or {}).items()
     return RolloutRunner(
         agent=agent,
         peers=peers,
@@ -183,7 +185,7 @@ def create_runner(
         config=config,
         problem_at=None if train is None else train.at,
         num_problems=None if train is None else len(train),
-        held_out=() if held_out is None else held_out.all(),
+        held_out=tuple(evolve(problem, source=name) for name, found in named for problem in found.all()),
         seed=seed,
         teacher=teacher,
         max_staleness=max_staleness,

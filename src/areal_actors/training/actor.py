@@ -6,6 +6,9 @@ One step::
                                                                  │
                         checkpoint, if due ◀─ StepFinished ◀─ Evaluate, if due
 
+With evaluation.is_async, the next step trains while Evaluate runs, and its weights are published after it: the engines
+hold one version. The step is reported when its evaluation is over.
+
 Agents keep running throughout. Engines that are lent the weights have loaded them when the next step begins. If they
 load a copy, from disk or from the weight store, the next step begins meanwhile; VersionAdvanced, evaluations and the
 next publication wait for them. If several processes train, this one leads them (``gang``). The computation of a step is
@@ -143,6 +146,12 @@ class TrainerActor(Actor[Training]):
         self._written = anyio.Event()
         """Set while no checkpoint is being written in the background."""
         self._written.set()
+        self._evaluated = anyio.Event()
+        """Set while no evaluation runs in the background."""
+        self._evaluated.set()
+        unreported = (counters or {}).get("unreported")
+        self._unreported = None if unreported is None else StepFinished(**unreported)
+        """The step whose report waits for its evaluation."""
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -180,11 +189,14 @@ class TrainerActor(Actor[Training]):
         await self._publish()
         await self._published.wait()
         await self._speed()
-        if not self._is_resumed:
-            await self._evaluate()
+        if self._unreported is not None:
+            await self._report(self._unreported, is_repeated=True)
+        elif not self._is_resumed:
+            await self._report(None)
         is_finished = self._policy.version >= self._plan.total_steps
         while not is_finished and not self._stopping.is_set():
             is_finished = await self._step()
+        await self._evaluated.wait()
         await self._save(is_last=True)
         await self._published.wait()
         self._summary = TrainingSummary(
@@ -215,6 +227,9 @@ class TrainerActor(Actor[Training]):
         every = self._plan.rows_every_steps if self._peers.progress is not None else 0
         recorder = RowRecorder() if every and (self._policy.version + 1) % every == 0 else None
         statistics = await self._train_on(lease, recorder)
+        # The evaluation of the version before is sampled by the weights that the next publication replaces, and its
+        # step is reported before this one.
+        await self._evaluated.wait()
         is_last_warm = self._policy.version == self._plan.num_warm_steps
         # Before the publication, during which engines do not answer.
         speed = await self._speed()
@@ -235,13 +250,14 @@ class TrainerActor(Actor[Training]):
         metrics |= {"reward": reward} | speed
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
         is_due = self._is_evaluation_due(is_over=is_over) or (is_warm and is_last_warm)
-        evaluated = await self._evaluate() if is_due else None
-        metrics["eval_reward"] = None if evaluated is None else evaluated.reward
-        metrics |= {} if evaluated is None else evaluated.logged
         if recorder is not None:
             await self._tell(RowsTrained(step=self._policy.version, rows=recorder.rows()))
+        metrics["eval_reward"] = None
         news = StepFinished(step=self._policy.version, phase=self._policy.phase.name, metrics=metrics)
-        await self._tell(news)
+        if is_due:
+            await self._report(news, is_last=is_over)
+        else:
+            await self._tell(news)
         if self._policy.version % self._plan.checkpoint.every_steps == 0:
             await self._save()
         return is_over
@@ -329,21 +345,45 @@ class TrainerActor(Actor[Training]):
         every = self._plan.evaluation.every_steps
         return is_over or (every > 0 and self._policy.version % every == 0)
 
-    async def _evaluate(self) -> EvaluationFinished | None:
+    async def _report(self, news: StepFinished | None, *, is_last: bool = False, is_repeated: bool = False) -> None:
+        """Evaluate the weights, and then report their step with the result; in the background if so configured.
+
+        ``news`` is ``None`` for the weights before the first step.
+        """
+        self._unreported = news
+
+        async def evaluate_and_tell() -> None:
+            evaluated = await self._evaluate(is_repeated=is_repeated)
+            if news is not None:
+                found = {} if evaluated is None else {"eval_reward": evaluated.reward, **evaluated.logged}
+                await self._tell(evolve(news, metrics={**news.metrics, **found}))
+            self._unreported = None
+            self._evaluated.set()
+
+        if not self._plan.evaluation.is_async or self._peers.rollouts is None or is_last:
+            await evaluate_and_tell()
+            return
+        self._evaluated = anyio.Event()
+        self._tasks.start_soon(evaluate_and_tell)
+
+    async def _evaluate(self, *, is_repeated: bool = False) -> EvaluationFinished | None:
         """Return and report the mean reward on the held-out problems. A failed episode counts as 0.
 
         Returns ``None`` if there are no such problems, or if a stop was requested before they were all run.
         """
         if self._peers.rollouts is None:
             return None
+        # Read before any wait, during which the next step may advance the policy's version.
+        version, settings, rollouts = self._policy.version, self._plan.evaluation, self._peers.rollouts
         await self._published.wait()
-        await self._tell(PhaseChanged(phase="evaluating", detail=f"version {self._policy.version}"))
+        await self._tell(PhaseChanged(phase="evaluating", detail=f"version {version}"))
         started = anyio.current_time()
-        wanted, rollouts = Evaluate(version=self._policy.version), self._peers.rollouts
+        wanted = Evaluate(version=version, num_samples=settings.num_samples, is_repeated=is_repeated)
         groups = await self._unless_stopping(lambda: rollouts.ask(wanted))
         if not groups:
             return None
-        news = describe_evaluation(groups, version=self._policy.version, seconds=anyio.current_time() - started)
+        seconds = anyio.current_time() - started
+        news = describe_evaluation(groups, version=version, seconds=seconds, solved_reward=settings.solved_reward)
         await self._tell(news)
         return news
 
@@ -355,7 +395,10 @@ class TrainerActor(Actor[Training]):
         phase = PhaseChanged(phase="saving a checkpoint", detail=f"step {self._policy.version}")
         if self._peers.progress is not None:
             await self._peers.progress.ask(phase)  # asked, not told: the reply means that all earlier news was written
-        counters = {"position": asdict(self._position), "average": self._average.state()}
+        counters: dict[str, Any] = {"position": asdict(self._position), "average": self._average.state()}
+        if self._unreported is not None:
+            # A resumed run evaluates these weights again, and then reports their step.
+            counters["unreported"] = asdict(self._unreported)
         num_kept = self._plan.checkpoint.keep
         version = self._saved_version = self._policy.version
         if is_last or not self._plan.checkpoint.is_async:

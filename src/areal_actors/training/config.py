@@ -577,12 +577,21 @@ class CheckpointConfig:
 
 @frozen(kw_only=True)
 class EvaluationConfig:
-    """Interval at which the held-out problems are run, in addition to before the first and after the last step.
+    """How the held-out problems are run: during training, and by areal-actors eval.
 
-    0 evaluates only then.
+    Training evaluates before the first step, after the last one, and every every_steps steps; 0 evaluates only then.
     """
 
     every_steps: int = field(default=0, validator=ge(0))
+    num_samples: int = field(default=1, validator=ge(1))
+    """Episodes per problem, over which the reward is averaged: the k of avg@k."""
+    solved_reward: float = field(default=1.0, validator=and_(gt(-math.inf), lt(math.inf)))  # no NaN
+    """An episode with at least this reward has solved its problem, for pass@k."""
+    max_concurrent: int = field(default=128, validator=ge(1))
+    """Episodes of evaluations that run at the same time."""
+    is_async: bool = False
+    """Whether the next step is trained while an evaluation runs. Its weights are published when the evaluation is over,
+    so that one version samples the whole evaluation."""
 
 
 @frozen(kw_only=True)

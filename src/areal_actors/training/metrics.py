@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import frozen
 
-from areal_actors.domain import EVAL_SCOPE, SCOPE, Group, average_numbers, find_truncated
+from areal_actors.domain import (
+    EVAL_SCOPE,
+    SCOPE,
+    Group,
+    average_numbers,
+    find_truncated,
+    summarize_outcomes,
+    to_outcome,
+)
 from areal_actors.messages import EvaluationFinished, Lease
 
 if TYPE_CHECKING:
@@ -149,14 +157,29 @@ def supervised_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, fl
     return {key: value if is_known[key] else None for key, value in metrics.items()}
 
 
-def describe_evaluation(groups: tuple[Group, ...], *, version: int, seconds: float) -> EvaluationFinished:
-    """Return the report of an evaluation of ``version``, in which a failed episode counts as 0."""
+def describe_evaluation(
+    groups: tuple[Group, ...], *, version: int, seconds: float, solved_reward: float = 1.0
+) -> EvaluationFinished:
+    """Return the report of an evaluation of ``version``, in which a failed episode counts as 0.
+
+    With several samples per problem, or named sets, it has the numbers of ``domain.evaluation`` for each set.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
+    outcomes = [to_outcome(group.problem, episode) for group in groups for episode in group.episodes]
+    numbers: dict[str, float] = {}
+    for found in summarize_outcomes(outcomes, solved_reward=solved_reward):
+        scope = f"eval/{found.source}" if found.source else "eval"
+        if found.source:
+            numbers[f"{scope}/reward"] = found.mean.value
+        if found.source or len(found.passes) > 1:
+            numbers |= {f"{scope}/pass_at_{k}": estimate.value for k, estimate in found.passes.items()}
+            if found.mean.standard_error is not None:
+                numbers[f"{scope}/reward_standard_error"] = found.mean.standard_error
     return EvaluationFinished(
         version=version,
         reward=sum(episode.reward for episode in episodes) / len(episodes),
         num_episodes=len(episodes),
         num_failed=sum(episode.failure is not None for episode in episodes),
         seconds=seconds,
-        logged=average_numbers((episode.logged for episode in episodes), scope=EVAL_SCOPE),
+        logged=numbers | average_numbers((episode.logged for episode in episodes), scope=EVAL_SCOPE),
     )

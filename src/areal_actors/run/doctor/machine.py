@@ -80,16 +80,16 @@ def _problems(config: RunConfig) -> Iterator[Finding]:
     problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=seed)
     detail = f"{len(problems)} from {_source(config.dataset)}"
     yield Finding(check="problems", verdict=Verdict.OK, detail=detail)
-    if config.eval_dataset is None:
-        return
-    held_out = load_problems(config.eval_dataset, import_reference=import_reference)
-    shared = find_overlap(problems, held_out)
-    yield Finding(
-        check="held-out problems",
-        verdict=Verdict.WARNING if shared else Verdict.OK,
-        detail=f"{len(held_out)} from {_source(config.eval_dataset)}; {shared} of them are trained on",
-        advice="Give dataset and eval_dataset different files, ranges or seeds." if shared else "",
-    )
+    for name, dataset in config.held_out_sets.items():
+        held_out = load_problems(dataset, import_reference=import_reference)
+        shared = find_overlap(problems, held_out)
+        setting = f"eval_datasets.{name}" if name else "eval_dataset"
+        yield Finding(
+            check=f"held-out problems {name}".rstrip(),
+            verdict=Verdict.WARNING if shared else Verdict.OK,
+            detail=f"{len(held_out)} from {_source(dataset)}; {shared} of them are trained on",
+            advice=f"Give dataset and {setting} different files, ranges or seeds." if shared else "",
+        )
 
 
 def _source(dataset: DatasetConfig) -> str:

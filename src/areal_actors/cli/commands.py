@@ -46,6 +46,7 @@ __all__ = [
     "cli",
     "doctor",
     "entry",
+    "evaluate",
     "export",
     "host",
     "init",
@@ -349,12 +350,67 @@ def entry(*, proxies: tuple[str, ...], host: str, port: int) -> None:
     run_entry(parse_backends(proxies), host=host, port=port, announce=click.echo)
 
 
+@click.command("eval")
+@config_argument
+@overrides_argument
+@click.option("--model", metavar="RUN|DIRECTORY|URL", help="What is evaluated; by default the model of CONFIG.")
+@click.option("--served-name", metavar="NAME", help="The model at a URL; by default the only one that it serves.")
+@click.option("--k", "num_samples", type=click.IntRange(min=1), help="Episodes per problem; evaluation.num_samples.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where it is written, instead of <fileroot>/<experiment_name>/<trial_name>.eval/<model>.",
+)
+@click.option("--resume", is_flag=True, help="Go on with this evaluation; episodes that are over are not run again.")
+@click.option("--json", "is_json", is_flag=True, help="For programs: the results as one line of JSON.")
+@verbose_option
+@explains_errors
+def evaluate(
+    *,
+    config: Path,
+    overrides: tuple[str, ...],
+    model: str | None,
+    served_name: str | None,
+    num_samples: int | None,
+    output: Path | None,
+    resume: bool,
+    is_json: bool,
+) -> None:
+    """Run the agent of the YAML file CONFIG on its held-out problems, without training.
+
+    The results are avg@k and pass@k of each set of problems (eval_dataset, eval_datasets), with 95 % intervals. A RUN
+    is evaluated with its newest weights, or those of a step: RUN@STEP. At a URL, OpenAI's and Anthropic's routes are
+    asked with the key in OPENAI_API_KEY or ANTHROPIC_API_KEY. Equal models give equal problems, seeds and samples.
+
+    \b
+    Examples:
+      areal-actors eval examples/tool_agent.yaml --k 4
+      areal-actors eval my.yaml --model runs/tool_agent/trial@12 --json
+      areal-actors eval my.yaml --model http://127.0.0.1:8000 --served-name qwen3
+      areal-actors eval my.yaml --k 4 --resume
+
+    Ctrl-C stops it; --resume runs the episodes that are missing.
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.config import load_config
+
+    loaded = load_config(config, overrides)
+    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.run.evaluation import evaluate as run_evaluation
+    from areal_actors.run.evaluation import format_evaluation
+
+    raise_open_files_limit()
+    summary = run_evaluation(
+        loaded, model=model, served_name=served_name, num_samples=num_samples, output=output, resume=resume
+    )
+    click.echo(json.dumps(summary.to_json()) if is_json else format_evaluation(summary))
+
+
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @verbose_option
 @explains_errors
 def report(*, run_dir: Path) -> None:
-    """Write the report and the learning curve of RUN_DIR again, from the files in it.
+    """Write the report of the run or evaluation in RUN_DIR again, from the files in it.
 
     \b
     Example:
@@ -641,7 +697,23 @@ def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    commands=(init, train, serve, host, entry, runs, view, report, export, models, settings, doctor, keys, slurm),
+    commands=(
+        init,
+        train,
+        serve,
+        evaluate,
+        host,
+        entry,
+        runs,
+        view,
+        report,
+        export,
+        models,
+        settings,
+        doctor,
+        keys,
+        slurm,
+    ),
 )
 @click.version_option(__version__, prog_name="areal-actors")
 def cli() -> None:
@@ -656,6 +728,7 @@ def cli() -> None:
       areal-actors view runs                    all runs in a browser, live and ended ones
       runs/<experiment>/<trial>/report.html     the run on one page
       runs/<experiment>/<trial>/metrics.jsonl   the numbers of each step
+      areal-actors eval examples/tool_agent.yaml --model runs/<experiment>/<trial> --k 4
     For agents that run elsewhere:
       areal-actors serve examples/serve.yaml
       areal-actors host examples/serve.yaml     the same for many users, each with a separate model

@@ -21,6 +21,12 @@
       tensorboard/       scalars
       trackers.json      the names of the run in other trackers
       report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
+
+The directory of an evaluation, <trial>.eval/<model>/, has config.yaml, failures.jsonl, sessions.jsonl, eval-rollout/,
+logs/ and report.html in the same form, and::
+
+      episodes.jsonl     one JSON object for each episode that is over
+      evaluation.json    what was evaluated, and the results
 """
 
 from __future__ import annotations
@@ -168,6 +174,16 @@ class RunDirectory:
     def report(self) -> Path:
         """The run on one page."""
         return self.path / "report.html"
+
+    @property
+    def episodes(self) -> Path:
+        """One JSON object for each episode of an evaluation that is over."""
+        return self.path / "episodes.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        """The identity of an evaluation, and its results once it is over."""
+        return self.path / "evaluation.json"
 
     @property
     def curve_svg(self) -> Path:

@@ -7,9 +7,10 @@ conversations is limited by their size in the page. The template is ``report.htm
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +37,53 @@ _LEAST_LOGPROB = -4.0
 
 
 def write_report(directory: RunDirectory) -> Path:
-    """Write ``report.html`` and the learning curve of a run; return the page's path.
+    """Write ``report.html`` and the learning curve of a run, or the page of an evaluation; return the page's path.
 
-    Raises ``RunDirectoryError`` if there is no run, or its files cannot be read or written.
+    Raises ``RunDirectoryError`` if there is neither, or its files cannot be read or written.
     """
+    if directory.evaluation.exists():
+        return _write_page(directory, lambda: _render_evaluation(directory))
     if not directory.metrics.exists():
         raise RunDirectoryError(
             f"{directory.path} holds no run: there is no {directory.metrics.name}. Give the directory of a run, as in "
             "runs/<experiment>/<trial>."
         )
-    try:
+
+    def render() -> str:
         write_curve(directory)
-        directory.report.write_bytes(_encode(_render(directory)))
+        return _render_run(directory)
+
+    return _write_page(directory, render)
+
+
+def _write_page(directory: RunDirectory, render: Callable[[], str]) -> Path:
+    try:
+        directory.report.write_bytes(_encode(render()))
     except OSError as error:
         raise RunDirectoryError(f"The report of {directory.path} could not be written: {error}") from error
     return directory.report
 
 
-def _render(directory: RunDirectory) -> str:
+def _render_run(directory: RunDirectory) -> str:
+    records = list(read_records(directory.metrics))
+    return _render(
+        "report.html.jinja",
+        directory,
+        summary=summarize_run(directory).to_json(),
+        record=read_record(directory),
+        curve=_inline_svg(directory.curve_svg),
+        keys=_keys(records),
+        steps=_thin(records, _MAX_STEPS),
+    )
+
+
+def _render_evaluation(directory: RunDirectory) -> str:
+    document = json.loads(directory.evaluation.read_text(encoding="utf-8"))
+    return _render("evaluation.html.jinja", directory, evaluation=document)
+
+
+def _render(template: str, directory: RunDirectory, **values: Any) -> str:
+    """Render a page with the failures, conversations and settings of ``directory``."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
@@ -63,21 +93,16 @@ def _render(directory: RunDirectory) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": format_number, "shade": shade, "masked": mask_at}
-    records = list(read_records(directory.metrics))
     sessions, num_left_out = _sessions(directory, environment)
-    return environment.get_template("report.html.jinja").render(
+    return environment.get_template(template).render(
         title=f"{directory.path.parent.name} / {directory.path.name}",
-        summary=summarize_run(directory).to_json(),
-        record=read_record(directory),
         library_version=__version__,
         config=_config(directory),
-        curve=_inline_svg(directory.curve_svg),
-        keys=_keys(records),
-        steps=_thin(records, _MAX_STEPS),
         failures=_failures(directory),
         sessions=sessions,
         num_left_out=num_left_out,
         num_shades=_SHADES,
+        **values,
     )
 
 

@@ -33,7 +33,10 @@ _MAX_TEXT = 8_000
 
 
 class SessionSampler:
-    """Writes ``sessions.jsonl``, with at most ``max_sessions`` records."""
+    """Writes ``sessions.jsonl``, with at most ``max_sessions`` records.
+
+    ``num_per_version`` limits those of each version, purpose and outcome; by default there are a few.
+    """
 
     name = "sessions.jsonl"
     is_essential = False
@@ -44,6 +47,7 @@ class SessionSampler:
         *,
         decode: Decode,
         max_sessions: int = 120,
+        num_per_version: int | None = None,
         resumed_step: int | None = None,
         masks_truncated: bool = False,
     ) -> None:
@@ -51,6 +55,7 @@ class SessionSampler:
         self._masks_truncated = masks_truncated
         self._decode = decode
         self._max = max_sessions
+        self._num_per_version = num_per_version
         self._resumed_step = resumed_step
         self._file = RecordFile(path)
         self._stride = 1
@@ -83,7 +88,8 @@ class SessionSampler:
         self._file.close()
 
     def _num_per_kind(self, *, is_eval: bool) -> int:
-        return min(_NUM_PER_VERSION // 2 if is_eval else _NUM_PER_VERSION, self._max)
+        num = _NUM_PER_VERSION // 2 if is_eval else _NUM_PER_VERSION
+        return min(self._num_per_version or num, self._max)
 
     def _thin(self) -> None:
         """Keep every second version, every fourth, … until at least half of the records are free."""

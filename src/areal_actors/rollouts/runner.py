@@ -97,7 +97,8 @@ class Peers:
 
     sessions: Ref[Sessions]
     exports: Ref[Exports]
-    capacity: Ref[Capacity]
+    capacity: Ref[Capacity] | None = None
+    """Only needed to produce training groups."""
     progress: Ref[Progress] | None = None
 
 
@@ -183,10 +184,15 @@ class RolloutRunner(Actor[Rollouts]):
 
     # ---------------------------------------------------------------------------------------------- groups
 
+    @property
+    def _capacity(self) -> Ref[Capacity]:
+        assert self._peers.capacity is not None, "training groups need capacity"
+        return self._peers.capacity
+
     async def _produce(self, problem_at: ProblemAt) -> None:
         async with anyio.create_task_group() as groups:
             while True:
-                permit = await self._peers.capacity.ask(AcquirePermit(holder="rollouts"))
+                permit = await self._capacity.ask(AcquirePermit(holder="rollouts"))
                 wanted = BeginGroup(version=permit.version, num_problems=self._num_problems)
                 draw = await self._peers.exports.ask(wanted)
                 groups.start_soon(self._produce_group, problem_at(draw.position, draw.row), permit)
@@ -197,7 +203,7 @@ class RolloutRunner(Actor[Rollouts]):
         if self._teacher is not None:
             group = await self._teacher.teach(group, version=permit.version, max_staleness=self._max_staleness)
         is_accepted = await self._peers.exports.ask(DeliverGroup(group=group))
-        await self._peers.capacity.tell(SettlePermit(permit=permit.id, is_accepted=is_accepted))
+        await self._capacity.tell(SettlePermit(permit=permit.id, is_accepted=is_accepted))
         # Failed groups are refunded, so without this check more would be started without end.
         failures = [e.failure for e in group.episodes if e.failure is not None and not e.is_rejected]
         if any(episode.num_empty_turns for episode in group.episodes):

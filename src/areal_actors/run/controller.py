@@ -25,23 +25,9 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
-from areal_actors.dashboard import (
-    FailureWriter,
-    MetricsWriter,
-    RolloutDumper,
-    RowDumper,
-    RunDirectory,
-    RunState,
-    SessionSampler,
-    TrackedRun,
-    create_display,
-    create_trackers,
-    write_curve,
-)
-from areal_actors.dashboard.dumps import Decode
+from areal_actors.dashboard import RunDirectory, write_curve
 from areal_actors.dashboard.record import RunRecord, RunStatus, write_record
 from areal_actors.dashboard.report import write_report
-from areal_actors.dashboard.reporter import Listener, ProgressReporter
 from areal_actors.domain import DataPosition, Role
 from areal_actors.errors import ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.router import GenerationRouter, RouterConfig
@@ -77,6 +63,7 @@ from areal_actors.run.control_plane import ControlPlane, open_control_plane, ope
 from areal_actors.run.job import load_rendering, no_checkpoint
 from areal_actors.run.openers import RoleContext, open_role
 from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, PlacedRole, RunPlan
+from areal_actors.run.reporting import create_reporter
 from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.supervise import Restarts, find_final
 from areal_actors.training.actor import parse_position
@@ -404,7 +391,9 @@ class _Attempt:
         await self._control_plane.directory.ask(AwaitWeights(attempt=attempt))
         page = self._controller.page_url
         await to_thread.run_sync(self._controller.record, RunStatus.RUNNING)
-        reporter = _create_reporter(plan, decode=renderer.decode, resumed_step=checkpoint, page=page)
+        reporter = create_reporter(
+            plan.config, plan.directory, decode=renderer.decode, resumed_step=checkpoint, page=page
+        )
         self._add({"progress": await system.spawn(reporter, name="progress")})
 
     async def _hold(self, local: _LocalRole, renderer: Renderer) -> None:
@@ -546,38 +535,3 @@ async def _save_results(
 def _describe_end(directory: RunDirectory, summary: TrainingSummary) -> str:
     reason = summary.stop_reason or ""
     return reason if summary.is_finished else f"{reason}; --resume goes on from {directory.checkpoints}"
-
-
-def _create_reporter(plan: RunPlan, *, decode: Decode, resumed_step: int | None, page: str | None) -> ProgressReporter:
-    """Create the reporter, which records and displays the progress of the run."""
-    config, directory = plan.config, plan.directory
-    listeners: list[Listener] = [
-        MetricsWriter(directory.metrics, resumed_step=resumed_step),
-        FailureWriter(directory.failures, resumed_step=resumed_step),
-        SessionSampler(
-            directory.sessions,
-            decode=decode,
-            max_sessions=config.logging.max_sessions,
-            resumed_step=resumed_step,
-            masks_truncated=config.trainer.objective.masks_truncated,
-        ),
-    ]
-    display = create_display(
-        config.logging.display,
-        RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page),
-    )
-    if display is not None:
-        listeners.append(display)
-    if config.rollout.dump_to_file:
-        listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed_step))
-    if config.logging.row_dumps.every_steps:
-        keep = config.logging.row_dumps.keep
-        listeners.append(RowDumper(directory, decode=decode, num_kept=keep, resumed_step=resumed_step))
-    tracked = TrackedRun(
-        directory=directory,
-        experiment=config.experiment_name,
-        trial=config.trial_name,
-        resumed_step=resumed_step,
-    )
-    listeners += create_trackers(config.logging.tracker_options, tracked)
-    return ProgressReporter(listeners)

@@ -295,8 +295,8 @@ def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
     if config.dataset is not None and not is_external:
         problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
     held_out = load_held_out(config)
-    for name, found in held_out.items() if problems is not None else ():
-        num_shared = find_overlap(problems, found)
+    for name, found in held_out.items():
+        num_shared = 0 if problems is None else find_overlap(problems, found)
         if num_shared:
             named = {"set": name} if name else {}
             _log.warning("held_out_problems_are_trained_on", shared=num_shared, held_out=len(found), **named)

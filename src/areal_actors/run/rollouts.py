@@ -166,7 +166,7 @@ def create_runner(
     peers: Peers,
     endpoint: Endpoint,
     http_client: httpx.AsyncClient,
-    engine: EpisodeEngine,
+    engine: EpisodeEngine | None,
     config: RolloutsConfig,
     seed: int,
     train: Problems | None = None,

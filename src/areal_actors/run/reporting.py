@@ -1,0 +1,77 @@
+"""The reporter of a run or of an evaluation: which writers and displays receive its news."""
+
+from __future__ import annotations
+
+from areal_actors.config import RunConfig
+from areal_actors.dashboard import (
+    FailureWriter,
+    MetricsWriter,
+    RolloutDumper,
+    RowDumper,
+    RunDirectory,
+    RunState,
+    SessionSampler,
+    TrackedRun,
+    create_display,
+    create_trackers,
+)
+from areal_actors.dashboard.dumps import Decode
+from areal_actors.dashboard.evaluation import EpisodeRecorder
+from areal_actors.dashboard.reporter import Listener, ProgressReporter
+
+__all__ = ["create_reporter"]
+
+
+def create_reporter(
+    config: RunConfig,
+    directory: RunDirectory,
+    *,
+    decode: Decode,
+    resumed_step: int | None,
+    page: str | None = None,
+    recorder: EpisodeRecorder | None = None,
+) -> ProgressReporter:
+    """Create the reporter, which records and displays the progress of the run.
+
+    ``page`` is the URL of the page that shows it. With a ``recorder``, the reporter is that of an evaluation without
+    training, which has no steps.
+    """
+    failures = FailureWriter(directory.failures, resumed_step=resumed_step)
+    sampler = SessionSampler(
+        directory.sessions,
+        decode=decode,
+        max_sessions=config.logging.max_sessions,
+        num_per_version=None if recorder is None else config.logging.max_sessions,
+        resumed_step=resumed_step,
+        masks_truncated=config.trainer.objective.masks_truncated,
+    )
+    listeners: list[Listener] = [failures, sampler]
+    if config.rollout.dump_to_file:
+        listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed_step))
+    if recorder is not None:
+        listeners.append(recorder)  # last: an episode that it has recorded is not run again
+    else:
+        listeners += _listeners_of_steps(config, directory, decode=decode, resumed_step=resumed_step, page=page)
+    return ProgressReporter(listeners)
+
+
+def _listeners_of_steps(
+    config: RunConfig, directory: RunDirectory, *, decode: Decode, resumed_step: int | None, page: str | None
+) -> list[Listener]:
+    listeners: list[Listener] = [MetricsWriter(directory.metrics, resumed_step=resumed_step)]
+    display = create_display(
+        config.logging.display,
+        RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page),
+    )
+    if display is not None:
+        listeners.append(display)
+    if config.logging.row_dumps.every_steps:
+        keep = config.logging.row_dumps.keep
+        listeners.append(RowDumper(directory, decode=decode, num_kept=keep, resumed_step=resumed_step))
+    tracked = TrackedRun(
+        directory=directory,
+        experiment=config.experiment_name,
+        trial=config.trial_name,
+        resumed_step=resumed_step,
+    )
+    return [*listeners, *create_trackers(config.logging.tracker_options, tracked)]

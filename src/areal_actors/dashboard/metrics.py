@@ -17,6 +17,7 @@ from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
 from areal_actors.dashboard.verdict import find_verdict
 from areal_actors.kernel import Message
+from areal_actors.lib.notebooks import format_table
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
 
 __all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "summarize_run"]
@@ -147,6 +148,10 @@ class RunSummary:
     version: int
     model: str | None = None
     verdict: str | None = None
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a table, for notebooks."""
+        return format_table(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dict for ``json.dumps``."""

@@ -34,6 +34,7 @@ from areal_actors.domain.sampling import (
     as_ints,
 )
 from areal_actors.domain.tree import GroupId
+from areal_actors.lib.notebooks import format_table
 
 __all__ = [
     "Branch",
@@ -49,6 +50,10 @@ __all__ = [
     "unfold_group",
     "withhold_truncated",
 ]
+
+
+_MAX_SHOWN = 64
+"""Tokens of a row in a notebook."""
 
 
 class UntrainedReason(StrEnum):
@@ -149,6 +154,19 @@ class Trajectory:
         """The number of tokens with ``loss_mask`` 1."""
         return int(self.loss_mask.sum())
 
+    def _repr_html_(self) -> str:
+        """Return the first tokens as a table, for notebooks; the trained ones are bold."""
+        columns = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "turns")
+        head = "".join(f"<th>{name}</th>" for name in ("", *columns))
+        lines = []
+        for index in range(min(self.num_tokens, _MAX_SHOWN)):
+            cells = "".join(f"<td>{getattr(self, name)[index]:.6g}</td>" for name in columns)
+            weight = ' style="font-weight: bold"' if self.loss_mask[index] else ""
+            lines.append(f"<tr{weight}><th>{index}</th>{cells}</tr>")
+        more = f"<p>{self.num_tokens - len(lines)} more tokens</p>" if self.num_tokens > len(lines) else ""
+        facts = f"{self.num_tokens} tokens, {self.num_trained_tokens} trained, reward {self.reward:g}"
+        return f"<p>{facts}</p><table><tr>{head}</tr>{''.join(lines)}</table>{more}"
+
     @property
     def head_version(self) -> int:
         """The oldest version that sampled a token of this row; -1 if none did."""
@@ -202,6 +220,12 @@ class Episode:
     is_restored: bool = False
     logged: Mapping[str, float] = field(factory=dict)
     """Named numbers that the agent logged, including those of a failed episode."""
+
+    def _repr_html_(self) -> str:
+        """Return the episode and its rows as tables, for notebooks."""
+        facts = {"session": self.session, "reward": self.reward, "turns": self.num_turns, "seconds": self.seconds}
+        ends = {"failure": self.failure, "cut short": self.cut_short} if self.failure or self.cut_short else {}
+        return format_table({**facts, **self.logged, **ends}) + "".join(row._repr_html_() for row in self.trajectories)
 
 
 @frozen(kw_only=True)

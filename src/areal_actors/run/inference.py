@@ -31,6 +31,7 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import Journal, NoJournal, as_of, recover, restate, restore_groups
 from areal_actors.journal.recovery import Leftovers
 from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.lib.notebooks import Startable
 from areal_actors.messages import (
     Accounts,
     Capacity,
@@ -234,8 +235,7 @@ class EmbeddedSession:
         return Credential(session=self.opened.session, has_control=True)
 
 
-@asynccontextmanager
-async def open_inference(model: str | Path, config: InferenceConfig | None = None) -> AsyncIterator[Inference]:
+def open_inference(model: str | Path, config: InferenceConfig | None = None) -> Startable[Inference]:
     """Serve ``model`` (a name that ``models`` knows, or a directory) from inside the running event loop.
 
     ::
@@ -243,9 +243,16 @@ async def open_inference(model: str | Path, config: InferenceConfig | None = Non
         async with open_inference("tiny") as inference, inference.session() as session:
             client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
 
+    In a notebook, ``opening = open_inference("tiny")`` is held over cells with ``inference = await opening.start()``
+    and ``await opening.aclose()``.
+
     Raises ``ModelError`` for a model that cannot be found or read.
     """
-    config = config or InferenceConfig()
+    return Startable(partial(_open_inference, model, config or InferenceConfig()))
+
+
+@asynccontextmanager
+async def _open_inference(model: str | Path, config: InferenceConfig) -> AsyncIterator[Inference]:
     # Loading blocks for seconds; other tasks of the caller's event loop continue.
     files = await to_thread.run_sync(resolve_model, str(model))
     renderer = await to_thread.run_sync(lambda: load_renderer(files.path, config=config.renderer))

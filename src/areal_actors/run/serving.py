@@ -21,6 +21,7 @@ from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.lib.atomic_write import atomic_write
+from areal_actors.lib.notebooks import require_no_event_loop
 from areal_actors.lib.telemetry import get_logger, logging_to_file
 from areal_actors.messages import Endpoint
 from areal_actors.run.checks import log_functions, try_functions
@@ -71,6 +72,7 @@ class Server:
         async def main() -> RunSummary:
             return await self.run(resume=resume, run_dir=run_dir, announce=announce, is_handling_signals=True)
 
+        require_no_event_loop("serve()", "run()")
         return anyio.run(main, backend=backend)
 
     async def run(

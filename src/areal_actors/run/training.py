@@ -19,6 +19,7 @@ from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunSummary, summarize_run
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
+from areal_actors.lib.notebooks import require_no_event_loop
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.run.checks import check_teacher, log_functions, try_functions
 from areal_actors.run.controller import run_plan
@@ -57,6 +58,7 @@ class Trainer:
         async def main() -> RunSummary:
             return await self.run(workflow, workflow_kwargs, resume=resume, run_dir=run_dir, is_handling_signals=True)
 
+        require_no_event_loop("train()", "run()")
         return anyio.run(main, backend=backend)
 
     async def run(

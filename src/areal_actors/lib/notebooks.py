@@ -1,0 +1,104 @@
+"""Helpers for notebooks: contexts held open from one cell to another, tables, and no second event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from html import escape
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import anyio
+
+from areal_actors.errors import ConfigError
+
+__all__ = ["Startable", "format_table", "require_no_event_loop"]
+
+T = TypeVar("T")
+
+
+class Startable(AbstractAsyncContextManager[T], Generic[T]):
+    """A context that is entered with ``async with``, or with ``start`` and left with ``aclose``.
+
+    A task group has to be left by the task that entered it, and each cell of a notebook is a task. ``start`` therefore
+    enters the context in a background task, which leaves it when ``aclose`` is called. Either way it is used once.
+    """
+
+    def __init__(self, create: Callable[[], AbstractAsyncContextManager[T]]) -> None:
+        self._context = create()
+        self._closing = anyio.Event()
+        self._opened = anyio.Event()
+        self._closed: anyio.Event | None = None
+        self._value: T
+        self._error: BaseException | None = None
+
+    async def __aenter__(self) -> T:
+        return await self._context.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return await self._context.__aexit__(kind, error, traceback)
+
+    async def start(self) -> T:
+        """Enter the context and return its value. Raises what entering it raises; cancelling it leaves the context."""
+        if self._closed is not None:
+            raise RuntimeError("it was started before; open another one")
+        self._closed = anyio.Event()
+        if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
+            self._task = asyncio.get_running_loop().create_task(self._hold())  # kept, or it may be collected
+        else:
+            import trio
+
+            trio.lowlevel.spawn_system_task(self._hold)
+        try:
+            await self._opened.wait()
+        except BaseException:
+            self._closing.set()
+            raise
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    async def aclose(self) -> None:
+        """Leave the context and wait until that is done; a second call does nothing. Raises what leaving it raises."""
+        self._closing.set()
+        if self._closed is not None:
+            await self._closed.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    async def _hold(self) -> None:
+        assert self._closed is not None
+        try:
+            async with self._context as self._value:
+                self._opened.set()
+                await self._closing.wait()
+        except Exception as error:  # noqa: BLE001 - raised by start or aclose, in the task that called them
+            self._error = error
+        finally:
+            self._opened.set()
+            self._closed.set()
+
+
+def require_no_event_loop(name: str, instead: str) -> None:
+    """Raise ``ConfigError`` if an event loop runs here, as in a notebook, where ``name`` cannot start another one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigError(
+        f"{name} starts an event loop, and one runs here already, as in a notebook; use 'await ... .{instead}'"
+    )
+
+
+def format_table(facts: Mapping[str, object]) -> str:
+    """Return an HTML table with one row per fact. Names and values are escaped."""
+    rows = (f"<tr><th>{escape(str(name))}</th><td>{escape(_format(value))}</td></tr>" for name, value in facts.items())
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _format(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)

@@ -49,7 +49,13 @@ def transferred(error: BaseException, actor: str) -> ArealError:
     """Return a new error for the asker, converted from the ``error`` that a handler of ``actor`` raised."""
     cause = root_cause(error)
     if isinstance(cause, RemoteError) or (isinstance(cause, ArealError) and not isinstance(cause, ActorError)):
-        return _copied(cause)
+        # Without the constructor, whose signature differs between classes.
+        copy = type(cause).__new__(type(cause))
+        copy.args = cause.args
+        copy.__dict__.update({name: value for name, value in vars(cause).items() if name != "__notes__"})
+        for note in getattr(cause, "__notes__", ()):
+            copy.add_note(note)
+        return copy
     text = "".join(traceback.format_exception(error))
     return RemoteError(actor, type(cause).__name__, str(cause), text)
 
@@ -108,16 +114,6 @@ def _rank(error: BaseException) -> int:
     if isinstance(error, ActorStopped):
         return 1
     return 0 if isinstance(error, (Exception, KeyboardInterrupt, SystemExit)) else 2
-
-
-def _copied(error: ArealError) -> ArealError:
-    # Without the constructor, whose signature differs between classes.
-    copy = type(error).__new__(type(error))
-    copy.args = error.args
-    copy.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})
-    for note in getattr(error, "__notes__", ()):
-        copy.add_note(note)
-    return copy
 
 
 def _is_plain(value: object) -> bool:

@@ -151,7 +151,17 @@ class Mailbox:
 
         Entries are compared by identity, or by equality of envelopes.
         """
-        return self._discard_sender(entry) or self._discard_data(entry) or self._discard_parked(entry)
+        for ticket in self.senders:
+            if ticket.entry is entry:
+                self.senders.remove(ticket)
+                return True
+        for waiting in (self.data, *self.parked.values()):
+            if entry in waiting:
+                waiting.remove(entry)
+                self.num_parked -= waiting is not self.data
+                self.admit()
+                return True
+        return False
 
     def discard_ticket(self, ticket: Ticket) -> bool:
         """Stop waiting for room. Return ``False`` if the entry was already admitted (and stays) or refused."""
@@ -185,27 +195,3 @@ class Mailbox:
         wake, self.wake = self.wake, None
         if wake is not None:
             wake()
-
-    def _discard_sender(self, entry: object) -> bool:
-        for ticket in self.senders:
-            if ticket.entry is entry:
-                self.senders.remove(ticket)
-                return True
-        return False
-
-    def _discard_data(self, entry: object) -> bool:
-        try:
-            self.data.remove(entry)
-        except ValueError:
-            return False
-        self.admit()
-        return True
-
-    def _discard_parked(self, entry: object) -> bool:
-        for waiting in self.parked.values():
-            if entry in waiting:
-                waiting.remove(entry)
-                self.num_parked -= 1
-                self.admit()
-                return True
-        return False

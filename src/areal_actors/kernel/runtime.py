@@ -55,6 +55,7 @@ from areal_actors.kernel.message import (
     collect_handlers,
 )
 from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched
+from areal_actors.kernel.stream import BufferedStream
 from areal_actors.kernel.supervision import Escalate, Restart, RestartHistory, Supervision
 from areal_actors.lib.loops import Loop, Scope, Signal
 
@@ -314,9 +315,13 @@ class StreamCall(Ask):
         self.buffer: deque[Any] = deque()
         self.limit = limit
         self.arrival: Signal | None = None
-        """Set by the handler's side when the consumer waits for an item."""
         self.room: Signal | None = None
         """Set by the consumer's side when the handler waits for room."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if the handler has ended; items that are still buffered can be read."""
+        return self.phase is _DONE
 
     def finish(self) -> None:
         """Mark the work as done; items that are still buffered can be read."""
@@ -399,19 +404,14 @@ def _path(start: Frame, goal: Frame) -> list[Frame] | None:
         frame, path = stack.pop()
         if frame is goal:
             return path
-        for following in _successors(frame):
-            if following not in seen:
-                seen.add(following)
-                stack.append((following, [*path, following]))
+        # A queued envelope waits for the loop; a running frame waits for what it has asked.
+        is_queued = frame.phase is _QUEUED
+        for following in (frame.cell.occupant(),) if is_queued else tuple(frame.waits):
+            if following is None or following in seen or (not is_queued and following.phase is _DONE):
+                continue
+            seen.add(following)
+            stack.append((following, [*path, following]))
     return None
-
-
-def _successors(frame: Frame) -> list[Frame]:
-    # A queued envelope waits for the loop; a running frame waits for what it has asked.
-    if frame.phase is _QUEUED:
-        occupant = frame.cell.occupant()
-        return [] if occupant is None else [occupant]
-    return [awaited for awaited in frame.waits if awaited.phase is not _DONE]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -524,7 +524,9 @@ class Cell(Watched):
         error: Exception | None = None
         try:
             while (error := await self._incarnate()) is not None:
-                delay = self._restart_delay()
+                if self._history is None or self.mailbox.closed:
+                    break
+                delay = self._history.next_delay(self.loop.now())
                 if delay is None:
                     break
                 self._report_down(DownReason.CRASHED, error, is_restarting=True)
@@ -551,22 +553,23 @@ class Cell(Watched):
             crash = cause if isinstance(cause, Exception) else error
             if not self.born.is_set():
                 self.birth_error = crash
-            elif not self._follows_from_the_end(crash):
+            elif not isinstance(crash, ActorStopped) or not (self.mailbox.closed or self.system.is_closing):
+                # An ``ActorStopped`` while this actor or the system is stopping, too, follows from that, and is no
+                # crash.
                 return crash
         return None
 
-    def _follows_from_the_end(self, crash: Exception) -> bool:
-        """Return whether ``crash`` is an ``ActorStopped`` while this actor or the system is stopping too."""
-        return isinstance(crash, ActorStopped) and (self.mailbox.closed or self.system.is_closing)
-
     async def _live(self, actor: Actor[Any]) -> None:
+        lifespan = actor.lifespan(Context(self, self.incarnation))
+        if not isinstance(lifespan, AbstractAsyncContextManager):
+            raise ProtocolError(f"{type(actor).__name__}.lifespan must be decorated with @asynccontextmanager")
         async with anyio.create_task_group() as tasks:
             serving = self.serving = Serving(self, actor, tasks)
             # The deadline bounds the entry of the lifespan: a stop during the start cancels it when the grace period
             # ends.
             with self.loop.new_scope(deadline=self._stop_deadline) as life:
                 self._scope = life
-                async with _lifespan_of(actor, Context(self, self.incarnation)), self._working(life, serving):
+                async with lifespan, self._working(life, serving):
                     self.state = ActorState.STOPPING if self.mailbox.closed else ActorState.RUNNING
                     self.born.set()
                     await serving.serve()
@@ -627,11 +630,6 @@ class Cell(Watched):
         elif ask.phase is Phase.RUNNING and ask.scope is not None:
             ask.scope.cancel()
 
-    def _restart_delay(self) -> float | None:
-        if self._history is None or self.mailbox.closed:
-            return None
-        return self._history.next_delay(self.loop.now())
-
     def _is_escalating(self) -> bool:
         policy = self.blueprint.supervision
         return isinstance(policy.then if isinstance(policy, Restart) else policy, Escalate)
@@ -648,10 +646,16 @@ class Cell(Watched):
     def _bury(self, error: Exception | None) -> None:
         self.mailbox.close()
         self.state = ActorState.STOPPED if error is None else ActorState.CRASHED
-        dropped = [entry for entry in self.mailbox.drain() if not self._fail_queued(entry)]
-        self.counters.dropped += len(dropped)
-        if dropped:
-            logger.warning("actor %r ended with %d told messages unhandled", self.name, len(dropped))
+        num_dropped = 0
+        for entry in self.mailbox.drain():
+            if isinstance(entry, Ask):
+                message = entry.handler.message.__name__
+                entry.fail(ActorStopped(f"actor {self.name!r} ended before it came to {message}"))
+            elif not isinstance(entry, Down):
+                num_dropped += 1
+        self.counters.dropped += num_dropped
+        if num_dropped:
+            logger.warning("actor %r ended with %d told messages unhandled", self.name, num_dropped)
         if error is not None and not self._is_escalating():
             logger.error("actor %r crashed", self.name, exc_info=error)
         reason = DownReason.STOPPED if error is None else DownReason.CRASHED
@@ -660,15 +664,6 @@ class Cell(Watched):
         self.system.forget(self)
         self.born.set()
         self.gone.set()
-
-    def _fail_queued(self, entry: object) -> bool:
-        """Fail an ask that was never handled.
-
-        Return ``True`` if ``entry`` need not be counted as dropped (an ask or a ``Down``).
-        """
-        if isinstance(entry, Ask):
-            entry.fail(ActorStopped(f"actor {self.name!r} ended before it came to {entry.handler.message.__name__}"))
-        return isinstance(entry, (Ask, Down))
 
     # ------------------------------------------------------------------------------------------------ watching
 
@@ -715,13 +710,6 @@ class Cell(Watched):
             num_dropped=counters.dropped,
             mailbox_peak=mailbox.peak,
         )
-
-
-def _lifespan_of(actor: Actor[Any], context: Context) -> AbstractAsyncContextManager[None]:
-    manager = actor.lifespan(context)
-    if not isinstance(manager, AbstractAsyncContextManager):
-        raise ProtocolError(f"{type(actor).__name__}.lifespan must be decorated with @asynccontextmanager")
-    return manager
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -827,7 +815,12 @@ class Serving:
         cell = self._cell
         handler = entry.handler if isinstance(entry, Ask) else cell.handlers[entry.__class__]
         if handler.concurrency != 1:
-            self._place(handler, entry)
+            # Parked instead of waited for, so that messages of other kinds are not delayed.
+            if self._places[handler] >= handler.concurrency:
+                self._mailbox.park(handler, entry)
+            else:
+                self._mailbox.admit()
+                self._start_concurrent(handler, entry)
             return False
         if self._mailbox.senders:
             self._mailbox.admit()
@@ -873,14 +866,6 @@ class Serving:
             counters.handled += 1
             ask.finish()
 
-    def _place(self, handler: Handler, entry: object) -> None:
-        # Parked instead of waited for, so that messages of other kinds are not delayed.
-        if self._places[handler] >= handler.concurrency:
-            self._mailbox.park(handler, entry)
-        else:
-            self._mailbox.admit()
-            self._start_concurrent(handler, entry)
-
     def _start_concurrent(self, handler: Handler, entry: object) -> None:
         self._places[handler] += 1
         self.num_concurrent += 1
@@ -896,14 +881,25 @@ class Serving:
             else:
                 # A separate frame, because a concurrent handler does not occupy the loop.
                 current_frame.set(Frame(self._cell))
-                await self._handle_told(handler, entry)
+                try:
+                    await handler.function(self._actor, entry)
+                except BaseException as error:  # noqa: BLE001 - raised again, with a note
+                    self._fail_tell(entry, error)
+                self._counters.handled += 1
         finally:
             self._give_place_back(handler)
 
     def _give_place_back(self, handler: Handler) -> None:
         self._places[handler] -= 1
         self.num_concurrent -= 1
-        self._start_next(handler)
+        # If this incarnation has ended, a parked message is left for the next one.
+        if not self._tasks.cancel_scope.cancel_called:
+            entry = self._mailbox.unpark(handler)
+            if entry is not None:
+                self._start_concurrent(handler, entry)
+        # Wake ``serve``, which returns when the mailbox is closed and no concurrent handler runs.
+        if self._mailbox.closed and not self.num_concurrent:
+            self._mailbox.arouse()
         self._leave()
 
     # ------------------------------------------------------------------------------------------------ visits
@@ -960,13 +956,6 @@ class Serving:
 
     # ------------------------------------------------------------------------------------------------ tasks
 
-    async def _handle_told(self, handler: Handler, message: object) -> None:
-        try:
-            await handler.function(self._actor, message)
-        except BaseException as error:  # noqa: BLE001 - raised again, with a note
-            self._fail_tell(message, error)
-        self._counters.handled += 1
-
     async def _run_background(self, function: Callable[[], Awaitable[Any]]) -> None:
         # The task inherits the context of its starter, whose frame it must not keep.
         current_frame.set(None)
@@ -974,16 +963,6 @@ class Serving:
             await function()
         finally:
             self._leave()
-
-    def _start_next(self, handler: Handler) -> None:
-        """Start the next parked message. If this incarnation has ended, leave it for the next one."""
-        if not self._tasks.cancel_scope.cancel_called:
-            entry = self._mailbox.unpark(handler)
-            if entry is not None:
-                self._start_concurrent(handler, entry)
-        # Wake ``serve``, which returns when the mailbox is closed and no concurrent handler runs.
-        if self._mailbox.closed and not self.num_concurrent:
-            self._mailbox.arouse()
 
     def _leave(self) -> None:
         self._num_tasks -= 1
@@ -1136,7 +1115,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             mailbox.queue(Ticket(entry, lambda admitted: self._note_admission(entry, decided, admitted=admitted)))
 
     def open_call(self, message: StreamMessage[P_contra, Any], buffer_size: int) -> StreamCall:
-        """Send a stream message and return its call; the caller reads from it and must pass it to ``close_call``."""
+        """Send a stream message and return its call; the caller reads from it, and removes it from the wait graph."""
         handler = self._handler(message, is_stream=True)
         call = StreamCall(
             message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline(), limit=buffer_size
@@ -1149,11 +1128,6 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
                 call.parent.waits.add(call)
             serving.start(call)
         return call
-
-    def close_call(self, call: StreamCall) -> None:
-        """Remove ``call`` from the wait graph, because its consumer has left."""
-        if call.parent is not None:
-            call.parent.waits.discard(call)
 
     async def _await_reply(self, ask: Ask) -> Any:
         self._send(ask)
@@ -1237,69 +1211,32 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
 # handler wait at its ``yield``.
 
 
-class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], Generic[Item]):
-    """The consumer's end. Used once: ``async with ref.stream(message) as items: async for item in items: ...``."""
+class Stream(BufferedStream[StreamCall, Item]):
+    """A stream from an actor of this process."""
 
     def __init__(self, ref: LocalRef[Any], message: Any, buffer_size: int) -> None:
+        super().__init__(message, ref.cell.name, ref.cell.loop, ref.cell.cleanup_seconds)
         self._ref = ref
-        self._message = message
         self._buffer_size = buffer_size
-        self._call: StreamCall | None = None
 
-    async def __aenter__(self) -> Self:
-        """Send the message; the handler starts when the actor takes it from its mailbox."""
-        self._call = self._ref.open_call(self._message, self._buffer_size)
-        return self
+    def open_call(self) -> StreamCall:
+        """Put the message in the actor's mailbox, or start its handler at once."""
+        return self._ref.open_call(self._message, self._buffer_size)
 
-    async def __anext__(self) -> Item:
-        call = self._opened()
-        while not call.buffer:
-            if call.phase is Phase.DONE:
-                if call.error is not None:
-                    if type(call.error) is DeadlineExceeded:
-                        await checkpoint()  # a scope of the consumer with the same deadline must expire first
-                    raise call.claim_error()
-                raise StopAsyncIteration
-            call.arrival = call.cell.loop.new_signal()
-            await call.arrival.wait()
-            call.arrival = None
-        item: Item = call.buffer.popleft()
+    def make_room(self, call: StreamCall) -> None:
+        """Wake the handler if it waits at its ``yield``."""
         if call.room is not None:
             call.room.set()
             call.room = None
-        return item
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        call = self._opened()
-        try:
-            if call.phase is not Phase.DONE:
-                # The block was left early: cancel the handler, then wait for its clean-up.
-                call.cell.abandon(call)
-                await self._join(call, is_failing=error is not None)
-        finally:
-            self._ref.close_call(call)
+    def cancel_call(self, call: StreamCall) -> None:
+        """Discard the call if it is queued, or cancel its handler."""
+        call.cell.abandon(call)
 
-    async def _join(self, call: StreamCall, *, is_failing: bool) -> None:
-        """Wait until the handler has ended; shielded, and therefore bounded by ``cleanup_seconds``.
-
-        Raises:
-            DeadlineExceeded: the handler still runs after that, and the block is not already raising an error.
-        """
-        loop = call.cell.loop
-        with loop.new_scope(deadline=loop.now() + call.cell.cleanup_seconds, shield=True):
-            await call.signal.wait()
-        if call.phase is not Phase.DONE and not is_failing:
-            raise DeadlineExceeded(
-                f"the handler of {type(self._message).__name__} in actor {call.cell.name!r} still runs "
-                f"{call.cell.cleanup_seconds} s after its cancellation; shorten what it shields"
-            )
-
-    def _opened(self) -> StreamCall:
-        if self._call is None:
-            raise RuntimeError("a stream is opened by 'async with ref.stream(...) as items'")
-        return self._call
+    def close_call(self, call: StreamCall) -> None:
+        """Remove the call from the wait graph."""
+        if call.parent is not None:
+            call.parent.waits.discard(call)
 
 
 async def produce(call: StreamCall, generator: AsyncGenerator[Any, None]) -> None:
@@ -1408,7 +1345,10 @@ class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[
         """End the handler if it has not ended, and unregister the visit. Raises as ``Ref.stream`` does."""
         try:
             if not self._is_over:
-                await self._close()
+                # Close the generator at its ``yield``, within the time that clean-up may take.
+                cell = self._ask.cell
+                self._scope.deadline = cell.loop.now() + cell.cleanup_seconds
+                await self._generator.aclose()
         except BaseException as other:
             if not self._leave(other):
                 raise
@@ -1416,12 +1356,6 @@ class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[
             if not self._leave(error):
                 return
         raise self._ask.error or self._ask.unanswered()
-
-    async def _close(self) -> None:
-        """Close the handler's generator at its ``yield``, within the time that clean-up may take."""
-        cell = self._ask.cell
-        self._scope.deadline = cell.loop.now() + cell.cleanup_seconds
-        await self._generator.aclose()
 
     def _leave(self, error: BaseException | None) -> bool:
         """Unregister the visit.

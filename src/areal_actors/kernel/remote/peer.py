@@ -17,8 +17,8 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from types import NoneType, TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from types import NoneType
+from typing import Any, Generic, TypeVar, cast
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -43,6 +43,7 @@ from areal_actors.kernel.remote.connection import Connection
 from areal_actors.kernel.remote.frames import CHUNK_BYTES, Buffer, Frame, Kind, Limits, Outgoing
 from areal_actors.kernel.remote.hello import Hello
 from areal_actors.kernel.runtime import PENDING, Ask, LocalRef, StreamCall
+from areal_actors.kernel.stream import BufferedStream
 from areal_actors.lib.loops import Signal
 
 __all__ = [
@@ -216,8 +217,15 @@ class Channel(Watched):
             ProtocolError: the actor does not handle this message, or the message contains a value that cannot be sent.
         """
         cls = type(message)
-        known = self._known.get(cls) or self._learn(cls, is_stream=kind is Kind.STREAM)
-        if known[2] is not (kind is Kind.STREAM):
+        is_stream = kind is Kind.STREAM
+        known = self._known.get(cls)
+        if known is None:
+            protocol = protocol_of(cls)
+            known = ("" if protocol is None else protocol.__name__, cls.__name__, is_stream)
+            if known not in self.messages:
+                raise self._unhandled(cls)
+            self._known[cls] = known
+        elif known[2] is not is_stream:
             raise self._unhandled(cls)
         data = self.peer.codec.to_data(message, cls, cls.__name__)
         return Call(self, kind, cls, self.peer.encode([self.name, known[0], known[1], data, extra], cls.__name__))
@@ -302,21 +310,18 @@ class Channel(Watched):
             self.state = ActorState.STOPPED if reason is DownReason.STOPPED else ActorState.CRASHED
         self.report(down)
         if not is_restarting:
-            self._end_waiting()
+            waiting, self._waiting = self._waiting, deque()
+            for call in waiting:
+                cause = self.peer.connection.cause
+                if cause is None:
+                    call.finish(error=self._stopped(call))
+                else:
+                    call.cut(cause)
 
     def revive(self, incarnation: int, messages: frozenset[tuple[str, str, bool]]) -> None:
         """Reset the channel for another actor that is now exposed under this name."""
         self.incarnation, self.messages, self.state, self.last_words = incarnation, messages, ActorState.RUNNING, None
         self._known.clear()
-
-    def _end_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for call in waiting:
-            cause = self.peer.connection.cause
-            if cause is None:
-                call.finish(error=self._stopped(call))
-            else:
-                call.cut(cause)
 
     # ------------------------------------------------------------------------------------------------ statistics
 
@@ -337,14 +342,6 @@ class Channel(Watched):
             num_dropped=0,
             mailbox_peak=0,
         )
-
-    def _learn(self, message: type[AnyMessage[Any]], *, is_stream: bool) -> tuple[str, str, bool]:
-        protocol = protocol_of(message)
-        name = "" if protocol is None else protocol.__name__
-        if (name, message.__name__, is_stream) not in self.messages:
-            raise self._unhandled(message)
-        self._known[message] = (name, message.__name__, is_stream)
-        return self._known[message]
 
     def _unhandled(self, message: type) -> ProtocolError:
         known = ", ".join(sorted(name for _, name, _ in self.messages)) or "nothing"
@@ -472,66 +469,37 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
         return call.reply
 
 
-class _RemoteStream(AbstractAsyncContextManager["_RemoteStream[Item]"], AsyncIterator[Item], Generic[Item]):
+class _RemoteStream(BufferedStream[Call, Item]):
     """The consumer's end of a remote stream. It reports consumed items in batches, as credit for more."""
 
     def __init__(self, channel: Channel, message: Any, limit: int) -> None:
-        self._channel, self._message, self._limit = channel, message, limit
-        self._call: Call | None = None
+        connection = channel.peer.connection
+        super().__init__(message, channel.name, connection.loop, connection.limits.cleanup_seconds)
+        self._channel, self._limit = channel, limit
         self._num_taken = 0
 
-    async def __aenter__(self) -> Self:
-        """Send the message."""
-        channel = self._channel
-        call = channel.create(Kind.STREAM, self._message, self._limit)
+    def open_call(self) -> Call:
+        """Send the message, once there is credit for it."""
+        call = self._channel.create(Kind.STREAM, self._message, self._limit)
         call.limit = self._limit
-        call.deadline = channel.peer.connection.loop.effective_deadline()
-        channel.submit(call)
-        self._call = call
-        return self
+        call.deadline = self._loop.effective_deadline()
+        self._channel.submit(call)
+        return call
 
-    async def __anext__(self) -> Item:
-        """Return the next item."""
-        call = self._opened()
-        while not call.buffer:
-            if call.is_done:
-                if call.error is None:
-                    raise StopAsyncIteration
-                if type(call.error) is DeadlineExceeded:
-                    await checkpoint()  # a scope of the consumer with the same deadline must expire first
-                raise call.claim_error()
-            call.arrival = self._channel.peer.connection.loop.new_signal()
-            await call.arrival.wait()
-            call.arrival = None
-        item: Item = call.buffer.popleft()
+    def make_room(self, call: Call) -> None:
+        """Report taken items in quarters of the buffer."""
         self._num_taken += 1
         if self._num_taken * 4 >= self._limit and not call.is_done and call.outgoing is not None:
             self._channel.peer.connection.send(Kind.TAKEN, call.outgoing.id, seconds=float(self._num_taken))
             self._num_taken = 0
-        return item
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Cancel the handler, unless it has ended, and wait for its end; shielded, with a deadline."""
-        call, channel = self._opened(), self._channel
-        if call.is_done:
-            return
-        channel.withdraw(call)
-        connection = channel.peer.connection
-        with connection.loop.new_scope(deadline=connection.loop.now() + connection.limits.cleanup_seconds, shield=True):
-            await call.signal.wait()
-        channel.peer.forget(call)
-        if not call.is_done and error is None:
-            raise DeadlineExceeded(
-                f"the handler of {type(self._message).__name__} in actor {channel.name!r} still runs "
-                f"{connection.limits.cleanup_seconds} s after its cancellation; shorten what it shields"
-            )
+    def cancel_call(self, call: Call) -> None:
+        """Discard the call if it was not sent, or have its handler cancelled."""
+        self._channel.withdraw(call)
 
-    def _opened(self) -> Call:
-        if self._call is None:
-            raise RuntimeError("a stream is opened by 'async with ref.stream(...) as items'")
-        return self._call
+    def close_call(self, call: Call) -> None:
+        """Drop a late answer to the call."""
+        self._channel.peer.forget(call)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -701,10 +669,7 @@ class Server:
             raise ActorStopped("the asker left")
         cls, handler = known
         value = self._peer.codec.from_data(body, cls, cls.__name__)
-        self._deliver(frame, exposed, value, handler, limit)
-
-    def _deliver(self, frame: Frame, exposed: Exposed, value: Any, handler: Handler, limit: int) -> None:
-        num_bytes, name, ref = frame.num_bytes, exposed.name, exposed.ref
+        num_bytes, ref = frame.num_bytes, exposed.ref
         if frame.kind is Kind.TELL:
             credit = _Once(lambda: self.give_credit(name, num_bytes))
             self._num_unadmitted[name] += 1
@@ -1150,16 +1115,12 @@ class Peer:
         kernel, text = self.words(frame, object, object)
         self._end(call)
         call.channel.num_failed += kernel is None
-        call.finish(error=self._error(kernel, text))
-
-    def _error(self, kernel: Any, text: Any) -> ArealError:
         known = KERNEL_ERRORS.get(kernel) if isinstance(kernel, str) else None
-        if known is not None:
-            return known(text)
         try:
-            return error_from_data(text)
-        except ProtocolError as error:
-            return RemoteError("a remote actor", "an error that cannot be read", str(error))
+            error = error_from_data(text) if known is None else known(text)
+        except ProtocolError as unreadable:
+            error = RemoteError("a remote actor", "an error that cannot be read", str(unreadable))
+        call.finish(error=error)
 
     def _on_item(self, frame: Frame) -> None:
         call = self._pending.get(frame.id)

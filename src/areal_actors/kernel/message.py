@@ -254,8 +254,19 @@ def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
     for ancestor in reversed(actor.__mro__):
         for name, member in vars(ancestor).items():
             for mark in marks_of(member):
-                _check_owner(actor, mark.message, name, owners)
-                _check_protocol(actor, mark.message, allowed)
+                other = owners.get(mark.message, name)
+                if other != name:
+                    raise ProtocolError(
+                        f"{actor.__name__} handles {mark.message.__name__} twice, in {other}() and {name}(); "
+                        "keep one of them"
+                    )
+                protocol = protocol_of(mark.message)
+                if protocol not in allowed:
+                    spoken = " | ".join(known.__name__ for known in allowed[:-1]) or "nothing"
+                    raise ProtocolError(
+                        f"{actor.__name__} speaks {spoken}, but handles {mark.message.__name__} of "
+                        f"{getattr(protocol, '__name__', protocol)}; add that protocol to Actor[...]"
+                    )
                 owners[mark.message] = name
                 table[mark.message] = Handler(
                     message=mark.message,
@@ -288,35 +299,10 @@ def protocols_of(actor: type) -> tuple[type, ...]:
     """Return the protocols named in ``class SomeActor(Actor[A | B])``; the nearest ancestor that names any decides."""
     for ancestor in actor.__mro__:
         for base in ancestor.__dict__.get("__orig_bases__", ()):
-            argument = _protocol_argument(base)
-            if argument is not None:
-                return argument
+            if getattr(get_origin(base), "__areal_actor_root__", False) is not True or not get_args(base):
+                continue
+            (argument,) = get_args(base)
+            members = get_args(argument) if get_origin(argument) in (Union, types.UnionType) else (argument,)
+            if all(isinstance(member, type) for member in members):
+                return tuple(members)
     return ()
-
-
-def _protocol_argument(base: Any) -> tuple[type, ...] | None:
-    if getattr(get_origin(base), "__areal_actor_root__", False) is not True or not get_args(base):
-        return None
-    (argument,) = get_args(base)
-    members = get_args(argument) if get_origin(argument) in (Union, types.UnionType) else (argument,)
-    return members if all(isinstance(member, type) for member in members) else None
-
-
-def _check_owner(
-    actor: type, message: type[AnyMessage[Any]], name: str, owners: dict[type[AnyMessage[Any]], str]
-) -> None:
-    other = owners.get(message, name)
-    if other != name:
-        raise ProtocolError(
-            f"{actor.__name__} handles {message.__name__} twice, in {other}() and {name}(); keep one of them"
-        )
-
-
-def _check_protocol(actor: type, message: type[AnyMessage[Any]], allowed: tuple[type, ...]) -> None:
-    protocol = protocol_of(message)
-    if protocol not in allowed:
-        spoken = " | ".join(known.__name__ for known in allowed[:-1]) or "nothing"
-        raise ProtocolError(
-            f"{actor.__name__} speaks {spoken}, but handles {message.__name__} of "
-            f"{getattr(protocol, '__name__', protocol)}; add that protocol to Actor[...]"
-        )

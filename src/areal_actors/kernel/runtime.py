@@ -530,7 +530,13 @@ class Cell(Watched):
                 if delay is None:
                     break
                 self._report_down(DownReason.CRASHED, error, is_restarting=True)
-                if not await self._back_off(delay, error):
+                self.state = ActorState.RESTARTING
+                logger.warning("actor %r crashed and restarts in %.2f s", self.name, delay, exc_info=error)
+                with anyio.move_on_after(delay):
+                    await self._stopping.wait()
+                self.state = ActorState.STARTING
+                if self._stopping.is_set():
+                    # A stop was requested meanwhile.
                     error = None
                     break
         finally:
@@ -633,15 +639,6 @@ class Cell(Watched):
     def _is_escalating(self) -> bool:
         policy = self.blueprint.supervision
         return isinstance(policy.then if isinstance(policy, Restart) else policy, Escalate)
-
-    async def _back_off(self, delay: float, error: Exception) -> bool:
-        """Wait ``delay`` seconds before a restart. Return ``False`` if a stop was requested meanwhile."""
-        self.state = ActorState.RESTARTING
-        logger.warning("actor %r crashed and restarts in %.2f s", self.name, delay, exc_info=error)
-        with anyio.move_on_after(delay):
-            await self._stopping.wait()
-        self.state = ActorState.STARTING
-        return not self._stopping.is_set()
 
     def _bury(self, error: Exception | None) -> None:
         self.mailbox.close()

@@ -151,7 +151,14 @@ class ActorSystem(Runtime):
         )
         cell = self._cells[blueprint.name] = Cell(self, blueprint, self._random)
         self._tasks.start_soon(cell.run, name=f"actor {cell.name}")
-        await self._birth_of(cell)
+        try:
+            await cell.born.wait()
+        except BaseException:
+            # If ``spawn`` is cancelled, do not leave a half-started actor behind.
+            cell.request_stop(0)
+            raise
+        if cell.birth_error is not None:
+            raise cell.birth_error
         return cast("Ref[P]", cell.ref)
 
     async def watch(self, ref: Ref[Any]) -> Down:
@@ -223,16 +230,6 @@ class ActorSystem(Runtime):
         # The name may already belong to another actor.
         if self._cells.get(cell.name) is cell:
             del self._cells[cell.name]
-
-    async def _birth_of(self, cell: Cell) -> None:
-        try:
-            await cell.born.wait()
-        except BaseException:
-            # If ``spawn`` is cancelled, do not leave a half-started actor behind.
-            cell.request_stop(0)
-            raise
-        if cell.birth_error is not None:
-            raise cell.birth_error
 
     def _free_name(self, wish: str | None, kind: type) -> str:
         if wish is not None:
@@ -347,7 +344,15 @@ class Host(Generic[T]):
 
         Cancelling the caller closes it again.
         """
-        self._start_owner()
+        if is_trio():
+            import trio
+
+            # A system task belongs to the trio run itself, not to the nursery of the framework's hook.
+            trio.lowlevel.spawn_system_task(self._own, name="owner of a hosted actor system")
+        else:
+            owner = asyncio.get_running_loop().create_task(self._own(), name="owner of a hosted actor system")
+            _owners.add(owner)
+            owner.add_done_callback(_owners.discard)
         try:
             await self._ready.wait()
         except BaseException:
@@ -366,17 +371,6 @@ class Host(Generic[T]):
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def _start_owner(self) -> None:
-        if is_trio():
-            import trio
-
-            # A system task belongs to the trio run itself, not to the nursery of the framework's hook.
-            trio.lowlevel.spawn_system_task(self._own, name="owner of a hosted actor system")
-            return
-        owner = asyncio.get_running_loop().create_task(self._own(), name="owner of a hosted actor system")
-        _owners.add(owner)
-        owner.add_done_callback(_owners.discard)
 
     async def _own(self) -> None:
         try:

@@ -53,25 +53,18 @@ def to_checkpoint_tensors(
             raise ModelError(f"{name} of the snapshot is a {type(tensor).__name__} and no tensor.")
         # Empty tensors all have the address 0.
         distinct.setdefault(tensor.data_ptr() or id(tensor), (name, tensor))
-    cast = {
-        name: _to_cpu(tensor.detach(), dtype if tensor.is_floating_point() else None, is_copied=is_copied)
-        for name, tensor in distinct.values()
-    }
-    renamed = cast if model is None else _rename(model, cast)
+    on_cpu: dict[str, Tensor] = {}
+    for name, original in distinct.values():
+        tensor = original.detach()
+        # Cast on the device, one tensor at a time, so that fewer bytes leave it.
+        cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        on_cpu[name] = cast.clone() if is_copied and cast is tensor and cast.is_cpu else cast.cpu()
+    renamed: Mapping[str, Tensor] = on_cpu
+    if model is not None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        renamed = revert_weight_conversion(model, on_cpu)
     return {name: tensor.contiguous() for name, tensor in renamed.items()}
-
-
-def _to_cpu(tensor: Tensor, dtype: torch.dtype | None, *, is_copied: bool) -> Tensor:
-    # Cast on the device, one tensor at a time, so that fewer bytes leave it.
-    cast = tensor.to(dtype or tensor.dtype)
-    return cast.clone() if is_copied and cast is tensor and cast.is_cpu else cast.cpu()
-
-
-def _rename(model: Any, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    renamed: Mapping[str, Tensor] = revert_weight_conversion(model, tensors)
-    return renamed
 
 
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:
@@ -90,8 +83,12 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
     if not files:
         raise ModelError(f"{directory} has no *.safetensors files; save the model there with save_pretrained.")
     skeleton = open_skeleton(directory)
-    if skeleton is not None and _has_conversion(skeleton):
-        return _load_converted(directory, type(skeleton))
+    if skeleton is not None:
+        # Imported late: a directory without a configuration needs no transformers.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        if get_model_conversion_mapping(skeleton, add_legacy=False):
+            return _load_converted(directory, type(skeleton))
     state: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -99,12 +96,6 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file} cannot be read: {error}. Save it again; the old weights stay.") from error
     return state
-
-
-def _has_conversion(model: Any) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _load_converted(directory: Path, architecture: Any) -> dict[str, Tensor]:

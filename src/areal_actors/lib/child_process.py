@@ -54,19 +54,18 @@ class BoundedLog:
         """Append ``chunk`` to the file and, if ``is_last_words``, to the tail that is kept in memory."""
         if is_last_words:
             self._last = (self._last + chunk)[-_TAIL_BYTES:]
-        if self._path is not None:
-            with suppress(OSError):  # a full disk must not fail the episode; writes that matter report it themselves
-                self._append(self._path, chunk[-self._max_bytes :])
-
-    def _append(self, path: Path, chunk: bytes) -> None:
-        with path.open("ab") as file:
-            is_full = file.tell() + len(chunk) > self._max_bytes
-            if not is_full:
-                file.write(chunk)
-        if is_full:
-            # One rotation, so that the log never takes more than two files.
-            path.rename(path.with_name(f"{path.name}.1"))
-            path.write_bytes(chunk)
+        if self._path is None:
+            return
+        chunk = chunk[-self._max_bytes :]
+        with suppress(OSError):  # a full disk must not fail the episode; writes that matter report it themselves
+            with self._path.open("ab") as file:
+                is_full = file.tell() + len(chunk) > self._max_bytes
+                if not is_full:
+                    file.write(chunk)
+            if is_full:
+                # One rotation, so that the log never takes more than two files.
+                self._path.rename(self._path.with_name(f"{self._path.name}.1"))
+                self._path.write_bytes(chunk)
 
     @property
     def last_words(self) -> str:
@@ -170,7 +169,17 @@ class Child:
             self.kill_rest()
             with anyio.move_on_after(LAST_WORDS_SECONDS):
                 await self._is_silent.wait()
-            await self._close()
+            # Another task may have closed it while this one waited: a scheduler stops a worker that it is following.
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
+            await self.reap()
+            # A daemon that left the group may still hold the pipes; then keep ours open.
+            with anyio.move_on_after(LAST_WORDS_SECONDS) as patience:
+                await self.process.wait()
+            if not patience.cancelled_caught:
+                with suppress(OSError):
+                    await self.process.aclose()
 
     async def reap(self) -> None:
         """Wait up to 10 s for the exit status of the leader, which can arrive late on a busy machine."""
@@ -181,8 +190,15 @@ class Child:
 
     def describe_end(self) -> str:
         """Return a message that says how the process ended, with the end of its stderr."""
-        words = self.log.last_words
-        return _describe_exit(self.process.returncode) + (f" The end of its stderr:\n{words}" if words else "")
+        code, words = self.process.returncode, self.log.last_words
+        if code is None:
+            how = "It has not ended."
+        elif code >= 0:
+            how = f"It exited with status {code}."
+        else:
+            hint = " (kill -9, or the system was out of memory)" if code == -signal.SIGKILL else ""
+            how = f"It was killed by {signal.Signals(-code).name}{hint}."
+        return how + (f" The end of its stderr:\n{words}" if words else "")
 
     def kill_rest(self) -> None:
         """Kill the remaining processes of the group at once."""
@@ -195,20 +211,6 @@ class Child:
         """
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-
-    async def _close(self) -> None:
-        """Close the lifeline and the pipes. If a daemon that left the group still holds the pipes, keep ours open."""
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-        await self.reap()
-        is_over = False
-        with anyio.move_on_after(LAST_WORDS_SECONDS):
-            await self.process.wait()
-            is_over = True
-        if is_over:
-            with suppress(OSError):
-                await self.process.aclose()
 
 
 async def read_all(stream: ByteReceiveStream, write: Callable[[bytes], None]) -> None:
@@ -231,12 +233,3 @@ def _kill_with_us(lifeline: int, *, group: int, gate: int | None) -> None:
             os.write(gate, b"\n")
         if sys.platform == "linux":
             fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is None:
-        return "It has not ended."
-    if code >= 0:
-        return f"It exited with status {code}."
-    hint = " (kill -9, or the system was out of memory)" if code == -signal.SIGKILL else ""
-    return f"It was killed by {signal.Signals(-code).name}{hint}."

@@ -142,7 +142,7 @@ def logging_to_stream(stream: TextIO | None = None, *, level: int = logging.INFO
     Records of other libraries below warnings are left out. Afterwards, the previous configuration is restored.
     """
     handler = _CurrentStderr() if stream is None else logging.StreamHandler(stream)
-    handler.setFormatter(_PeopleFormatter(has_colors=_is_terminal(stream or sys.stderr)))
+    handler.setFormatter(_PeopleFormatter(has_colors=(stream or sys.stderr).isatty()))
     with _handling(handler, level):
         yield
 
@@ -246,10 +246,6 @@ def _set_level(undo: ExitStack, name: str, level: int) -> None:
     logger.setLevel(min(level, logger.level) if logger.level else level)
 
 
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty()
-
-
 _transformers_lock = threading.RLock()
 
 
@@ -261,21 +257,17 @@ def quiet_transformers() -> Iterator[None]:
     do so at once, each restores the other's replacements, and all models loaded later are wrong.
     """
     with _transformers_lock:
-        yield from _quieted()
+        from transformers import utils
 
-
-def _quieted() -> Iterator[None]:
-    from transformers import utils
-
-    log: Any = utils.logging
-    verbosity, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity(logging.CRITICAL)
-    log.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.set_verbosity(verbosity)
-        if has_bars:
-            log.enable_progress_bar()
+        log: Any = utils.logging
+        verbosity, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+        log.set_verbosity(logging.CRITICAL)
+        log.disable_progress_bar()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            log.set_verbosity(verbosity)
+            if has_bars:
+                log.enable_progress_bar()

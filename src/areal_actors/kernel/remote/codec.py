@@ -187,9 +187,13 @@ class Codec:
             return msgspec.msgpack.Ext(int(_Code.TUPLE), self._encoder.encode(value.items))
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
-            return self._extension(
-                _Code.TENSOR, [_tensor_dtype(value), tuple(value.shape)], _bytes_of_tensor(value, torch)
-            )
+            dtype = _tensor_dtype(value)
+            raw: Buffer = b""
+            if value.numel():
+                flat = value.detach().contiguous().reshape(-1)
+                # numpy has no bfloat16, so the bytes are viewed before they are given to it.
+                raw = cast("memoryview", flat.view(torch.uint8).numpy().data)
+            return self._extension(_Code.TENSOR, [dtype, tuple(value.shape)], raw)
         raise ProtocolError(f"a {type(value).__qualname__} has no form on a wire")
 
     def _extension(self, code: _Code, words: list[Any], raw: Buffer) -> msgspec.msgpack.Ext:
@@ -207,21 +211,22 @@ class Codec:
         words = msgspec.msgpack.decode(data)
         where = words.pop()
         # ``bytearray``, so that the array is writable.
-        raw = bytearray(where) if isinstance(where, bytes) else self._parts[_position(where)]
+        if isinstance(where, bytes):
+            raw: Buffer = bytearray(where)
+        elif isinstance(where, int) and where >= 1:
+            raw = self._parts[where]
+        else:
+            raise ProtocolError(f"{where!r} names no buffer")
         if code == _Code.BYTES:
             return bytes(raw)
         dtype, shape = words
         if code == _Code.ARRAY:
-            return _array(dtype, shape, raw)
+            if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+                raise ProtocolError(f"{dtype!r} is no dtype of numbers")
+            return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
         if code == _Code.TENSOR:
             return _tensor(dtype, shape, raw)
         raise ProtocolError(f"extension {code} is unknown")
-
-
-def _position(where: Any) -> int:
-    if not isinstance(where, int) or where < 1:
-        raise ProtocolError(f"{where!r} names no buffer")
-    return where
 
 
 # ---------------------------------------------------------------------------------------------------- arrays
@@ -236,12 +241,6 @@ def _bytes_of_array(array: npt.NDArray[Any]) -> Buffer:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _array(dtype: Any, shape: Any, raw: Buffer) -> npt.NDArray[Any]:
-    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
-        raise ProtocolError(f"{dtype!r} is no dtype of numbers")
-    return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
-
-
 def _tensor_dtype(tensor: Any) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TENSOR_DTYPES or tensor.layout != sys.modules["torch"].strided:
@@ -249,13 +248,6 @@ def _tensor_dtype(tensor: Any) -> str:
     if tensor.device.type != "cpu":
         raise ProtocolError(f"a tensor on {tensor.device} does not travel; move it with .cpu() first")
     return name
-
-
-def _bytes_of_tensor(tensor: Any, torch: Any) -> Buffer:
-    if not tensor.numel():
-        return b""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return cast("memoryview", flat.view(torch.uint8).numpy().data)
 
 
 def _tensor(dtype: Any, shape: Any, raw: Buffer) -> Any:
@@ -335,7 +327,10 @@ def _any_to_data(value: Any) -> Any:
     if kind is tuple:
         return _Tuple([_any_to_data(inner) for inner in value])
     if isinstance(value, dict):
-        return {_key(key): _any_to_data(inner) for key, inner in value.items()}
+        for key in value:
+            if type(key) not in (str, int):
+                raise ProtocolError(f"{key!r} is no key of a mapping on a wire; use strings")
+        return {key: _any_to_data(inner) for key, inner in value.items()}
     if kind is bytes and len(value) > _INLINE_BYTES:
         return _Long(value)
     if value is None or kind in (*_PLAIN, bytes) or isinstance(value, (np.ndarray, np.generic)):
@@ -346,12 +341,6 @@ def _any_to_data(value: Any) -> Any:
     raise ProtocolError(
         f"a {kind.__qualname__} in a field of type Any has no form on a wire; send data of JSON, or arrays"
     )
-
-
-def _key(key: Any) -> Any:
-    if type(key) not in (str, int):
-        raise ProtocolError(f"{key!r} is no key of a mapping on a wire; use strings")
-    return key
 
 
 def _instance(value: Any, kind: type) -> Any:

@@ -209,19 +209,14 @@ class Connection:
         Both may queue more: return whether it is still empty.
         """
         assert self._owner is not None, "started with an owner"
-        if self.outbox:
-            self._owner.on_written()
-        else:
-            self._report_empty()
+        is_empty = not self.outbox
+        self._owner.on_written()
+        if is_empty:
+            self._tell_empty()
         return not self.outbox
 
     def _on_next(self, wake: Callable[[], object]) -> None:
         self.outbox.wake = wake
-
-    def _report_empty(self) -> None:
-        assert self._owner is not None, "started with an owner"
-        self._owner.on_written()
-        self._tell_empty()
 
     def _tell_empty(self) -> None:
         waiting, self._on_empty = self._on_empty, None

@@ -217,9 +217,6 @@ class Outbox:
             if not outgoing.is_withdrawn:
                 self._begin(outgoing, small)
                 size += len(small[-1])
-        return self._with_chunk(small)
-
-    def _with_chunk(self, small: list[Buffer]) -> list[Buffer]:
         chunk = None if self._chunks is None else next(self._chunks, None)
         if chunk is None:
             self._chunks = None
@@ -310,10 +307,16 @@ class Assembler:
         position = 0
         while len(data) - position >= _HEAD.size:
             code, flags, zero, length, call, seconds = _HEAD.unpack_from(data, position)
-            kind = self._checked(code, flags, zero, length)
+            kind = _KINDS.get(code)
+            if kind is None or zero or flags > _LARGE or length > CHUNK_BYTES:
+                raise ProtocolError(
+                    f"no frame begins with kind {code}, flags {flags}, {length} bytes; this is another protocol"
+                )
             body = position + _HEAD.size
             if kind is Kind.CHUNK:
-                self._begin_chunk(call, length)
+                if self._large is None or call != self._large.id or not 0 < length <= len(self._holes[0]):
+                    raise ProtocolError("a chunk belongs to no message")
+                self._chunk_left = length
                 return data[body:]
             if len(data) - body < length:
                 break
@@ -325,14 +328,6 @@ class Assembler:
             else:
                 frames.append(Frame(kind, call, seconds, [payload]))
         return data[position:]
-
-    def _checked(self, code: int, flags: int, zero: int, length: int) -> Kind:
-        kind = _KINDS.get(code)
-        if kind is None or zero or flags > _LARGE or length > CHUNK_BYTES:
-            raise ProtocolError(
-                f"no frame begins with kind {code}, flags {flags}, {length} bytes; this is another protocol"
-            )
-        return kind
 
     def _begin_large(self, kind: Kind, call: int, seconds: float, payload: bytes) -> None:
         if self._large is not None:
@@ -352,11 +347,6 @@ class Assembler:
         self._holes.extend(memoryview(part) for part in parts if len(part))
         if not self._holes:
             raise ProtocolError("a large message announces nothing but empty parts")
-
-    def _begin_chunk(self, call: int, length: int) -> None:
-        if self._large is None or call != self._large.id or not 0 < length <= len(self._holes[0]):
-            raise ProtocolError("a chunk belongs to no message")
-        self._chunk_left = length
 
     def _fill(self, num_bytes: int, frames: list[Frame]) -> None:
         """Record that ``num_bytes`` of the present chunk are in place."""

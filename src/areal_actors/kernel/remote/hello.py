@@ -74,6 +74,10 @@ def check_secret(secret: bytes) -> None:
 
 def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
     """Return the hello of this side, with a fresh nonce."""
+    try:
+        package = version("areal_actors")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        package = "unknown"
     return Hello(
         node=node,
         incarnation=incarnation,
@@ -81,7 +85,7 @@ def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
         window_messages=limits.window_messages,
         window_bytes=limits.window_bytes,
         max_message_bytes=limits.max_message_bytes,
-        package=_package_version(),
+        package=package,
     )
 
 
@@ -99,7 +103,11 @@ async def send_hello(stream: ByteStream, own: Hello, secret: bytes) -> tuple[Hel
         raise Unreachable(f"the other side refuses the connection: {answer.get('refused')}", sent=False)
     _check_version(own, other)
     transcript = sent + received
-    _check_proof(answer, await _read(stream), _proof(secret, b"listener", transcript))
+    proof = await _read(stream)
+    if "proof" not in proof:
+        raise Unreachable(f"the other side refuses the connection: {proof.get('refused')}", sent=False)
+    if not hmac.compare_digest(str(proof["proof"]).encode(), _proof(secret, b"listener", transcript).encode()):
+        raise Unreachable(f"node {other.node!r} does not know the secret of this connection", sent=False)
     await send_packet(stream, {"proof": _proof(secret, b"connector", transcript)})
     welcome = await _read(stream)
     if "welcome" not in welcome:
@@ -193,20 +201,5 @@ def _check_version(own: Hello, other: Hello) -> None:
         )
 
 
-def _check_proof(answer: dict[str, Any], words: dict[str, Any], expected: str) -> None:
-    if "proof" not in words:
-        raise Unreachable(f"the other side refuses the connection: {words.get('refused')}", sent=False)
-    if not hmac.compare_digest(str(words["proof"]).encode(), expected.encode()):
-        node = answer["hello"].get("node")
-        raise Unreachable(f"node {node!r} does not know the secret of this connection", sent=False)
-
-
 def _proof(secret: bytes, role: bytes, transcript: bytes) -> str:
     return hmac.new(secret, role + b"\0" + transcript, "sha256").hexdigest()
-
-
-def _package_version() -> str:
-    try:
-        return version("areal_actors")
-    except PackageNotFoundError:
-        return "unknown"

@@ -35,6 +35,7 @@ from areal_actors.kernel.remote.frames import Limits
 from areal_actors.kernel.remote.hello import check_secret
 from areal_actors.kernel.remote.peer import Peer
 from areal_actors.kernel.remote.transport import Listener, connect, unwrapped
+from areal_actors.lib.backoff import backoff_seconds
 from areal_actors.lib.change_signal import ChangeSignal
 
 __all__ = ["Locate", "ReconnectingConnection", "reconnecting", "reconnecting_from"]
@@ -165,14 +166,24 @@ class ReconnectingConnection:
         while not self.is_closed:
             try:
                 async with self._open_peer() as peer:
-                    self._check(peer)
+                    node, newest = self._newest
+                    if peer.node == node and peer.incarnation < newest:
+                        # The address may still lead to an earlier incarnation that has not noticed its replacement.
+                        raise Unreachable(
+                            f"node {node!r} lives as incarnation {newest}; incarnation {peer.incarnation} is over",
+                            sent=False,
+                        )
                     num_failures = 0
                     await self._stay(peer)
             except (ArealError, OSError) as error:
                 num_failures += 1
                 self._note(str(error) or type(error).__name__)
             if not self.is_closed:
-                await anyio.sleep(self._delay(num_failures))
+                limits = self.limits
+                seconds = backoff_seconds(
+                    max(num_failures, 1), first=limits.redial_seconds, longest=limits.max_redial_seconds
+                )
+                await anyio.sleep(seconds * self._random.uniform(0.5, 1.0))
 
     async def _stay(self, peer: Peer) -> None:
         self._over = anyio.Event()
@@ -213,23 +224,6 @@ class ReconnectingConnection:
         if cause != self.cause and not self.is_closed:
             logger.warning("the connection to %r is down: %s", self.name, cause)
         self.cause = cause
-
-    def _check(self, peer: Peer) -> None:
-        """Refuse a peer that is an earlier incarnation of the node.
-
-        Raises:
-            Unreachable: it is.
-        """
-        node, newest = self._newest
-        # An address may still lead to an earlier incarnation that has not noticed its replacement.
-        if peer.node == node and peer.incarnation < newest:
-            raise Unreachable(
-                f"node {node!r} lives as incarnation {newest}; incarnation {peer.incarnation} is over", sent=False
-            )
-
-    def _delay(self, num_failures: int) -> float:
-        seconds = self.limits.redial_seconds * 2.0 ** min(max(num_failures - 1, 0), 64)
-        return min(seconds, self.limits.max_redial_seconds) * self._random.uniform(0.5, 1.0)
 
 
 @asynccontextmanager
@@ -380,7 +374,23 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
     def statistics(self) -> ActorStatistics:
         """Return what this side knows of the present incarnation."""
         near = self._present()
-        return _unknown(self._name, self._incarnation) if near is None else near.statistics()
+        if near is not None:
+            return near.statistics()
+        return ActorStatistics(
+            name=self._name,
+            state=ActorState.STARTING,
+            incarnation=self._incarnation,
+            num_queued=0,
+            num_parked=0,
+            num_waiting_senders=0,
+            num_running=0,
+            mailbox_size=0,
+            num_handled=0,
+            num_failed=0,
+            num_cancelled=0,
+            num_dropped=0,
+            mailbox_peak=0,
+        )
 
     # ------------------------------------------------------------------------------------------------ incarnations
 
@@ -458,21 +468,3 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
     def _describe(self, message: AnyMessage[Any] | None) -> str:
         name = "its end" if message is None else type(message).__name__
         return f"{name} to actor {self._name!r} on {self._connection.name!r}"
-
-
-def _unknown(name: str, incarnation: int) -> ActorStatistics:
-    return ActorStatistics(
-        name=name,
-        state=ActorState.STARTING,
-        incarnation=incarnation,
-        num_queued=0,
-        num_parked=0,
-        num_waiting_senders=0,
-        num_running=0,
-        mailbox_size=0,
-        num_handled=0,
-        num_failed=0,
-        num_cancelled=0,
-        num_dropped=0,
-        mailbox_peak=0,
-    )

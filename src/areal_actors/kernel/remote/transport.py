@@ -22,7 +22,7 @@ from areal_actors.kernel.failure import leaves
 from areal_actors.kernel.ref import Ref
 from areal_actors.kernel.remote.connection import Connection
 from areal_actors.kernel.remote.frames import Limits
-from areal_actors.kernel.remote.hello import Hello, check_secret, greet, receive_hello, send_hello, send_packet
+from areal_actors.kernel.remote.hello import check_secret, greet, receive_hello, send_hello, send_packet
 from areal_actors.kernel.remote.peer import Exposed, Peer, check_free
 from areal_actors.kernel.remote.peer import expose as expose_actor
 from areal_actors.kernel.remote.sockets import accept, check_directory, dial_tcp, dial_unix, parse_address
@@ -93,15 +93,25 @@ class Listener:
             raise
         finally:
             self._num_strangers -= 1
-        await self._stay(peer)
+        try:
+            async with anyio.create_task_group() as tasks:
+                peer.connection.start(peer, tasks)
+                self._arrival.notify()
+                await peer.connection.closed.wait()
+        finally:
+            self._forget(peer)
 
     async def _introduced(self, stream: ByteStream) -> Peer:
         with anyio.fail_after(self._limits.hello_seconds):
             other = await receive_hello(
                 stream, greet(node=self.node, incarnation=self.incarnation, limits=self._limits), self._secret
             )
-            refusal = self._refusal(other)
-            if refusal is not None:
+            newest, refusal = self._newest.get(other.node, 1), ""
+            if other.incarnation < newest:
+                refusal = f"node {other.node!r} lives as incarnation {newest}; incarnation {other.incarnation} is over"
+            elif other.incarnation == newest and other.node in self._peers:
+                refusal = f"node {other.node!r} is connected already, as incarnation {newest}"
+            if refusal:
                 await send_packet(stream, {"refused": refusal})
                 raise ProtocolError(refusal)
             # Reserve the name before the next ``await``, so that one of two simultaneous connections is refused.
@@ -119,33 +129,10 @@ class Listener:
                 raise
             return peer
 
-    async def _stay(self, peer: Peer) -> None:
-        try:
-            async with anyio.create_task_group() as tasks:
-                peer.connection.start(peer, tasks)
-                self._arrival.notify()
-                await peer.connection.closed.wait()
-        finally:
-            self._forget(peer)
-
     def _forget(self, peer: Peer) -> None:
         peer.close()
         if self._peers.get(peer.node) is peer:
             del self._peers[peer.node]
-
-    def _refusal(self, other: Hello) -> str | None:
-        newest = self._newest.get(other.node, 1)
-        if other.incarnation < newest:
-            return f"node {other.node!r} lives as incarnation {newest}; incarnation {other.incarnation} is over"
-        if other.incarnation == newest and other.node in self._peers:
-            return f"node {other.node!r} is connected already, as incarnation {newest}"
-        return None
-
-    async def _aclose(self) -> None:
-        async with anyio.create_task_group() as tasks:
-            # Concurrently, because each may take up to ``cleanup_seconds``.
-            for peer in self.peers:
-                tasks.start_soon(peer.connection.aclose)
 
 
 @asynccontextmanager
@@ -184,7 +171,10 @@ async def listen(
             try:
                 async with _bound(address, listener, tasks):
                     yield listener
-                await listener._aclose()  # noqa: SLF001 - its own module
+                async with anyio.create_task_group() as closing:
+                    # Concurrently, because each may take up to ``cleanup_seconds``.
+                    for peer in listener.peers:
+                        closing.start_soon(peer.connection.aclose)
             except BaseException as error:
                 body.append(error)
                 raise
@@ -211,9 +201,10 @@ async def connect(
     """
     limits = limits or Limits()
     check_secret(secret)
+    path, host, port = parse_address(address)
     try:
         with anyio.fail_after(limits.hello_seconds):
-            stream = await _dial(address)
+            stream = await (dial_unix(path) if path is not None else dial_tcp(host, port))
     except TimeoutError:
         raise Unreachable(f"no answer at {address} within {limits.hello_seconds:g} s", sent=False) from None
     except OSError as error:
@@ -283,7 +274,12 @@ async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> A
         yield
         return
     path, host, port = parse_address(address)
-    listening = await (_listen_unix(path) if path is not None else _listen_tcp(host, port))
+    try:
+        listening: SocketListener[Any] = await (
+            _listen_unix(path) if path is not None else anyio.create_tcp_listener(local_host=host, local_port=port)
+        )
+    except OSError as error:
+        raise ActorError(f"cannot listen at {address}: {error}") from None
     accepting = anyio.CancelScope()
     try:
         if path is not None:
@@ -334,18 +330,6 @@ async def _listen_unix(path: Path) -> SocketListener[Any]:
         await anyio.aclose_forcefully(stream)
         raise ActorError(f"another process already listens at unix:{path}; choose another path")
     return await anyio.create_unix_listener(path, mode=0o600)
-
-
-async def _listen_tcp(host: str, port: int) -> SocketListener[Any]:
-    try:
-        return await anyio.create_tcp_listener(local_host=host, local_port=port)
-    except OSError as error:
-        raise ActorError(f"cannot listen at tcp://{host}:{port}: {error}") from None
-
-
-async def _dial(address: str) -> ByteStream:
-    path, host, port = parse_address(address)
-    return await (dial_unix(path) if path is not None else dial_tcp(host, port))
 
 
 def _unique_name() -> str:

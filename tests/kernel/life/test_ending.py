@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
-from tests.kernel.life.diarist import Diarist, GoAway, Name, Work
+from tests.kernel.life.recorder import GoAway, Name, Recorder, Work
 
 from areal_actors.errors import ActorError, ActorStopped
 from areal_actors.kernel import ActorState, ActorSystem, Address, Context, DownReason, Stop
@@ -19,55 +19,55 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 async def test_a_life_in_order():
     """Entered before spawn returns; background tasks end before the lifespan is left; nothing follows."""
-    diarist = Diarist()
+    recorder = Recorder()
     async with ActorSystem.open() as system:
-        ref = await system.spawn(diarist)
-        assert ["enters 1"] == diarist.diary
+        ref = await system.spawn(recorder)
+        assert ["enters 1"] == recorder.events
         await ref.tell(Work())
         await ref.stop()
 
-        assert ["enters 1", "works", "background ends", "leaves"] == diarist.diary
+        assert ["enters 1", "works", "background ends", "leaves"] == recorder.events
         assert ref.statistics().state is ActorState.STOPPED
         await ref.stop()
 
 
 async def test_leaving_the_block_stops_the_last_actor_first():
     """What was started later may use what was started earlier."""
-    diary: list[str] = []
+    events: list[str] = []
 
-    class Named(Diarist):
+    class Named(Recorder):
         @asynccontextmanager
         async def lifespan(self, context: Context) -> AsyncIterator[None]:
             yield
-            diary.append(context.name)
+            events.append(context.name)
 
     async with ActorSystem.open() as system:
         for name in "abc":
             await system.spawn(Named(), name=name)
 
-    assert ["c", "b", "a"] == diary
+    assert ["c", "b", "a"] == events
 
 
 async def test_stopping_drains_up_to_the_grace():
     """What fits is handled; what does not is cancelled and counted."""
-    diarist = Diarist()
+    recorder = Recorder()
     async with ActorSystem.open() as system:
-        ref = await system.spawn(diarist)
+        ref = await system.spawn(recorder)
         for seconds in (2, 2, 20, 1):
             await ref.tell(Work(seconds=seconds))
         start = anyio.current_time()
         await ref.stop(grace=10)
 
         assert anyio.current_time() - start == pytest.approx(10, abs=0.1)
-        assert ["enters 1", "works", "works", "work cancelled", "background ends", "leaves"] == diarist.diary
+        assert ["enters 1", "works", "works", "work cancelled", "background ends", "leaves"] == recorder.events
         assert ref.statistics().num_dropped == 1
 
 
 async def test_a_second_stop_may_be_less_patient():
     """The shorter grace wins, and both callers return."""
-    diarist = Diarist()
+    recorder = Recorder()
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
-        ref = await system.spawn(diarist)
+        ref = await system.spawn(recorder)
         await ref.tell(Work(seconds=1000))
         tasks.start_soon(lambda: ref.stop(grace=500))
         await wait_all_tasks_blocked()
@@ -76,27 +76,27 @@ async def test_a_second_stop_may_be_less_patient():
         await ref.stop(grace=1)
 
         assert anyio.current_time() - start == pytest.approx(1, abs=0.1)
-        assert "work cancelled" in diarist.diary
+        assert "work cancelled" in recorder.events
 
 
 async def test_a_caller_that_stops_waiting_does_not_stop_the_stop():
     """The ladder belongs to the actor."""
-    diarist = Diarist()
+    recorder = Recorder()
     async with ActorSystem.open() as system:
-        ref = await system.spawn(diarist)
+        ref = await system.spawn(recorder)
         await ref.tell(Work(seconds=5))
         with anyio.move_on_after(1):
             await ref.stop(grace=10)
         down = await system.watch(ref)
 
         assert down.reason is DownReason.STOPPED
-        assert "works" in diarist.diary
+        assert "works" in recorder.events
 
 
 async def test_leaving_a_lifespan_is_shielded_and_bounded():
     """A cancelled system still leaves its lifespans, but not for ever."""
-    diary: list[str] = []
-    patient, endless = Diarist(diary, leaving=3), Diarist(diary, leaving=math.inf)
+    events: list[str] = []
+    patient, endless = Recorder(events, leaving=3), Recorder(events, leaving=math.inf)
     with anyio.move_on_after(10) as scope:
         async with ActorSystem.open(cleanup_seconds=5) as system:
             await system.spawn(patient)
@@ -105,13 +105,13 @@ async def test_leaving_a_lifespan_is_shielded_and_bounded():
 
     assert scope.cancelled_caught
     assert anyio.current_time() - scope.deadline == pytest.approx(5, abs=0.1)
-    assert diary.count("leaves") == 1
+    assert events.count("leaves") == 1
 
 
 async def test_meeting_the_stopped_is_no_crash_at_the_end():
     """An actor that tells one that was stopped before it ends quietly; in mid-life it crashes as by any error."""
 
-    class Reporter(Diarist):
+    class Reporter(Recorder):
         @Work.handler
         async def work(self, message: Work) -> None:
             await anyio.sleep(message.seconds)
@@ -119,7 +119,7 @@ async def test_meeting_the_stopped_is_no_crash_at_the_end():
 
     async with ActorSystem.open() as system:
         reporter = await system.spawn(Reporter(), name="reporter", supervision=Stop())
-        cat = await system.spawn(Diarist(), name="cat")
+        cat = await system.spawn(Recorder(), name="cat")
         await reporter.tell(Work(seconds=1))
     assert reporter.statistics().state is ActorState.STOPPED
 
@@ -131,21 +131,21 @@ async def test_meeting_the_stopped_is_no_crash_at_the_end():
 
 async def test_an_actor_may_stop_itself():
     """It finishes what it had accepted."""
-    diarist = Diarist()
+    recorder = Recorder()
     async with ActorSystem.open() as system:
-        ref = await system.spawn(diarist)
+        ref = await system.spawn(recorder)
         await ref.tell(GoAway())
         await ref.tell(Work())
         await system.watch(ref)
 
-        assert "works" in diarist.diary
+        assert "works" in recorder.events
         assert system.statistics().actors == ()
 
 
 async def test_a_spawn_that_fails_raises_what_the_lifespan_raised():
     """Plainly, and nothing of the actor remains."""
 
-    class Broken(Diarist):
+    class Broken(Recorder):
         @asynccontextmanager
         async def lifespan(self, context: Context) -> AsyncIterator[None]:
             raise OSError("no disk")
@@ -155,20 +155,20 @@ async def test_a_spawn_that_fails_raises_what_the_lifespan_raised():
         with pytest.raises(OSError, match="no disk"):
             await system.spawn(Broken(), name="broken")
         with pytest.raises(ZeroDivisionError):
-            await system.spawn(lambda: Diarist(leaving=1 / 0))
+            await system.spawn(lambda: Recorder(leaving=1 / 0))
 
-        assert await (await system.spawn(Diarist(), name="broken")).ask(Name()) == "broken 1"
+        assert await (await system.spawn(Recorder(), name="broken")).ask(Name()) == "broken 1"
 
 
 async def test_a_cancelled_spawn_leaves_nothing():
     """The half-born actor is cut off."""
-    diarist = Diarist(entering=100)
+    recorder = Recorder(entering=100)
     async with ActorSystem.open() as system:
         with anyio.move_on_after(1):
-            await system.spawn(diarist)
+            await system.spawn(recorder)
         await wait_all_tasks_blocked()
 
-        assert ["enters 1"] == diarist.diary
+        assert ["enters 1"] == recorder.events
         assert system.statistics().actors == ()
 
 
@@ -178,7 +178,7 @@ async def test_stopping_an_actor_that_is_being_born():
 
         async def spawn() -> None:
             with pytest.raises(ActorStopped, match="stopped before its lifespan was entered"):
-                await system.spawn(Diarist(entering=100), name="slow")
+                await system.spawn(Recorder(entering=100), name="slow")
 
         tasks.start_soon(spawn)
         await wait_all_tasks_blocked()
@@ -188,14 +188,14 @@ async def test_stopping_an_actor_that_is_being_born():
 async def test_names_are_unique_among_the_living():
     """A name is free again when its actor is gone; without a name one is made."""
     async with ActorSystem.open() as system:
-        ref = await system.spawn(Diarist(), name="one")
+        ref = await system.spawn(Recorder(), name="one")
         with pytest.raises(ActorError, match="an actor named 'one' lives in system 'local' already"):
-            await system.spawn(Diarist(), name="one")
+            await system.spawn(Recorder(), name="one")
         await ref.stop()
-        again = await system.spawn(Diarist(), name="one")
+        again = await system.spawn(Recorder(), name="one")
 
         assert again is system.resolve(again.address)
-        assert ["diarist", "diarist-2"] == [(await system.spawn(Diarist())).name for _ in range(2)]
+        assert ["recorder", "recorder-2"] == [(await system.spawn(Recorder())).name for _ in range(2)]
 
 
 async def test_a_closed_system_spawns_nothing():
@@ -203,6 +203,6 @@ async def test_a_closed_system_spawns_nothing():
     async with ActorSystem.open() as system:
         pass
     with pytest.raises(ActorStopped, match="is not open"):
-        await system.spawn(Diarist())
+        await system.spawn(Recorder())
     with pytest.raises(ActorStopped, match="no actor 'gone'"):
         system.resolve(Address(node="local", name="gone"))

@@ -10,7 +10,7 @@ import pytest
 from anyio import wait_all_tasks_blocked
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernel.life.diarist import Diarist, Name, Watcher, Work
+from tests.kernel.life.recorder import Name, Recorder, Watcher, Work
 
 from areal_actors.errors import ConfigError
 from areal_actors.kernel import ActorState, ActorSystem, DownReason, Escalate, Restart, Stop
@@ -23,7 +23,7 @@ async def test_escalation_leaves_the_system_and_names_the_root_cause():
     """One flat group of plain exceptions, also when askers met the consequences first."""
     with pytest.raises(ExceptionGroup, match=r"ValueError: odd \(while actor 'sick' handled Work\)") as caught:
         async with ActorSystem.open() as system:
-            ref = await system.spawn(Diarist(), name="sick")
+            ref = await system.spawn(Recorder(), name="sick")
             await ref.tell(Work(error=ValueError("odd")))
             await ref.ask(Name())
 
@@ -34,7 +34,7 @@ async def test_a_crash_cancels_the_block():
     """Nobody waits for what will not come."""
     with pytest.raises(ExceptionGroup, match="odd"):
         async with ActorSystem.open() as system:
-            ref = await system.spawn(Diarist())
+            ref = await system.spawn(Recorder())
             await ref.tell(Work(error=ValueError("odd")))
             await anyio.sleep(math.inf)
 
@@ -42,22 +42,22 @@ async def test_a_crash_cancels_the_block():
 async def test_stop_ends_the_actor_alone(caplog):
     """The crash is logged; neighbours live on."""
     async with ActorSystem.open() as system:
-        sick, well = await system.spawn(Diarist(), supervision=Stop()), await system.spawn(Diarist(), name="well")
+        sick, well = await system.spawn(Recorder(), supervision=Stop()), await system.spawn(Recorder(), name="well")
         await sick.tell(Work(error=ValueError("odd")))
         down = await system.watch(sick)
 
         assert (DownReason.CRASHED, "ValueError: odd", False) == (down.reason, down.error, down.is_restarting)
         assert sick.statistics().state is ActorState.CRASHED
         assert await well.ask(Name()) == "well 1"
-        assert "actor 'diarist' crashed" in caplog.text
+        assert "actor 'recorder' crashed" in caplog.text
 
 
 async def test_restart_keeps_ref_and_mailbox_and_loses_state_and_message():
     """What was queued behind the failing message is handled by the next incarnation."""
-    made: list[Diarist] = []
+    made: list[Recorder] = []
 
-    def make() -> Diarist:
-        made.append(Diarist())
+    def make() -> Recorder:
+        made.append(Recorder())
         return made[-1]
 
     async with ActorSystem.open() as system:
@@ -66,17 +66,17 @@ async def test_restart_keeps_ref_and_mailbox_and_loses_state_and_message():
         await ref.tell(Work())
 
         assert await ref.ask(Name()) == "cat 2"
-        assert ["enters 1", "background ends", "saw odd", "leaves"] == made[0].diary
-        assert ["enters 2", "works"] == made[1].diary
+        assert ["enters 1", "background ends", "saw odd", "leaves"] == made[0].events
+        assert ["enters 2", "works"] == made[1].events
         assert ref.address.incarnation == 2
 
 
 async def test_a_lifespan_cannot_swallow_a_crash():
     """Supervision is not its decision."""
-    diarist = Diarist()
-    diarist.swallows = True
+    recorder = Recorder()
+    recorder.swallows = True
     async with ActorSystem.open() as system:
-        ref = await system.spawn(diarist, supervision=Stop())
+        ref = await system.spawn(recorder, supervision=Stop())
         await ref.tell(Work(error=ValueError("odd")))
 
         assert (await system.watch(ref)).reason is DownReason.CRASHED
@@ -84,10 +84,10 @@ async def test_a_lifespan_cannot_swallow_a_crash():
 
 async def test_a_background_task_that_raises_crashes_the_actor():
     """Loudly, even if nobody ever asks."""
-    diarist = Diarist()
-    diarist.background_error = ValueError("in the background")
+    recorder = Recorder()
+    recorder.background_error = ValueError("in the background")
     async with ActorSystem.open() as system:
-        ref = await system.spawn(diarist, supervision=Stop())
+        ref = await system.spawn(recorder, supervision=Stop())
 
         assert (await system.watch(ref)).error == "ValueError: in the background"
 
@@ -96,7 +96,7 @@ async def test_too_many_restarts_go_to_the_next_policy():
     """Two within the window are granted, the third crash is final."""
     policy = Restart(max_restarts=2, window_seconds=60, backoff_seconds=0, then=Stop())
     async with ActorSystem.open() as system:
-        ref = await system.spawn(Diarist, supervision=policy)
+        ref = await system.spawn(Recorder, supervision=policy)
         for _ in range(3):
             await ref.tell(Work(error=ValueError("odd")))
         downs = [await system.watch(ref) for _ in range(3)]
@@ -105,7 +105,7 @@ async def test_too_many_restarts_go_to_the_next_policy():
 
     with pytest.raises(ExceptionGroup, match="odd"):
         async with ActorSystem.open() as system:
-            ref = await system.spawn(Diarist, supervision=Restart(max_restarts=0, then=Escalate()))
+            ref = await system.spawn(Recorder, supervision=Restart(max_restarts=0, then=Escalate()))
             await ref.tell(Work(error=ValueError("odd")))
 
 
@@ -113,10 +113,10 @@ async def test_a_restart_that_fails_counts_as_a_crash():
     """A factory or lifespan that cannot come back is met by the same policy."""
     broken = False
 
-    def make() -> Diarist:
+    def make() -> Recorder:
         if broken:
             raise OSError("no disk")
-        return Diarist()
+        return Recorder()
 
     async with ActorSystem.open() as system:
         ref = await system.spawn(make, supervision=Restart(max_restarts=2, backoff_seconds=1, then=Stop()))
@@ -130,7 +130,7 @@ async def test_a_restart_that_fails_counts_as_a_crash():
 async def test_a_stop_ends_the_back_off():
     """Nobody waits for a restart that is not wanted."""
     async with ActorSystem.open() as system:
-        ref = await system.spawn(Diarist, supervision=Restart(backoff_seconds=1000, max_backoff_seconds=1000))
+        ref = await system.spawn(Recorder, supervision=Restart(backoff_seconds=1000, max_backoff_seconds=1000))
         await ref.tell(Work(error=ValueError("odd")))
         await wait_all_tasks_blocked()
         assert ref.statistics().state is ActorState.RESTARTING
@@ -142,10 +142,10 @@ async def test_a_stop_ends_the_back_off():
 
 async def test_restart_needs_a_factory_that_keeps_its_word():
     """An instance cannot be made afresh, and another class cannot take over a ref."""
-    kinds = iter((Diarist, Watcher))
+    kinds = iter((Recorder, Watcher))
     async with ActorSystem.open() as system:
         with pytest.raises(ConfigError, match="spawn a factory"):
-            await system.spawn(Diarist(), supervision=Restart())
+            await system.spawn(Recorder(), supervision=Restart())
         ref = await system.spawn(
             lambda: next(kinds)(),  # noqa: PLW0108 - another class each time
             supervision=Restart(max_restarts=1, then=Stop()),

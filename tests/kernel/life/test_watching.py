@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from tests.kernel.life.diarist import Diarist, Name, Watch, Watcher, Work
+from tests.kernel.life.recorder import Name, Recorder, Watch, Watcher, Work
 
 from areal_actors.kernel import ActorSystem, DownReason, Restart, Stop
 
@@ -17,7 +17,7 @@ async def test_a_watcher_hears_of_each_end_ahead_of_its_queue():
     async with ActorSystem.open() as system:
         mourner = await system.spawn(watcher)
         cat = await system.spawn(
-            Diarist, name="cat", supervision=Restart(backoff_seconds=1, max_restarts=1, then=Stop())
+            Recorder, name="cat", supervision=Restart(backoff_seconds=1, max_restarts=1, then=Stop())
         )
         await mourner.ask(Watch(ref=cat))
         await mourner.tell(Work(seconds=10))
@@ -32,26 +32,26 @@ async def test_a_watcher_hears_of_each_end_ahead_of_its_queue():
             "cat 1 crashed restarting ValueError: odd",
             "cat 2 crashed ValueError: odd",
             "works",
-        ] == watcher.diary
+        ] == watcher.events
 
 
 async def test_watching_the_dead_is_answered_at_once():
     """From inside and from outside."""
     watcher = Watcher()
     async with ActorSystem.open() as system:
-        mourner, cat = await system.spawn(watcher), await system.spawn(Diarist(), name="cat")
+        mourner, cat = await system.spawn(watcher), await system.spawn(Recorder(), name="cat")
         await cat.stop()
         await mourner.ask(Watch(ref=cat))
         await mourner.ask(Name())
 
-        assert "cat 1 stopped None" in watcher.diary
+        assert "cat 1 stopped None" in watcher.events
         assert (await system.watch(cat)).reason is DownReason.STOPPED
 
 
 async def test_watching_needs_a_handler_for_the_news():
     """A watcher that could not hear is refused."""
     async with ActorSystem.open() as system:
-        deaf, cat = await system.spawn(Diarist(), supervision=Stop()), await system.spawn(Diarist(), name="cat")
+        deaf, cat = await system.spawn(Recorder(), supervision=Stop()), await system.spawn(Recorder(), name="cat")
         await deaf.tell(Watch(ref=cat))
 
         assert "add a method under @Down.handler" in str((await system.watch(deaf)).error)
@@ -60,7 +60,7 @@ async def test_watching_needs_a_handler_for_the_news():
 async def test_a_watcher_that_gives_up_is_forgotten():
     """Waiting for an end that does not come leaves nothing behind."""
     async with ActorSystem.open() as system:
-        cat = await system.spawn(Diarist())
+        cat = await system.spawn(Recorder())
         with anyio.move_on_after(1):
             await system.watch(cat)
 

@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 from anyio import wait_all_tasks_blocked
-from tests.kernel.remote.clerks import SECRET, Clerk, Desk, Echo, Foreign, Note, Numbers, Other, Wait
+from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing, Foreign, Note, Numbers, Other, Wait
 
 from areal_actors.errors import (
     ActorError,
@@ -35,7 +35,7 @@ async def test_both_sides_may_ask(tmp_path):
     """Once introduced, they are alike; also over TCP."""
     for address in (f"unix:{tmp_path / 'private' / 'desk.sock'}", "tcp://127.0.0.1:0"):
         async with ActorSystem.open() as system:
-            near, far = await system.spawn(Clerk()), await system.spawn(Clerk())
+            near, far = await system.spawn(EchoActor()), await system.spawn(EchoActor())
             with anyio.fail_after(10):
                 async with (
                     listen(address, secret=SECRET, expose={"far": far}, node="server") as listener,
@@ -44,23 +44,23 @@ async def test_both_sides_may_ask(tmp_path):
                     worker = await listener.wait_for("worker")
                     array = np.arange(300_000, dtype=np.float32)
 
-                    assert await server.ref(Desk, "far").ask(Echo(value="there")) == "there"
-                    assert np.array_equal(array, await server.ref(Desk, "far").ask(Echo(value=array)))
+                    assert await server.ref(Echoing, "far").ask(Echo(value="there")) == "there"
+                    assert np.array_equal(array, await server.ref(Echoing, "far").ask(Echo(value=array)))
                     while "near" not in worker.exposed:
                         await anyio.lowlevel.checkpoint()
-                    assert await worker.ref(Desk, "near").ask(Echo(value="back")) == "back"
+                    assert await worker.ref(Echoing, "near").ask(Echo(value="back")) == "back"
     assert not (tmp_path / "private" / "desk.sock").exists()
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
 
 
 async def test_a_cut_ends_everything_that_was_under_way():
     """Asks, streams and waiting tells, each with the truth about whether it was sent; handlers there are cancelled."""
-    clerk = Clerk()
+    actor = EchoActor()
     outcomes: dict[str, bool] = {}
     async with ActorSystem.open() as system:
-        ref = await system.spawn(clerk, mailbox_size=1)
+        ref = await system.spawn(actor, mailbox_size=1)
         async with pretend_remote({"desk": ref}, limits=Limits(window_messages=2)) as (peer, listener):
-            desk = peer.ref(Desk, "desk")
+            desk = peer.ref(Echoing, "desk")
 
             async def attempt(name: str, message: Any) -> None:
                 with pytest.raises(Unreachable) as caught:
@@ -83,11 +83,11 @@ async def test_a_cut_ends_everything_that_was_under_way():
 
         assert {"running": True, "without credit": False, "told": False} == outcomes
         assert (DownReason.UNREACHABLE, False) == (down.reason, down.is_restarting)
-        assert clerk.seen == ["waits", "cancelled"]
+        assert actor.seen == ["waits", "cancelled"]
         with pytest.raises(Unreachable) as caught:
             await desk.ask(Echo())
         assert not caught.value.sent
-        clerk.go.set()
+        actor.go.set()
 
 
 async def test_an_actor_hears_that_another_one_became_unreachable():
@@ -109,9 +109,9 @@ async def test_an_actor_hears_that_another_one_became_unreachable():
             heard.append(message)
 
     async with ActorSystem.open() as system:
-        ref = await system.spawn(Clerk())
+        ref = await system.spawn(EchoActor())
         async with pretend_remote({"desk": ref}) as (peer, _):
-            desk = peer.ref(Desk, "desk")
+            desk = peer.ref(Echoing, "desk")
             watcher = await system.spawn(Watcher(desk))
             desk.life.watch(system.cell_of(watcher).hear)
             await ref.stop()
@@ -126,30 +126,30 @@ async def test_an_actor_hears_that_another_one_became_unreachable():
 async def test_what_cannot_travel_fails_its_own_ask_only():
     """The connection goes on."""
     async with ActorSystem.open() as system:
-        ref = await system.spawn(Clerk())
+        ref = await system.spawn(EchoActor())
         async with pretend_remote({"desk": ref}) as (peer, _):
-            desk = peer.ref(Desk, "desk")
+            desk = peer.ref(Echoing, "desk")
             with pytest.raises(ProtocolError, match="Echo cannot be sent: a object"):
                 await desk.ask(Echo(value=object()))
             with pytest.raises(RemoteError, match="the reply to Echo cannot be sent"):
                 await desk.ask(Echo(value="unsendable"))
             with pytest.raises(ProtocolError, match="does not take Foreign this way"):
                 await desk.ask(Foreign())
-            with pytest.raises(ProtocolError, match="does not speak Other; it speaks Desk"):
+            with pytest.raises(ProtocolError, match="does not speak Other; it speaks Echoing"):
                 peer.ref(Other, "desk")
             with pytest.raises(ActorStopped, match="exposes no actor 'nobody'; it exposes desk"):
-                peer.ref(Desk, "nobody")
+                peer.ref(Echoing, "nobody")
 
             assert await desk.ask(Echo(value=3)) == 3
 
 
 async def test_told_messages_wait_for_credit_and_arrive_in_order():
     """However slow the actor and small the window; memory at both ends stays bounded."""
-    clerk = Clerk()
+    actor = EchoActor()
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
-        ref = await system.spawn(clerk, mailbox_size=2)
+        ref = await system.spawn(actor, mailbox_size=2)
         async with pretend_remote({"desk": ref}, limits=Limits(window_messages=3, window_bytes=50)) as (peer, _):
-            desk = peer.ref(Desk, "desk")
+            desk = peer.ref(Echoing, "desk")
             sent: list[int] = []
 
             async def send() -> None:
@@ -162,18 +162,18 @@ async def test_told_messages_wait_for_credit_and_arrive_in_order():
 
             assert len(sent) <= 3 + 2 + 1
             assert ref.statistics().num_waiting_senders <= 3
-            clerk.go.set()
+            actor.go.set()
             while len(sent) < 30:
                 await anyio.lowlevel.checkpoint()
             await desk.stop()
-            assert [str(number) for number in range(30)] == clerk.seen
+            assert [str(number) for number in range(30)] == actor.seen
 
 
 async def test_a_node_is_connected_once_and_its_later_life_replaces_the_earlier():
     """A copy is refused, what is over stays out, and a restarted process takes its own place."""
     async with (
         ActorSystem.open() as system,
-        listen(None, secret=SECRET, expose={"desk": await system.spawn(Clerk())}) as listener,
+        listen(None, secret=SECRET, expose={"desk": await system.spawn(EchoActor())}) as listener,
         anyio.create_task_group() as tasks,
     ):
 
@@ -189,12 +189,12 @@ async def test_a_node_is_connected_once_and_its_later_life_replaces_the_earlier(
             with pytest.raises(Unreachable, match="incarnation 1 is over"):
                 async with connect_stream(stream(), secret=SECRET, node="worker", incarnation=1):
                     pass
-            assert await first.ref(Desk, "desk").ask(Echo()) == 1
+            assert await first.ref(Echoing, "desk").ask(Echo()) == 1
             async with connect_stream(stream(), secret=SECRET, node="worker", incarnation=3) as second:
                 assert "lost" in await first.wait_closed()
-                assert await second.ref(Desk, "desk").ask(Echo()) == 1
+                assert await second.ref(Echoing, "desk").ask(Echo()) == 1
                 with pytest.raises(Unreachable):
-                    await first.ref(Desk, "desk").ask(Echo())
+                    await first.ref(Echoing, "desk").ask(Echo())
 
 
 @pytest.mark.parametrize(
@@ -284,13 +284,13 @@ async def test_what_is_not_safe_is_refused(tmp_path):
 CHILD = """
 import os, sys, anyio
 sys.path.insert(0, sys.argv[2])
-from clerks import Clerk, SECRET
+from echo_actor import EchoActor, SECRET
 from areal_actors.kernel import ActorSystem
 from areal_actors.kernel.remote import listen
 
 async def main():
     async with ActorSystem.open() as system:
-        ref = await system.spawn(Clerk())
+        ref = await system.spawn(EchoActor())
         async with listen(sys.argv[1], secret=SECRET, expose={"desk": ref}, node="child"):
             print("listening", flush=True)
             await anyio.sleep_forever()
@@ -312,7 +312,7 @@ async def test_a_process_that_is_killed_is_noticed_at_once(tmp_path):
             assert await anyio.to_thread.run_sync(child.stdout.readline) == b"listening\n"
             with anyio.fail_after(20):
                 async with ActorSystem.open() as system, connect(address, secret=SECRET) as peer:
-                    desk = peer.ref(Desk, "desk")
+                    desk = peer.ref(Echoing, "desk")
                     assert peer.node == "child"
                     assert await desk.ask(Echo(value=[1, 2])) == [1, 2]
                     async with desk.stream(Numbers(n=100), buffer_size=3) as items:

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 from anyio import wait_all_tasks_blocked
-from tests.kernel.remote.clerks import SECRET, Clerk, Desk, Echo, Note
+from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing, Note
 
 from areal_actors.errors import ConfigError, ProtocolError, RemoteError
 from areal_actors.kernel import ActorSystem
@@ -26,7 +26,7 @@ from areal_actors.testing.remote import memory_pair, pretend_remote
 
 pytestmark = pytest.mark.anyio
 
-TABLE = [["desk", 1, [["Desk", "Note", False], ["Desk", "Echo", False]]]]
+TABLE = [["desk", 1, [["Echoing", "Note", False], ["Echoing", "Echo", False]]]]
 
 
 async def welcome(stream: Any) -> None:
@@ -45,7 +45,7 @@ async def test_leaving_does_not_wait_for_somebody_who_is_gone():
             async def leave() -> None:
                 async with connect_stream(near, secret=SECRET, limits=Limits(cleanup_seconds=1000)) as peer:
                     for _ in range(100):
-                        await peer.ref(Desk, "desk").tell(Note(text="x" * 100_000))
+                        await peer.ref(Echoing, "desk").tell(Note(text="x" * 100_000))
 
             tasks.start_soon(leave)
             await welcome(far)
@@ -59,7 +59,7 @@ async def test_a_listener_survives_a_process_without_descriptors(tmp_path, caplo
     path = f"unix:{tmp_path}/own/x.sock"
     with anyio.fail_after(20):
         async with ActorSystem.open() as system:
-            desk = await system.spawn(Clerk())
+            desk = await system.spawn(EchoActor())
             with socket.socket(socket.AF_UNIX) as raw:
                 async with listen(path, secret=SECRET, expose={"desk": desk}):
                     lowest = os.dup(raw.fileno())
@@ -72,7 +72,7 @@ async def test_a_listener_survives_a_process_without_descriptors(tmp_path, caplo
                     finally:
                         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
                     async with connect(path, secret=SECRET) as peer:
-                        assert await peer.ref(Desk, "desk").ask(Echo(value=3)) == 3
+                        assert await peer.ref(Echoing, "desk").ask(Echo(value=3)) == 3
 
 
 async def test_an_address_that_does_not_answer_is_not_the_last(monkeypatch):
@@ -128,11 +128,11 @@ async def test_what_is_too_large_fails_its_own_ask_only(side):
     there, here = (small, large) if side == "request" else (large, small)
     value = np.zeros(400_000, np.uint8)
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
-        desk = await system.spawn(Clerk())
+        desk = await system.spawn(EchoActor())
         async with listen(None, secret=SECRET, expose={"desk": desk}, limits=there) as listener, near, far:
             tasks.start_soon(listener.serve, far)
             async with connect_stream(near, secret=SECRET, limits=here) as peer:
-                remote = peer.ref(Desk, "desk")
+                remote = peer.ref(Echoing, "desk")
                 with pytest.raises((ProtocolError, RemoteError), match=r"has 400\d\d\d bytes; .* takes at most 300000"):
                     await remote.ask(Echo(value=value))
 
@@ -151,11 +151,11 @@ async def test_what_is_withdrawn_keeps_no_memory():
 
 async def test_two_actors_that_are_stopped_wait_each_for_its_own_messages():
     """What was told before a stop is admitted first; that of one actor says nothing of the other's."""
-    clerks = Clerk(), Clerk()
+    actors = EchoActor(), EchoActor()
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
-        exposed = {f"desk-{number}": await system.spawn(clerk, mailbox_size=1) for number, clerk in enumerate(clerks)}
+        exposed = {f"desk-{number}": await system.spawn(actor, mailbox_size=1) for number, actor in enumerate(actors)}
         async with pretend_remote(exposed) as (peer, _):
-            desks = [peer.ref(Desk, name) for name in exposed]
+            desks = [peer.ref(Echoing, name) for name in exposed]
             for desk in desks:
                 for number in range(4):  # one is handled, one queued, two wait for room
                     await desk.tell(Note(text=str(number)))
@@ -170,13 +170,13 @@ async def test_two_actors_that_are_stopped_wait_each_for_its_own_messages():
             await wait_all_tasks_blocked()
             tasks.start_soon(stop, desks[1], second)
             await wait_all_tasks_blocked()
-            clerks[0].go.set()
+            actors[0].go.set()
             with anyio.fail_after(10):
                 await first.wait()
-                clerks[1].go.set()
+                actors[1].go.set()
                 await second.wait()
 
-    assert [["0", "1", "2", "3"]] * 2 == [clerk.seen for clerk in clerks]
+    assert [["0", "1", "2", "3"]] * 2 == [actor.seen for actor in actors]
 
 
 class JumpLoop(asyncio.SelectorEventLoop):

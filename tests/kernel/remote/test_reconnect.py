@@ -10,7 +10,17 @@ from typing import Any
 import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
-from tests.kernel.remote.clerks import SECRET, Clerk, Desk, Foreign, Note, Numbers, Other, Wait, WhoAreYou
+from tests.kernel.remote.echo_actor import (
+    SECRET,
+    EchoActor,
+    Echoing,
+    Foreign,
+    Note,
+    Numbers,
+    Other,
+    Wait,
+    WhoAreYou,
+)
 
 from areal_actors.errors import (
     ActorStopped,
@@ -28,7 +38,7 @@ pytestmark = pytest.mark.anyio
 LIMITS = Limits(redial_seconds=0.001, max_redial_seconds=0.01)
 
 
-class Host(Clerk):
+class Host(EchoActor):
     """One who lives somewhere: while it waits, it does nothing else."""
 
     def __init__(self, name: str) -> None:
@@ -66,12 +76,12 @@ class World:
         """The worker lives at a new place while the block lasts."""
         self.num_lives += 1
         options = {"node": "worker", "incarnation": self.num_lives} | options
-        clerk = Host(name)
-        ref = await self.system.spawn(clerk, mailbox_size=1)
+        actor = Host(name)
+        ref = await self.system.spawn(actor, mailbox_size=1)
         address = f"unix:{self.path}/own/{self.num_lives}.sock"
         async with listen(address, secret=SECRET, expose={"desk": ref}, **options):
             self.address = address
-            yield clerk
+            yield actor
             self.address = None
 
     def line(self, **options: Any) -> Any:
@@ -88,7 +98,7 @@ async def opened(path: Path) -> AsyncIterator[World]:
 async def test_a_ref_goes_on_with_the_next_life(tmp_path):
     """Two refs share the connection; each ask reaches whoever lives then, at another address."""
     async with opened(tmp_path) as world, world.line() as line:
-        desk, same = line.ref(Desk, "desk"), line.ref(Desk, "desk")
+        desk, same = line.ref(Echoing, "desk"), line.ref(Echoing, "desk")
         for name in ("first", "second"):
             async with world.life(name):
                 assert await desk.ask(WhoAreYou()) == name
@@ -105,7 +115,7 @@ async def test_who_asks_while_the_line_is_down_waits_for_it(tmp_path):
     """Asks, tells, streams; what cannot wait is refused."""
     answers: list[str] = []
     async with opened(tmp_path) as world, world.line() as line:
-        desk = line.ref(Desk, "desk")
+        desk = line.ref(Echoing, "desk")
 
         async def ask() -> None:
             answers.append(await desk.ask(WhoAreYou()))
@@ -124,20 +134,20 @@ async def test_who_asks_while_the_line_is_down_waits_for_it(tmp_path):
             with pytest.raises(ValueError, match="buffer_size=-1"):
                 desk.stream(Numbers(n=1), buffer_size=-1)
             assert not line.is_connected
-            async with world.life("awaited") as clerk:
-                while len(answers) < 4 or not clerk.notes:
+            async with world.life("awaited") as actor:
+                while len(answers) < 4 or not actor.notes:
                     await anyio.lowlevel.checkpoint()
                 desk.tell_nowait(Note(text="now"))
                 await desk.ask(WhoAreYou())
 
     assert {"awaited", "0", "1", "2"} == set(answers)
-    assert ["hello", "now"] == clerk.notes
+    assert ["hello", "now"] == actor.notes
 
 
 async def test_waiting_has_its_deadline(tmp_path):
     """The error says why there is no line, and that nothing was sent."""
     async with opened(tmp_path) as world, world.line() as line:
-        desk = line.ref(Desk, "desk")
+        desk = line.ref(Echoing, "desk")
         while not world.num_located:
             await anyio.lowlevel.checkpoint()
         await wait_all_tasks_blocked()
@@ -155,7 +165,7 @@ async def test_what_may_have_been_heard_is_never_said_again(tmp_path):
     """Its asker learns it; what waited for credit goes to the next life."""
     outcomes: dict[str, Any] = {}
     async with opened(tmp_path) as world, world.line() as line:
-        desk = line.ref(Desk, "desk")
+        desk = line.ref(Echoing, "desk")
 
         async def ask(name: str, message: Any) -> None:
             try:
@@ -192,7 +202,7 @@ async def test_each_loss_is_reported(tmp_path):
     heard: list[Down] = []
     async with opened(tmp_path) as world:
         async with world.line() as line:
-            desk = line.ref(Desk, "desk")
+            desk = line.ref(Echoing, "desk")
             desk.life.watch(heard.append)
             for _ in range(2):
                 async with world.life("x"):
@@ -213,7 +223,7 @@ async def test_each_loss_is_reported(tmp_path):
         late: list[Down] = []
         desk.life.watch(late.append)
         assert heard[-1:] == late
-        assert line.ref(Desk, "late").life.watch(late.append) is None
+        assert line.ref(Echoing, "late").life.watch(late.append) is None
         assert len(late) == 2
         with pytest.raises(Unreachable, match="the connection to 'worker' is closed"):
             await desk.ask(WhoAreYou())
@@ -226,7 +236,7 @@ async def test_leaving_ends_those_who_wait(tmp_path):
 
         async def ask() -> None:
             with pytest.raises(Unreachable, match="is closed"):
-                await lines[0].ref(Desk, "desk").ask(WhoAreYou())
+                await lines[0].ref(Echoing, "desk").ask(WhoAreYou())
 
         async with world.line() as line:
             lines.append(line)
@@ -237,7 +247,7 @@ async def test_leaving_ends_those_who_wait(tmp_path):
 async def test_only_the_meant_node_is_taken(tmp_path, caplog):
     """Not somebody else at its address, nor a life of it that is over."""
     async with opened(tmp_path) as world, world.line() as line:
-        desk = line.ref(Desk, "desk")
+        desk = line.ref(Echoing, "desk")
         async with world.life("impostor", node="somebody"):
             while "answers node 'somebody'" not in line.cause:
                 await anyio.lowlevel.checkpoint()
@@ -258,11 +268,11 @@ async def test_wrong_names_are_said(tmp_path):
     async with opened(tmp_path) as world, world.life("x"):
         async with reconnecting(world.locate, secret=SECRET, limits=limits) as line:
             with pytest.raises(ActorStopped, match="exposes no actor 'nobody'; it exposes desk"):
-                await line.ref(Desk, "nobody").ask(WhoAreYou())
+                await line.ref(Echoing, "nobody").ask(WhoAreYou())
             with pytest.raises(ProtocolError, match="does not speak Other"):
                 await line.ref(Other, "desk").ask(Foreign())
-            assert line.ref(Desk, "desk").statistics().num_handled == 0
-            assert line.ref(Desk, "nobody").statistics().mailbox_size == 0
+            assert line.ref(Echoing, "desk").statistics().num_handled == 0
+            assert line.ref(Echoing, "nobody").statistics().mailbox_size == 0
         with pytest.raises(ConfigError, match="at least 16"):
             async with reconnecting(world.locate, secret=b"short"):
                 pass
@@ -284,8 +294,8 @@ async def test_what_this_side_exposes_is_exposed_to_each_life(tmp_path):
                         with pytest.raises(ConfigError, match="exposed as 'late' already"):
                             line.expose("late", near["early"])
                     await controller.wait_exposed("late")
-                    assert await controller.ref(Desk, "late").ask(WhoAreYou()) == "late"
-                    assert await controller.ref(Desk, "early").ask(WhoAreYou()) == "early"
+                    assert await controller.ref(Echoing, "late").ask(WhoAreYou()) == "late"
+                    assert await controller.ref(Echoing, "early").ask(WhoAreYou()) == "early"
                     world.address = None
 
 
@@ -296,7 +306,7 @@ async def test_a_line_to_a_node_that_calls_home(tmp_path):
         listen(f"unix:{tmp_path}/own/home.sock", secret=SECRET, node="home") as home,
         reconnecting_from(home, "worker", limits=LIMITS) as line,
     ):
-        desk = line.ref(Desk, "desk")
+        desk = line.ref(Echoing, "desk")
         for number in (1, 2):
             async with connect(home.address, secret=SECRET, node="worker", incarnation=number) as peer:
                 await line.wait_connected()

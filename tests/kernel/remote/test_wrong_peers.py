@@ -16,7 +16,7 @@ from anyio import wait_all_tasks_blocked
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernel.remote.clerks import SECRET, Clerk, Desk, Echo
+from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing
 
 from areal_actors.errors import NotFound, ProtocolError, Unreachable
 from areal_actors.kernel import ActorSystem, Ref
@@ -31,7 +31,7 @@ from areal_actors.testing.remote import MemoryStream, memory_pair
 pytestmark = pytest.mark.anyio
 
 NAN = math.nan
-ASK = ["desk", "Desk", "Echo", {"value": 1}, 0]
+ASK = ["desk", "Echoing", "Echo", {"value": 1}, 0]
 
 
 def own_hello() -> Hello:
@@ -44,9 +44,11 @@ def frame(kind: Kind, words: Any, *, id: int = 1, seconds: float = math.inf) -> 
 
 
 @asynccontextmanager
-async def wrong_peer(limits: Limits | None = None) -> AsyncIterator[tuple[MemoryStream, Listener, Ref[Desk], Clerk]]:
+async def wrong_peer(
+    limits: Limits | None = None,
+) -> AsyncIterator[tuple[MemoryStream, Listener, Ref[Echoing], EchoActor]]:
     """A stream that has been introduced; who listens; and another connection's view of the same desk."""
-    clerk = Clerk()
+    actor = EchoActor()
     (near, far), (good, served) = memory_pair(), memory_pair()
     async with (
         near,
@@ -55,7 +57,7 @@ async def wrong_peer(limits: Limits | None = None) -> AsyncIterator[tuple[Memory
         served,
         ActorSystem.open() as system,
         listen(
-            None, secret=SECRET, expose={"desk": await system.spawn(clerk, mailbox_size=1)}, limits=limits
+            None, secret=SECRET, expose={"desk": await system.spawn(actor, mailbox_size=1)}, limits=limits
         ) as listener,
         anyio.create_task_group() as tasks,
     ):
@@ -63,17 +65,17 @@ async def wrong_peer(limits: Limits | None = None) -> AsyncIterator[tuple[Memory
         tasks.start_soon(listener.serve, served)
         await send_hello(near, own_hello(), SECRET)
         async with connect_stream(good, secret=SECRET) as peer:
-            yield near, listener, peer.ref(Desk, "desk"), clerk
-        clerk.go.set()
+            yield near, listener, peer.ref(Echoing, "desk"), actor
+        actor.go.set()
         near.cut()
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        frame(Kind.ASK, ["desk", ["Desk"], "Echo", {"value": 1}, 0]),
+        frame(Kind.ASK, ["desk", ["Echoing"], "Echo", {"value": 1}, 0]),
         frame(Kind.ASK, ASK, seconds=NAN),
-        frame(Kind.STREAM, ["desk", "Desk", "Numbers", {"n": 3}, 1], seconds=NAN),
+        frame(Kind.STREAM, ["desk", "Echoing", "Numbers", {"n": 3}, 1], seconds=NAN),
         frame(Kind.STOP, ["desk", "hall"]),
         frame(Kind.STOP, [["desk"]]),
         frame(Kind.STOP, ["desk"], seconds=NAN),
@@ -99,7 +101,9 @@ async def test_what_is_malformed_cuts_its_own_connection(wrong):
 
 
 def words() -> st.SearchStrategy[Any]:
-    plain = st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.sampled_from(["desk", "Desk", "Echo", ""])
+    plain = (
+        st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.sampled_from(["desk", "Echoing", "Echo", ""])
+    )
     return st.recursive(plain, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner))
 
 
@@ -123,7 +127,7 @@ async def test_whatever_a_peer_says_others_are_served(frames):
             assert not isinstance(await desk.ask(Echo(value=5)), Exception)
 
 
-@pytest.mark.parametrize("welcome", [7, [7], [["hall", 1]], [["hall", 1, [["Desk", "Echo"]]]], [[[], 1, []]]])
+@pytest.mark.parametrize("welcome", [7, [7], [["hall", 1]], [["hall", 1, [["Echoing", "Echo"]]]], [[[], 1, []]]])
 async def test_a_malformed_welcome_is_no_introduction(welcome):
     """Whoever connects is told so, and the stream is closed."""
 
@@ -176,20 +180,20 @@ async def test_a_tensor_without_bytes_takes_no_memory(dtype, shape):
 async def tell_many(stream: MemoryStream, text: str) -> None:
     with contextlib.suppress(anyio.BrokenResourceError):
         for number in range(1, 20):
-            await stream.send(frame(Kind.TELL, ["desk", "Desk", "Note", {"text": text}, 0], id=number))
+            await stream.send(frame(Kind.TELL, ["desk", "Echoing", "Note", {"text": text}, 0], id=number))
 
 
 async def test_who_sends_beyond_its_credit_is_cut():
     """What is under way to a mailbox that takes nothing stays within the window, whatever the other side thinks."""
     with anyio.fail_after(10):
-        async with wrong_peer(Limits(window_messages=4)) as (stream, listener, desk, clerk):
+        async with wrong_peer(Limits(window_messages=4)) as (stream, listener, desk, actor):
             await tell_many(stream, "x")
             while any(peer.node == "wrong" for peer in listener.peers):
                 await anyio.lowlevel.checkpoint()
-            clerk.go.set()
+            actor.go.set()
             await wait_all_tasks_blocked()
 
-            assert len(clerk.seen) <= 6  # one handled, one queued, and the window
+            assert len(actor.seen) <= 6  # one handled, one queued, and the window
             assert await desk.ask(Echo(value=5)) == 5
 
 
@@ -205,20 +209,20 @@ async def test_who_sends_more_bytes_than_it_may_is_cut():
 @pytest.mark.parametrize("is_together", [False, True])
 async def test_what_is_cancelled_while_it_arrives_is_not_begun(is_together):
     """Also if the word of it and the end of the message are read at once."""
-    body = msgspec.msgpack.encode(["desk", "Desk", "Wait", {}, 0])
+    body = msgspec.msgpack.encode(["desk", "Echoing", "Wait", {}, 0])
     parts = (body, b"0123456789")
     begin = struct.pack("<BBHIQd", Kind.ASK, 1, 0, 16, 1, math.inf) + struct.pack("<QQ", *map(len, parts))
     chunks = [struct.pack("<BBHIQd", Kind.CHUNK, 0, 0, len(part), 1, 0.0) + part for part in parts]
     cancel = struct.pack("<BBHIQd", Kind.CANCEL, 0, 0, 0, 1, 0.0)
     with anyio.fail_after(10):
-        async with wrong_peer() as (stream, _, __, clerk):
+        async with wrong_peer() as (stream, _, __, actor):
             await stream.send(begin + chunks[0])
             await wait_all_tasks_blocked()
             for data in (cancel + chunks[1],) if is_together else (cancel, chunks[1]):
                 await stream.send(data)
                 await wait_all_tasks_blocked()
 
-            assert [] == clerk.seen
+            assert [] == actor.seen
 
 
 async def test_another_version_is_named_to_both():

@@ -44,6 +44,7 @@ from areal_actors.kernel.remote.frames import CHUNK_BYTES, Buffer, Frame, Kind, 
 from areal_actors.kernel.remote.hello import Hello
 from areal_actors.kernel.runtime import PENDING, Ask, LocalRef, StreamCall
 from areal_actors.kernel.stream import BufferedStream
+from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.loops import Signal
 
 __all__ = [
@@ -576,7 +577,7 @@ class Server:
         self._credit = Credit(peer.limits)
         self._watches: list[tuple[Exposed, Callable[[Down], object]]] = []
         self._num_unadmitted: Counter[str] = Counter()
-        self._admission: anyio.Event | None = None
+        self._admission = ChangeSignal()
         self._withdrawn_id = 0
         self._last_id = 0
         for one in exposed.values():
@@ -698,16 +699,14 @@ class Server:
         deadline = loop.now() + grace
         with loop.new_scope(deadline=deadline):
             while self._num_unadmitted[exposed.name]:
-                if self._admission is None or self._admission.is_set():
-                    self._admission = anyio.Event()
                 await self._admission.wait()
         exposed.ref.cell.request_stop(max(deadline - loop.now(), 0.0))
 
     def _note_told(self, credit: _Once, message: AnyMessage[Any], name: str, *, admitted: bool) -> None:
         credit()
         self._num_unadmitted[name] -= 1
-        if not self._num_unadmitted[name] and self._admission is not None:
-            self._admission.set()
+        if not self._num_unadmitted[name]:
+            self._admission.notify()
         if not admitted:
             kind = type(message).__name__
             logger.warning("%s, told to actor %r by node %r, is lost: the actor has ended", kind, name, self._peer.node)

@@ -1,4 +1,4 @@
-"""A clerk at a desk: what may be asked of somebody at the other end of a connection."""
+"""An actor that echoes, waits, notes, counts and fails, for the other end of a connection."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from areal_actors.kernel import Actor, Message, StreamMessage
 SECRET = b"only for the tests of connections"
 
 
-class Desk:
+class Echoing:
     """Address of the actor under test."""
 
 
 @frozen(kw_only=True)
-class Echo(Message[Desk, Any]):
+class Echo(Message[Echoing, Any]):
     value: Any = 1
 
 
 @frozen(kw_only=True)
-class WhoAreYou(Message[Desk, str]):
+class WhoAreYou(Message[Echoing, str]):
     pass
 
 
 @frozen(kw_only=True)
-class Wait(Message[Desk, None]):
+class Wait(Message[Echoing, None]):
     pass
 
 
 @frozen(kw_only=True)
-class Note(Message[Desk, None]):
+class Note(Message[Echoing, None]):
     text: str
 
 
 @frozen(kw_only=True)
-class Numbers(StreamMessage[Desk, int]):
+class Numbers(StreamMessage[Echoing, int]):
     n: int
 
 
@@ -51,8 +51,8 @@ class Foreign(Message[Other, None]):
     pass
 
 
-class Clerk(Actor[Desk]):
-    def __init__(self, name: str = "clerk") -> None:
+class EchoActor(Actor[Echoing]):
+    def __init__(self, name: str = "actor") -> None:
         self.name = name
         self.seen: list[str] = []
         self.go = anyio.Event()

@@ -1,4 +1,4 @@
-"""An actor whose diary tells what has become of it, and what it can be asked to do."""
+"""An actor whose events tells what has become of it, and what it can be asked to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_actors.kernel import Actor, Context, Down, Message, Ref
 
 
 class Life:
-    """Address of an actor that writes a diary."""
+    """Address of an actor that writes a events."""
 
 
 FAULTS: list[Exception] = []
@@ -47,9 +47,9 @@ class Watch(Message[Life, None]):
     ref: Ref[Life]
 
 
-class Diarist(Actor[Life]):
-    def __init__(self, diary: list[str] | None = None, *, leaving: float = 0.0, entering: float = 0.0) -> None:
-        self.diary = [] if diary is None else diary
+class Recorder(Actor[Life]):
+    def __init__(self, events: list[str] | None = None, *, leaving: float = 0.0, entering: float = 0.0) -> None:
+        self.events = [] if events is None else events
         self.leaving, self.entering = leaving, entering
         self.swallows = False
         self.background_error: Exception | None = None
@@ -57,38 +57,38 @@ class Diarist(Actor[Life]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         self.context = context
-        self.diary.append(f"enters {context.incarnation}")
+        self.events.append(f"enters {context.incarnation}")
         await anyio.sleep(self.entering)
-        context.tasks.start_soon(self.run_beside)
+        context.tasks.start_soon(self.run_background)
         try:
             yield
         except ValueError as error:
-            self.diary.append(f"saw {error}")
+            self.events.append(f"saw {error}")
             if not self.swallows:
                 raise
         finally:
             await anyio.sleep(self.leaving)
-            self.diary.append("leaves")
+            self.events.append("leaves")
 
-    async def run_beside(self) -> None:
+    async def run_background(self) -> None:
         try:
             if self.background_error is not None:
                 await anyio.sleep(1)
                 raise self.background_error
             await anyio.sleep_forever()
         finally:
-            self.diary.append("background ends")
+            self.events.append("background ends")
 
     @Work.handler
     async def work(self, message: Work) -> None:
         try:
             await anyio.sleep(message.seconds)
         except BaseException:
-            self.diary.append("work cancelled")
+            self.events.append("work cancelled")
             raise
         if message.error is not None:
             raise FAULTS[message.error]
-        self.diary.append("works")
+        self.events.append("works")
 
     @Name.handler
     async def name(self, message: Name) -> str:
@@ -103,8 +103,8 @@ class Diarist(Actor[Life]):
         self.context.watch(message.ref)
 
 
-class Watcher(Diarist):
+class Watcher(Recorder):
     @Down.handler
     async def mourn(self, message: Down) -> None:
         again = " restarting" if message.is_restarting else ""
-        self.diary.append(f"{message.ref.name} {message.incarnation} {message.reason}{again} {message.error}")
+        self.events.append(f"{message.ref.name} {message.incarnation} {message.reason}{again} {message.error}")

@@ -41,7 +41,7 @@ from areal_actors.errors import (
     Unavailable,
     Unreachable,
 )
-from areal_actors.generation.routing import ReroutableGeneration, SessionAffinity, describe_failure
+from areal_actors.generation.routing import ReplicaRegistry, ReplicaStatus, ReroutableGeneration, describe_failure
 from areal_actors.kernel import Actor, BackgroundTasks, Context, Down, DownReason, Ref
 from areal_actors.lib.loops import Scope, running_loop
 from areal_actors.lib.telemetry import get_logger
@@ -99,7 +99,6 @@ class GenerationRouter(Actor[Generation | Replicas]):
     def __init__(self, config: RouterConfig | None = None, *, version: int = 0) -> None:
         self._config = config or RouterConfig()
         self._set = ReplicaSet(self._config, version=version)
-        self._affinity = SessionAffinity()
         self._new_scope: Callable[[], Scope]
         self._tasks: BackgroundTasks
 
@@ -145,19 +144,16 @@ class GenerationRouter(Actor[Generation | Replicas]):
             if attempt.is_moved:
                 reason = replica.error or reason
             else:
-                generation.report_failure(replica.name)
                 replica.num_failures += 1
                 _log.info("generation_moves", replica=replica.name, sampled=generation.num_sampled, reason=reason)
                 is_gone = isinstance(failure, ActorStopped | Unreachable)
                 if is_gone or replica.num_failures >= self._config.max_failures:
                     self._set.mark_unhealthy(replica, reason)
-            finish = generation.find_finish()
-            if finish is not None:
-                end = Chunk(token_ids=(), logprobs=(), raw_logprobs=(), version=generation.version, finish=finish)
-                yield generation.add(end)
+            limit, is_failure = self._config.max_attempts, not attempt.is_moved
+            end = generation.end_attempt(replica.name, failure, reason, is_failure=is_failure, max_failures=limit)
+            if end is not None:
+                yield end
                 return
-            limit = self._config.max_attempts
-            generation.check_movable(f"Replica {replica.name}", failure, reason, max_failures=limit)
 
     async def _find_replica(self, generation: ReroutableGeneration) -> Replica:
         """Return a replica for the rest of a generation, waiting for one if necessary."""
@@ -165,14 +161,14 @@ class GenerationRouter(Actor[Generation | Replicas]):
         if generation.num_failures:
             await anyio.sleep(generation.find_delay(replica.name for replica in replicas.serving))
         version = max(replicas.version, generation.version)
-        replica = self._affinity.choose(replicas.by_name, generation, version=version)
+        replica = replicas.choose(generation, version=version)
         if replica is None:
             with anyio.move_on_after(self._config.wait_seconds):
                 while replica is None:
                     await replicas.changed.wait()
                     # A publication may have been answered meanwhile.
                     version = max(replicas.version, generation.version)
-                    replica = self._affinity.choose(replicas.by_name, generation, version=version)
+                    replica = replicas.choose(generation, version=version)
         if replica is None:
             raise self._unavailable(version)
         if replicas.info is not None:
@@ -268,29 +264,22 @@ class GenerationRouter(Actor[Generation | Replicas]):
         )
 
 
-class ReplicaSet:
-    """Replicas by name. ``version`` is the oldest version that may serve before the first publication."""
+class ReplicaSet(ReplicaRegistry["Replica"]):
+    """The replicas of a router. ``version`` is the oldest version that may serve before the first publication."""
 
     def __init__(self, config: RouterConfig, *, version: int) -> None:
-        self.by_name: dict[str, Replica] = {}
+        super().__init__()
         self.version = version
         """Version of the last publication that was answered: no replica serves with older weights."""
         self.info: EngineInfo | None = None
         """Engine info of the first replica; every other replica must be able to replace it."""
         self.totals = CounterTotals()
-        self.changed = anyio.Event()
-        """Set, and replaced by a new event, when a replica starts or stops serving."""
         self._config = config
         self._snapshot: Snapshot | None = None  # the last publication, without tensors that were only lent
         self._pause: PauseMode | None = None
         self._publication = self._pausing = 0
         self._publishing = anyio.Lock()
         self._watchers: dict[Replica, Callable[[Down], object]] = {}
-
-    @property
-    def serving(self) -> list[Replica]:
-        """The replicas that get requests."""
-        return [replica for replica in self.by_name.values() if replica.state is ReplicaState.SERVING]
 
     @property
     def served_version(self) -> int:
@@ -333,7 +322,7 @@ class ReplicaSet:
         if replica.is_gone:
             return
         # Logged once for each reason: a replica that cannot join is tried again and again.
-        if replica.state is ReplicaState.SERVING or replica.error != reason:
+        if replica.is_serving or replica.error != reason:
             _log.warning("replica_out", replica=replica.name, reason=reason)
         replica.reset(ReplicaState.JOINING, reason)
         replica.move_generations()
@@ -351,7 +340,7 @@ class ReplicaSet:
         self._unwatch(replica)
         replica.reset(ReplicaState.GONE, reason)
         replica.wakeup.set()
-        self._notify()
+        self.notify()
 
     def _unwatch(self, replica: Replica) -> None:
         watcher = self._watchers.pop(replica, None)
@@ -395,7 +384,7 @@ class ReplicaSet:
                     f"No replica could load version {snapshot.version}: {reasons}. Version {self.version} is kept."
                 )
             self.version = snapshot.version
-            self._notify()
+            self.notify()
 
     async def set_pause(self, mode: PauseMode | None) -> None:
         """Have all replicas pause or resume, including those that are joining."""
@@ -418,7 +407,7 @@ class ReplicaSet:
             async with replica.lock:
                 if replica.state is ReplicaState.JOINING:
                     await self._join(replica, snapshot or self._snapshot)
-                elif replica.state is ReplicaState.SERVING:
+                elif replica.is_serving:
                     if snapshot is not None and replica.publication != self._publication:
                         await self._load(replica, snapshot)
                     if replica.pausing != self._pausing:
@@ -445,7 +434,7 @@ class ReplicaSet:
             self.info = self.info or view.info
             replica.state, replica.error, replica.num_failures = ReplicaState.SERVING, None, 0
             _log.info("replica_serves", replica=replica.name, version=replica.version)
-            self._notify()
+            self.notify()
 
     async def _load(self, replica: Replica, snapshot: Snapshot | None) -> None:
         """Have a replica load the snapshot if that is possible; otherwise check that it has the right version."""
@@ -476,7 +465,7 @@ class ReplicaSet:
             number = self._publication
             if replica.state is ReplicaState.JOINING:
                 await self._update(replica)
-            is_serving = replica.state is ReplicaState.SERVING
+            is_serving = replica.is_serving
             num_failures = 0 if is_serving else num_failures + 1
             replica.wakeup = anyio.Event()
             if is_serving:
@@ -494,10 +483,6 @@ class ReplicaSet:
             if replica.state is ReplicaState.JOINING:
                 replica.wakeup.set()
 
-    def _notify(self) -> None:
-        changed, self.changed = self.changed, anyio.Event()
-        changed.set()
-
 
 def find_misfit(first: EngineInfo, info: EngineInfo) -> str | None:
     """Return why an engine cannot take requests that were made for ``first``; ``None`` if it can."""
@@ -511,35 +496,23 @@ def find_misfit(first: EngineInfo, info: EngineInfo) -> str | None:
 
 
 @define(eq=False, kw_only=True)
-class Replica:
-    """The state of a replica.
+class Replica(ReplicaStatus):
+    """The state of a replica that is a generation actor.
 
     ``publication`` and ``pausing`` are the numbers of the last ones that it has applied; -1 means none.
     """
 
-    name: str
     ref: Ref[Generation]
-    state: ReplicaState = ReplicaState.JOINING
-    version: int | None = None
     info: EngineInfo | None = None
     publication: int = -1
     pausing: int = -1
     error: str | None = None
     num_failures: int = 0
     """Consecutive failed generations."""
-    turn: int = 0
-    """Number of the choice at which it was last selected."""
     lock: anyio.Lock = field(factory=anyio.Lock)
     """Held while it is given weights or a pause."""
-    wakeup: anyio.Event = field(factory=anyio.Event)
-    """Set when there is something to apply."""
     _attempts: set[Attempt] = field(factory=set)
     _emptied: anyio.Event = field(factory=anyio.Event)
-
-    @property
-    def num_running(self) -> int:
-        """Number of generations that run here."""
-        return len(self._attempts)
 
     @property
     def is_gone(self) -> bool:
@@ -547,9 +520,9 @@ class Replica:
         return self.state is ReplicaState.GONE
 
     @property
-    def load(self) -> float:
-        """The share of its capacity that is in use."""
-        return len(self._attempts) / (self.info.max_concurrent if self.info is not None else 1)
+    def capacity(self) -> int | None:
+        """Number of generations that it can run at once, if it is known."""
+        return None if self.info is None else self.info.max_concurrent
 
     @property
     def view(self) -> ReplicaView:
@@ -558,10 +531,6 @@ class Replica:
             name=self.name, state=self.state, version=self.version, num_running=self.num_running, error=self.error
         )
 
-    def can_serve(self, version: int) -> bool:
-        """Return whether it may get requests that were promised weights of at least ``version``."""
-        return self.state is ReplicaState.SERVING and self.version is not None and self.version >= version
-
     @contextmanager
     def running(self, new_scope: Callable[[], Scope]) -> Iterator[Attempt]:
         """Register a generation for the duration of the block."""
@@ -569,10 +538,12 @@ class Replica:
         if not self._attempts:
             self._emptied = anyio.Event()
         self._attempts.add(attempt)
+        self.num_running += 1
         try:
             yield attempt
         finally:
             self._attempts.discard(attempt)
+            self.num_running -= 1
             if not self._attempts:
                 self._emptied.set()
 

@@ -1,5 +1,6 @@
-"""The rules for replicas, shared by the router of generation actors and by the engine of inference servers.
+"""The state of replicas and the rules for them, shared by the router of generation actors and the engine of servers.
 
+* A replica gets requests while it serves, with weights at least as new as promised (``ReplicaStatus``).
 * A session stays with one replica. A new session goes to the least loaded one (``SessionAffinity``).
 * If a replica fails in the middle of a generation, another one continues it: the tokens sampled so far become the end
   of the prompt, and each keeps the version that sampled it (``ReroutableGeneration``).
@@ -9,23 +10,33 @@
 * A generation under a grammar cannot move once a token was sampled, because engines start a grammar at its beginning.
   It is refused with 503, which SDKs repeat.
 
-Nothing here waits. ``router`` and ``servers.engine`` send the requests and decide which replicas serve.
+Nothing here waits. ``router`` and ``servers.engine`` send the requests; ``router`` and ``servers.pool`` decide which
+replicas serve.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import Generic, TypeVar
 
+import anyio
 import numpy as np
-from attrs import evolve
+from attrs import define, evolve, field
 
 from areal_actors.domain import Chunk, EngineRequest, FinishReason, Ints
 from areal_actors.errors import EngineError, Unavailable
 from areal_actors.generation.base import find_stop_ids
+from areal_actors.messages import ReplicaState
 
-__all__ = ["Candidate", "ReroutableGeneration", "SessionAffinity", "choose", "describe_failure"]
+__all__ = [
+    "ReplicaRegistry",
+    "ReplicaStatus",
+    "ReroutableGeneration",
+    "SessionAffinity",
+    "choose",
+    "describe_failure",
+]
 
 _FIRST_DELAY_SECONDS = 0.05
 
@@ -129,6 +140,23 @@ class ReroutableGeneration:
             return 0.0
         return _FIRST_DELAY_SECONDS * 2.0**self.num_failures
 
+    def end_attempt(
+        self, replica: str, failure: BaseException | None, reason: str, *, is_failure: bool, max_failures: int
+    ) -> Chunk | None:
+        """Decide what follows an attempt that ``replica`` has left unfinished for ``reason``.
+
+        Returns the last chunk if all tokens are known, and ``None`` if another attempt continues the generation.
+        ``is_failure`` says whether the attempt counts as failed: one that was moved on purpose does not. Raises the
+        errors of ``check_movable``.
+        """
+        if is_failure:
+            self.report_failure(replica)
+        # A replica may be lost after the last token and before it reports the finish.
+        if (finish := self.find_finish()) is not None:
+            return self.add(Chunk(token_ids=(), logprobs=(), raw_logprobs=(), version=self.version, finish=finish))
+        self.check_movable(replica, failure, reason, max_failures=max_failures)
+        return None
+
     def check_movable(self, replica: str, failure: BaseException | None, reason: str, *, max_failures: int) -> None:
         """Raise an error if no other replica may continue what ``replica`` has left for ``reason``.
 
@@ -138,8 +166,8 @@ class ReroutableGeneration:
         """
         if not self.can_move:
             raise Unavailable(
-                f"{replica} left ({reason}) in the middle of an answer with a prescribed form, which another engine "
-                "cannot continue; the request may be repeated."
+                f"Replica {replica} left ({reason}) in the middle of an answer with a prescribed form, which another "
+                "engine cannot continue; the request may be repeated."
             ) from failure
         if self.num_failures >= max_failures:
             raise EngineError(
@@ -148,28 +176,43 @@ class ReroutableGeneration:
             ) from failure
 
 
-class Candidate(Protocol):
-    """A replica, as the choice between several sees it."""
+@define(eq=False, kw_only=True)
+class ReplicaStatus:
+    """The state of one replica: a generation actor (``router.Replica``) or an inference server (``servers.pool``)."""
 
-    turn: int
+    name: str
+    """Its name, which no other replica has."""
+    state: ReplicaState = ReplicaState.JOINING
+    version: int | None = None
+    """Version of its weights; ``None`` while they are unknown or undefined, as during a load."""
+    num_running: int = 0
+    """Number of generations that run here."""
+    turn: int = 0
     """Number of the choice at which it was last selected."""
+    wakeup: anyio.Event = field(factory=anyio.Event)
+    """Set when the task that lets it join has something to do."""
 
     @property
-    def name(self) -> str:
-        """Its name, which no other replica has."""
-        ...
+    def is_serving(self) -> bool:
+        """Whether it gets requests."""
+        return self.state is ReplicaState.SERVING
+
+    @property
+    def capacity(self) -> int | None:
+        """Number of generations that it can run at once, if it is known."""
+        raise NotImplementedError
 
     @property
     def load(self) -> float:
         """The share of its capacity that is in use."""
-        ...
+        return self.num_running / (self.capacity or 1)
 
     def can_serve(self, version: int) -> bool:
         """Return whether it may get requests that were promised weights of at least ``version``."""
-        ...
+        return self.is_serving and self.version is not None and self.version >= version
 
 
-C = TypeVar("C", bound=Candidate)
+C = TypeVar("C", bound=ReplicaStatus)
 
 
 def choose(replicas: Mapping[str, C], *, pinned: str | None, version: int, failed_at: Collection[str]) -> C | None:
@@ -225,3 +268,27 @@ class SessionAffinity:
 def describe_failure(error: BaseException | None) -> str:
     """Return a failure as one line."""
     return "it ended a generation without a reason" if error is None else f"{type(error).__name__}: {error}"
+
+
+@define(eq=False, kw_only=True)
+class ReplicaRegistry(Generic[C]):
+    """Replicas by name, and the choice between those that serve."""
+
+    by_name: dict[str, C] = field(factory=dict)
+    changed: anyio.Event = field(factory=anyio.Event, init=False)
+    """Set, and replaced by a new event, when the state of a replica or of all of them changes."""
+    _affinity: SessionAffinity = field(factory=SessionAffinity, init=False)
+
+    @property
+    def serving(self) -> list[C]:
+        """The replicas that get requests."""
+        return [replica for replica in self.by_name.values() if replica.is_serving]
+
+    def choose(self, generation: ReroutableGeneration, *, version: int) -> C | None:
+        """Return the replica for the next attempt of a generation; ``None`` if none serves ``version`` or newer."""
+        return self._affinity.choose(self.by_name, generation, version=version)
+
+    def notify(self) -> None:
+        """Wake all tasks that wait for ``changed``."""
+        changed, self.changed = self.changed, anyio.Event()
+        changed.set()

@@ -86,6 +86,21 @@ def test_failures_in_a_row_end_a_generation_and_progress_forgives_them():
         generation.check_movable("a", None, "no memory", max_failures=3)
 
 
+@pytest.mark.parametrize("is_failure", [True, False])
+def test_an_attempt_that_was_left_continues_unless_all_tokens_are_known(*, is_failure: bool):
+    """A move on purpose is no failure; a replica that is lost after the last token does not cost the answer."""
+    generation = ReroutableGeneration(request(2))
+    generation.add(chunk([11], version=3))
+    assert generation.end_attempt("a", None, "gone", is_failure=is_failure, max_failures=2) is None
+    assert generation.failed_at == ({"a"} if is_failure else set())
+
+    generation.add(chunk([12], version=4))
+    end = generation.end_attempt("b", None, "gone", is_failure=is_failure, max_failures=1)
+    assert end is not None
+    assert (end.finish, end.version, len(end.token_ids)) == (FinishReason.LENGTH, 4, 0)
+    assert generation.is_over
+
+
 def test_a_generation_ends_with_the_context():
     """Its replica was lost when the context was full: another one would refuse the whole of it as a prompt."""
     generation = ReroutableGeneration(request(), context_length=5)

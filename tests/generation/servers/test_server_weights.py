@@ -104,6 +104,22 @@ async def test_weights_that_one_server_refuses_are_nobodys(model: Path, tmp_path
             assert ids_of(await collect(engine, ask(number, routing_key=str(number)))) == WHOLE
 
 
+async def test_a_server_that_refuses_its_former_weights_too_is_left_out(model: Path, tmp_path: Path) -> None:
+    """It is unknown which weights it has: the other one answers until it accepts the published ones."""
+    async with open_server_stack(model, tmp_path, num_servers=2, create_engine=Refusing) as (engine, servers):
+        servers[1].engine.is_refusing = True
+        with pytest.raises(ModelError, match="no room"):
+            await engine.load(Snapshot(version=1, state=load_policy(model).state_dict()))
+        for number in range(4):
+            assert ids_of(await collect(engine, ask(number, routing_key=str(number)))) == WHOLE
+        assert not servers[1].bodies
+
+        servers[1].engine.is_refusing = False
+        await servers[0].kill()
+        assert ids_of(await collect(engine, ask())) == WHOLE
+        assert servers[1].bodies
+
+
 async def test_only_the_present_weights_are_kept_on_disk(model: Path, tmp_path: Path) -> None:
     """Of all that was published one directory stays, and none once the engine is closed."""
     state = load_policy(model).state_dict()

@@ -143,7 +143,7 @@ class ServerEngine:
                     ServerPool(
                         dialect=dialect,
                         config=config,
-                        servers=servers,
+                        by_name={server.name: server for server in servers},
                         weights=weights,
                         broadcasts=broadcasts,
                         adapters=loaded,
@@ -313,16 +313,16 @@ class ServerEngine:
             was_ended_by_us = run.was_interrupted or run.was_moved
             if failure is None and not was_ended_by_us and generation.num_sampled == num_known:
                 failure = EngineError(f"{server.url} ended the generation without a token.")
-            if failure is not None:
-                generation.report_failure(server.name)
-            # The server may be lost after the last token and before it reports the finish.
-            if (finish := generation.find_finish()) is not None:
-                generation.is_over = True
-                yield empty_chunk(finish, version=self.version)
-                return
-            generation.check_movable(
-                server.name, failure, describe_failure(failure), max_failures=self._config.max_failures
+            end = generation.end_attempt(
+                server.name,
+                failure,
+                describe_failure(failure),
+                is_failure=failure is not None,
+                max_failures=self._config.max_failures,
             )
+            if end is not None:
+                yield end
+                return
         generation.is_over = True
         self._counters["aborted"] += 1
         yield empty_chunk(FinishReason.ABORT, version=self.version)
@@ -340,7 +340,7 @@ class ServerEngine:
             if pool.is_held or (self._gateway is not None and pool.may_be_outdated):
                 await pool.changed.wait()
                 continue
-            server = pool.choose(run.generation)
+            server = pool.choose(run.generation, version=pool.weights.version)
             if server is not None:
                 return server
             try:

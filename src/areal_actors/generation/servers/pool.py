@@ -16,7 +16,7 @@ from attrs import define, field
 
 from areal_actors.domain import PauseMode
 from areal_actors.errors import ArealError, ConfigError, EngineError, ModelError
-from areal_actors.generation.routing import ReroutableGeneration, SessionAffinity
+from areal_actors.generation.routing import ReplicaRegistry, ReplicaStatus
 from areal_actors.generation.servers.adapters import Adapters
 from areal_actors.generation.servers.broadcasting import Broadcasts
 from areal_actors.generation.servers.config import ServerConfig
@@ -25,6 +25,7 @@ from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.publishing import Weights
 from areal_actors.kernel.remote.transport import unwrapped
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.messages import ReplicaState
 
 __all__ = [
     "Diagnose",
@@ -42,49 +43,36 @@ __all__ = [
 _log = get_logger(__name__)
 
 
-@define(eq=False)
-class Server:
-    """One server. ``generating`` is the client for generation requests, ``control`` the one for all others."""
+@define(eq=False, kw_only=True)
+class Server(ReplicaStatus):
+    """One server, named by its URL. ``generating`` is the client for generations, ``control`` the one for the rest."""
 
-    url: str
     generating: httpx.AsyncClient
     control: httpx.AsyncClient
     facts: ServerFacts | None = None
-    is_serving: bool = False
     failure: ArealError | None = None
     """Why the last attempt to prepare it failed."""
     may_be_outdated: bool = False
     """Whether it may answer with outdated weights: it was not checked yet, or is being prepared."""
-    has_undefined_weights: bool = False
-    """Whether its weights are undefined, regardless of their label, because a load did not complete."""
-    num_running: int = 0
-    """Generations that run there."""
-    turn: int = 0
-    """Number of the choice at which it was last selected."""
-    check_now: anyio.Event = field(factory=anyio.Event)
 
     @property
-    def name(self) -> str:
-        """The name by which sessions are pinned to it."""
-        return self.url
+    def url(self) -> str:
+        """Where it is."""
+        return self.name
 
     @property
-    def load(self) -> float:
-        """The share of its capacity that is in use."""
-        return self.num_running / (self.facts.max_concurrent if self.facts is not None else 1)
-
-    def can_serve(self, version: int) -> bool:  # noqa: ARG002 - every ready server has the current weights
-        """Return whether it may be asked to generate."""
-        return self.is_serving
+    def capacity(self) -> int | None:
+        """Number of generations that it can run at once, if it is known."""
+        return None if self.facts is None else self.facts.max_concurrent
 
     def mark_unhealthy(self) -> None:
         """Take the server out until its watcher, which this wakes, has checked it and its weights."""
-        self.is_serving, self.may_be_outdated = False, True
-        self.check_now.set()
+        self.state, self.may_be_outdated = ReplicaState.JOINING, True
+        self.wakeup.set()
 
 
-@define(eq=False)
-class ServerPool:
+@define(eq=False, kw_only=True)
+class ServerPool(ReplicaRegistry[Server]):
     """The servers, and the lock under which they are paused, updated and brought back.
 
     ``weights`` are those of every ready server; ``is_paused`` is the state that the engine requests. ``num_loads`` is
@@ -93,7 +81,6 @@ class ServerPool:
 
     dialect: ServerDialect
     config: ServerConfig
-    servers: tuple[Server, ...]
     weights: Weights
     broadcasts: Broadcasts | None = None
     """Sends weights from the weight store to servers, if the run has a store."""
@@ -102,15 +89,12 @@ class ServerPool:
     is_paused: bool = False
     is_loading: bool = False
     num_loads: int = 0
-    changed: anyio.Event = field(factory=anyio.Event)
-    """Set when the state of the pool changes, and then replaced by a new event."""
     control: anyio.Lock = field(factory=anyio.Lock)
-    _affinity: SessionAffinity = field(factory=SessionAffinity, init=False)
 
     @property
-    def serving(self) -> tuple[Server, ...]:
-        """Return the servers that may be asked to generate."""
-        return tuple(server for server in self.servers if server.is_serving)
+    def servers(self) -> tuple[Server, ...]:
+        """All servers, whether they serve or not."""
+        return tuple(self.by_name.values())
 
     @property
     def is_held(self) -> bool:
@@ -121,16 +105,6 @@ class ServerPool:
     def may_be_outdated(self) -> bool:
         """Return whether a request through a gateway, which chooses the server, may reach one with outdated weights."""
         return any(server.may_be_outdated for server in self.servers)
-
-    def notify(self) -> None:
-        """Wake all tasks that wait for ``changed``."""
-        self.changed.set()
-        self.changed = anyio.Event()
-
-    def choose(self, generation: ReroutableGeneration) -> Server | None:
-        """Return the server for the next attempt. Returns ``None`` if no server is ready."""
-        servers = {server.url: server for server in self.servers}
-        return self._affinity.choose(servers, generation, version=self.weights.version)
 
     # --------------------------------------------------------------------------------------- pauses and weights
 
@@ -158,6 +132,10 @@ class ServerPool:
             if refusals:
                 # Servers that accepted the new weights get the old ones back.
                 await self._update_all(self.weights)
+                for server in self.serving:
+                    if server.version is None:
+                        _log.warning("server_lost", url=server.url, reason="it refuses the former weights as well")
+                        server.mark_unhealthy()
                 raise refusals[0]
             self.weights = weights
         finally:
@@ -186,6 +164,8 @@ class ServerPool:
             await self._each(lambda server: adapters.unload_unused(server.control, kept - {adapter.name}))
             raise refusals[0]
         self.weights = weights
+        for server in self.serving:
+            server.version = weights.version
         self.notify()
 
     async def unload_adapters(self) -> None:
@@ -201,8 +181,8 @@ class ServerPool:
         """
         servers = self.serving
         for server in servers:
-            # Set until the load is complete: a load that is interrupted leaves undefined weights under an old label.
-            server.has_undefined_weights = True
+            # Unknown until the load is complete: an interrupted load leaves undefined weights under an old label.
+            server.version = None
         if weights.path is None and servers:
             assert self.broadcasts is not None
             receiving = [(server.url, server.control, server.facts) for server in servers if server.facts is not None]
@@ -210,20 +190,20 @@ class ServerPool:
             for url, error in lost.items():
                 _log.warning("weights_not_received", url=url, version=weights.version, reason=str(error))
             for server in servers:
-                server.has_undefined_weights = server.url in lost
+                server.version = None if server.url in lost else weights.version
         return await self._each(
-            lambda server: self._update(server, weights), only=lambda server: server.has_undefined_weights
+            lambda server: self._update(server, weights), only=lambda server: server.version is None
         )
 
     async def _update(self, server: Server, weights: Weights) -> None:
         """Load ``weights`` into a server from disk, to which those in the store are written if necessary."""
-        server.has_undefined_weights = True
+        server.version = None
         path = weights.path
         if path is None:
             assert self.broadcasts is not None
             path = await self.broadcasts.write(weights.version)
         await self.dialect.update_from_disk(server.control, path, version=weights.label)
-        server.has_undefined_weights = False
+        server.version = weights.version
 
     async def _each(
         self, action: Callable[[Server], Awaitable[None]], *, only: Callable[[Server], bool] = lambda _: True
@@ -253,7 +233,7 @@ class ServerPool:
     async def watch(self, server: Server) -> None:
         """Check one server forever: at intervals, and as soon as it is marked as unhealthy."""
         while True:
-            server.check_now = anyio.Event()
+            server.wakeup = anyio.Event()
             # Servers that serve are asked as well: one that dies between two generations must not get the next one.
             is_alive = False
             with anyio.move_on_after(self.config.health_timeout_seconds):
@@ -261,7 +241,7 @@ class ServerPool:
             if not is_alive:
                 if server.is_serving:
                     _log.warning("server_lost", url=server.url, reason="it does not answer")
-                server.is_serving = False
+                server.state = ReplicaState.JOINING
             elif not server.is_serving:
                 server.may_be_outdated = True
                 try:
@@ -271,25 +251,27 @@ class ServerPool:
                     server.failure = error
                     _log.warning("server_not_ready", url=server.url, reason=str(error))
                 else:
-                    server.failure, server.is_serving = None, True
+                    server.failure, server.state = None, ReplicaState.SERVING
                     _log.info("server_serves", url=server.url, version=self.weights.version)
             server.may_be_outdated = False
             self.notify()
             with anyio.move_on_after(self.config.health_interval_seconds):
-                await server.check_now.wait()
+                await server.wakeup.wait()
 
     async def _prepare(self, server: Server) -> None:
         """Load the current weights into a server, unless it has them, and pause or resume it as the engine is.
 
         The weights come from disk: a restarted server is in no group, and others must not wait for one to form.
         """
-        is_known, server.facts = server.facts is not None, await self.dialect.describe(server.control)
+        server.facts = await self.dialect.describe(server.control)
         if self.adapters is not None:
             await self.adapters.prepare(server.control, server.facts, self.weights.adapter)
-        # A label from before the first contact may belong to another run.
+            server.version = self.weights.version
+        # The label shows a restart that was not noticed. It is not enough: before the first contact, another run may
+        # have set it, and an interrupted load leaves undefined weights under it; both have no version here.
         has_label = server.facts.weight_version == self.weights.label
-        needs_weights = not is_known or server.failure is not None or server.has_undefined_weights or not has_label
-        if self.adapters is None and needs_weights:
+        is_current = has_label and server.failure is None and server.version == self.weights.version
+        if self.adapters is None and not is_current:
             self.num_loads += 1
             # Requests that still run there must not sample from weights that are half loaded.
             await self.dialect.pause(server.control, PauseMode.KEEP)
@@ -313,7 +295,7 @@ async def open_servers(urls: Sequence[str], config: ServerConfig) -> AsyncIterat
                 await stack.enter_async_context(create_client(url, api_key=key, read_timeout_seconds=seconds))
                 for seconds in (config.read_timeout_seconds, config.update_timeout_seconds)
             ]
-            servers.append(Server(url=url.rstrip("/"), generating=generating, control=control))
+            servers.append(Server(name=url.rstrip("/"), generating=generating, control=control))
         yield tuple(servers)
 
 

@@ -129,6 +129,11 @@ async def test_interactions_are_rows():
     assert (0.25, 1, None) == (episode.reward, len(episode.trajectories), episode.failure)
 
 
+async def interrupt(engine: EpisodeEngine) -> Any:
+    """Not a Ctrl-C: no signal was received."""
+    raise KeyboardInterrupt("enough")
+
+
 async def raise_error(engine: EpisodeEngine) -> Any:
     await tensors(engine, 1.0)
     raise ValueError("the tool broke")
@@ -158,6 +163,7 @@ async def hang(engine: EpisodeEngine) -> Any:
     ("act", "complaint"),
     [
         (raise_error, "Acting.arun_episode raised ValueError: the tool broke"),
+        (interrupt, "Acting.arun_episode raised KeyboardInterrupt: enough"),
         (return_none, "returned None: the episode is rejected"),
         (return_number, "returned a float"),
         (forget_versions, "there are no versions"),

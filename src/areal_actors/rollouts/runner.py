@@ -60,7 +60,7 @@ from areal_actors.workflows import (
     run_agent,
     workflow_context,
 )
-from areal_actors.workflows.agents import describe_error, format_agent_traceback
+from areal_actors.workflows.agents import describe_error, format_agent_traceback, is_failure
 from areal_actors.workflows.rollout import MemberOutcome, fail_together
 
 __all__ = ["Peers", "ProxyProbe", "RolloutRunner", "RolloutsConfig", "WorkflowEpisode"]
@@ -541,7 +541,9 @@ class WorkflowEpisode:
         async def run() -> None:
             try:
                 outcome.append(await self.workflow.arun_episode(self.engine, self.data))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a workflow costs only its episode
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
                 failure = EpisodeError(
                     f"{self._name} raised {describe_error(error)}", traceback=format_agent_traceback(error)
                 )

@@ -8,14 +8,17 @@ are ``pool`` and ``commands``.
 
 from __future__ import annotations
 
+import dis
 import os
+import signal
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 
 import anyio
@@ -36,6 +39,7 @@ __all__ = [
     "describe_error",
     "failure_of",
     "format_agent_traceback",
+    "is_failure",
     "name_of",
     "parse_result",
     "placeholder_keys",
@@ -44,6 +48,7 @@ __all__ = [
 
 _PACKAGE = Path(areal_actors.__file__).parent
 _MAX_TRACEBACK = 8000
+_RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 @runtime_checkable
@@ -88,7 +93,9 @@ async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
             outcome.append(parse_result(result, agent=type(agent).__name__))
         except EpisodeError as error:
             outcome.append(error)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent's error fails its episode and nothing else
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             outcome.append(failure_of(agent, error))
 
     async with anyio.create_task_group() as tasks:
@@ -99,6 +106,32 @@ async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
     if isinstance(outcome[0], EpisodeError):
         raise outcome[0]
     return outcome[0]
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether ``error``, caught around a call of an agent's code, fails its episode and nothing else.
+
+    ``SystemExit`` and ``KeyboardInterrupt`` do as well if that code raised them. Cancellations do not, and neither does
+    the ``KeyboardInterrupt`` of a Ctrl-C: those end the run.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_failure, error.exceptions))
+    if not isinstance(error, KeyboardInterrupt):
+        return isinstance(error, (Exception, SystemExit))
+    # Python runs handlers of signals in the main thread only. In a run, ``run.signals`` receives them without raising.
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        return True
+    entries = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    if handler is not signal.default_int_handler:  # the handlers of asyncio and trio have a frame, in which they raise
+        code = getattr(handler.func if isinstance(handler, partial) else handler, "__code__", None)
+        return all(entry.tb_frame.f_code is not code for entry in entries)
+    # Python's own handler has none. It interrupts at calls and jumps, and the code itself with a ``raise`` statement.
+    return bool(entries) and entries[-1].tb_frame.f_code.co_code[entries[-1].tb_lasti] == _RAISE
 
 
 def failure_of(agent: Agent, error: BaseException) -> EpisodeError:
@@ -200,7 +233,7 @@ PLACEHOLDER = "not-needed-on-the-url-of-a-session"
 _NAMES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
 _users: Counter[str] = Counter()
-_lock = Lock()
+_lock = threading.Lock()
 
 
 @contextmanager

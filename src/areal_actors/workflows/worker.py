@@ -27,7 +27,7 @@ import httpx
 from areal_actors.client import create_agent_http_client
 from areal_actors.errors import ArealError, EpisodeError
 from areal_actors.workflows import context as workflow_context
-from areal_actors.workflows.agents import Agent, Injected, Reward, failure_of, parse_result, run_agent
+from areal_actors.workflows.agents import Agent, Injected, Reward, failure_of, is_failure, parse_result, run_agent
 from areal_actors.workflows.context import EpisodeContext
 from areal_actors.workflows.pool import deserialize_agent
 from areal_actors.workflows.processes import episode_environment
@@ -132,7 +132,9 @@ class _EpisodeRunner:
             return self._loop.run(run(), context=contextvars.copy_context())
         try:
             result: Any = self._agent.run(data, **link)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise failure_of(self._agent, error) from error
         return parse_result(result, agent=type(self._agent).__name__)
 

@@ -44,7 +44,7 @@ def test_a_layer_that_cannot_be_compiled_runs_as_it_is(make_model, caplog):
         found = compiled_forward(layer, backend="absent")(hidden, attention_mask=None, position_embeddings=rotation)
         torch.testing.assert_close(found, layer(hidden, attention_mask=None, position_embeddings=rotation))
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("layers of class LlamaDecoderLayer cannot be compiled and run as they are: Invalid back")
+    assert message.startswith("layers_not_compiled layers=LlamaDecoderLayer reason=Invalid back")
 
 
 def test_layers_are_compiled_on_gpus_unless_told_otherwise():

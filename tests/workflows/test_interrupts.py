@@ -16,7 +16,7 @@ from areal_actors.workflows import AsyncRewardWrapper
 from areal_actors.workflows.agents import is_failure
 
 PROGRAM = """
-import sys, time
+import signal, sys, time
 import anyio, httpx
 from areal_actors.errors import EpisodeError
 from areal_actors.workflows import Injected, run_agent
@@ -54,6 +54,8 @@ async def main():
         except EpisodeError as error:
             print("no failure of the agent:", error, flush=True)
 
+# A program that a shell starts in the background, as CI may start the tests, inherits that the signal is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 anyio.run(main, backend=sys.argv[1])
 """
 

@@ -23,7 +23,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -271,9 +270,14 @@ class TrainerActor(Actor[Training]):
             return await self._led.train_step(lease.groups, max_staleness=lease.max_staleness, recorder=recorder)
         except CaptureViolation as violation:
             if self._captures is not None:
-                path = self._captures / f"step-{self._policy.version + 1}.jsonl"
-                await self._thread.run(partial(_write_evidence, path, violation.evidence))
-                violation.args = (f"{violation} The rows are in {path}.",)
+                path = anyio.Path(self._captures / f"step-{self._policy.version + 1}.jsonl")
+                try:
+                    await path.parent.mkdir(parents=True, exist_ok=True)
+                    await path.write_text("".join(f"{json.dumps(record)}\n" for record in violation.evidence), "utf-8")
+                except OSError as error:  # the violation is raised in any case
+                    _log.warning("evidence_not_written", path=str(path), error=str(error))
+                else:
+                    violation.args = (f"{violation} The rows are in {path}.",)
             await self._save(is_last=True)
             raise
         except CustomFunctionError:
@@ -445,14 +449,6 @@ class _MovingAverage:
 
     def state(self) -> dict[str, float]:
         return {"total": self._total, "weight": self._weight}
-
-
-def _write_evidence(path: Path, evidence: Sequence[Mapping[str, object]]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{json.dumps(record)}\n" for record in evidence), encoding="utf-8")
-    except OSError as error:  # the violation is raised in any case
-        _log.warning("evidence_not_written", path=str(path), error=str(error))
 
 
 def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:

@@ -82,7 +82,21 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
     for group in groups:
         _require_finite(group)
     centred = [_centred(group, config) for group in groups]
-    scale = _batch_scale(groups, centred, config)
+    scale: _Transform = _affine(baseline=0.0)
+    if config.normalisation in (Normalisation.REINFORCE_PLUS_PLUS, Normalisation.GROUP_MEAN_BATCH_STD):
+        tokens = [
+            values[row.loss_mask == 1]
+            for group, rows in zip(groups, centred, strict=True)
+            for row, values in zip(_rows(group), rows, strict=True)
+        ]
+        values = np.concatenate([*tokens, np.zeros(0)])
+        mean = (
+            float(values.mean()) if len(values) and config.normalisation is Normalisation.REINFORCE_PLUS_PLUS else 0.0
+        )
+        is_constant = _is_constant(values)
+        scale = (
+            np.zeros_like if is_constant else _affine(baseline=mean, divisor=max(float(values.std()), config.std_floor))
+        )
     return tuple(
         GroupAdvantages(
             rows=tuple(
@@ -146,29 +160,23 @@ def _centred(group: Group, config: AdvantageConfig) -> list[Doubles]:
     """Return for each row float64 [T]: the return minus its baseline, divided by the group's std if configured."""
     if config.normalisation in _UNGROUPED:
         return [row.returns.astype(np.float64) for row in _rows(group)]
-    baseline = _BASELINES[config.unit]
-    return baseline(group, config)
-
-
-def _episode_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]:
-    values = np.array([episode.reward for episode in _successes(group)], dtype=np.float64)
+    rows = _rows(group)
+    match config.unit:
+        case StatisticsUnit.TURN_KIND:
+            return _centre_by_kind(group, config)
+        case StatisticsUnit.TURN_DEPTH:
+            return _centre_by_depth(rows, config)
+        case StatisticsUnit.EPISODE:
+            owners = [index for index, episode in enumerate(_successes(group)) for _ in episode.trajectories]
+            values = np.array([episode.reward for episode in _successes(group)], dtype=np.float64)
+        case StatisticsUnit.ROW:
+            owners = list(range(len(rows)))
+            values = np.array([row.reward for row in rows], dtype=np.float64)
     transforms = _transforms(values, config)
-    by_session = {id(episode): transform for episode, transform in zip(_successes(group), transforms, strict=True)}
-    return [
-        by_session[id(episode)](row.returns.astype(np.float64))
-        for episode in _successes(group)
-        for row in episode.trajectories
-    ]
+    return [transforms[owner](row.returns.astype(np.float64)) for row, owner in zip(rows, owners, strict=True)]
 
 
-def _row_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]:
-    rows = _rows(group)
-    transforms = _transforms(np.array([row.reward for row in rows], dtype=np.float64), config)
-    return [transform(row.returns.astype(np.float64)) for row, transform in zip(rows, transforms, strict=True)]
-
-
-def _turn_depth_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]:
-    rows = _rows(group)
+def _centre_by_depth(rows: Sequence[Trajectory], config: AdvantageConfig) -> list[Doubles]:
     turns = {(row.session, turn.interaction): turn for row in rows for turn in _turns_of(row)}
     by_depth: dict[int, list[_TurnKey]] = defaultdict(list)
     for key, turn in turns.items():
@@ -183,7 +191,7 @@ def _turn_depth_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]
     ]
 
 
-def _turn_kind_baseline(group: Group, config: AdvantageConfig) -> list[Doubles]:
+def _centre_by_kind(group: Group, config: AdvantageConfig) -> list[Doubles]:
     members = [_Member.of(episode) for episode in _successes(group)]
     by_kind: dict[_Kind, list[_Transform]] = {}
     result: list[Doubles] = []
@@ -206,24 +214,14 @@ def _kind_transforms(members: Sequence[_Member], kind: _Kind, config: AdvantageC
     if len(values) > 1 and config.normalisation is Normalisation.RLOO:
         # Not ``_transforms``: giving a group of equal values 0 would depend on the member's own value, which is a mean
         # over its turns, whose returns may differ.
-        transforms = [_difference(float(baseline), values) for baseline in _leave_one_out(values)]
+        rounding = _EQUAL * max(1.0, float(np.abs(values).max()))
+        transforms = [_affine(baseline=float(mean), rounding=rounding) for mean in _leave_one_out(values)]
     else:
         transforms = _transforms(values, config)
     by_member: list[_Transform] = [np.zeros_like for _ in members]  # a member without turns of the kind uses none
     for index, transform in zip(present, transforms, strict=True):
         by_member[index] = transform
     return by_member
-
-
-def _difference(baseline: float, values: Doubles) -> _Transform:
-    """Return a function that subtracts ``baseline`` from returns, and gives 0 if they differ by rounding only."""
-    scale = _EQUAL * max(1.0, float(np.abs(values).max()))
-
-    def transform(returns: Doubles) -> Doubles:
-        difference = returns - baseline
-        return np.where(np.abs(difference) <= scale, 0.0, difference)
-
-    return transform
 
 
 _Kind: TypeAlias = tuple[str | None, int]
@@ -294,12 +292,6 @@ def _apply_by_turn(row: Trajectory, transforms: Sequence[tuple[_TurnReturn, _Tra
 
 _Transform = Callable[[Doubles], Doubles]
 
-_BASELINES: dict[StatisticsUnit, Callable[[Group, AdvantageConfig], list[Doubles]]] = {
-    StatisticsUnit.EPISODE: _episode_baseline,
-    StatisticsUnit.ROW: _row_baseline,
-    StatisticsUnit.TURN_DEPTH: _turn_depth_baseline,
-    StatisticsUnit.TURN_KIND: _turn_kind_baseline,
-}
 _UNGROUPED = (Normalisation.NONE, Normalisation.REINFORCE_PLUS_PLUS)
 """Methods without a group baseline."""
 
@@ -315,32 +307,21 @@ def _transforms(values: Doubles, config: AdvantageConfig) -> list[_Transform]:
     return [_affine(baseline=float(baseline), divisor=divisor) for baseline in baselines]
 
 
-def _affine(*, baseline: float, divisor: float) -> _Transform:
-    return lambda returns: (returns - baseline) / divisor
+def _affine(*, baseline: float, divisor: float = 1.0, rounding: float | None = None) -> _Transform:
+    """Return a function that centres returns and divides them, and gives 0 for what is within ``rounding``."""
+
+    def transform(returns: Doubles) -> Doubles:
+        difference = returns - baseline
+        if rounding is not None:
+            return np.where(np.abs(difference) <= rounding, 0.0, difference)
+        return difference / divisor
+
+    return transform
 
 
 def _leave_one_out(values: Doubles) -> Doubles:
     others: Doubles = (values.sum() - values) / (len(values) - 1)
     return others
-
-
-# -------------------------------------------------------------------------------------------- batch statistics
-
-
-def _batch_scale(groups: Sequence[Group], centred: list[list[Doubles]], config: AdvantageConfig) -> _Transform:
-    """Return the final normalisation over all trained tokens of the batch, for the methods that have one."""
-    if config.normalisation not in (Normalisation.REINFORCE_PLUS_PLUS, Normalisation.GROUP_MEAN_BATCH_STD):
-        return lambda values: values
-    tokens = [
-        values[row.loss_mask == 1]
-        for group, rows in zip(groups, centred, strict=True)
-        for row, values in zip(_rows(group), rows, strict=True)
-    ]
-    values = np.concatenate([*tokens, np.zeros(0)])
-    if _is_constant(values):
-        return np.zeros_like
-    mean = float(values.mean()) if config.normalisation is Normalisation.REINFORCE_PLUS_PLUS else 0.0
-    return _affine(baseline=mean, divisor=max(float(values.std()), config.std_floor))
 
 
 # -------------------------------------------------------------------------------------------------- small parts

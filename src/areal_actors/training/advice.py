@@ -47,17 +47,34 @@ def inert_settings(config: TrainerConfig, *, has_servers: bool = True) -> list[s
     return [
         *_clips(config.objective, num_updates),
         *_corrections(config.objective, num_updates),
-        *_penalties(config.objective),
-        *_optimizer(config),
-        *_others(config),
-        *_serving(config.lora, has_servers=has_servers),
+        *_switched_off(config),
+        *_others(config, has_servers=has_servers),
     ]
 
 
 def doubtful_settings(config: TrainerConfig) -> list[str]:
     """Return a sentence for each setting below ``trainer`` whose effect is known to be biased or too small."""
-    rate, full = config.optimizer.learning_rate, OptimizerConfig().learning_rate
-    found = list(_doubts(config.objective))
+    rate, full, objective = config.optimizer.learning_rate, OptimizerConfig().learning_rate, config.objective
+    found: list[str] = []
+    kl = objective.kl
+    if kl.coefficient and kl.place is KlPlace.REWARD and kl.resolve_estimator() is not KlEstimator.K1:
+        found.append(
+            f"objective.kl.estimator {kl.estimator} in the reward does not pull towards the reference: near it, the "
+            "expected gradient is 0; use k1, or place loss."
+        )
+    if kl.coefficient and kl.place is KlPlace.LOSS and kl.resolve_estimator() is KlEstimator.K1 and not kl.is_unbiased:
+        found.append(
+            "objective.kl.estimator k1 in the loss has an expected gradient of 0; set is_unbiased, or use k2 or k3."
+        )
+    if objective.surrogate is Surrogate.GSPO and objective.aggregation in (
+        Aggregation.EPISODE_SUM,
+        Aggregation.TOKEN_MEAN,
+        Aggregation.FIXED_LENGTH,
+    ):
+        found.append(
+            f"objective.aggregation {objective.aggregation} counts the one ratio of a row as often as it has tokens; "
+            "gspo was published with sequence_mean."
+        )
     if config.lora is not None and rate <= full:
         found.append(
             f"optimizer.learning_rate {rate:g} is one for all weights; an adapter learns as fast with about ten times "
@@ -112,7 +129,9 @@ def _corrections(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
         )
 
 
-def _penalties(objective: ObjectiveConfig) -> Iterator[str]:
+def _switched_off(config: TrainerConfig) -> Iterator[str]:
+    """Name the settings of penalties and of the optimiser that need a switch that is off."""
+    objective, optimizer = config.objective, config.optimizer
     kl, overlong = objective.kl, objective.overlong
     if not kl.coefficient:
         yield from _changed(kl, KlConfig(), "objective.kl", ("estimator", "place", "is_unbiased"), "coefficient")
@@ -122,10 +141,6 @@ def _penalties(objective: ObjectiveConfig) -> Iterator[str]:
         yield from _changed(overlong, OverlongConfig(), "objective.overlong", ("buffer_tokens", "scale"), "max_tokens")
     if objective.aggregation not in (Aggregation.EPISODE_SUM, Aggregation.FIXED_LENGTH):
         yield from _changed(objective, ObjectiveConfig(), "objective", ("fixed_length",), "aggregation")
-
-
-def _optimizer(config: TrainerConfig) -> Iterator[str]:
-    optimizer = config.optimizer
     if optimizer.offload is OffloadTo.CPU and config.device == "cpu":
         yield "optimizer.offload has no effect: device is cpu, and the moments are in the memory of the host already."
     if optimizer.name is OptimizerName.SGD:
@@ -134,7 +149,7 @@ def _optimizer(config: TrainerConfig) -> Iterator[str]:
         yield from _changed(optimizer, OptimizerConfig(), "optimizer", ("num_decay_steps", "final_fraction"), "decay")
 
 
-def _others(config: TrainerConfig) -> Iterator[str]:
+def _others(config: TrainerConfig, *, has_servers: bool) -> Iterator[str]:
     advantages, default = config.advantages, TrainerConfig()
     if advantages.std_floor != default.advantages.std_floor and advantages.normalisation in _UNDIVIDED:
         yield f"advantages.std_floor has no effect: normalisation {advantages.normalisation} does not divide."
@@ -148,11 +163,8 @@ def _others(config: TrainerConfig) -> Iterator[str]:
         yield "publish_keep has no effect: publish is memory, and nothing is written."
     if config.publish is not PublishBy.DISTRIBUTED and config.publish_bucket_mib != default.publish_bucket_mib:
         yield f"publish_bucket_mib has no effect: publish is {config.publish}, not distributed."
-
-
-def _serving(lora: LoraConfig | None, *, has_servers: bool) -> Iterator[str]:
-    if lora is not None and lora.serving is not LoraConfig().serving and not has_servers:
-        yield f"lora.serving {lora.serving} has no effect: the embedded engine always gets merged weights."
+    if config.lora is not None and config.lora.serving is not LoraConfig().serving and not has_servers:
+        yield f"lora.serving {config.lora.serving} has no effect: the embedded engine always gets merged weights."
 
 
 def _changed(section: Any, default: Any, path: str, names: tuple[str, ...], switch: str) -> Iterator[str]:
@@ -162,23 +174,3 @@ def _changed(section: Any, default: Any, path: str, names: tuple[str, ...], swit
             value = getattr(section, switch)
             shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
             yield f"{path}.{name} has no effect: {path}.{switch} is {shown}."
-
-
-def _doubts(objective: ObjectiveConfig) -> Iterator[str]:
-    kl = objective.kl
-    if kl.coefficient and kl.place is KlPlace.REWARD and kl.resolve_estimator() is not KlEstimator.K1:
-        yield (
-            f"objective.kl.estimator {kl.estimator} in the reward does not pull towards the reference: near it, the "
-            "expected gradient is 0; use k1, or place loss."
-        )
-    if kl.coefficient and kl.place is KlPlace.LOSS and kl.resolve_estimator() is KlEstimator.K1 and not kl.is_unbiased:
-        yield "objective.kl.estimator k1 in the loss has an expected gradient of 0; set is_unbiased, or use k2 or k3."
-    if objective.surrogate is Surrogate.GSPO and objective.aggregation in (
-        Aggregation.EPISODE_SUM,
-        Aggregation.TOKEN_MEAN,
-        Aggregation.FIXED_LENGTH,
-    ):
-        yield (
-            f"objective.aggregation {objective.aggregation} counts the one ratio of a row as often as it has tokens; "
-            "gspo was published with sequence_mean."
-        )

@@ -106,7 +106,18 @@ class BroadcastGroup:
             prefixed = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
             # torch uses this prefix: it creates one backend for all devices and names it after the first.
             device = dist.Backend.backend_capability[self.backend][0]
-            self._group = self._create(PrefixStore(f"{device}/", prefixed))
+            prefixed = PrefixStore(f"{device}/", prefixed)
+            size, longest = self.num_ranks + 1, timedelta(seconds=self.timeout_seconds)
+            if self.backend == "nccl":
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = 2 * longest  # noqa: SLF001 - its watchdog ends the process, so our wait must end first
+                with torch.cuda.device(self.source):
+                    self._group = dist.ProcessGroupNCCL(prefixed, 0, size, nccl)
+            else:
+                gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+                gloo._timeout = min(longest, timedelta(seconds=_MEETING_SECONDS))  # noqa: SLF001
+                gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]  # noqa: SLF001
+                self._group = dist.ProcessGroupGloo(prefixed, 0, size, gloo)
             if self._is_closed:
                 raise self._closed()
 
@@ -164,18 +175,6 @@ class BroadcastGroup:
         while not all(work.is_completed() for work in works):
             time.sleep(_LEAVING_POLL_SECONDS)
         self._works.clear()
-
-    def _create(self, store: PrefixStore) -> Any:
-        size, longest = self.num_ranks + 1, timedelta(seconds=self.timeout_seconds)
-        if self.backend == "nccl":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = 2 * longest  # noqa: SLF001 - its watchdog ends the process, so our wait must end first
-            with torch.cuda.device(self.source):
-                return dist.ProcessGroupNCCL(store, 0, size, nccl)
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-        gloo._timeout = min(longest, timedelta(seconds=_MEETING_SECONDS))  # noqa: SLF001
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]  # noqa: SLF001
-        return dist.ProcessGroupGloo(store, 0, size, gloo)
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         deadline, pause = time.monotonic() + self.timeout_seconds, _POLL_SECONDS

@@ -18,13 +18,14 @@ log-probability are bad.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from attrs import define, field, frozen
 
-from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Episode, Floats, Group, Trajectory
+from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Floats, Group, Trajectory
 from areal_actors.errors import CaptureViolation
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.capture_noise import Comparison, NoiseModel
@@ -38,7 +39,6 @@ _MAX_EXCESS_OF_CONSTANTS = 0.3
 """Equal values of different tokens count as rounding only if the trainer computes nearly equal ones, such as 0."""
 _MAX_EVIDENCE = 64
 """Maximum number of rows that are kept as evidence for people to inspect."""
-_WHAT_TO_DO = "The weights were not changed."
 
 
 @frozen(kw_only=True)
@@ -81,7 +81,18 @@ class CaptureGate:
         """Raise ``CaptureViolation`` for impossible values in groups that train ``version``, before anything else."""
         for group in groups:
             for episode in group.episodes:
-                self._check_episode(episode, version)
+                if episode.num_empty_turns:
+                    raise _violation(
+                        CaptureFault.EMPTY_CAPTURE,
+                        f"{episode.num_empty_turns} of {episode.num_turns} answers of session {episode.session} were "
+                        "completed without a single token.",
+                        episode.trajectories,
+                        version,
+                    )
+                for index, row in enumerate(episode.trajectories if episode.failure is None else ()):
+                    for kind, what in self._complaints(row, version):
+                        where = f"Row {index} of session {row.session} ({row.num_tokens} tokens)"
+                        raise _violation(kind, f"{where} {what}.", [row], version)
             age = version - group.head_version
             if max_staleness is not None and group.head_version >= 0 and age > max_staleness:
                 rows = [row for episode in group.episodes for row in episode.trajectories]
@@ -92,20 +103,6 @@ class CaptureGate:
                     rows,
                     version,
                 )
-
-    def _check_episode(self, episode: Episode, version: int) -> None:
-        if episode.num_empty_turns:
-            raise _violation(
-                CaptureFault.EMPTY_CAPTURE,
-                f"{episode.num_empty_turns} of {episode.num_turns} answers of session {episode.session} were completed "
-                "without a single token.",
-                episode.trajectories,
-                version,
-            )
-        for index, row in enumerate(episode.trajectories if episode.failure is None else ()):
-            for kind, what in self._complaints(row, version):
-                where = f"Row {index} of session {row.session} ({row.num_tokens} tokens)"
-                raise _violation(kind, f"{where} {what}.", [row], version)
 
     def _complaints(self, row: Trajectory, version: int) -> Iterator[tuple[CaptureFault, str]]:
         columns = (row.input_ids, row.loss_mask, row.logprobs, row.versions, row.returns, row.turns)
@@ -194,9 +191,22 @@ class CaptureWatch:
         num_judged = len(compared) + len(alone)
         if len(bad) + len(constant) > self.gate.max_bad_fraction * num_judged:
             self._refuse(bad, constant, num_judged)
-        if self.gate.tolerance is None:
-            refused = {id(seen) for seen, _, _ in bad}
-            self._judge_together([(seen, it) for seen, it in compared if id(seen) not in refused])
+        if self.gate.tolerance is not None:
+            return
+        # A difference that all rows share shows in their sum, even if each row alone could be rounding.
+        refused = {id(seen) for seen, _, _ in bad}
+        together = [(seen, it) for seen, it in compared if id(seen) not in refused]
+        rows = [comparison for _, comparison in together]
+        what = self.gate.noise.systematic_gap(rows) if rows else None
+        if what is not None:
+            raise _violation(
+                CaptureFault.UNEXPLAINED_LOGPROBS,
+                f"{what}, over {sum(len(row.reported) for row in rows)} tokens of {len(rows)} rows. Each row alone "
+                f"could be rounding. {self.gate.explain(rows)}",
+                [seen.row for seen, _ in together],
+                self.version,
+                recomputed=[seen.recomputed for seen, _ in together],
+            )
 
     def _refuse(self, bad: Sequence[tuple[_Seen, Comparison, float]], constant: Sequence[_Seen], num: int) -> None:
         rows = [*(seen for seen, _, _ in bad), *constant]
@@ -218,20 +228,6 @@ class CaptureWatch:
             self.version,
             recomputed=[seen.recomputed for seen in rows],
         )
-
-    def _judge_together(self, compared: Sequence[tuple[_Seen, Comparison]]) -> None:
-        """Raise ``CaptureViolation`` for a difference that all rows share, even if each row alone could be rounding."""
-        rows = [comparison for _, comparison in compared]
-        what = self.gate.noise.systematic_gap(rows) if rows else None
-        if what is not None:
-            raise _violation(
-                CaptureFault.UNEXPLAINED_LOGPROBS,
-                f"{what}, over {sum(len(row.reported) for row in rows)} tokens of {len(rows)} rows. Each row alone "
-                f"could be rounding. {self.gate.explain(rows)}",
-                [seen.row for seen, _ in compared],
-                self.version,
-                recomputed=[seen.recomputed for seen, _ in compared],
-            )
 
 
 def _is_judged_alone(row: Trajectory) -> bool:
@@ -258,24 +254,16 @@ def _violation(
     *,
     recomputed: Sequence[Floats | None] = (),
 ) -> CaptureViolation:
-    message = f"Step {version + 1} cannot be taken. {what} {_WHAT_TO_DO}"
-    others = [*recomputed, *([None] * (len(rows) - len(recomputed)))]
-    evidence = [_describe(row, kind, other) for row, other in zip(rows, others, strict=True)][:_MAX_EVIDENCE]
-    return CaptureViolation(message, kind=kind, evidence=evidence)
-
-
-def _describe(row: Trajectory, kind: CaptureFault, recomputed: Floats | None) -> dict[str, Any]:
-    """Return a row as plain JSON; numbers that JSON cannot represent become strings."""
     columns = ("input_ids", "loss_mask", "versions", "returns", "turns", "logprobs", "raw_logprobs", "predecessors")
-    found = {name: getattr(row, name) for name in columns} | {"recomputed": recomputed}
 
     def plain(value: float) -> float | str:
-        return value if np.isfinite(value) else str(value)
+        return value if np.isfinite(value) else str(value)  # JSON has no other numbers
 
-    return {
-        "kind": str(kind),
-        "session": row.session,
-        "interactions": list(row.interactions),
-        "tag": row.tag,
-        **{name: None if column is None else list(map(plain, column.tolist())) for name, column in found.items()},
-    }
+    evidence: list[dict[str, Any]] = []
+    for row, other in zip_longest(rows[:_MAX_EVIDENCE], recomputed[:_MAX_EVIDENCE]):
+        found = {name: getattr(row, name) for name in columns} | {"recomputed": other}
+        named = {"kind": str(kind), "session": row.session, "interactions": list(row.interactions), "tag": row.tag}
+        lists = {name: None if column is None else list(map(plain, column.tolist())) for name, column in found.items()}
+        evidence.append(named | lists)
+    message = f"Step {version + 1} cannot be taken. {what} The weights were not changed."
+    return CaptureViolation(message, kind=kind, evidence=evidence)

@@ -53,45 +53,46 @@ def split_pack(pack: Pack, size: int) -> tuple[Chunk, ...]:
     """Return the chunks of ``size`` tokens of ``pack``; the last one may be shorter. Padded rows are one chunk."""
     if pack.segments is None or pack.input_ids.shape[1] <= size:
         return (Chunk(pack=pack, prefix=(), trained=np.arange(len(pack.targets))),)
-    return tuple(_chunk(pack, start, size) for start in range(0, pack.input_ids.shape[1], size))
-
-
-def _chunk(pack: Pack, start: int, size: int) -> Chunk:
-    stop = min(start + size, pack.input_ids.shape[1])
-    own = [
-        (max(segment.start, start), min(segment.stop, stop), segment)
-        for segment in pack.segments or ()
-        if segment.start < stop and start < segment.stop
-    ]
-    above = [np.concatenate([segment.ancestors, np.arange(segment.start, first)]) for first, _, segment in own]
-    # Ancestors in this chunk itself are not a prefix: they come with the chunk's own keys.
-    prefix = np.unique(
-        np.concatenate([np.zeros(0, dtype=np.int64), *(nodes[nodes < start] // size for nodes in above)])
-    )
-    # Where each chunk begins in the order of the prefix, followed by this one.
-    offsets = np.zeros(start // size + 1, dtype=np.int64)
-    offsets[prefix] = np.arange(len(prefix)) * size
-    offsets[-1] = len(prefix) * size
-    shift = int(offsets[-1]) - start
-    trained = np.flatnonzero((start <= pack.sources) & (pack.sources < stop))
-    return Chunk(
-        pack=evolve(
-            pack,
-            input_ids=pack.input_ids[:, start:stop],
-            position_ids=pack.position_ids[:, start:stop],
-            segments=tuple(
-                Segment(start=first + shift, stop=last + shift, ancestors=offsets[nodes // size] + nodes % size)
-                for (first, last, _), nodes in zip(own, above, strict=True)
-            ),
-            rows=(),
-            sources=pack.sources[trained] - start,
-            targets=pack.targets[trained],
-            num_tokens=stop - start,
-            distributions=pack.distributions and Distributions(settings=pack.distributions.settings[trained]),
-        ),
-        prefix=tuple(prefix.tolist()),
-        trained=trained,
-    )
+    chunks: list[Chunk] = []
+    for start in range(0, pack.input_ids.shape[1], size):
+        stop = min(start + size, pack.input_ids.shape[1])
+        own = [
+            (max(segment.start, start), min(segment.stop, stop), segment)
+            for segment in pack.segments
+            if segment.start < stop and start < segment.stop
+        ]
+        above = [np.concatenate([segment.ancestors, np.arange(segment.start, first)]) for first, _, segment in own]
+        # Ancestors in this chunk itself are not a prefix: they come with the chunk's own keys.
+        prefix = np.unique(
+            np.concatenate([np.zeros(0, dtype=np.int64), *(nodes[nodes < start] // size for nodes in above)])
+        )
+        # Where each chunk begins in the order of the prefix, followed by this one.
+        offsets = np.zeros(start // size + 1, dtype=np.int64)
+        offsets[prefix] = np.arange(len(prefix)) * size
+        offsets[-1] = len(prefix) * size
+        shift = int(offsets[-1]) - start
+        trained = np.flatnonzero((start <= pack.sources) & (pack.sources < stop))
+        chunks.append(
+            Chunk(
+                pack=evolve(
+                    pack,
+                    input_ids=pack.input_ids[:, start:stop],
+                    position_ids=pack.position_ids[:, start:stop],
+                    segments=tuple(
+                        Segment(start=first + shift, stop=last + shift, ancestors=offsets[nodes // size] + nodes % size)
+                        for (first, last, _), nodes in zip(own, above, strict=True)
+                    ),
+                    rows=(),
+                    sources=pack.sources[trained] - start,
+                    targets=pack.targets[trained],
+                    num_tokens=stop - start,
+                    distributions=pack.distributions and Distributions(settings=pack.distributions.settings[trained]),
+                ),
+                prefix=tuple(prefix.tolist()),
+                trained=trained,
+            )
+        )
+    return tuple(chunks)
 
 
 class ChunkStore:

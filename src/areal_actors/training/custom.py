@@ -303,24 +303,29 @@ def example_groups() -> tuple[Group, ...]:
 def _episode(kind: str, member: int, reward: float, rows: Sequence[Sequence[int]]) -> Episode:
     """Return an episode whose rows have turns with these numbers of sampled tokens, each after two prompt tokens."""
     session = SessionId(f"example-{kind}-{member}")
-    made = tuple(_row(session, index, lengths, reward) for index, lengths in enumerate(rows))
+    made = []
+    for index, lengths in enumerate(rows):
+        parts = [part for turn, length in enumerate(lengths) for part in ([-1, -1], [turn] * length)]
+        turns = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
+        mask = (turns >= 0).astype(np.int32)
+        made.append(
+            Trajectory(
+                session=session,
+                interactions=tuple(InteractionId(f"{session}-{index}-{turn}") for turn in range(len(lengths))),
+                input_ids=np.arange(len(mask)),
+                loss_mask=mask,
+                logprobs=-0.5 * mask,
+                versions=np.where(mask == 1, 0, -1),
+                returns=reward * mask,
+                turns=turns,
+                reward=reward,
+            )
+        )
     return Episode(
-        session=session, member=member, reward=reward, trajectories=made, num_turns=sum(map(len, rows)), seconds=1.0
-    )
-
-
-def _row(session: SessionId, index: int, lengths: Sequence[int], reward: float) -> Trajectory:
-    turns = [part for turn, length in enumerate(lengths) for part in ([-1, -1], [turn] * length)]
-    turn_ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in turns])
-    mask = (turn_ids >= 0).astype(np.int32)
-    return Trajectory(
         session=session,
-        interactions=tuple(InteractionId(f"{session}-{index}-{turn}") for turn in range(len(lengths))),
-        input_ids=np.arange(len(mask)),
-        loss_mask=mask,
-        logprobs=-0.5 * mask,
-        versions=np.where(mask == 1, 0, -1),
-        returns=reward * mask,
-        turns=turn_ids,
+        member=member,
         reward=reward,
+        trajectories=tuple(made),
+        num_turns=sum(map(len, rows)),
+        seconds=1.0,
     )

@@ -16,7 +16,6 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from areal_actors.training.batch import Indices
 from areal_actors.training.distributions import Distributions, truncation_bounds
 from areal_actors.training.packing import Pack
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, PackMask, create_mask, padded_length
@@ -70,12 +69,16 @@ def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None)
         attention_mask=mask,
         use_cache=False,
     ).last_hidden_state
-    first, inverse = _distinct(pack)
+    # Rows of a tree share the tokens before they part: the head scores each distinct token once.
+    _, first, inverse = np.unique((pack.sources << 32) + pack.targets, return_index=True, return_inverse=True)
+    settings = None if pack.distributions is None else pack.distributions.settings
+    if len(first) == len(pack.targets) or (settings is not None and (settings != settings[first][inverse]).any()):
+        first = inverse = np.arange(len(pack.targets))
     sources = torch.from_numpy(pack.sources[first]).to(device)
     selected_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, sources)
     head = model.get_output_embeddings()
     targets = torch.from_numpy(pack.targets[first]).to(device)
-    distributions = pack.distributions and Distributions(settings=pack.distributions.settings[first])
+    distributions = None if settings is None else Distributions(settings=settings[first])
     found = score_tokens(selected_NH, head.weight, head.bias, targets, distributions=distributions)
     if len(first) == len(inverse):
         return found
@@ -86,19 +89,6 @@ def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None)
         raw_logprobs=found.raw_logprobs[places],
         is_outside=None if found.is_outside is None else found.is_outside[places],
     )
-
-
-def _distinct(pack: Pack) -> tuple[Indices, Indices]:
-    """Return the indices of the pack's distinct trained tokens, and for each trained token its place among them.
-
-    Rows of a tree share the tokens before they part: the head scores those once.
-    """
-    every = np.arange(len(pack.targets))
-    _, first, inverse = np.unique((pack.sources << 32) + pack.targets, return_index=True, return_inverse=True)
-    settings = None if pack.distributions is None else pack.distributions.settings
-    if len(first) == len(every) or (settings is not None and (settings != settings[first][inverse]).any()):
-        return every, every
-    return first, inverse
 
 
 def score_tokens(

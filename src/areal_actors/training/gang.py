@@ -107,8 +107,17 @@ class Gang:
         # Imported here: the package of addresses needs cattrs and msgspec, and a trainer without a gang does not.
         from areal_actors.kernel.remote.sockets import is_loopback
 
-        backend = _backend(config)
-        gang = cls(rank=rank, size=config.num_processes, device=_device(backend, rank))
+        backend, has_nccl = config.backend, torch.cuda.is_available() and dist.is_nccl_available()
+        if backend is GangBackend.NCCL and not has_nccl:
+            raise ConfigError("trainer.gang.backend: nccl needs GPUs, and this process sees none; use gloo")
+        if backend is GangBackend.AUTO:
+            backend = GangBackend.NCCL if has_nccl else GangBackend.GLOO
+        device = torch.device("cpu")
+        if backend is GangBackend.NCCL:
+            # One GPU for each rank of a machine, assigned in order.
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        gang = cls(rank=rank, size=config.num_processes, device=device)
         with _gloo_at(store.host), gang.guard():
             dist.init_process_group(
                 str(backend),
@@ -243,24 +252,6 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
             return method(self, *args, **kwargs)
 
     return call
-
-
-def _backend(config: GangConfig) -> GangBackend:
-    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-    if config.backend is GangBackend.NCCL and not has_nccl:
-        raise ConfigError("trainer.gang.backend: nccl needs GPUs, and this process sees none; use gloo")
-    if config.backend is GangBackend.AUTO:
-        return GangBackend.NCCL if has_nccl else GangBackend.GLOO
-    return config.backend
-
-
-def _device(backend: GangBackend, rank: int) -> torch.device:
-    """Return the device of ``rank``: the CPU for gloo, otherwise one GPU per rank of a machine, assigned in order."""
-    if backend is GangBackend.GLOO:
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 @contextmanager

@@ -194,17 +194,16 @@ class LedPolicy:
             raise own
         for number, problem in problems.items():
             if not isinstance(problem, GangError):
-                raise GangError(self._describe(number, problem)) from own
+                places = self._members.whereabouts
+                where = f" ({places[number]})" if number < len(places) else ""
+                raise GangError(
+                    f"Rank {number + 1} of the {len(self._members.ranks) + 1} processes that train together failed"
+                    f"{where}: {str(problem).rstrip('.')}. Resume from the last checkpoint, with as many processes as "
+                    "you like."
+                ) from own
         if own is not None:
             raise own
         return result[0]
-
-    def _describe(self, number: int, problem: ArealError) -> str:
-        where = f" ({self._members.whereabouts[number]})" if number < len(self._members.whereabouts) else ""
-        return (
-            f"Rank {number + 1} of the {len(self._members.ranks) + 1} processes that train together failed{where}: "
-            f"{str(problem).rstrip('.')}. Resume from the last checkpoint, with as many processes as you like."
-        )
 
 
 def _is_verdict(error: BaseException) -> bool:

@@ -20,7 +20,6 @@ once without gradients.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -32,6 +31,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.config import Activations
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, SEGMENT_ATTENTION
 
@@ -42,7 +42,7 @@ __all__ = [
     "layer_memory",
 ]
 
-logger = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _failed: set[tuple[type, str]] = set()
 
@@ -167,7 +167,7 @@ def _forward(kind: Any, backend: str, layer: torch.nn.Module, *args: Any, **kwar
     except TorchDynamoException as error:
         _failed.add((kind, backend))
         reason = str(error).strip().splitlines()[0]
-        logger.warning("layers of class %s cannot be compiled and run as they are: %s", kind.__name__, reason)
+        _log.warning("layers_not_compiled", layers=kind.__name__, reason=reason)  # they run as they are
     return kind.forward(layer, *args, **kwargs)
 
 

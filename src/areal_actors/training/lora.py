@@ -16,7 +16,7 @@ peft's ``merge`` and ``unmerge`` do, would round the weight each time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from hashlib import sha256
@@ -127,8 +127,7 @@ class Adapter:
             peft: Any = import_module("peft")
         except ImportError as error:
             raise ConfigError("trainer.lora needs the package peft; run: pip install 'areal_actors[lora]'") from error
-        modules, parameters = _find_modules(model, config), _find_parameters(model, config)
-        _require_rank(model, config, modules, parameters)
+        modules, parameters = _choose_targets(model, config)
         base = {"name": str(model.config.name_or_path), "fingerprint": fingerprint(model)}
         settings = peft.LoraConfig(
             r=config.rank,
@@ -307,43 +306,34 @@ def fingerprint(model: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ targets
 
 
-def _find_modules(model: Any, config: LoraConfig) -> list[str]:
-    """Return the last parts of the names of the linear modules to adapt. Raises ``ConfigError`` for unknown ones."""
+def _choose_targets(model: Any, config: LoraConfig) -> tuple[list[str], list[str]]:
+    """Return the ends of the names of the linear modules and of the stacked parameters to adapt.
+
+    Raises ``ConfigError`` for unknown ones, and if the rank exceeds a dimension of a target, which has no more freedom.
+    """
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not any(module is end for end in ends)
-    ]
-    if config.target_modules == (_ALL,):
-        return sorted({name.rpartition(".")[2] for name in linear})
-    known = sorted({name.rpartition(".")[2] for name in linear})
-    for wanted in config.target_modules:
-        if not _is_among(wanted, linear):
-            raise ConfigError(_explain_unknown(model, "target_modules", wanted, [*known, _ALL]))
-    return list(config.target_modules)
-
-
-def _find_parameters(model: Any, config: LoraConfig) -> list[str]:
-    stacked = [name for name, parameter in model.named_parameters() if parameter.ndim > 2]  # noqa: PLR2004
-    known = sorted({".".join(name.split(".")[-3:]) for name in stacked})
-    for wanted in config.target_parameters:
-        if not _is_among(wanted, stacked):
-            raise ConfigError(_explain_unknown(model, "target_parameters", wanted, known))
-    return list(config.target_parameters)
-
-
-def _require_rank(model: Any, config: LoraConfig, modules: Sequence[str], parameters: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if the rank exceeds a dimension of a target, which has no more freedom."""
-    shapes = {
+    linear = {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and any(_is_among(wanted, [name]) for wanted in modules)
+        if isinstance(module, torch.nn.Linear) and not any(module is end for end in ends)
     }
-    shapes |= {
+    stacked = {
         name: tuple(parameter.shape[-2:])
         for name, parameter in model.named_parameters()
-        if any(_is_among(wanted, [name]) for wanted in parameters)
+        if parameter.ndim > 2  # noqa: PLR2004
+    }
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    modules = known if config.target_modules == (_ALL,) else list(config.target_modules)
+    for wanted in modules:
+        if not _is_among(wanted, linear):
+            raise ConfigError(_explain_unknown(model, "target_modules", wanted, [*known, _ALL]))
+    for wanted in config.target_parameters:
+        if not _is_among(wanted, stacked):
+            names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
+            raise ConfigError(_explain_unknown(model, "target_parameters", wanted, names))
+    shapes = {name: shape for name, shape in linear.items() if any(_is_among(wanted, [name]) for wanted in modules)}
+    shapes |= {
+        name: shape for name, shape in stacked.items() if any(_is_among(x, [name]) for x in config.target_parameters)
     }
     small = {name: shape for name, shape in shapes.items() if min(shape) < config.rank}
     if small:
@@ -353,9 +343,10 @@ def _require_rank(model: Any, config: LoraConfig, modules: Sequence[str], parame
             f"({len(small)} of {len(shapes)} targets are too small); set it to {min(shape)} or less, or name larger "
             "target_modules."
         )
+    return modules, list(config.target_parameters)
 
 
-def _is_among(wanted: str, names: Sequence[str]) -> bool:
+def _is_among(wanted: str, names: Iterable[str]) -> bool:
     """Return whether ``wanted`` is one of ``names`` or its end, as peft compares them."""
     return any(name == wanted or name.endswith(f".{wanted}") for name in names)
 

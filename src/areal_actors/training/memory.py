@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -212,18 +212,8 @@ def release_free_memory() -> None:
     glibc keeps freed blocks below 32 MiB for reuse; after a step of a language model these add up to gigabytes, which
     the engine and the rest of the machine could use.
     """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL("libc.so.6").malloc_trim
-    except (OSError, AttributeError):
-        return None
-    return trim
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @frozen(kw_only=True)

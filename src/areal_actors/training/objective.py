@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 from torch import Tensor
 
 from areal_actors.domain import Floats, Trajectory
@@ -34,6 +34,7 @@ from areal_actors.training.surrogates import (
 )
 
 __all__ = [
+    "MAXIMA",
     "DistillationObjective",
     "LikelihoodObjective",
     "Objective",
@@ -44,6 +45,10 @@ __all__ = [
     "create_phase_objective",
     "required_scores",
 ]
+
+
+MAXIMA = ("importance_max", "behaviour_gap_max")
+"""Fields of ``TokenSums`` that combine by maximum instead of sum."""
 
 
 @frozen(kw_only=True)
@@ -71,21 +76,8 @@ class TokenSums:
     num_taught: float = 0.0
 
     def __add__(self, other: TokenSums) -> TokenSums:
-        return TokenSums(
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_plain=self.num_plain + other.num_plain,
-            num_clipped=self.num_clipped + other.num_clipped,
-            entropy=self.entropy + other.entropy,
-            approximate_kl=self.approximate_kl + other.approximate_kl,
-            reference_kl=self.reference_kl + other.reference_kl,
-            importance=self.importance + other.importance,
-            importance_max=max(self.importance_max, other.importance_max),
-            num_out_of_range=self.num_out_of_range + other.num_out_of_range,
-            behaviour_gap=self.behaviour_gap + other.behaviour_gap,
-            behaviour_gap_max=max(self.behaviour_gap_max, other.behaviour_gap_max),
-            teacher_kl=self.teacher_kl + other.teacher_kl,
-            num_taught=self.num_taught + other.num_taught,
-        )
+        pairs = {name: (value, getattr(other, name)) for name, value in asdict(self).items()}
+        return TokenSums(**{name: max(pair) if name in MAXIMA else sum(pair) for name, pair in pairs.items()})
 
 
 @frozen(kw_only=True)

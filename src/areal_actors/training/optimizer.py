@@ -152,13 +152,16 @@ class Optimizer:
 
     def _entries(self) -> dict[str, tuple[str, Tensor]]:
         """Return the name of the parameter and the state, whole or this rank's part, by ``<what>/<parameter>``."""
-        return {
-            key: (name, value)
-            for name, held in self._held.items()
-            for what, state in self._torch.state.get(held, {}).items()
-            if state is not None
-            for key, value in _parts(what, name, state)
-        }
+        found: dict[str, tuple[str, Tensor]] = {}
+        for name, held in self._held.items():
+            for what, state in self._torch.state.get(held, {}).items():
+                # A low-bit moment consists of plain tensors, of which the table of the format is the same for all.
+                parts = {
+                    f".{part}": getattr(state, part) for part in getattr(state, "tensor_attrs", ()) if part != "qmap"
+                }
+                values = {} if state is None else parts or {"": state}
+                found |= {f"{what}{part}/{name}": (name, value) for part, value in values.items()}
+        return found
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_updates: int) -> None:
         """Load moments from ``state`` (copied).
@@ -267,28 +270,26 @@ class AdamWBfloat16(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 - the signature of the base class
         """Update the parameters that have gradients."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state |= {what: torch.zeros_like(parameter, dtype=torch.bfloat16) for what in ("exp_avg", "exp_avg_sq")}
-        state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
-        assert parameter.grad is not None
-        weight, gradient = local_part(parameter.detach()), local_part(parameter.grad)
-        first, second = (local_part(state[what]) for what in ("exp_avg", "exp_avg_sq"))
-        mean = first.float().lerp_(gradient, 1 - beta1)
-        square = second.float().lerp_(gradient.square(), 1 - beta2)
-        generator = torch.Generator(weight.device).manual_seed(step)
-        _round_randomly(mean, first, generator)
-        _round_randomly(square, second, generator)
-        denominator = square.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
+            (beta1, beta2), rate = group["betas"], group["lr"]
+            for parameter in (given for given in group["params"] if given.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    for what in ("exp_avg", "exp_avg_sq"):
+                        state[what] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                state["step"] += 1
+                step = int(state["step"])
+                weight, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+                first, second = (local_part(state[what]) for what in ("exp_avg", "exp_avg_sq"))
+                mean = first.float().lerp_(gradient, 1 - beta1)
+                square = second.float().lerp_(gradient.square(), 1 - beta2)
+                # Seeded by the count of updates, so that a resumed run rounds as the uninterrupted one does.
+                generator = torch.Generator(weight.device).manual_seed(step)
+                _round_randomly(mean, first, generator)
+                _round_randomly(square, second, generator)
+                denominator = square.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.addcdiv_(mean, denominator, value=-rate / (1 - beta1**step))
 
 
 def _round_randomly(exact: Tensor, rounded: Tensor, generator: torch.Generator) -> None:
@@ -338,15 +339,6 @@ class _States(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.entries)
-
-
-def _parts(what: str, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors of a state and their keys; the table of a low-bit format is the same for all."""
-    parts = getattr(value, "tensor_attrs", None)
-    if parts is None:
-        yield f"{what}/{name}", value
-        return
-    yield from ((f"{what}.{part}/{name}", getattr(value, part)) for part in parts if part != "qmap")
 
 
 def _format(moment: Tensor) -> tuple[bool, torch.dtype]:

@@ -120,8 +120,31 @@ def pack_padded(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_toke
     These need no attention mask, so any model computes them. A longer row gets a pass to itself. Every one of these
     rows must train a token.
     """
-    bins = _fill_bins([_needed(rows[index]) for index in indices], max_tokens=max_tokens)
-    return [_padded_pack(rows, [indices[slot] for slot in slots]) for slots in bins]
+    # In descending length, each pass padded to its first row: rows of similar length share a pass, so padding is small.
+    bins: list[list[int]] = []
+    for index in sorted(indices, key=lambda index: -_needed(rows[index])):
+        if bins and (len(bins[-1]) + 1) * _needed(rows[bins[-1][0]]) <= max_tokens:
+            bins[-1].append(index)
+        else:
+            bins.append([index])
+    packs = []
+    for chosen in bins:
+        sequences = [_input_ids(rows[index]).astype(np.int64) for index in chosen]
+        length = max(map(len, sequences))
+        padded = [np.pad(ids, (0, length - len(ids)), constant_values=_PAD) for ids in sequences]
+        packs.append(
+            Pack(
+                input_ids=np.stack(padded),
+                position_ids=np.tile(np.arange(length), (len(sequences), 1)),
+                segments=None,
+                rows=tuple(chosen),
+                sources=np.concatenate([rows[row].positions - 1 + slot * length for slot, row in enumerate(chosen)]),
+                targets=_targets(rows, chosen),
+                num_tokens=sum(map(len, sequences)),
+                distributions=_distributions(rows, chosen),
+            )
+        )
+    return packs
 
 
 def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
@@ -237,26 +260,6 @@ def _common_prefix(first: Ints, second: Ints) -> int:
 # ------------------------------------------------------------------------------------------------------- packs
 
 
-def _padded_pack(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Pack:
-    sequences = [_input_ids(rows[index]) for index in indices]
-    length = max(len(sequence) for sequence in sequences)
-    return Pack(
-        input_ids=np.stack(
-            [
-                np.pad(sequence.astype(np.int64), (0, length - len(sequence)), constant_values=_PAD)
-                for sequence in sequences
-            ]
-        ),
-        position_ids=np.tile(np.arange(length), (len(sequences), 1)),
-        segments=None,
-        rows=tuple(indices),
-        sources=np.concatenate([rows[index].positions - 1 + slot * length for slot, index in enumerate(indices)]),
-        targets=_targets(rows, indices),
-        num_tokens=sum(len(sequence) for sequence in sequences),
-        distributions=_distributions(rows, indices),
-    )
-
-
 def _packed(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
     """Concatenate tries in a single row; tokens of one trie do not attend to another."""
     offsets = np.cumsum([0, *(trie.num_nodes for trie in tries)])
@@ -280,20 +283,6 @@ def _packed(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
         num_tokens=int(offsets[-1]),
         distributions=_distributions(rows, indices),
     )
-
-
-def _fill_bins(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return bins of items in descending length, each padded to its first item.
-
-    Items of similar length share a pass, so padding stays small.
-    """
-    bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= max_tokens:
-            bins[-1].append(index)
-        else:
-            bins.append([index])
-    return bins
 
 
 def _fill_row(tries: Sequence[Trie], *, max_tokens: int) -> list[list[Trie]]:

@@ -27,7 +27,7 @@ from areal_actors.training.forward import TokenScores, score_pack
 from areal_actors.training.gang import Gang
 from areal_actors.training.layers import layer_memory
 from areal_actors.training.memory import count_kept_layers
-from areal_actors.training.objective import Objective, ObjectiveLoss, TokenSums
+from areal_actors.training.objective import MAXIMA, Objective, ObjectiveLoss, TokenSums
 from areal_actors.training.packing import Pack
 from areal_actors.training.sharding import free_gathered
 from areal_actors.training.surrogates import LossInputs
@@ -35,8 +35,6 @@ from areal_actors.training.tree_attention import PackMask, chunk_length
 
 __all__ = ["Accumulated", "PassScores", "Passes", "Scorer"]
 
-_MAXIMA = ("importance_max", "behaviour_gap_max")
-"""Fields of ``TokenSums`` that combine by maximum instead of sum."""
 _MAX_NAMED = 2
 _NOTHING = np.zeros(0, dtype=np.int64)
 _DUMMY_PACK = Pack(
@@ -64,35 +62,32 @@ class Scorer(torch.nn.Module):
         """Return the fields of ``TokenScores`` as a tuple, in which gradient hooks find the tensors."""
         kind = self.model.device.type
         # The format to which layers cast their weights; the ranks of a gang gather them in it already.
-        is_cast = torch.is_autocast_enabled(kind) and not isinstance(self, FSDPModule)
-        dtype, activations, num_kept = torch.get_autocast_dtype(kind) if is_cast else None, self.activations, 0
+        is_sharded, is_cast = isinstance(self, FSDPModule), torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if is_cast else None
+        activations, num_kept = self.activations, 0
         if activations is Activations.AUTO:
-            activations, num_kept = Activations.RECOMPUTE, self._count_kept(pack)
+            activations = Activations.RECOMPUTE
+            if torch.is_grad_enabled():
+                # The ranks of a gang may differ: a layer gathers its weights when it is called and when its backward
+                # pass begins, and recomputes with them in between.
+                num_kept = count_kept_layers(
+                    self.model,
+                    dtype=dtype or torch.float32,
+                    num_tokens=pack.input_ids.size,
+                    is_sharded=is_sharded,
+                    is_compiled=self.is_compiled,
+                )
         layers = layer_memory(
-            self.model, activations=activations, num_kept=num_kept, dtype=dtype, is_compiled=self.is_compiled
+            self.model,
+            activations=activations,
+            num_kept=num_kept,
+            dtype=None if is_sharded else dtype,
+            is_compiled=self.is_compiled,
         )
         with layers:
             found = score_pack(self.model, pack, mask=mask)
         assert found.is_outside is not None
         return found.logprobs, found.entropies, found.raw_logprobs, found.is_outside
-
-    def _count_kept(self, pack: Pack) -> int:
-        """Return how many layers keep activations of ``pack``.
-
-        The ranks of a gang may differ: a layer gathers its weights when it is called and when its backward pass begins,
-        and recomputes with them in between.
-        """
-        if not torch.is_grad_enabled():
-            return 0
-        kind = self.model.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        return count_kept_layers(
-            self.model,
-            dtype=dtype,
-            num_tokens=pack.input_ids.size,
-            is_sharded=isinstance(self, FSDPModule),
-            is_compiled=self.is_compiled,
-        )
 
 
 @frozen(kw_only=True)
@@ -149,9 +144,17 @@ class Passes:
             total, sums = total + float(result.loss.detach()), sums + result.sums
             num_outside += 0.0 if scores.is_outside is None else float(scores.is_outside.sum())
             found[index] = _pair(scores)
+        if not self.gang.is_alone:
+            # The sums of all ranks, in two reductions: by maximum and by sum.
+            values = asdict(sums)
+            maxima = self.gang.max(np.array([values.pop(name) for name in MAXIMA]))
+            totals = dict(zip(values, self.gang.sum(np.array(list(values.values()), dtype=np.float64)), strict=True))
+            num_tokens = int(totals.pop("num_tokens"))
+            rest = {name: float(value) for name, value in (totals | dict(zip(MAXIMA, maxima, strict=True))).items()}
+            sums = TokenSums(num_tokens=num_tokens, **rest)
         return Accumulated(
             loss=self._sum(total),
-            sums=self._combine(sums),
+            sums=sums,
             scores=self._share_scores(found),
             num_outside=int(self._sum(num_outside)),
         )
@@ -242,16 +245,6 @@ class Passes:
 
     def _sum(self, value: float) -> float:
         return float(self.gang.sum(np.array([value]))[0])
-
-    def _combine(self, sums: TokenSums) -> TokenSums:
-        if self.gang.is_alone:
-            return sums
-        values = asdict(sums)
-        maxima = self.gang.max(np.array([values.pop(name) for name in _MAXIMA]))
-        totals = dict(zip(values, self.gang.sum(np.array(list(values.values()), dtype=np.float64)), strict=True))
-        num_tokens = int(totals.pop("num_tokens"))
-        rest = {name: float(value) for name, value in (totals | dict(zip(_MAXIMA, maxima, strict=True))).items()}
-        return TokenSums(num_tokens=num_tokens, **rest)
 
     def _share_scores(self, found: Sequence[npt.NDArray[np.float32]]) -> tuple[PassScores, ...]:
         """Return the scores [2, n] of all passes, of which each rank has computed some."""

@@ -14,7 +14,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from areal_actors.domain import Episode, Floats, Group, Trajectory, as_floats
+from areal_actors.domain import Floats, Group, Trajectory, as_floats
 from areal_actors.training.config import KlEstimator, OverlongConfig
 
 __all__ = ["estimate_kl", "kl_costs", "overlong_penalty", "penalise_overlong"]
@@ -61,9 +61,19 @@ def penalise_overlong(groups: Sequence[Group], config: OverlongConfig) -> tuple[
     """Return groups whose long episodes have lower rewards and returns; unchanged groups if the penalty is off."""
     if config.max_tokens is None:
         return tuple(groups)
-    return tuple(
-        evolve(group, episodes=tuple(_penalise(episode, config) for episode in group.episodes)) for group in groups
-    )
+    result = []
+    for group in groups:
+        episodes = []
+        for episode in group.episodes:
+            penalty = overlong_penalty(sum(row.num_trained_tokens for row in episode.trajectories), config)
+            rows = []
+            for row in episode.trajectories:
+                is_trained = row.loss_mask == 1
+                own = penalty if is_trained.any() else 0.0
+                rows.append(evolve(row, returns=as_floats(row.returns + penalty * is_trained), reward=row.reward + own))
+            episodes.append(evolve(episode, trajectories=tuple(rows), reward=episode.reward + penalty))
+        result.append(evolve(group, episodes=tuple(episodes)))
+    return tuple(result)
 
 
 def overlong_penalty(num_tokens: int, config: OverlongConfig) -> float:
@@ -72,14 +82,3 @@ def overlong_penalty(num_tokens: int, config: OverlongConfig) -> float:
         return 0.0
     excess = num_tokens - (config.max_tokens - config.buffer_tokens)
     return -config.scale * min(max(excess / config.buffer_tokens, 0.0), 1.0)
-
-
-def _penalise(episode: Episode, config: OverlongConfig) -> Episode:
-    """Return the episode with its penalty subtracted from its reward and from the returns of its trained tokens."""
-    penalty = overlong_penalty(sum(row.num_trained_tokens for row in episode.trajectories), config)
-    rows = []
-    for row in episode.trajectories:
-        is_trained = row.loss_mask == 1
-        own = penalty if is_trained.any() else 0.0
-        rows.append(evolve(row, returns=as_floats(row.returns + penalty * is_trained), reward=row.reward + own))
-    return evolve(episode, trajectories=tuple(rows), reward=episode.reward + penalty)

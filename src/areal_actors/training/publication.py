@@ -119,11 +119,8 @@ class DiskPublisher:
                 "dtype": str(self.dtype).removeprefix("torch.")
             }
             config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        self._forget_others(version)
-        return path
-
-    def _forget_others(self, version: int) -> None:
         _forget_others(self.root, version, self.num_kept)
+        return path
 
 
 @frozen(kw_only=True)

@@ -163,8 +163,32 @@ class PackMask(BlockMask):
 
     def by_block(self, window: int | None) -> BlockMask:
         """Return the mask for attention by blocks, of ``padded_length(L)`` positions."""
-        if window not in self._block_masks:
-            self._block_masks[window] = _block_mask(self.segments, window=window, device=self.device)
+        if window in self._block_masks:
+            return self._block_masks[window]
+        first, stop = self.segments[0].start, self.segments[-1].stop
+        padding = first + padded_length(stop - first) - stop
+        # A padding position sees itself only: a query that sees nothing would be nan.
+        own_ends = np.arange(stop, stop + padding, dtype=np.int32) + 1
+        ends_L = np.concatenate([subtree_ends(self.segments), own_ends])
+        depths_L = np.pad(node_depths(self.segments), (0, padding))
+        lists = plan_blocks(ends_L, depths_L, first=first, window=window)
+        rule = _tree_rule(torch.from_numpy(ends_L).to(self.device))
+        if window is not None:
+            # The bound is a tensor because a number would be compiled in, once for each window.
+            depths, bounds = (
+                torch.from_numpy(depths_L).to(self.device),
+                torch.from_numpy(depths_L - window).to(self.device),
+            )
+            rule = _within_window(rule, depths, bounds)
+        if first:
+            rule = _from_position(rule, torch.tensor(first, dtype=torch.int32, device=self.device))
+        counts, blocks, full_counts, full_blocks = (
+            torch.from_numpy(found)[None, None]
+            for found in (lists.counts, lists.blocks, lists.full_counts, lists.full_blocks)
+        )
+        # Transposed on the CPU, where so few numbers cost no launches.
+        mask = BlockMask.from_kv_blocks(counts, blocks, full_counts, full_blocks, BLOCK_SIZE=_BLOCK, mask_mod=rule)
+        self._block_masks[window] = mask.to(self.device)
         return self._block_masks[window]
 
 
@@ -188,7 +212,10 @@ class SegmentPlan:
     def create(cls, segments: Sequence[Segment], *, window: int | None = None) -> SegmentPlan:
         """Return the plan for ``segments``, of which a token sees the last ``window`` ancestors, itself included."""
         # Ancestors ascend in depth: those that not even the first token sees are at the front.
-        seen = [segment.ancestors[_num_unseen(segment, window) :] for segment in segments]
+        seen = [
+            segment.ancestors[0 if window is None else max(0, len(segment.ancestors) - window + 1) :]
+            for segment in segments
+        ]
         keys = [
             np.concatenate([ancestors, np.arange(segment.start, segment.stop)])
             for segment, ancestors in zip(segments, seen, strict=True)
@@ -202,10 +229,6 @@ class SegmentPlan:
                 _segment_mask(size, len(found), window=window) for size, found in zip(sizes, keys, strict=True)
             ),
         )
-
-
-def _num_unseen(segment: Segment, window: int | None) -> int:
-    return 0 if window is None else max(0, len(segment.ancestors) - window + 1)
 
 
 def _segment_mask(num_queries: int, num_keys: int, *, window: int | None) -> Tensor | None:
@@ -299,30 +322,6 @@ def plan_blocks(
 
 def _block_list(chosen: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     return chosen.sum(1).astype(np.int32), np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
-
-
-def _block_mask(segments: Sequence[Segment], *, window: int | None, device: torch.device) -> BlockMask:
-    first, stop = segments[0].start, segments[-1].stop
-    padding = first + padded_length(stop - first) - stop
-    # A padding position sees itself only: a query that sees nothing would be nan.
-    own_ends = np.arange(stop, stop + padding, dtype=np.int32) + 1
-    ends_L = np.concatenate([subtree_ends(segments), own_ends])
-    depths_L = np.pad(node_depths(segments), (0, padding))
-    lists = plan_blocks(ends_L, depths_L, first=first, window=window)
-    rule = _tree_rule(torch.from_numpy(ends_L).to(device))
-    if window is not None:
-        # The bound is a tensor because a number would be compiled in, once for each window.
-        depths, bounds = torch.from_numpy(depths_L).to(device), torch.from_numpy(depths_L - window).to(device)
-        rule = _within_window(rule, depths, bounds)
-    if first:
-        rule = _from_position(rule, torch.tensor(first, dtype=torch.int32, device=device))
-    counts, blocks, full_counts, full_blocks = (
-        torch.from_numpy(found)[None, None]
-        for found in (lists.counts, lists.blocks, lists.full_counts, lists.full_blocks)
-    )
-    # Transposed on the CPU, where so few numbers cost no launches.
-    mask = BlockMask.from_kv_blocks(counts, blocks, full_counts, full_blocks, BLOCK_SIZE=_BLOCK, mask_mod=rule)
-    return mask.to(device)
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -13,7 +13,6 @@ from areal_actors.dashboard.records import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["LearningCurve", "draw_curve", "read_curve", "write_curve"]
 
@@ -65,30 +64,26 @@ def draw_curve(curve: LearningCurve, *, form: str) -> bytes:
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     buffer = io.BytesIO()
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
-        _plot(figure, curve)
+        axes = figure.subplots()
+        axes.set_title(curve.title.replace("$", r"\$"), fontsize=11, loc="left")  # no formula of TeX
+        axes.set_xlabel("step")
+        axes.set_ylabel("mean reward")
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _plot_line(axes, curve.rewards, label="training", color=_REWARD_COLOR, marker="", linewidth=1.8)
+        _plot_line(axes, curve.evaluations, label="held out", color=_EVAL_COLOR, marker="o", linewidth=1.0)
+        if curve.rewards or curve.evaluations:
+            axes.legend(frameon=False, loc="lower right")
+        # Neither form has the time of its making, so that the same run gives the same bytes.
         metadata: dict[str, Any] = {"Date": None} if form == "svg" else {"Software": None}
         figure.savefig(buffer, format=form, dpi=144, metadata=metadata)
     return buffer.getvalue()
-
-
-def _plot(figure: Figure, curve: LearningCurve) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes = figure.subplots()
-    axes.set_title(curve.title.replace("$", r"\$"), fontsize=11, loc="left")
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean reward")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _plot_line(axes, curve.rewards, label="training", color=_REWARD_COLOR, marker="", linewidth=1.8)
-    _plot_line(axes, curve.evaluations, label="held out", color=_EVAL_COLOR, marker="o", linewidth=1.0)
-    if curve.rewards or curve.evaluations:
-        axes.legend(frameon=False, loc="lower right")
 
 
 def _plot_line(axes: Axes, points: Sequence[tuple[int, float]], **style: Any) -> None:

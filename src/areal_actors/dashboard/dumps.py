@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import format_record, open_records, rewrite_records
-from areal_actors.domain import Episode, Ints, Trajectory, unfold
+from areal_actors.domain import Ints, unfold
 from areal_actors.interchange import dump_path, dump_row, find_dumps, write_rows
 from areal_actors.kernel import Message
 from areal_actors.messages import EpisodeFinished, Progress, RowsTrained
@@ -53,8 +53,11 @@ class RolloutDumper:
         root = self._directory.eval_rollouts if news.is_eval else self._directory.rollouts
         lines = [format_record(row) for row in dump_rows(news, self._decode)]
         if news.is_repeated:
+            # Versions are not compared, because those in a file may be higher: tokens of lost versions count as the
+            # version that the run continued with. A partial line at the end of a file is removed, too.
+            known = [_without_versions(json.loads(line)) for line in lines]
             for written in root.glob(f"*/{news.problem.task}.jsonl"):
-                _remove_rows(written, lines)
+                rewrite_records(written, lambda record: _without_versions(record) not in known)
         path = root / str(news.version) / f"{news.problem.task}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_records(path, "a") as file:
@@ -70,7 +73,8 @@ def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]
     ``trained`` lists the spans of trained tokens, as indices of their first token and of the one after their last.
     """
     for row in (branch.row for whole in news.episode.trajectories for branch in unfold(whole)):
-        num_prompt = _num_prompt_tokens(row)
+        num_prompt = int(row.loss_mask.argmax()) if row.num_trained_tokens else row.num_tokens
+        edges = np.flatnonzero(np.diff(row.loss_mask == 1, prepend=False, append=False))
         yield {
             "task_id": news.problem.task if news.problem.source else news.problem.position,
             "sample_idx": news.episode.member,
@@ -82,18 +86,8 @@ def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]
             "prompt": decode(row.input_ids[:num_prompt]),
             "completion": decode(row.input_ids[num_prompt:]),
             "token_ids": row.input_ids.tolist(),
-            "trained": _spans(row.loss_mask),
+            "trained": edges.reshape(-1, 2).tolist(),
         }
-
-
-def _spans(loss_mask: Ints) -> list[list[int]]:
-    edges = np.flatnonzero(np.diff(loss_mask == 1, prepend=False, append=False))
-    spans: list[list[int]] = edges.reshape(-1, 2).tolist()
-    return spans
-
-
-def _num_prompt_tokens(row: Trajectory) -> int:
-    return int(row.loss_mask.argmax()) if row.num_trained_tokens else row.num_tokens
 
 
 def _remove_versions(root: Path, *, at_least: int) -> None:
@@ -102,29 +96,8 @@ def _remove_versions(root: Path, *, at_least: int) -> None:
             shutil.rmtree(path)
 
 
-def _is_same(written: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
-    """Return whether two records describe the same failure; their durations may differ between processes."""
-    return all(written.get(key) == value for key, value in record.items() if key != "seconds")
-
-
-def _remove_rows(path: Path, lines: Iterable[str]) -> None:
-    """Remove the rows of ``lines`` from a file, and a partial line at its end.
-
-    Versions are not compared, because those in the file may be higher: tokens of lost versions count as the version
-    that the run continued with.
-    """
-    known = [_without_versions(json.loads(line)) for line in lines]
-    rewrite_records(path, lambda record: _without_versions(record) not in known)
-
-
 def _without_versions(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in ("head_version", "tail_version")}
-
-
-def _outcome(episode: Episode) -> str | None:
-    if episode.failure is not None:
-        return "rejected" if episode.is_rejected else "failed"
-    return None if episode.cut_short is None else "cut_short"
 
 
 class RowDumper:
@@ -182,8 +155,11 @@ class FailureWriter:
 
     def hear(self, news: Message[Progress, None]) -> None:
         """Write an episode that failed, was rejected or was cut short. Raises ``OSError``."""
-        if not isinstance(news, EpisodeFinished) or (outcome := _outcome(news.episode)) is None:
+        if not isinstance(news, EpisodeFinished) or (news.episode.failure is None and news.episode.cut_short is None):
             return
+        outcome = "cut_short"
+        if news.episode.failure is not None:
+            outcome = "rejected" if news.episode.is_rejected else "failed"
         record = {
             "task_id": news.problem.task,
             "sample_idx": news.episode.member,
@@ -197,7 +173,9 @@ class FailureWriter:
             "traceback": news.episode.traceback,
         }
         if news.is_repeated:
-            rewrite_records(self._path, lambda written: not _is_same(written, record))
+            # The same failure may have taken another time in an earlier process.
+            same = {key: value for key, value in record.items() if key != "seconds"}
+            rewrite_records(self._path, lambda written: any(written.get(key) != same[key] for key in same))
         with open_records(self._path, "a") as file:
             file.write(format_record(record))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,22 @@ def _write_page(directory: RunDirectory, render: Callable[[], str]) -> Path:
 
 
 def _render_run(directory: RunDirectory) -> str:
+    from markupsafe import Markup
+
     records = list(read_records(directory.metrics))
+    # The columns of all runs, then those that agents and custom metrics logged.
+    further = {key: None for record in records for key in record if key not in STEP_KEYS and not key.endswith("/count")}
+    svg = directory.curve_svg.read_text(encoding="utf-8")
     return _render(
         "report.html.jinja",
         directory,
         summary=summarize_run(directory).to_json(),
         record=read_record(directory),
-        curve=_inline_svg(directory.curve_svg),
-        keys=_keys(records),
-        steps=_thin(records, _MAX_STEPS),
+        # Not escaped again: matplotlib wrote the picture, and escapes its texts.
+        curve=Markup(svg[svg.index("<svg") :]),  # noqa: S704
+        keys=(*STEP_KEYS, *further),
+        # Evenly spread, counted from the end, so that the last step is shown.
+        steps=records[::-1][:: max(1, math.ceil(len(records) / _MAX_STEPS))][::-1],
     )
 
 
@@ -93,11 +100,14 @@ def _render(template: str, directory: RunDirectory, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": format_number, "shade": shade, "masked": mask_at}
+    config = ""
+    if directory.config.exists():
+        config = redact_settings(directory.config.read_text(encoding="utf-8", errors="replace"))[:_MAX_CONFIG]
     sessions, num_left_out = _sessions(directory, environment)
     return environment.get_template(template).render(
         title=f"{directory.path.parent.name} / {directory.path.name}",
         library_version=__version__,
-        config=_config(directory),
+        config=config,
         failures=_failures(directory),
         sessions=sessions,
         num_left_out=num_left_out,
@@ -107,32 +117,6 @@ def _render(template: str, directory: RunDirectory, **values: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
-
-
-def _keys(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the columns of the table of steps: those of all runs, then those logged by agents and custom metrics."""
-    further = {key: None for record in records for key in record if key not in STEP_KEYS and not key.endswith("/count")}
-    return (*STEP_KEYS, *further)
-
-
-def _config(directory: RunDirectory) -> str:
-    if not directory.config.exists():
-        return ""
-    return redact_settings(directory.config.read_text(encoding="utf-8", errors="replace"))[:_MAX_CONFIG]
-
-
-def _inline_svg(path: Path) -> Any:
-    """Return the picture as part of the page. It is not escaped again: matplotlib wrote it and escapes its texts."""
-    from markupsafe import Markup
-
-    text = path.read_text(encoding="utf-8")
-    return Markup(text[text.index("<svg") :])  # noqa: S704
-
-
-def _thin(records: Sequence[dict[str, Any]], limit: int) -> Sequence[dict[str, Any]]:
-    """Return at most ``limit`` records, evenly spread and including the last."""
-    stride = max(1, math.ceil(len(records) / limit))
-    return records[::-1][::stride][::-1]
 
 
 def _failures(directory: RunDirectory) -> list[tuple[str, int, dict[str, Any]]]:
@@ -153,7 +137,8 @@ def _sessions(directory: RunDirectory, environment: Any) -> tuple[list[str], int
     room, num_left_out = _MAX_SESSION_BYTES, 0
     records = sorted(read_records(directory.sessions), key=lambda record: -int(record.get("version", 0)))
     for record in records:
-        html = template.render(session=record, turns=_as_tree(record.get("turns", ())), untrained=_untrained(record))
+        untrained = {entry["interaction"]: entry for entry in record.get("untrained", ())}
+        html = template.render(session=record, turns=_as_tree(record.get("turns", ())), untrained=untrained)
         size = len(_encode(html))
         if size > room:
             num_left_out += 1
@@ -165,10 +150,6 @@ def _sessions(directory: RunDirectory, environment: Any) -> tuple[list[str], int
 
 def _encode(text: str) -> bytes:
     return text.encode(errors="replace")
-
-
-def _untrained(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {entry["interaction"]: entry for entry in record.get("untrained", ())}
 
 
 def _as_tree(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

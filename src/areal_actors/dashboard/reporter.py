@@ -123,25 +123,22 @@ class ProgressReporter(Actor[Progress]):
 
         A listener that fails does not keep the others from being called or closed.
         """
-        failures = [self._attempt(listener, action) for listener in self._listeners if listener.name not in self._deaf]
-        for failure in failures:
-            if failure is not None:
-                raise failure
-
-    def _attempt(self, listener: Listener, action: Callable[[Listener], None]) -> RunDirectoryError | None:
-        try:
-            action(listener)
-        except Exception as error:  # noqa: BLE001 - reported, and for an essential listener raised
-            self._deaf.add(listener.name)
-            if not listener.is_essential:
-                # No error of a display may end a run of several hours.
-                is_disk = isinstance(error, OSError)
-                _log.warning("switched_off", listener=listener.name, reason=repr(error), exc_info=not is_disk)
-                return None
-            failure = RunDirectoryError(
-                f"{listener.name} could not be written: {error}. The run ends here, since its steps would leave no "
-                "record. Free some space or mend the cause, and start it again with --resume."
-            )
-            failure.__cause__ = error
-            return failure
-        return None
+        failed: RunDirectoryError | None = None
+        for listener in [listener for listener in self._listeners if listener.name not in self._deaf]:
+            try:
+                action(listener)
+            except Exception as error:  # noqa: BLE001 - reported, and for an essential listener raised
+                self._deaf.add(listener.name)
+                if not listener.is_essential:
+                    # No error of a display may end a run of several hours.
+                    is_disk = isinstance(error, OSError)
+                    _log.warning("switched_off", listener=listener.name, reason=repr(error), exc_info=not is_disk)
+                    continue
+                failure = RunDirectoryError(
+                    f"{listener.name} could not be written: {error}. The run ends here, since its steps would leave no "
+                    "record. Free some space or mend the cause, and start it again with --resume."
+                )
+                failure.__cause__ = error
+                failed = failed or failure
+        if failed is not None:
+            raise failed

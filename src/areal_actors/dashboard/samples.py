@@ -75,7 +75,9 @@ class SessionSampler:
         version = sampled_version(news.record.interactions)
         kind = (version, news.is_eval, news.episode.failure is not None)
         self._seen[kind] += 1
-        if version % self._stride or self._seen[kind] > self._num_per_kind(is_eval=news.is_eval):
+        num = _NUM_PER_VERSION // 2 if news.is_eval else _NUM_PER_VERSION
+        most = min(self._num_per_version or num, self._max)
+        if version % self._stride or self._seen[kind] > most:
             return
         described = describe_session(news, version=version, decode=self._decode, masks_truncated=self._masks_truncated)
         self._file.append(described)
@@ -86,10 +88,6 @@ class SessionSampler:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _num_per_kind(self, *, is_eval: bool) -> int:
-        num = _NUM_PER_VERSION // 2 if is_eval else _NUM_PER_VERSION
-        return min(self._num_per_version or num, self._max)
 
     def _thin(self) -> None:
         """Keep every second version, every fourth, … until at least half of the records are free."""

@@ -215,6 +215,7 @@ class Mlflow:
     def open(self) -> None:
         """Start a run of the experiment, or continue the one of an earlier process."""
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         uri = self._options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         uri = uri or f"sqlite:///{self._run.directory.path / 'mlflow.db'}"
@@ -239,11 +240,6 @@ class Mlflow:
         )
         self._id = run.info.run_id
         self._run.remember("mlflow", run_id=run.info.run_id, tracking_uri=uri)
-        self._log_settings()
-
-    def _log_settings(self) -> None:
-        from mlflow.entities import Param
-
         found = [Param(name, str(value)[:_MAX_PARAMETER]) for name, value in _flatten(self._run.settings())]
         for start in range(0, len(found), 100):  # the most that a request may have
             self._client.log_batch(self._id, params=found[start : start + 100])
@@ -403,8 +399,9 @@ class TrackerWriter:
         """Queue the numbers of a step or of an evaluation. Never waits."""
         match news:
             case StepFinished():
-                metrics = {key: value for key, value in news.metrics.items() if not _is_of_eval(key)}
-                self._put(news.step, metrics)
+                # The event of an evaluation already contained its numbers.
+                of_eval = {"eval_reward", *(key for key in news.metrics if key.startswith((f"{EVAL_SCOPE}/", "eval/")))}
+                self._put(news.step, {key: value for key, value in news.metrics.items() if key not in of_eval})
             case EvaluationFinished():
                 self._put(news.version, {"eval_reward": news.reward, "eval_seconds": news.seconds, **news.logged})
 
@@ -453,8 +450,3 @@ class TrackerWriter:
         if not self._has_warned:
             self._has_warned = True
             _log.warning("tracker_failed", tracker=self.name, reason=reason)
-
-
-def _is_of_eval(key: str) -> bool:
-    """Return whether a number of a step comes from an evaluation, whose event already contained it."""
-    return key == "eval_reward" or key.startswith((f"{EVAL_SCOPE}/", "eval/"))

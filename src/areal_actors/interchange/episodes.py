@@ -42,6 +42,12 @@ _OPTIONAL_ARRAYS = ("predecessors", "raw_logprobs")
 
 def format_episode(episode: Episode) -> dict[str, Any]:
     """Return a document of ``episode``; arrays stay numpy arrays, which the JSON encoder writes as lists."""
+    rows: list[dict[str, Any]] = []
+    for row in episode.trajectories:
+        arrays = {name: getattr(row, name) for name in _ARRAYS}
+        arrays |= {name: found for name in _OPTIONAL_ARRAYS if (found := getattr(row, name)) is not None}
+        infos = {"turn_infos": [asdict(info) for info in row.turn_infos]} if row.turn_infos else {}
+        rows.append({"interaction_ids": row.interactions, "reward": row.reward, "tag": row.tag, **arrays, **infos})
     return {
         "version": DOCUMENT_VERSION if any(row.predecessors is not None for row in episode.trajectories) else 1,
         "session_id": episode.session,
@@ -50,7 +56,7 @@ def format_episode(episode: Episode) -> dict[str, Any]:
         "num_turns": episode.num_turns,
         "seconds": episode.seconds,
         "failure": episode.failure,
-        "trajectories": [_format_trajectory(trajectory) for trajectory in episode.trajectories],
+        "trajectories": rows,
         "untrained": [
             {"interaction_id": row.interaction, "num_tokens": row.num_tokens, "reason": row.reason}
             for row in episode.untrained
@@ -79,6 +85,32 @@ def parse_episode(document: Mapping[str, Any]) -> Episode:
         )
     try:
         session = SessionId(document["session_id"])
+        rows: list[Trajectory] = []
+        for row in document["trajectories"]:
+            infos: list[TurnInfo] = []
+            for info in row.get("turn_infos", ()):
+                # Absent from documents of earlier releases, as are the optional arrays.
+                finish, sampling, credit = info.get("finish"), info.get("sampling"), info.get("credit")
+                infos.append(
+                    TurnInfo(
+                        depth=info.get("depth", 0),
+                        tag=info.get("tag"),
+                        finish=None if finish is None else FinishReason(finish),
+                        credit=None if credit is None else Credit(credit),
+                        sampling=None if sampling is None else SamplingDistribution(**sampling),
+                    )
+                )
+            rows.append(
+                Trajectory(
+                    session=session,
+                    interactions=tuple(InteractionId(name) for name in row["interaction_ids"]),
+                    reward=row["reward"],
+                    tag=row["tag"],
+                    **{name: row[name] for name in _ARRAYS},
+                    **{name: row[name] for name in _OPTIONAL_ARRAYS if name in row},
+                    turn_infos=tuple(infos),
+                )
+            )
         return Episode(
             session=session,
             member=document["member"],
@@ -86,7 +118,7 @@ def parse_episode(document: Mapping[str, Any]) -> Episode:
             num_turns=document["num_turns"],
             seconds=document["seconds"],
             failure=document["failure"],
-            trajectories=tuple(_parse_trajectory(session, row) for row in document["trajectories"]),
+            trajectories=tuple(rows),
             untrained=tuple(
                 Untrained(
                     interaction=InteractionId(row["interaction_id"]),
@@ -98,33 +130,3 @@ def parse_episode(document: Mapping[str, Any]) -> Episode:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ExportError(f"The document is no exported session: {type(error).__name__}: {error}") from error
-
-
-def _format_trajectory(row: Trajectory) -> dict[str, Any]:
-    arrays = {name: getattr(row, name) for name in _ARRAYS}
-    arrays |= {name: found for name in _OPTIONAL_ARRAYS if (found := getattr(row, name)) is not None}
-    infos = {"turn_infos": [asdict(info) for info in row.turn_infos]} if row.turn_infos else {}
-    return {"interaction_ids": row.interactions, "reward": row.reward, "tag": row.tag, **arrays, **infos}
-
-
-def _parse_trajectory(session: SessionId, row: Mapping[str, Any]) -> Trajectory:
-    return Trajectory(
-        session=session,
-        interactions=tuple(InteractionId(name) for name in row["interaction_ids"]),
-        reward=row["reward"],
-        tag=row["tag"],
-        **{name: row[name] for name in _ARRAYS},
-        **{name: row[name] for name in _OPTIONAL_ARRAYS if name in row},
-        turn_infos=tuple(_parse_turn_info(info) for info in row.get("turn_infos", ())),
-    )
-
-
-def _parse_turn_info(info: Mapping[str, Any]) -> TurnInfo:
-    finish, sampling, credit = info.get("finish"), info.get("sampling"), info.get("credit")
-    return TurnInfo(
-        depth=info.get("depth", 0),
-        tag=info.get("tag"),
-        finish=None if finish is None else FinishReason(finish),
-        credit=None if credit is None else Credit(credit),
-        sampling=None if sampling is None else SamplingDistribution(**sampling),
-    )

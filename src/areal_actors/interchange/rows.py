@@ -7,9 +7,9 @@ line per token.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import field, fields, frozen
@@ -186,13 +186,12 @@ def read_rows(path: Path) -> list[DumpedRow]:
         raise ExportError(f"{path} is not a dump of rows: {error}") from error
     if missing := [name for name in _schema().names if name not in table.column_names]:
         raise ExportError(f"{path} is not a dump of rows: it lacks the columns {', '.join(missing)}.")
-    return [_parse(record) for record in table.select(_schema().names).to_pylist()]
-
-
-def _parse(record: Mapping[str, Any]) -> DumpedRow:
-    values = dict(record)
-    values["trainer_logprobs"] = [np.nan if value is None else value for value in values["trainer_logprobs"]]
-    return DumpedRow(**{**values, "turn_names": tuple(values["turn_names"]), "pieces": tuple(values["pieces"])})
+    rows = []
+    for record in table.select(_schema().names).to_pylist():
+        logprobs = [np.nan if value is None else value for value in record["trainer_logprobs"]]
+        texts = {name: tuple(record[name]) for name in ("turn_names", "pieces")}
+        rows.append(DumpedRow(**{**record, **texts, "trainer_logprobs": logprobs}))
+    return rows
 
 
 def find_dumps(directory: Path) -> dict[int, Path]:

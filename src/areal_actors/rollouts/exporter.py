@@ -252,27 +252,24 @@ class Exporter(Actor[Exports]):
                 batch_size=message.num_groups,
                 max_staleness=message.max_staleness,
             )
-            if has_enough and is_timely:
-                self._lend(message, held_since=held_since or 0.0)
-            else:
+            if not (has_enough and is_timely):
                 await self._changed.wait()
+                continue
+            # Oldest first, before they exceed the staleness bound; those of one version in the order of their problems.
+            ready = sorted(self._ready.values(), key=lambda entry: (entry.admitted, entry.group.problem.position))
+            chosen = tuple(entry.group for entry in ready[: message.num_groups])
+            self._leased_version = message.version
+            for group in chosen:
+                del self._ready[group.id]
+            max_staleness = None if self._queue.stale_groups is StaleGroups.TRAIN else message.max_staleness
+            drawn = evolve(self._drawn, held_seconds=anyio.current_time() - (held_since or 0.0))
+            if self._pools is not None:
+                drawn = evolve(drawn, easy=self._pools.count(Pool.EASY), hard=self._pools.count(Pool.HARD))
+            self._lease = Lease(id=self._next_lease, groups=chosen, max_staleness=max_staleness, drawn=drawn)
+            self._next_lease += 1
+            self._drawn = Drawn()
+            self._changed.notify()
         return self._lease
-
-    def _lend(self, wanted: LeaseGroups, *, held_since: float) -> None:
-        ready = sorted(self._ready.values(), key=lambda entry: (entry.admitted, entry.group.problem.position))
-        # Oldest first, before they exceed the staleness bound; groups of one version in the order of their problems.
-        chosen = tuple(entry.group for entry in ready[: wanted.num_groups])
-        self._leased_version = wanted.version
-        for group in chosen:
-            del self._ready[group.id]
-        max_staleness = None if self._queue.stale_groups is StaleGroups.TRAIN else wanted.max_staleness
-        drawn = evolve(self._drawn, held_seconds=anyio.current_time() - held_since)
-        if self._pools is not None:
-            drawn = evolve(drawn, easy=self._pools.count(Pool.EASY), hard=self._pools.count(Pool.HARD))
-        self._lease = Lease(id=self._next_lease, groups=chosen, max_staleness=max_staleness, drawn=drawn)
-        self._next_lease += 1
-        self._drawn = Drawn()
-        self._changed.notify()
 
     def _discard_stale(self, wanted: LeaseGroups) -> None:
         """Discard groups that are too old.

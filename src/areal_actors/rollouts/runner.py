@@ -354,7 +354,20 @@ class RolloutRunner(Actor[Rollouts]):
         return episode
 
     async def _attempt(self, agent: Agent, member: _Member, opened: SessionOpened) -> Episode:
-        reward = await self._run_agent(agent, member, opened)
+        injected = Injected(
+            base_url=self._endpoint.session_base_url(opened.session),
+            api_key=opened.api_key if self._config.agents_may_reward else opened.completion_key,
+            http_client=self._http_client,
+        )
+        seconds, reward = self._config.episode_timeout_seconds, None
+        async with acquire_agent(agent) as acquired:  # the wait for a free process is not the agent's time
+            with anyio.move_on_after(seconds):
+                reward = await run_agent(acquired, dict(member.problem.data), injected)
+        if reward is None:
+            raise EpisodeError(
+                f"{self._agent_name}.run took longer than {seconds:g} s; "
+                "raise rollout.episode_timeout_seconds if episodes need more."
+            )
         try:
             episode = await self._conclude(member, opened.session, reward)
             record = (
@@ -387,21 +400,6 @@ class RolloutRunner(Actor[Rollouts]):
             await self._peers.sessions.ask(SetReward(credential=credential, reward=value, interaction=interaction))
         await self._peers.sessions.ask(EndSession(credential=credential))
         return await self._peers.exports.ask(ExportSession(session=session, member=member.index))
-
-    async def _run_agent(self, agent: Agent, member: _Member, opened: SessionOpened) -> Reward:
-        injected = Injected(
-            base_url=self._endpoint.session_base_url(opened.session),
-            api_key=opened.api_key if self._config.agents_may_reward else opened.completion_key,
-            http_client=self._http_client,
-        )
-        seconds = self._config.episode_timeout_seconds
-        async with acquire_agent(agent) as acquired:  # the wait for a free process is not the agent's time
-            with anyio.move_on_after(seconds):
-                return await run_agent(acquired, dict(member.problem.data), injected)
-        raise EpisodeError(
-            f"{self._agent_name}.run took longer than {seconds:g} s; "
-            "raise rollout.episode_timeout_seconds if episodes need more."
-        )
 
     @property
     def _agent_name(self) -> str:
@@ -525,9 +523,32 @@ class WorkflowEpisode:
                 if result is None:
                     _log.info("episode_rejected", session=self.session)
                     failure = f"{self._name} returned None: the episode is rejected."
-                    episodes: tuple[Episode, ...] = (self._create_failed(failure=failure, is_rejected=True),)
-                else:
-                    episodes = await self._create_episodes(result)
+                    rejected = self._create_failed(failure=failure, is_rejected=True)
+                    return (evolve(rejected, logged=workflow_context.logged()),)
+                samples = parse_rollout(
+                    result,
+                    session=self.session,
+                    name=self._name,
+                    version=self.engine.oldest_version,
+                    sampling_of=self.engine.sampling_of,
+                    vocab_size=(await self.engine.describe()).vocab_size,
+                )
+                rows = [row for sample in samples for row in sample.trajectories]
+                if self.is_training and not any(row.num_trained_tokens for row in rows):
+                    raise EpisodeError(  # noqa: TRY301 - fails the episode as an error of the workflow does
+                        f"{self._name} returned rows in which nothing is to be trained; mark what was sampled in "
+                        "loss_mask, or return None to reject the episode."
+                    )
+                episodes = tuple(
+                    Episode(
+                        session=sample.trajectories[0].session,
+                        member=self.context.member + index * self.group_size,
+                        reward=sample.reward,
+                        trajectories=sample.trajectories,
+                        num_turns=sample.num_turns,
+                    )
+                    for index, sample in enumerate(samples)
+                )
             except EpisodeError as error:
                 _log.debug("episode_failed", session=self.session, reason=str(error))
                 episodes = (self._create_failed(failure=str(error), traceback=error.traceback or None),)
@@ -562,32 +583,6 @@ class WorkflowEpisode:
         raise EpisodeError(
             f"{self._name} took longer than {self.timeout_seconds:g} s; "
             "raise rollout.episode_timeout_seconds if episodes need more."
-        )
-
-    async def _create_episodes(self, result: Any) -> tuple[Episode, ...]:
-        info = await self.engine.describe()
-        samples = parse_rollout(
-            result,
-            session=self.session,
-            name=self._name,
-            version=self.engine.oldest_version,
-            sampling_of=self.engine.sampling_of,
-            vocab_size=info.vocab_size,
-        )
-        if self.is_training and not any(row.num_trained_tokens for sample in samples for row in sample.trajectories):
-            raise EpisodeError(
-                f"{self._name} returned rows in which nothing is to be trained; mark what was sampled in loss_mask, "
-                "or return None to reject the episode."
-            )
-        return tuple(
-            Episode(
-                session=sample.trajectories[0].session,
-                member=self.context.member + index * self.group_size,
-                reward=sample.reward,
-                trajectories=sample.trajectories,
-                num_turns=sample.num_turns,
-            )
-            for index, sample in enumerate(samples)
         )
 
     def _create_failed(self, *, failure: str, traceback: str | None = None, is_rejected: bool = False) -> Episode:

@@ -104,12 +104,6 @@ class CommandAgent(LimitedAgent):
         """The name of the program."""
         return Path(self._command.command[0]).name
 
-    @property
-    def _has_box(self) -> bool:
-        """Whether each episode has a working directory: in a sandbox, or for files that are given or graded."""
-        is_isolated = self._sandbox.backend is not SandboxKind.NONE
-        return is_isolated or bool(self._command.grader) or self._command.files is not None
-
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Agent]:
         """Wait until fewer than ``num_workers`` commands run."""
@@ -117,7 +111,8 @@ class CommandAgent(LimitedAgent):
             log = self._logs.pop(0)
             problem = self._directory / f"{id(log)}.json"
             try:
-                if self._has_box:
+                # Files that are given or graded need a working directory of the episode, as a sandbox gives one.
+                if self._sandbox.backend is not SandboxKind.NONE or self._command.grader or self._command.files:
                     yield _BoxedInvocation(self._command, self._sandbox, name=self.agent_name, log=log)
                     return
                 yield _Invocation(self._command.command, name=self.agent_name, log=log, problem=problem)
@@ -143,9 +138,17 @@ class _Invocation:
         check_problem(data)
         # Not on a thread: the page cache takes less time than handing over to one, and the process costs far more.
         self._problem.write_text(json.dumps(data), encoding="utf-8")
-        child = await self._start(
-            episode_environment(base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"])
-        )
+        if shutil.which(self._command[0]) is None:
+            raise EpisodeError(f"{self._name} cannot be started: there is no program {self._command[0]}.")
+        link = episode_environment(base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"])
+        with self._problem.open("rb") as stdin:
+            child = await Child.start(
+                lambda lifeline: ["/bin/sh", "-c", _GATE.format(lifeline), "sh", *self._command],
+                log=self._log,
+                environment=inherited_environment() | link | {"AREAL_PROBLEM": str(self._problem)},
+                stdin=stdin,
+                is_gated=True,
+            )
         try:
             last_line = await self._listen(child)
         finally:
@@ -153,19 +156,6 @@ class _Invocation:
         if child.process.returncode != 0:
             raise EpisodeError(f"{self._name} failed. {child.describe_end()}")
         return _parse_reward(last_line, name=self._name)
-
-    async def _start(self, link: dict[str, str]) -> Child:
-        if shutil.which(self._command[0]) is None:
-            raise EpisodeError(f"{self._name} cannot be started: there is no program {self._command[0]}.")
-        environment = inherited_environment() | link | {"AREAL_PROBLEM": str(self._problem)}
-        with self._problem.open("rb") as stdin:
-            return await Child.start(
-                lambda lifeline: ["/bin/sh", "-c", _GATE.format(lifeline), "sh", *self._command],
-                log=self._log,
-                environment=environment,
-                stdin=stdin,
-                is_gated=True,
-            )
 
     async def _listen(self, child: Child) -> str:
         """Return the last nonempty line of stdout, once the leader has exited; all output is logged."""

@@ -13,7 +13,7 @@ import pickle
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
@@ -139,20 +139,22 @@ class AgentPool(LimitedAgent):
             await idle.kill()
             self._remove(idle)
         log = self._logs.pop(0)
+        num_left = _MAX_STARTS
         try:
-            worker = await self._start(log)
+            while True:
+                num_left -= 1
+                try:
+                    worker = await _Worker.start(self._agent, log, self._config.start_timeout_seconds, self._tasks)
+                    break
+                except _KilledAtStart:
+                    if not num_left:
+                        raise
         except BaseException:
             self._logs.append(log)
             raise
         self._name = worker.agent_name
         self._workers.add(worker)
         return worker
-
-    async def _start(self, log: BoundedLog) -> _Worker:
-        for _ in range(_MAX_STARTS - 1):
-            with suppress(_KilledAtStart):
-                return await _Worker.start(self._agent, log, self._config.start_timeout_seconds, self._tasks)
-        return await _Worker.start(self._agent, log, self._config.start_timeout_seconds, self._tasks)
 
     def _give_back(self, worker: _Worker) -> None:
         if worker.is_broken:

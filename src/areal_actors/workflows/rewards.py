@@ -82,15 +82,6 @@ class AsyncRewardWrapper:
                 cannot be sent between processes.
         """
         call = partial(self._function, *args, **kwargs)
-        try:
-            with anyio.fail_after(self._timeout_seconds):
-                return await self._call(call)
-        except TimeoutError as error:
-            raise EpisodeError(
-                f"Reward function {self._name} took longer than {self._timeout_seconds:g} s; its worker was killed."
-            ) from error
-
-    async def _call(self, call: Callable[[], Any]) -> Any:
         limiter = to_process.current_default_process_limiter()
         if self._max_workers is not None:
             try:
@@ -98,20 +89,24 @@ class AsyncRewardWrapper:
             except LookupError:
                 limiter = CapacityLimiter(self._max_workers)
                 self._limiter.set(limiter)
-        for attempt in range(1, _NUM_ATTEMPTS + 1):
-            try:
-                outcome, value = await to_process.run_sync(_run, call, cancellable=True, limiter=limiter)
-            except BrokenWorkerProcess:
-                _log.warning("reward_worker_died", function=self._name, attempt=attempt)
-            except Exception as error:
-                raise EpisodeError(
-                    f"The call of reward function {self._name} cannot be sent to a process: {describe_error(error)}"
-                ) from error
-            else:
-                if outcome:
-                    return value
-                raise EpisodeError(f"Reward function {self._name} raised {value}")
-        raise EpisodeError(f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times.")
+        with anyio.move_on_after(self._timeout_seconds):
+            for attempt in range(1, _NUM_ATTEMPTS + 1):
+                try:
+                    outcome, value = await to_process.run_sync(_run, call, cancellable=True, limiter=limiter)
+                except BrokenWorkerProcess:
+                    _log.warning("reward_worker_died", function=self._name, attempt=attempt)
+                except Exception as error:
+                    raise EpisodeError(
+                        f"The call of reward function {self._name} cannot be sent to a process: {describe_error(error)}"
+                    ) from error
+                else:
+                    if outcome:
+                        return value
+                    raise EpisodeError(f"Reward function {self._name} raised {value}")
+            raise EpisodeError(f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times.")
+        raise EpisodeError(
+            f"Reward function {self._name} took longer than {self._timeout_seconds:g} s; its worker was killed."
+        )
 
 
 def _run(call: Callable[[], Any]) -> tuple[bool, Any]:

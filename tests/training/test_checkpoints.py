@@ -318,3 +318,40 @@ raise KeyboardInterrupt
 
     assert "KeyboardInterrupt" in ended.stderr
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [0]
+
+
+def test_a_process_that_is_killed_within_a_write_leaves_whole_checkpoints(tmp_path):
+    """Saves follow one another without a pause, each of weights that are the number of its step."""
+    code = f"""
+import os
+from pathlib import Path
+import torch
+from areal_actors.training import checkpoints
+from areal_actors.training.trainer import PolicyTrainer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+write_tensors = checkpoints.write_tensors
+def write(path, tensors, **kwargs):
+    write_tensors(path, tensors, **kwargs)
+    os.write(1, f"{{path.parent.name}} {{path.name}}\\n".encode())
+checkpoints.write_tensors = write
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+trainer = PolicyTrainer(LlamaForCausalLM(config))
+while True:
+    trainer.version += 1
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            weight.fill_(trainer.version)
+    trainer.begin_save(Path({str(tmp_path)!r}), num_kept=2)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        # One of the three files of the third checkpoint is written, and the others are not yet.
+        next(line for line in child.stdout if "00000003" in line)
+        child.kill()
+
+    found = find_checkpoints(tmp_path)
+    assert found
+    for checkpoint in found:
+        values = {value for tensor in checkpoint.load("model").values() for value in tensor.unique().tolist()}
+        assert {float(checkpoint.step)} == values

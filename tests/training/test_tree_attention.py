@@ -209,17 +209,22 @@ def test_models_attend_by_plan(make_model, rows, name, kind, pack):
     assert mask.windows == [None] * model.config.num_hidden_layers
 
 
-def test_shared_tokens_are_scored_once(make_model, make_row):
+def test_shared_tokens_are_scored_once(make_model, make_row, monkeypatch):
     """The head sees a token that three rows train in common once, and its gradients are added up."""
     found = [
         TrainingRow(trajectory=make_row([1, 2, 3, 4, 5, last], [0, 0, 1, 1, 1, 1]), advantages=np.ones(6))
         for last in (7, 8, 9)
     ]
     (tree,), (flat,) = (pack(found, [0, 1, 2], max_tokens=100) for pack in (pack_tree, pack_flat))
-    model = make_model().eval()
+    model, seen, score_tokens = make_model().eval(), [], forward.score_tokens
 
-    assert [len(forward._distinct(pack)[0]) for pack in (tree, flat)] == [6, 12]
+    def count(hidden, *args, **kwargs):
+        seen.append(len(hidden))
+        return score_tokens(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "score_tokens", count)
     assert_same(scored(model, tree), scored(model, flat), atol=1e-5)
+    assert seen == [6, 12]
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -148,6 +148,13 @@ async def test_answers_are_as_described():
                 for path, body in OTHERS
                 for extra, headers in (({}, key), ({"stream": True}, key), ({"mystery": 1}, key), ({}, {}))
             ],
+            response := await http.post(f"/{session}/v1/responses", json={"input": "one"}),
+            *[
+                await getattr(http, method)(f"/{session}/v1/responses/{response.json()['id']}{path}")
+                for method, path in (("get", ""), ("get", "/input_items"), ("delete", ""), ("delete", ""), ("get", ""))
+            ],
+            await http.get("/v1/responses/resp_1"),
+            await http.get("/v1/models/policy"),
             await http.post("/nobody/v1/chat/completions", json={"messages": MESSAGES}),
             await http.post(f"/{session}/rl/set_reward", json={"reward": 1}),
             await http.post(f"/{session}/rl/set_reward", json={"reward": 1}, headers=key),

@@ -219,8 +219,8 @@ def test_text_in_pieces_is_joined_by_its_ids():
 @pytest.mark.parametrize(
     ("item", "kind", "words"),
     [
-        ({"type": "item_reference", "id": "msg_1"}, UnsupportedParameter, "previous_response_id"),
-        ({"id": "msg_1"}, UnsupportedParameter, "previous_response_id"),
+        ({"type": "item_reference", "id": "msg_1"}, InvalidRequest, "refers to item 'msg_1'"),
+        ({"id": "msg_1"}, InvalidRequest, "refers to item 'msg_1'"),
         ({"type": "web_search_call"}, UnsupportedParameter, "'web_search_call'"),
         ({"role": "user", "content": [{"type": "input_image"}]}, UnsupportedParameter, "'input_image'"),
         ({"role": "tool", "content": "x"}, InvalidRequest, r"input\[0\].role"),

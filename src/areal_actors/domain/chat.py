@@ -99,7 +99,9 @@ class CompletionRequest:
     ``tool_choice`` is a ``ToolChoice`` or the name of the tool that must be called. ``response_format`` is the grammar
     of the answer's text, if the answer is not a call. ``tag`` names the requesting agent of a multi-agent episode.
     ``seed`` is the client's seed, if given. ``id_prefix`` is the dialect's prefix of the answers' ids. ``previous``
-    names the answer that ``messages`` follow, if the client sent that instead of the history.
+    names the answer that ``messages`` follow, if the client sent that instead of the history. In a thread
+    (``is_thread``), a request that follows has the tools and instructions of the thread, which its client does not
+    repeat.
 
     A raw prompt has no messages, template or tools: it is a text (``prompt``) or ids (``prompt_ids``) to be continued
     unchanged.
@@ -120,6 +122,7 @@ class CompletionRequest:
     tag: str | None = None
     id_prefix: str = "chatcmpl-"
     previous: InteractionId | None = None
+    is_thread: bool = False
     prompt: str | None = None
     prompt_ids: tuple[int, ...] = ()
 

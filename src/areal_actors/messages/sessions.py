@@ -11,11 +11,13 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Attempt,
+    ChatMessage,
     CompletionRequest,
     Credential,
     Delta,
     Episode,
     GroupId,
+    Interaction,
     InteractionId,
     KeyId,
     SampleKey,
@@ -29,10 +31,12 @@ __all__ = [
     "CollectSession",
     "Complete",
     "CountTokens",
+    "DescribeAnswer",
     "DescribeOwner",
     "DescribeSessions",
     "EndSession",
     "ForgetSession",
+    "HideAnswer",
     "Intake",
     "LogNumbers",
     "OpenSession",
@@ -45,6 +49,7 @@ __all__ = [
     "SetReward",
     "SettleTaken",
     "StartSession",
+    "StoredAnswer",
     "StreamComplete",
     "TakeSession",
     "TakenSession",
@@ -131,6 +136,36 @@ class CountTokens(Message[Sessions, int]):
 
     credential: Credential
     request: CompletionRequest
+
+
+@frozen(kw_only=True)
+class StoredAnswer:
+    """A completed interaction, and all messages of its request."""
+
+    interaction: Interaction
+    messages: tuple[ChatMessage, ...]
+
+
+@frozen(kw_only=True)
+class DescribeAnswer(Message[Sessions, StoredAnswer]):
+    """Return a completed answer of the session that a credential opens for completions.
+
+    Raises ``NotFound`` if there is none with this id, or if it is hidden.
+    """
+
+    credential: Credential
+    interaction: InteractionId
+
+
+@frozen(kw_only=True)
+class HideAnswer(Message[Sessions, InteractionId]):
+    """Hide an answer from ``DescribeAnswer``, and raise as it does. Hidden answers are continued and trained as others.
+
+    This is not written to the journal: an answer is visible again after a restart.
+    """
+
+    credential: Credential
+    interaction: InteractionId
 
 
 @frozen(kw_only=True)

@@ -30,6 +30,7 @@ from areal_actors.proxy.failures import Failure, format_anthropic_failure, forma
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import MetricsEndpoint
 from areal_actors.proxy.openapi import OpenAPIEndpoint, create_document, describe_routes
+from areal_actors.proxy.stored_responses import StoredResponses
 
 __all__ = ["create_app"]
 
@@ -110,6 +111,7 @@ def create_app(
         traffic=traffic,
         started_at=int(time.time()),
     )
+    stored = StoredResponses(sessions=sessions, gatekeeper=gatekeeper, access=access, model=model)
     keys = KeysEndpoint(accounts=accounts, gatekeeper=gatekeeper, config=config)
     metrics = MetricsEndpoint(
         sessions=sessions, capacity=capacity, exports=exports, generation=generation, meter=meter, traffic=traffic
@@ -118,7 +120,9 @@ def create_app(
     operations = {
         "chat/completions": complete(chat),
         "completions": complete(CompletionsDialect(model=model, decode=decode, inert=inert)),
-        "responses": complete(responses),
+        "responses": complete(responses, resolve=stored.resolve),
+        "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=("GET", "DELETE"), has_session=True),
+        "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=("GET",), has_session=True),
         "messages": complete(messages, keep_alive=PING),
         "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=messages.format_failure),
         "grant_capacity": Operation(handle=control.grant_capacity),
@@ -128,6 +132,7 @@ def create_app(
         "rl/log_metrics": Operation(handle=control.log_metrics, has_session=True),
         "rl/end_session": Operation(handle=control.end_session, has_session=True),
         "rl/finalize": Operation(handle=control.finalize, has_session=True),
+        "models/{id}": Operation(handle=control.retrieve_model, methods=("GET",), has_session=True),
         "models": Operation(handle=control.list_models, methods=("GET",), has_session=True),
         "health": Operation(handle=control.report_health, methods=("GET",), is_always_open=True),
         "keys": Operation(handle=keys.create_or_list, methods=("POST", "GET")),

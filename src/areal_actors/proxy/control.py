@@ -254,12 +254,21 @@ class ControlEndpoints:
 
     async def list_models(self, exchange: Exchange) -> None:
         """List the policy, and the trained models if the client may use them."""
+        await exchange.send_json(200, {"object": "list", "data": await self._models(exchange)})
+
+    async def retrieve_model(self, exchange: Exchange) -> None:
+        """Describe one model. A name that is not listed is the policy's: it answers requests for any other model."""
+        listed = await self._models(exchange)
+        named = next((entry for entry in listed if entry["id"] == exchange.item), listed[0])
+        await exchange.send_json(200, named | {"id": exchange.item})
+
+    async def _models(self, exchange: Exchange) -> list[dict[str, Any]]:
         model = "policy"
         if self.generation is not None:
             model = PurePath((await self.generation.ask(DescribeEngine())).info.model).name
         entries = [_describe_model(model, self.started_at)]
-        entries += [_describe_model(found.name, int(found.saved_at)) for found in await self._trained_models(exchange)]
-        await exchange.send_json(200, {"object": "list", "data": entries})
+        trained = await self._trained_models(exchange)
+        return entries + [_describe_model(found.name, int(found.saved_at)) for found in trained]
 
     async def _trained_models(self, exchange: Exchange) -> tuple[TrainedModel, ...]:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from hashlib import blake2b
 from time import perf_counter
@@ -26,6 +26,7 @@ __all__ = ["AGENT_HEADER", "CompletionEndpoint", "TokenCountEndpoint", "read_att
 
 AGENT_HEADER = b"x-areal-agent"
 """A header that names the requesting agent of a multi-agent episode."""
+Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]]
 _RETRY_COUNT = b"x-stainless-retry-count"
 _IDEMPOTENCY_KEY = b"idempotency-key"
 _MAX_KEY = 255
@@ -44,6 +45,8 @@ class CompletionEndpoint:
     meter: Meter
     access: UserAccess
     keep_alive: bytes = KEEP_ALIVE
+    resolve: Resolve | None = None
+    """Replaces references to stored items in a body, for a dialect that has them."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
@@ -54,6 +57,8 @@ class CompletionEndpoint:
             in_path=exchange.session,
             in_request=named if isinstance(named, str) else None,
         )
+        if self.resolve is not None:
+            body = await self.resolve(body, credential)
         parsed = self.dialect.parse(body, tag=exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None)
         model = body.get("model")
         chosen = model if self.selection.may_select(model) else None

@@ -99,17 +99,15 @@ class Operations(BaseRoute):
     def find(self, path: str) -> tuple[str, str | None] | None:
         """Return the name of the operation at ``path`` and the session before it, or ``None`` if there is no such path.
 
-        A name that ends in ``{id}`` matches any last segment.
+        ``{id}`` as the last or the second last part of a name matches any segment.
         """
         segments = [segment for segment in path.split("/") if segment and segment != "v1"]
-        name = "/".join(segments)
-        if name in self._table:
-            return name, None
-        if (item := "/".join((*segments[:-1], "{id}"))) in self._table:
-            return item, None
-        name = "/".join(segments[1:])
-        operation = self._table.get(name)
-        return (name, segments[0]) if operation is not None and operation.has_session else None
+        for session, rest in ((None, segments), (segments[0] if segments else None, segments[1:])):
+            for name in (rest, [*rest[:-1], "{id}"], [*rest[:-2], "{id}", *rest[-1:]]):
+                operation = self._table.get("/".join(name))
+                if operation is not None and (session is None or operation.has_session):
+                    return "/".join(name), session
+        return None
 
     def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
         """Tell Starlette whether this route serves a request."""
@@ -227,8 +225,9 @@ class Exchange:
 
     @property
     def item(self) -> str:
-        """The last segment of the path, which names the item of a collection that an operation applies to."""
-        return str(self.scope["path"]).rstrip("/").rpartition("/")[2]
+        """The segment of the path in the place of ``{id}``, which names an item of a collection."""
+        segments = [segment for segment in str(self.scope["path"]).split("/") if segment]
+        return segments[-1 if self.operation.endswith("{id}") else -2]
 
     @property
     def query(self) -> dict[str, str]:

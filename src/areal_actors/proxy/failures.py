@@ -22,6 +22,7 @@ from areal_actors.errors import (
     GenerationAborted,
     InvalidRequest,
     MailboxFull,
+    PreviousNotFound,
     RenderError,
     RequestError,
     RewardError,
@@ -144,8 +145,13 @@ def format_anthropic_failure(failure: Failure) -> dict[str, object]:
     """
     is_servers = failure.status >= 500  # noqa: PLR2004 - the server's errors
     kind = _ANTHROPIC_TYPES.get(failure.status, "api_error" if is_servers else "invalid_request_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": failure.message, "code": failure.code, "param": failure.param},
-        "request_id": failure.request_id,
+    error: dict[str, object] = {
+        "type": kind,
+        "message": failure.message,
+        "code": failure.code,
+        "param": failure.param,
     }
+    if failure.code == PreviousNotFound.code:
+        # Anthropic's SDK then starts another thread with the whole history.
+        error["details"] = {"error_code": "thread_not_found"}
+    return {"type": "error", "error": error, "request_id": failure.request_id}

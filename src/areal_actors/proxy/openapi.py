@@ -25,6 +25,7 @@ from areal_actors.proxy.dialects.messages import answer as messages
 from areal_actors.proxy.dialects.messages.request import MESSAGES_FIELDS
 from areal_actors.proxy.dialects.responses import answer as responses
 from areal_actors.proxy.dialects.responses.request import RESPONSES_FIELDS
+from areal_actors.proxy.dialects.responses.stored import STORED_ANSWERS
 from areal_actors.proxy.exchange import Exchange
 from areal_actors.proxy.keys import KEY_ARGUMENTS
 
@@ -86,7 +87,7 @@ def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
         _describe_dialect(operation, table.ignoring(inert), answer, summary)
         for operation, table, answer, summary in dialects
     )
-    return (*described, *_CONTROL_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
+    return (*described, *_STORED_ROUTES, *_CONTROL_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
 
 
 def _describe_dialect(operation: str, table: FieldTable, answer: str, summary: str) -> Route:
@@ -133,6 +134,25 @@ _CONTROL_ROUTES = tuple(
         ("rl/log_metrics", "Log named numbers of the session", ("metrics",), "Logged"),
         ("rl/end_session", "End a session, with or without a final reward", (), "SessionEnded"),
         ("rl/finalize", "Reward the last completed interaction and end the session", ("final_reward",), "SessionEnded"),
+    )
+)
+_STORED_FAILURES = tuple(status for status in _SESSION_FAILURES if status not in {408, 413})
+_STORED_ROUTES = tuple(
+    Route(
+        operation=operation,
+        path=f"/v1/{operation}",
+        summary=summary,
+        methods=(method,),
+        has_session=True,
+        item="id",
+        security=_SESSION_KEYS,
+        answers={200: _json(answer)},
+        failures=_STORED_FAILURES,
+    )
+    for operation, method, summary, answer in (
+        ("responses/{id}", "get", "An answer of the session", "Response"),
+        ("responses/{id}", "delete", "Hide an answer from requests that name it", "ResponseDeleted"),
+        ("responses/{id}/input_items", "get", "The items that were answered, the last ones first", "ResponseItems"),
     )
 )
 _ADMIN_ROUTES = (
@@ -201,6 +221,15 @@ _OPEN_ROUTES = (
         answers={200: _json("Models")},
     ),
     Route(
+        operation="models/{id}",
+        path="/v1/models/{id}",
+        summary="One model; any name that is not listed is the policy's",
+        methods=("get",),
+        has_session=True,
+        item="id",
+        answers={200: _json("Model")},
+    ),
+    Route(
         operation="health",
         path="/health",
         summary="Whether requests can be answered",
@@ -256,10 +285,11 @@ def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
 
 def _paths(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
     own = {method: _operation(route, method, "") for method in route.methods}
-    yield route.path, own if route.item is None else {"parameters": [_in_path(route.item)], **own}
+    named = [] if route.item is None else [_in_path(route.item)]
+    yield route.path, {"parameters": named, **own} if named else own
     if route.has_session:
         item = {method: _operation(route, method, "_of_session") for method in route.methods}
-        yield f"/{{session_id}}{route.path}", {"parameters": [_in_path("session_id")], **item}
+        yield f"/{{session_id}}{route.path}", {"parameters": [_in_path("session_id"), *named], **item}
 
 
 def _in_path(name: str) -> dict[str, Any]:
@@ -349,6 +379,7 @@ _ANSWERS: Mapping[str, Schema] = {
     **chat.ANSWERS,
     **completions.ANSWERS,
     **responses.ANSWERS,
+    **STORED_ANSWERS,
     **messages.ANSWERS,
     "Error": one_object(
         {
@@ -393,12 +424,11 @@ _ANSWERS: Mapping[str, Schema] = {
     "Models": one_object(
         {
             "object": {"const": "list"},
-            "data": list_of(
-                one_object(
-                    {"id": TEXT_SCHEMA, "object": {"const": "model"}, "created": COUNT_SCHEMA, "owned_by": TEXT_SCHEMA}
-                )
-            ),
+            "data": list_of({"$ref": "#/components/schemas/Model"}),
         }
+    ),
+    "Model": one_object(
+        {"id": TEXT_SCHEMA, "object": {"const": "model"}, "created": COUNT_SCHEMA, "owned_by": TEXT_SCHEMA}
     ),
     "Health": one_object({"status": {"enum": ["ok", "stopping", "unavailable"]}, "requests": COUNT_SCHEMA}),
 }

@@ -15,23 +15,27 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 
 import anyio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from attrs.validators import matches_re, optional
 
 from areal_actors.cache import ConversationTree, Session, SessionSettings, SessionStore
+from areal_actors.cache.history import full_history
 from areal_actors.cache.session import SHARD_NAME, create_token_factory
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
+    ChatMessage,
+    CompletionRequest,
     Credential,
     Delta,
     InteractionId,
     SampleKey,
     SessionId,
     SessionRecord,
+    Tool,
     merge_numbers,
 )
-from areal_actors.errors import NotFound, QuotaExceeded, Unavailable
+from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, Unavailable
 from areal_actors.journal import Journal, NoJournal, Recovered, RecoveredSession
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.telemetry import get_logger
@@ -41,12 +45,14 @@ from areal_actors.messages import (
     CollectSession,
     Complete,
     CountTokens,
+    DescribeAnswer,
     DescribeEngine,
     DescribeOwner,
     DescribeSessions,
     EndSession,
     ForgetSession,
     Generation,
+    HideAnswer,
     Intake,
     LogNumbers,
     OpenSession,
@@ -58,6 +64,7 @@ from areal_actors.messages import (
     SessionsView,
     SetReward,
     SettlePermit,
+    StoredAnswer,
     StreamComplete,
     WatchSessions,
 )
@@ -100,6 +107,24 @@ class _Extras:
     permit: int | None = None
     attempts: RetryCache[PendingRequest] = field(factory=RetryCache)
     journal: SessionJournal | None = None
+    hidden: set[InteractionId] = field(factory=set)
+    """Answers that a client has deleted."""
+    threads: dict[InteractionId, tuple[tuple[ChatMessage, ...], tuple[Tool, ...]]] = field(factory=dict)
+    """Instructions and tools of threads, by the answers that can be continued. They are not written to the journal."""
+
+    def in_thread(self, request: CompletionRequest) -> CompletionRequest:
+        """Return the request with the instructions and tools of the thread that it continues.
+
+        Raises ``PreviousNotFound`` for a thread of an earlier process; clients then send the history.
+        """
+        if not request.is_thread or request.previous is None:
+            return request
+        if request.previous not in self.threads:
+            raise PreviousNotFound(request.previous)
+        instructions, tools = self.threads[request.previous]
+        if not request.has_instructions:
+            request = evolve(request, messages=(*instructions, *request.messages), has_instructions=bool(instructions))
+        return request if request.tools else evolve(request, tools=tools)
 
     @property
     def changing(self) -> AbstractAsyncContextManager[None]:
@@ -385,11 +410,30 @@ class SessionManager(Actor[Sessions]):
                 for answer in await turn.complete(choice):
                     yield answer
 
+    @DescribeAnswer.handler
+    async def describe_answer(self, message: DescribeAnswer) -> StoredAnswer:
+        """Return a completed answer with the messages of its request."""
+        session = self._resolve(message.credential)
+        turn = session.tree.get(message.interaction)
+        if turn.completed_order is None or turn.id in self._extras[session.id].hidden:
+            raise NotFound(f"Session {session.id} has no answer {turn.id}: it was not completed, or was deleted.")
+        return StoredAnswer(interaction=turn, messages=full_history(turn, session.tree.get, with_answer=False))
+
+    @HideAnswer.handler
+    async def hide_answer(self, message: HideAnswer) -> InteractionId:
+        """Hide an answer from those who ask for it by its id."""
+        stored = await self.describe_answer(
+            DescribeAnswer(credential=message.credential, interaction=message.interaction)
+        )
+        self._extras[self._resolve(message.credential).id].hidden.add(stored.interaction.id)
+        return stored.interaction.id
+
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:
         """Return the length of the prompt, without recording anything."""
         session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
-        return self._planner.num_prompt_tokens(session, message.request)
+        request = self._extras[session.id].in_thread(message.request)
+        return self._planner.num_prompt_tokens(session, request)
 
     async def _repeat(self, message: Complete | StreamComplete) -> tuple[Answer, ...] | None:
         """Return the answers of an earlier sending of this request; ``None`` if it must be sampled."""
@@ -416,12 +460,16 @@ class SessionManager(Actor[Sessions]):
     def _begin(self, message: Complete | StreamComplete) -> PendingRequest:
         session = self._open_for(message.credential)
         extras = self._extras[session.id]
+        request = extras.in_thread(message.request)
         turn = self._planner.begin(
             session,
-            message.request,
+            request,
             sample_keys=extras.keys,
             journal=extras.journal,
             is_streaming=isinstance(message, StreamComplete),
         )
+        if request.is_thread:
+            held = request.messages[: int(request.has_instructions)], request.tools
+            extras.threads |= {choice.interaction: held for choice in turn.choices}
         turn.begin_in(extras.attempts, message.attempt)
         return turn

@@ -49,12 +49,14 @@ from areal_actors.messages import (
     CollectSession,
     Complete,
     CountTokens,
+    DescribeAnswer,
     DescribeEndpoint,
     DescribeOwner,
     DescribeSessions,
     Endpoint,
     EndSession,
     ForgetSession,
+    HideAnswer,
     Intake,
     LogNumbers,
     OpenSession,
@@ -66,6 +68,7 @@ from areal_actors.messages import (
     Sessions,
     SessionsView,
     SetReward,
+    StoredAnswer,
     StreamComplete,
     WatchSessions,
 )
@@ -139,6 +142,7 @@ class ScriptedSessions(Actor[Sessions]):
         self._script = script
         self._store = SessionStore(token_factory=lambda: secrets.token_urlsafe(16), settings=settings)
         self._interactions: dict[SessionId, dict[InteractionId, Interaction]] = {}
+        self._hidden: set[InteractionId] = set()
         self._num_answers = 0
         self._intake: Ref[Intake] | None = None
 
@@ -201,6 +205,24 @@ class ScriptedSessions(Actor[Sessions]):
         """Count one token per message, or per id of a raw prompt, as answers do."""
         self._store.resolve(message.credential, is_capability=message.credential.is_capability)
         return _num_prompt_tokens(message.request)
+
+    @DescribeAnswer.handler
+    async def describe_answer(self, message: DescribeAnswer) -> StoredAnswer:
+        """Return an answer with the messages of its request."""
+        session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
+        turn = self._interactions[session.id].get(message.interaction)
+        if turn is None or turn.id in self._hidden:
+            raise NotFound(f"Session {session.id} has no answer {message.interaction}.")
+        return StoredAnswer(interaction=turn, messages=turn.messages)
+
+    @HideAnswer.handler
+    async def hide_answer(self, message: HideAnswer) -> InteractionId:
+        """Hide an answer."""
+        stored = await self.describe_answer(
+            DescribeAnswer(credential=message.credential, interaction=message.interaction)
+        )
+        self._hidden.add(stored.interaction.id)
+        return stored.interaction.id
 
     @LogNumbers.handler
     async def log(self, message: LogNumbers) -> None:

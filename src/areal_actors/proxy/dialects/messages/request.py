@@ -392,7 +392,8 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "thread",
             Kind(OBJECT.schema, _parse_thread),
-            "create: the answer's id continues the conversation; continue: messages follow previous_message_id",
+            "create: the answer's id continues the conversation; continue: messages follow previous_message_id, "
+            "with the system prompt and tools of the thread",
             default=(False, None),
         ),
     ),
@@ -434,9 +435,10 @@ def parse_anthropic_request(
     is_held, previous = values["thread"]
     request = CompletionRequest(
         messages=_check_conversation((*values["system"], *values["messages"])),
-        # A turn that continues a thread sends the system prompt again, so it belongs to each request alone.
+        # The system prompt belongs to the thread, so the history that a turn continues is stored without it.
         has_instructions=is_held and bool(values["system"]),
         previous=previous,
+        is_thread=is_held,
         tools=selection.tools,
         tool_choice=selection.choice,
         parallel_tool_calls=not is_single,

@@ -25,7 +25,7 @@ from areal_actors.domain import (
     ToolCall,
     ToolChoice,
 )
-from areal_actors.errors import PreviousNotFound, UnsupportedParameter
+from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
 from areal_actors.proxy.dialects.chat.request import join_parts, parse_tools
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
@@ -60,19 +60,28 @@ from areal_actors.proxy.dialects.structured import (
     parse_tool_choice,
 )
 
-__all__ = ["RESPONSES_FIELDS", "ParsedResponse", "format_item_id", "parse_input", "parse_response_request"]
+__all__ = [
+    "ITEM_ID",
+    "RESPONSES_FIELDS",
+    "RESPONSE_PREFIX",
+    "ParsedResponse",
+    "format_item_id",
+    "is_reference",
+    "parse_input",
+    "parse_response_request",
+]
 
 _LOGPROBS = "message.output_text.logprobs"
 _SUMMARIES = ("auto", "concise", "detailed")
-ID_PREFIX = "resp_"
+RESPONSE_PREFIX = "resp_"
 _ROLES = frozenset({"system", "developer", "user"})
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_ITEM_ID = re.compile(r"(?:msg|fc|rs)_\d+_(.+)", re.ASCII)
+ITEM_ID = re.compile(r"(?:msg|fc|rs)_\d+_(.+)", re.ASCII)
 
 
 def format_item_id(kind: str, index: int, interaction: InteractionId) -> str:
     """Return the id of the ``index``-th item of its kind (``msg``, ``fc``, ``rs``) in an answer."""
-    return f"{kind}_{index}_{interaction.removeprefix(ID_PREFIX)}"
+    return f"{kind}_{index}_{interaction.removeprefix(RESPONSE_PREFIX)}"
 
 
 def parse_input(value: Any, param: str = "input") -> tuple[ChatMessage, ...]:
@@ -136,7 +145,7 @@ class _Conversation:
 
     def open_turn(self, kind: str, raw: Mapping[str, Any]) -> _Turn:
         """Return the answer that an item belongs to; start a new one if necessary."""
-        found = _ITEM_ID.fullmatch(raw["id"]) if isinstance(raw.get("id"), str) else None
+        found = ITEM_ID.fullmatch(raw["id"]) if isinstance(raw.get("id"), str) else None
         origin = found[1] if found else None
         if self.turn is None or not self.turn.takes(kind, origin):
             self.close_turn()
@@ -169,13 +178,22 @@ def _read_item(conversation: _Conversation, raw: Any, where: str) -> None:
         case "function_call_output":
             conversation.add(_read_result(raw, where))
         case "item_reference":
-            raise UnsupportedParameter(
-                f"{where} refers to an item by its id; send the item itself, or previous_response_id.", param=where
+            # References to items of the session were replaced before (``stored``).
+            raise InvalidRequest(
+                f"{where} refers to item {shown(raw.get('id'))}, which no answer of this session has; send the item.",
+                param=where,
             )
         case kind:
             raise UnsupportedParameter(
                 f"{where} is of type {shown(kind)}; only messages, functions and reasoning are known.", param=where
             )
+
+
+def is_reference(raw: Any) -> bool:
+    """Return whether an item of the input refers to another one by its id. Its type may be missing."""
+    return isinstance(raw, dict) and (
+        raw.get("type") == "item_reference" or (raw.get("type") is None and "id" in raw and "role" not in raw)
+    )
 
 
 def _kind(raw: Mapping[str, Any], where: str) -> str:
@@ -266,7 +284,7 @@ def _join_name(namespace: str, name: str) -> str:
 
 def _parse_previous(value: Any, name: str) -> InteractionId:
     previous = TEXT.read(value, name)
-    if not previous.startswith(ID_PREFIX):
+    if not previous.startswith(RESPONSE_PREFIX):
         raise PreviousNotFound(previous)  # an id without the prefix cannot be a response's
     return InteractionId(previous)
 
@@ -283,8 +301,8 @@ RESPONSES_FIELDS = FieldTable(
         honoured(
             "input",
             Kind({"type": ["string", "array"], "minLength": 1, "minItems": 1}, parse_input),
-            "a text, or items: messages, reasoning, function_call and function_call_output; images, files "
-            "and item_reference are refused",
+            "a text, or items: messages, reasoning, function_call and function_call_output; images and files "
+            "as unsupported_blocks says; an item_reference names an item of an answer of the session",
             is_required=True,
         ),
         honoured(
@@ -431,7 +449,7 @@ def parse_response_request(
         template_kwargs={**effort, **values["chat_template_kwargs"]},
         metadata=metadata,
         tag=tag or metadata.get("agent"),
-        id_prefix=ID_PREFIX,
+        id_prefix=RESPONSE_PREFIX,
     )
     return ParsedResponse(
         request=request,

@@ -1,0 +1,197 @@
+"""Stored answers in the form of Responses: the ``response`` object, the items of its input, and references to items.
+
+A reference (``item_reference``) is an item that the client names by its id instead of sending it. It is replaced in the
+body before that is parsed, so that a history of references and one of items are the same history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areal_actors.domain import Answer, ChatMessage, InteractionId, Usage
+from areal_actors.errors import InvalidRequest, NotFound
+from areal_actors.messages import StoredAnswer
+from areal_actors.proxy.dialects.base import TEXT_SCHEMA
+from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
+from areal_actors.proxy.dialects.responses.answer import format_output
+from areal_actors.proxy.dialects.responses.request import ITEM_ID, RESPONSE_PREFIX, format_item_id, is_reference
+
+__all__ = [
+    "STORED_ANSWERS",
+    "find_references",
+    "format_input_items",
+    "format_stored_response",
+    "page_of",
+    "replace_references",
+]
+
+
+def find_references(body: Mapping[str, Any]) -> frozenset[InteractionId]:
+    """Return the interactions whose items the input refers to. An id of another form is left to the parser."""
+    items = body.get("input")
+    ids = (raw.get("id") for raw in items if is_reference(raw)) if isinstance(items, list) else ()
+    matches = (ITEM_ID.fullmatch(name) for name in ids if isinstance(name, str))
+    return frozenset(InteractionId(f"{RESPONSE_PREFIX}{match[1]}") for match in matches if match is not None)
+
+
+def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, StoredAnswer]) -> Mapping[str, Any]:
+    """Return ``body`` with items in the place of references to them.
+
+    Raises:
+        InvalidRequest: an id that is not that of an item of ``answers``.
+    """
+    items = {item["id"]: item for answer in answers.values() for item in _output(answer)}
+    replaced: list[Any] = []
+    for index, raw in enumerate(body["input"]):
+        if not is_reference(raw):
+            replaced.append(raw)
+        elif raw.get("id") in items:
+            replaced.append(items[raw["id"]])
+        elif not _is_continued(raw.get("id"), items):
+            raise InvalidRequest(
+                f"input[{index}] refers to item {raw.get('id')!r}, which no answer of this session has; send the item.",
+                param=f"input[{index}]",
+            )
+    return {**body, "input": replaced}
+
+
+def _is_continued(name: Any, items: Mapping[str, Any]) -> bool:
+    """Return whether an item is the rest of a text that a stream had split; the stored item has all of the text."""
+    match = ITEM_ID.fullmatch(name) if isinstance(name, str) else None
+    kind = name.partition("_")[0] if match is not None else None
+    return match is not None and kind in {"msg", "rs"} and f"{kind}_0_{match[1]}" in items
+
+
+def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any]:
+    """Return the ``response`` object. What is not stored has its default: the time is 0, and there are no tools."""
+    turn = stored.interaction
+    sampling = turn.sampling
+    return {
+        "id": turn.id,
+        "object": "response",
+        "created_at": 0,
+        "status": "completed",
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": _output(stored),
+        "usage": _format_usage(stored),
+        "background": False,
+        "instructions": None,
+        "max_output_tokens": None,
+        "max_tool_calls": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": turn.parent,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": turn.is_stored,
+        "temperature": 1.0 if sampling is None else sampling.temperature,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0 if sampling is None else sampling.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _format_usage(stored: StoredAnswer) -> dict[str, Any]:
+    completion, prompt = stored.interaction.completion, stored.interaction.num_prompt_tokens
+    sampled = 0 if completion is None else len(completion.token_ids)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _output(stored: StoredAnswer) -> list[dict[str, Any]]:
+    turn = stored.interaction
+    if turn.output is None or turn.completion is None:
+        raise NotFound(f"Response {turn.id} has no answer.")
+    usage = Usage(prompt_tokens=turn.num_prompt_tokens, completion_tokens=len(turn.completion.token_ids))
+    answer = Answer(interaction=turn.id, message=turn.output, completion=turn.completion, usage=usage)
+    return format_output(answer, has_logprobs=False, decode=None)
+
+
+def format_input_items(stored: StoredAnswer) -> list[dict[str, Any]]:
+    """Return the items of the request that was answered, in their order. Their ids are made up."""
+    tail = InteractionId(f"in-{stored.interaction.id.removeprefix(RESPONSE_PREFIX)}")
+    items = [item for message in stored.messages for item in _format_message(message)]
+    return [{"id": format_item_id("in", index, tail), **item} for index, item in enumerate(items)]
+
+
+def _format_message(message: ChatMessage) -> Iterator[dict[str, Any]]:
+    if message.role == "tool":
+        yield {
+            "type": "function_call_output",
+            "call_id": message.tool_call_id or "",
+            "output": message.content or "",
+            "status": "completed",
+        }
+        return
+    if message.reasoning:
+        content = [{"type": "reasoning_text", "text": message.reasoning}]
+        yield {"type": "reasoning", "summary": [], "content": content, "status": "completed"}
+    if message.content or not message.tool_calls:
+        part: dict[str, Any] = {"type": "input_text", "text": message.content or ""}
+        if message.role == "assistant":
+            part = {"type": "output_text", "text": message.content or "", "annotations": [], "logprobs": []}
+        yield {"type": "message", "role": message.role, "content": [part], "status": "completed"}
+    for call in message.tool_calls:
+        yield {
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+
+
+def _page(*, data: Schema) -> Schema:
+    return one_object(
+        {
+            "object": {"const": "list"},
+            "data": data,
+            "first_id": {"type": ["string", "null"]},
+            "last_id": {"type": ["string", "null"]},
+            "has_more": {"type": "boolean"},
+        },
+        additionalProperties=False,
+    )
+
+
+STORED_ANSWERS: Mapping[str, Schema] = {
+    "ResponseItems": _page(data=list_of({"type": "object", "required": ["id", "type"]})),
+    "ResponseDeleted": one_object(
+        {"id": TEXT_SCHEMA, "object": {"const": "response"}, "deleted": {"const": True}}, additionalProperties=False
+    ),
+}
+"""Schemas of answers, by the names that the OpenAPI document gives them."""
+
+
+def page_of(items: Sequence[Mapping[str, Any]], *, order: str, after: str | None, limit: int) -> dict[str, Any]:
+    """Return a page of ``items``, which are in ascending order: up to ``limit`` beyond the item ``after``.
+
+    Raises:
+        InvalidRequest: there is no such item.
+    """
+    ordered = list(items) if order == "asc" else list(items)[::-1]
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise InvalidRequest(f"after names no item of this response: {after!r}.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(ordered),
+    }

@@ -1,0 +1,191 @@
+"""Stored answers of Responses: read, deleted, and referred to by the ids of their items."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from tests.proxy.stack import open_stack, sampled
+
+from areal_actors.cache import export_trajectories
+from areal_actors.client import create_http_client
+from areal_actors.domain import (
+    Completion,
+    FinishReason,
+    Interaction,
+    InteractionId,
+    InteractionStatus,
+    SessionId,
+    SessionRecord,
+)
+from areal_actors.domain.chat import ChatMessage, ToolCall
+from areal_actors.errors import InvalidRequest
+from areal_actors.messages import StoredAnswer
+from areal_actors.proxy.dialects.responses.request import parse_input
+from areal_actors.proxy.dialects.responses.stored import (
+    find_references,
+    format_input_items,
+    format_stored_response,
+    page_of,
+    replace_references,
+)
+
+QUESTION, FURTHER = ({"role": "user", "content": text} for text in ("one two", "and three"))
+
+
+def stored(output: ChatMessage, *messages: ChatMessage, name: str = "resp_7") -> StoredAnswer:
+    """A completed answer."""
+    completion = Completion(
+        token_ids=[1, 2], logprobs=[0, 0], raw_logprobs=[0, 0], versions=[0, 0], finish=FinishReason.STOP
+    )
+    turn = Interaction(
+        id=InteractionId(name),
+        order=0,
+        prompt_suffix=[1],
+        num_prompt_tokens=1,
+        completion=completion,
+        output=output,
+        status=InteractionStatus.COMPLETED,
+        completed_order=0,
+    )
+    return StoredAnswer(interaction=turn, messages=messages)
+
+
+CALLS = (ToolCall(id="c1", name="f", arguments="{}"), ToolCall(id="c2", name="g", arguments='{"a":1}'))
+RICH = ChatMessage(role="assistant", content="Let me see.", reasoning="Hm.", tool_calls=CALLS)
+RESULTS = [{"type": "function_call_output", "call_id": name, "output": "42"} for name in ("c1", "c2")]
+
+
+# ------------------------------------------------------------------------------------------------------- references
+
+
+@pytest.mark.parametrize("has_type", [True, False])
+def test_references_and_items_are_the_same_history(has_type):
+    """Reasoning, text and calls of one answer, by their ids, with and without the type of a reference."""
+    answer = stored(RICH)
+    items = format_stored_response(answer, model="m")["output"]
+    kind = {"type": "item_reference"} if has_type else {}
+    body = {"input": [QUESTION, *({"id": item["id"], **kind} for item in items), *RESULTS, FURTHER]}
+
+    assert find_references(body) == {"resp_7"}
+    replaced = replace_references(body, {InteractionId("resp_7"): answer})
+    assert parse_input(replaced["input"]) == parse_input([QUESTION, *items, *RESULTS, FURTHER])
+    assert parse_input(replaced["input"])[1] == RICH
+
+
+def test_a_text_that_a_stream_had_split_is_referred_to_once():
+    """The stored item has all of the text, so a reference to its second piece adds nothing."""
+    references = [{"type": "item_reference", "id": f"msg_{index}_7"} for index in (0, 1)]
+    body = replace_references({"input": [QUESTION, *references]}, {InteractionId("resp_7"): stored(RICH)})
+
+    assert [message.content for message in parse_input(body["input"])] == ["one two", "Let me see."]
+
+
+@pytest.mark.parametrize("name", ["fc_2_7", "rs_0_8", "x", 7, None])
+def test_an_unknown_item_is_named(name):
+    """An item that the answer does not have, that of another answer, and what is no id."""
+    body = {"input": [QUESTION, {"type": "item_reference", "id": name}]}
+
+    with pytest.raises(InvalidRequest, match=r"input\[1\] refers to item"):
+        replace_references(body, {InteractionId("resp_7"): stored(RICH)})
+
+
+def test_bodies_without_references_are_left_alone():
+    """Nothing is looked up for them, whatever their input is."""
+    for value in (None, "text", 3, [], [3, "x", {"type": "message"}], [QUESTION]):
+        assert find_references({"input": value}) == frozenset()
+
+
+@pytest.mark.anyio
+async def test_a_conversation_of_references_is_linked_as_one_of_items():
+    """Same parent and same tokens; a reference to an answer of another session is refused before anything is stored."""
+    answers = map(sampled, ("first", "second", "second"))
+    async with open_stack(*answers) as stack, create_http_client() as http:
+        session = stack.session
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0)
+        first = await client.responses.create(model="m", input=[QUESTION])
+        (item,) = first.output
+        reference = {"type": "item_reference", "id": item.id}
+        by_reference = await client.responses.create(model="m", input=[QUESTION, reference, FURTHER])
+        by_item = await client.responses.create(model="m", input=[QUESTION, item.to_dict(), FURTHER])
+        with pytest.raises(openai.BadRequestError, match="not an answer of this session"):
+            other = {"type": "item_reference", "id": "msg_0_other"}
+            await client.responses.create(model="m", input=[QUESTION, other, FURTHER])
+        turns = await stack.record()
+
+    assert [turn.parent for turn in turns] == [None, first.id, first.id]
+    assert [turn.token_parent for turn in turns] == [None, first.id, first.id]
+    assert by_reference.usage.input_tokens == by_item.usage.input_tokens
+    assert (turns[1].prompt_suffix == turns[2].prompt_suffix).all()
+
+
+# ----------------------------------------------------------------------------------------------------------- routes
+
+
+def test_input_items_come_in_pages():
+    """The last ones first unless asked otherwise; a page begins after the item that ends the one before."""
+    items = format_input_items(stored(RICH, *parse_input([QUESTION, FURTHER, *RESULTS])))
+    ids = [item["id"] for item in items]
+    first = page_of(items, order="desc", after=None, limit=3)
+    second = page_of(items, order="desc", after=first["last_id"], limit=3)
+
+    assert [item["id"] for page in (first, second) for item in page["data"]] == ids[::-1]
+    assert (first["has_more"], second["has_more"], second["first_id"]) == (True, False, ids[0])
+    assert page_of(items, order="asc", after=None, limit=9)["data"] == items
+    with pytest.raises(InvalidRequest, match="names no item"):
+        page_of(items, order="asc", after="x", limit=9)
+
+
+@pytest.mark.anyio
+async def test_answers_are_read_and_deleted_by_their_ids():
+    """As they were given, until they are deleted; deleted ones are followed, rewarded and trained as before."""
+    async with open_stack(*map(sampled, ("first", "second"))) as stack, create_http_client() as http:
+        session = stack.session
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0)
+        given = await client.responses.create(model="m", input=[QUESTION], temperature=0.5)
+        read = await client.responses.retrieve(given.id)
+        items = await client.responses.input_items.list(given.id, order="asc")
+        await client.responses.delete(given.id)
+        for call in (client.responses.retrieve, client.responses.input_items.list, client.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                await call(given.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve("resp_x")
+        with pytest.raises(openai.BadRequestError, match="limit"):
+            await client.responses.input_items.list(given.id, limit=1000)
+        await client.responses.create(model="m", input="And?", previous_response_id=given.id)
+        await session.set_reward(given.id, 1.0)
+        turns = await stack.record()
+
+    assert read.output == given.output
+    assert (read.usage.total_tokens, read.temperature) == (given.usage.total_tokens, 0.5)
+    assert [(item.role, item.content[0].text) for item in items.data] == [("user", "one two")]
+    assert [turn.parent for turn in turns] == [None, given.id]
+    record = SessionRecord(id=SessionId("s"), interactions=turns)
+    assert len(export_trajectories(record, discount=1.0, style="individual").trajectories) == 2
+
+
+@pytest.mark.anyio
+async def test_other_sessions_do_not_see_an_answer():
+    """Ids are no secrets: a session's key opens its own answers only."""
+    async with open_stack(sampled("first")) as stack, create_http_client() as http:
+        given = await http.post(f"{stack.session.base_url}/responses", json={"input": "hi"})
+        root = stack.session.base_url.removesuffix(f"/{stack.session.session_id}/v1")
+        path = f"{root}/v1/responses/{given.json()['id']}"
+        keys = {"completion": stack.session.completion_key, "wrong": "sk-other"}
+        found = {name: await http.get(path, headers={"x-api-key": key}) for name, key in keys.items()}
+        without = await http.get(path)
+
+    assert (found["completion"].status_code, found["wrong"].status_code, without.status_code) == (200, 401, 401)
+
+
+@pytest.mark.anyio
+async def test_a_model_is_described_by_any_name():
+    """The policy answers requests for any model, and so is found under any name."""
+    async with open_stack() as stack, create_http_client() as http:
+        session = stack.session
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0)
+        listed = (await client.models.list()).data
+        found = [await client.models.retrieve(name) for name in (listed[0].id, "gpt-5")]
+
+    assert found[0] == listed[0]
+    assert (found[1].id, found[1].owned_by) == ("gpt-5", listed[0].owned_by)

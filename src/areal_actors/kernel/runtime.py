@@ -7,7 +7,7 @@ The file reads from top to bottom::
     Cell                  one actor across its incarnations: start, crash, restart, stop
     Serving               the message loop and the tasks of one incarnation
     LocalRef              the sender's side: ask, tell, stream, stop
-    Stream                both ends of a stream
+    Stream, produce       both ends of a stream; ``stream`` has the part that streams of other processes share
     visits                handlers that run in their asker's own task
 
 ``supervision`` decides about restarts, ``mailbox`` keeps the queue, ``system`` opens and spawns, and ``remote`` carries

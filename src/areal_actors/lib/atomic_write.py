@@ -51,6 +51,7 @@ def atomic_path(path: Path, *, mode: int = 0o666, is_durable: bool = False) -> I
         partial.unlink(missing_ok=True)
         raise
     if is_durable:
+        # The rename is an entry of the directory, which a loss of power would undo otherwise.
         sync_path(path.parent)
 
 

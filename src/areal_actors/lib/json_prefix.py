@@ -129,6 +129,7 @@ class JsonPrefix:
         word = found.group()
         if self._expected not in ("value", "value or end") or not word:
             return self._fail(at)
+        # A word counts once something follows it, because ``1`` may become ``1x``.
         if found.end() == len(self._text):
             return at
         if word not in _WORDS and not _NUMBER.fullmatch(word):

@@ -93,6 +93,7 @@ class _FutureSignal:
         self._future = future
 
     def set(self) -> None:
+        # The future is cancelled if its waiter was; setting its result would raise ``InvalidStateError``.
         if not self._future.done():
             self._future.set_result(None)
 

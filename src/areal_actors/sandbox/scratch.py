@@ -47,23 +47,22 @@ def process_directory() -> Path:
             if descriptor is not None:
                 remove(directory)
                 os.close(descriptor)
-    own = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))
-    while not _lock(own):  # another process took it for a dead one's, between its creation and its lock
+    is_locked = False
+    # Repeated if another process took the directory for a dead one's, between its creation and its lock.
+    while not is_locked:
         own = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))
+        try:
+            # The descriptor is never closed: the lock ends with this process, in whatever way.
+            is_locked = take(own / _LOCK) is not None and (own / _LOCK).exists()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            # Without locks, other processes cannot lock it either, and leave it alone.
+            if error.errno not in NO_LOCKS:
+                raise
+            is_locked = True
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     return own
-
-
-def _lock(directory: Path) -> bool:
-    """Lock a directory until this process ends, in whatever way. Returns ``False`` if it is being removed."""
-    try:
-        return take(directory / _LOCK) is not None and (directory / _LOCK).exists()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        if error.errno in NO_LOCKS:  # then other processes cannot lock it either, and leave it alone
-            return True
-        raise
 
 
 @contextmanager

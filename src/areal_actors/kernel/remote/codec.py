@@ -21,7 +21,6 @@ from typing import Any, NoReturn, Union, cast, get_args, get_origin
 import cattrs
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from areal_actors.errors import ProtocolError
 from areal_actors.kernel.message import Address
@@ -178,7 +177,12 @@ class Codec:
 
     def _extend(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            return self._extension(_Code.ARRAY, [value.dtype.str, value.shape], _bytes_of_array(value))
+            if not _DTYPE.fullmatch(value.dtype.str):
+                raise ProtocolError(f"an array of dtype {value.dtype} has no form on a wire; send numbers")
+            # A contiguous array is not copied here: ``reshape`` and ``view`` share its memory.
+            flat = np.ascontiguousarray(value).reshape(-1)
+            data: Buffer = flat.view(np.uint8).data if value.size else b""
+            return self._extension(_Code.ARRAY, [value.dtype.str, value.shape], data)
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, _Long):
@@ -230,15 +234,6 @@ class Codec:
 
 
 # ---------------------------------------------------------------------------------------------------- arrays
-
-
-def _bytes_of_array(array: npt.NDArray[Any]) -> Buffer:
-    if not _DTYPE.fullmatch(array.dtype.str):
-        raise ProtocolError(f"an array of dtype {array.dtype} has no form on a wire; send numbers")
-    if not array.size:
-        return b""
-    # A contiguous array is not copied here: ``reshape`` and ``view`` share its memory.
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _tensor_dtype(tensor: Any) -> str:

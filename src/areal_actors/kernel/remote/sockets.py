@@ -73,7 +73,11 @@ def parse_address(address: str) -> tuple[Path | None, str, int]:
         raise ConfigError(f"address {address!r} cannot be read: {error}") from None
     if parts.scheme != "tcp" or not host or port is None:
         raise ConfigError(f"address {address!r} is neither unix:PATH nor tcp://HOST:PORT")
-    if _is_wildcard(host):
+    try:
+        is_wildcard = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        is_wildcard = host == "*"
+    if is_wildcard:
         raise ConfigError(f"address {address!r} names every interface; name one, as tcp://127.0.0.1:0")
     return None, host, port
 
@@ -98,13 +102,6 @@ def own_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return host == "*"
 
 
 def check_directory(directory: Path) -> None:

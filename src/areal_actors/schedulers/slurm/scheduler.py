@@ -249,8 +249,15 @@ class SlurmScheduler:
                 return
             if isinstance(outcome, Refused):
                 await placement.refuse(outcome.why)
-                hint = _hint(request, self._config)
-                raise SchedulerError(f"the cluster refuses {placement.spec.name}: {outcome.why} {hint}")
+                num_nodes, per_node = request.shape(self._config)
+                needs = request.resources.times(per_node)
+                memory = f", {needs.memory_mib} MiB" if needs.memory_mib else ""
+                where = "on one node" if num_nodes == 1 else f"on each of {num_nodes} nodes"
+                raise SchedulerError(
+                    f"the cluster refuses {placement.spec.name}: {outcome.why} It asked for {needs.cpus} CPUs, "
+                    f"{needs.gpus} GPUs{memory} {where}; `sinfo -o '%P %c %m %G %l'` shows what there is. Change the "
+                    "resources of its role, or partition, account, qos, constraint in scheduler.slurm."
+                )
             if anyio.current_time() >= deadline:
                 raise SchedulerError(f"{placement.spec.name} could not be submitted: {outcome.why}")
 
@@ -348,14 +355,3 @@ class SlurmScheduler:
         for name in [name for name in self._left if self._placements[name].is_gone]:
             self._left.remove(name)
             del self._placements[name]
-
-
-def _hint(request: JobRequest, config: SlurmConfig) -> str:
-    num_nodes, per_node = request.shape(config)
-    needs = request.resources.times(per_node)
-    memory = f", {needs.memory_mib} MiB" if needs.memory_mib else ""
-    where = "on one node" if num_nodes == 1 else f"on each of {num_nodes} nodes"
-    return (
-        f"It asked for {needs.cpus} CPUs, {needs.gpus} GPUs{memory} {where}; `sinfo -o '%P %c %m %G %l'` shows what "
-        "there is. Change the resources of its role, or partition, account, qos, constraint in scheduler.slurm."
-    )

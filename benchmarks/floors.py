@@ -35,16 +35,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from areal_actors.domain import ChatMessage, ForkReason
-from areal_actors.generation.actor import GenerationActor
 from areal_actors.journal import Journal, SqliteJournal
 from areal_actors.kernel import ActorSystem
 from areal_actors.messages import OpenSession
 from areal_actors.proxy import ProxyConfig, create_app
 from areal_actors.proxy.server import bind, serve, url_of
-from areal_actors.rollouts.capacity import CapacityGranter
-from areal_actors.rollouts.exporter import Exporter
-from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
-from areal_actors.sessions.manager import SessionManager
+from areal_actors.rollouts.staleness import CapacityLimits
+from areal_actors.run.inference import InferenceConfig, spawn_generation, spawn_session_actors
 
 __all__ = ["ADMIN_KEY", "FACTORIES", "Factory", "serve_as_the_proxy", "served"]
 
@@ -256,13 +253,11 @@ async def proxy(setup: Setup, journal: Journal | None = None) -> AsyncIterator[t
     engine = NullEngine(renderer, setup)
     limits = CapacityLimits(max_concurrent=2**30, batch_size=2**30)
     async with ActorSystem.open() as system:
-        generation = await system.spawn(GenerationActor(engine))
-        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
-        manager = SessionManager(renderer=renderer, generation=generation, capacity=capacity, journal=journal)
-        sessions = await system.spawn(manager)
-        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
-        config = ProxyConfig(admin_key=ADMIN_KEY)
-        app = create_app(sessions=sessions, exports=exports, capacity=capacity, config=config)
+        generation = await spawn_generation(system, engine)
+        settings = InferenceConfig(limits=limits)
+        actors = await spawn_session_actors(system, settings, renderer=renderer, generation=generation, journal=journal)
+        sessions, config = actors.sessions, ProxyConfig(admin_key=ADMIN_KEY)
+        app = create_app(sessions=sessions, exports=actors.exports, capacity=actors.capacity, config=config)
         app.router.routes.extend(_questions(engine))
         is_durable = journal is not None
         opened = [

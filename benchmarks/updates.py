@@ -38,7 +38,6 @@ from benchmarks.machine import ROOT
 from benchmarks.moving import ByHand, Policy, measure_by_hand
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
-from areal_actors.generation.actor import GenerationActor
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.launching import KINDS
@@ -47,6 +46,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote import connect, listen
 from areal_actors.messages import Generate, Generation, PublishWeights, Weights
 from areal_actors.models import load_policy
+from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.sglang_server import open_sglang_server
 from areal_actors.training.config import TrainerConfig
 from areal_actors.training.publication import DiskPublisher, MemoryPublisher, Publisher
@@ -189,7 +189,7 @@ def _find_real(directory: Path) -> tuple[Path, list[Route]] | None:
 @asynccontextmanager
 async def _open_here(model: Path) -> AsyncIterator[Ref[Generation]]:
     async with TorchEngine.open(_ENGINE, model=model) as engine, ActorSystem.open() as system:
-        yield await system.spawn(GenerationActor(engine))
+        yield await spawn_generation(system, engine)
 
 
 @asynccontextmanager
@@ -227,7 +227,7 @@ async def _open_server(
             find_weights=None if store is None else find,
         )
         async with opening as engine, ActorSystem.open() as inner:
-            yield await inner.spawn(GenerationActor(engine))
+            yield await spawn_generation(inner, engine)
 
 
 @contextmanager
@@ -250,7 +250,7 @@ async def _serve_actor(model: Path, directory: Path) -> None:
     address = f"unix:{directory}/own/socket"
     (directory / "own").mkdir(mode=0o700)
     async with TorchEngine.open(_ENGINE, model=model) as engine, ActorSystem.open() as system:
-        generation = await system.spawn(GenerationActor(engine))
+        generation = await spawn_generation(system, engine)
         async with listen(address, secret=_SECRET, expose={"generation": generation}):
             print(address, flush=True)
             await anyio.sleep_forever()

@@ -17,16 +17,13 @@ from tests.rendering.templates import QWEN
 
 from areal_actors.domain import Chunk, EngineRequest, SessionId, SessionRecord
 from areal_actors.errors import CapacityExhausted
-from areal_actors.generation.actor import GenerationActor
-from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.messages import CollectSession, DescribeEndpoint, Endpoint, Sessions
+from areal_actors.kernel import Ref
+from areal_actors.messages import CollectSession, Endpoint, Sessions
 from areal_actors.models.built_in import create_tiny_tokenizer
-from areal_actors.proxy import ProxyConfig, ProxyServer
+from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig, create_renderer
-from areal_actors.rollouts.capacity import CapacityGranter
-from areal_actors.rollouts.exporter import Exporter
-from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
-from areal_actors.sessions.manager import SessionManager
+from areal_actors.rollouts.staleness import CapacityLimits
+from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine
 
 __all__ = ["ScriptedEngine", "Stage", "open_stage"]
@@ -96,19 +93,6 @@ async def open_stage(
     renderer = create_renderer(tokenizer, config=RendererConfig(tool_format="hermes", reasoning_format="think"))
     engine = create_engine(tokenizer)
     limits = CapacityLimits(max_concurrent=10_000, batch_size=10_000)
-    async with ActorSystem.open() as system:
-        generation = await system.spawn(GenerationActor(engine))
-        sessions = await system.spawn(SessionManager(renderer=renderer, generation=generation))
-        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
-        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
-        server = await system.spawn(
-            ProxyServer(
-                sessions=sessions,
-                exports=exports,
-                capacity=capacity,
-                generation=generation,
-                decode=renderer.decode,
-                config=config,
-            )
-        )
-        yield Stage(endpoint=await server.ask(DescribeEndpoint()), engine=engine, sessions=sessions)
+    settings = InferenceConfig(limits=limits, proxy=config or ProxyConfig())
+    async with open_actors(settings, engine=engine, renderer=renderer) as inference:
+        yield Stage(endpoint=inference.endpoint, engine=engine, sessions=inference.sessions)

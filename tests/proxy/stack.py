@@ -10,16 +10,12 @@ from attrs import frozen
 
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.domain import Interaction
-from areal_actors.generation.actor import GenerationActor
-from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.messages import CollectSession, DescribeEndpoint, Sessions
+from areal_actors.kernel import Ref
+from areal_actors.messages import CollectSession, Sessions
 from areal_actors.models.built_in import create_tiny_tokenizer
-from areal_actors.proxy import ProxyServer
 from areal_actors.rendering import Renderer, create_renderer
-from areal_actors.rollouts.capacity import CapacityGranter
-from areal_actors.rollouts.exporter import Exporter
-from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
-from areal_actors.sessions.manager import SessionManager
+from areal_actors.rollouts.staleness import CapacityLimits
+from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 
@@ -51,15 +47,8 @@ class Stack:
 async def open_stack(*answers: Sequence[int], is_gated: bool = False) -> AsyncIterator[Stack]:
     """Open everything; the engine samples ``answers`` one after another."""
     engine = EchoEngine(script_answers(*answers), is_gated=is_gated, vocab_size=renderer().vocab_size)
-    limits = CapacityLimits(max_concurrent=4, batch_size=4)
-    async with ActorSystem.open() as system:
-        generation = await system.spawn(GenerationActor(engine))
-        sessions = await system.spawn(SessionManager(renderer=renderer(), generation=generation))
-        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
-        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
-        server = await system.spawn(
-            ProxyServer(sessions=sessions, exports=exports, capacity=capacity, decode=renderer().decode)
-        )
-        endpoint = await server.ask(DescribeEndpoint())
+    config = InferenceConfig(limits=CapacityLimits(max_concurrent=4, batch_size=4))
+    async with open_actors(config, engine=engine, renderer=renderer()) as inference:
+        endpoint = inference.endpoint
         async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key) as session:
-            yield Stack(session=session, engine=engine, sessions=sessions)
+            yield Stack(session=session, engine=engine, sessions=inference.sessions)

@@ -12,16 +12,11 @@ from pydantic import BaseModel
 from areal_actors import errors
 from areal_actors.client import OpenAIProxyClient, create_http_client
 from areal_actors.domain import ChatMessage, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStarted
-from areal_actors.generation.actor import GenerationActor
-from areal_actors.kernel import ActorSystem
-from areal_actors.messages import CollectSession, DescribeEndpoint
+from areal_actors.messages import CollectSession
 from areal_actors.models.built_in import create_tiny_tokenizer
-from areal_actors.proxy import ProxyServer
 from areal_actors.rendering import RendererConfig, create_renderer
-from areal_actors.rollouts.capacity import CapacityGranter
-from areal_actors.rollouts.exporter import Exporter
-from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
-from areal_actors.sessions.manager import SessionManager
+from areal_actors.rollouts.staleness import CapacityLimits
+from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine, script_answers
 from areal_actors.testing.serving import echo_script, open_scripted_proxy
 
@@ -211,18 +206,10 @@ async def _stack(renderer, *texts, is_gated=False):
     """A session whose engine says ``texts`` one after another."""
     script = script_answers(*(_ids(renderer, text) for text in texts))
     engine = EchoEngine(script, is_gated=is_gated, vocab_size=renderer.vocab_size)
-    limits = CapacityLimits(max_concurrent=4, batch_size=4)
-    async with ActorSystem.open() as system, create_http_client() as http:
-        generation = await system.spawn(GenerationActor(engine))
-        sessions = await system.spawn(SessionManager(renderer=renderer, generation=generation))
-        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
-        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
-        server = await system.spawn(
-            ProxyServer(
-                sessions=sessions, exports=exports, capacity=capacity, generation=generation, decode=renderer.decode
-            )
-        )
-        endpoint = await server.ask(DescribeEndpoint())
+    config = InferenceConfig(limits=CapacityLimits(max_concurrent=4, batch_size=4))
+    opening = open_actors(config, engine=engine, renderer=renderer)
+    async with opening as inference, create_http_client() as http:
+        endpoint = inference.endpoint
         async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key) as session:
             client = openai.AsyncOpenAI(
                 base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0
@@ -231,7 +218,7 @@ async def _stack(renderer, *texts, is_gated=False):
                 client=client,
                 session=session,
                 engine=engine,
-                sessions=sessions,
+                sessions=inference.sessions,
                 url=endpoint.url,
                 admin_key=endpoint.admin_key,
             )

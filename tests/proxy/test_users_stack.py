@@ -9,15 +9,11 @@ import pytest
 from tests.proxy.stack import renderer, sampled
 
 from areal_actors.domain import Credential, Quotas
-from areal_actors.generation.actor import GenerationActor
-from areal_actors.kernel import ActorSystem
 from areal_actors.messages import CreateKey, DescribeEndpoint, DescribeOwner, OpenSession, RevokeKey
 from areal_actors.proxy import ProxyServer, access
-from areal_actors.rollouts.capacity import CapacityGranter
-from areal_actors.rollouts.exporter import Exporter
-from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
-from areal_actors.service.account_keeper import AccountKeeper
-from areal_actors.sessions.manager import SessionManager
+from areal_actors.rollouts.staleness import CapacityLimits
+from areal_actors.run.inference import InferenceConfig, open_actors
+from areal_actors.service.account_keeper import UsersConfig
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 pytestmark = pytest.mark.anyio
@@ -29,20 +25,15 @@ BODY = {"messages": [{"role": "user", "content": "why?"}]}
 async def opened(path):
     """Two proxies before one session manager: the second has seen nothing of what the first one started."""
     engine = EchoEngine(script_answers(*[sampled("because")] * 9), vocab_size=renderer().vocab_size)
-    async with ActorSystem.open() as system:
-        generation = await system.spawn(GenerationActor(engine))
-        limits = CapacityLimits(max_concurrent=4, batch_size=4)
-        capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
-        manager = SessionManager(renderer=renderer(), generation=generation, capacity=capacity)
-        sessions = await system.spawn(manager)
-        exports = await system.spawn(Exporter(sessions=sessions, capacity=capacity))
-        accounts = await system.spawn(AccountKeeper(path))
-        urls = []
-        for _ in range(2):
-            server = await system.spawn(
-                ProxyServer(sessions=sessions, exports=exports, capacity=capacity, accounts=accounts)
-            )
-            urls.append((await server.ask(DescribeEndpoint())).url)
+    limits = CapacityLimits(max_concurrent=4, batch_size=4)
+    config = InferenceConfig(limits=limits, users=UsersConfig(path=path))
+    async with open_actors(config, engine=engine, renderer=renderer()) as inference:
+        accounts, sessions = inference.accounts, inference.sessions
+        other = ProxyServer(
+            sessions=sessions, exports=inference.exports, capacity=inference.capacity, accounts=accounts
+        )
+        serving = await inference.system.spawn(other)
+        urls = [inference.endpoint.url, (await serving.ask(DescribeEndpoint())).url]
         async with httpx.AsyncClient(base_url=urls[0]) as first, httpx.AsyncClient(base_url=urls[1]) as second:
             yield accounts, sessions, first, second
 

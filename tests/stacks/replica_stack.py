@@ -13,7 +13,6 @@ from attrs import define, field
 
 from areal_actors.domain import Chunk, EngineRequest, Ints, SampleKey, Sampling, Snapshot
 from areal_actors.errors import ModelError
-from areal_actors.generation.actor import GenerationActor
 from areal_actors.generation.router import GenerationRouter, RouterConfig
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import (
@@ -26,6 +25,7 @@ from areal_actors.messages import (
     Replicas,
     ReplicaView,
 )
+from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.engines import EchoEngine
 
 START = 10
@@ -101,7 +101,7 @@ class ReplicaStack:
         """A replica of this name joins, or comes back."""
         self._num_spawned += 1
         engine = self.engines[name] = engine or CountingEngine()
-        ref = await self.system.spawn(GenerationActor(engine), name=f"{name}-{self._num_spawned}")
+        ref = await spawn_generation(self.system, engine, name=f"{name}-{self._num_spawned}")
         self.refs[name] = ref
         await self.router.ask(AddReplica(name=name, ref=ref))
         await anyio.wait_all_tasks_blocked()

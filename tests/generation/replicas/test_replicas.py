@@ -8,9 +8,9 @@ from tests.stacks.replica_stack import EIGHT, CountingEngine, ids_of, open_repli
 
 from areal_actors.domain import PauseMode
 from areal_actors.errors import Unavailable
-from areal_actors.generation.actor import GenerationActor
 from areal_actors.generation.router import RouterConfig
 from areal_actors.messages import AddReplica, DescribeEngine, Generation, PauseGeneration, ResumeGeneration
+from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.remote import pretend_remote
 
 pytestmark = pytest.mark.anyio
@@ -159,7 +159,7 @@ async def test_a_replica_elsewhere_is_as_good():
     """Behind a connection: generations, weights and pauses pass, and its loss is noticed."""
     async with open_replica_stack() as stack:
         engine = CountingEngine(is_gated=True)
-        far = await stack.system.spawn(GenerationActor(engine), name="far")
+        far = await spawn_generation(stack.system, engine, name="far")
         async with pretend_remote({"generation": far}) as (peer, _):
             await stack.router.ask(AddReplica(name="a", ref=peer.ref(Generation, "generation")))
             await stack.publish(1)

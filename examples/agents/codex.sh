@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Codex CLI 0.169.0: npm install @openai/codex@0.169.0
+# Responses. The provider below reads the base URL (with /v1) from its configuration, and OPENAI_API_KEY.
+# Usage: codex.sh PROMPT [--continue] [further arguments of codex exec]
+set -eu
+prompt=$1
+shift
+resume=()
+if [ "${1:-}" = --continue ]; then
+  resume=(resume --last)
+  shift
+fi
+mkdir -p "$HOME/.codex"
+cat > "$HOME/.codex/config.toml" <<CONFIG
+model = "policy"
+model_provider = "areal"
+model_context_window = ${CONTEXT_WINDOW:-1000000}
+check_for_update_on_startup = false
+[model_providers.areal]
+name = "areal"
+base_url = "$OPENAI_BASE_URL"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+[analytics]
+enabled = false
+CONFIG
+# Codex would run commands in a sandbox without network; the sandbox of the run is around all of it.
+exec codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "$@" "${resume[@]}" "$prompt" < /dev/null

@@ -1,0 +1,156 @@
+"""The episode of each agent: what the model says with the agent's own tools, and how often the agent is started.
+
+All coding agents play the same episode as far as they can: write a file, read it, edit it several times, have a tool
+fail, read a picture, start a sub-agent, be interrupted while an answer is streamed, continue, compact, and continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+from tests.agents.play import Call, Fault, Script, Turn
+
+__all__ = ["EPISODES", "Episode", "Invocation"]
+
+TASK = "[[main:0]] Write the words, and correct them."
+ONE_TWO_THREE = "one\ntwo\nthree\n"
+UPPER = "ONE\nTWO\nTHREE\n"
+STORY = "Now I am going to count the lines. " * 4
+EDITS = (("one", "ONE"), ("two", "TWO"), ("three", "THREE"))
+
+
+@frozen(kw_only=True)
+class Invocation:
+    """One start of the agent. ``arguments`` follow the prompt."""
+
+    prompt: str
+    arguments: tuple[str, ...] = ()
+    is_interrupted: bool = False
+    """Whether it receives SIGINT once an answer is held open."""
+
+
+@frozen(kw_only=True)
+class Episode:
+    """The script of an agent, its starts, the files that it leaves, and the figures that its report must have."""
+
+    script: Script
+    invocations: tuple[Invocation, ...]
+    files: Mapping[str, str] = field(factory=dict)
+    expected: Mapping[str, int] = field(factory=dict)
+
+
+def say(text: str, *, fault: Fault = Fault.NONE) -> Turn:
+    """Return an answer without calls."""
+    return Turn(text=text, fault=fault)
+
+
+def call(name: str, *, fault: Fault = Fault.NONE, **arguments: Any) -> Turn:
+    """Return an answer with one call."""
+    return Turn((Call(name, arguments),), fault=fault)
+
+
+def claude_code(work: Path) -> Episode:
+    """Return the episode of Claude Code."""
+    words, picture = str(work / "words.txt"), str(work / "picture.png")
+    main = (
+        call("Write", file_path=words, content=ONE_TWO_THREE, fault=Fault.BUSY),
+        call("Read", file_path=words),
+        *(call("Edit", file_path=words, old_string=old, new_string=new) for old, new in EDITS),
+        call("Bash", command="ls missing-file", description="List a file"),
+        Turn((Call("Bash", {"command": "cat words.txt"}), Call("Read", {"file_path": words}))),
+        call("Read", file_path=picture),
+        call(
+            "Agent",
+            description="Count words",
+            prompt="[[sub:0]] Count the words.",
+            subagent_type="general-purpose",
+            run_in_background=False,
+        ),
+        Turn((Call("Bash", {"command": "wc -l words.txt"}),), text=STORY, fault=Fault.HELD),
+        say("All done."),
+        call("Bash", command="cat words.txt"),
+        say("Finished."),
+    )
+    sub = (call("Bash", command="wc -w words.txt"), say("Three words."))
+    return Episode(
+        script=Script(main=main, sub=sub, summary="detailed summary of"),
+        invocations=(
+            Invocation(prompt=TASK, is_interrupted=True),
+            Invocation(prompt="Go on.", arguments=("--continue",)),
+            Invocation(prompt="/compact", arguments=("--continue",)),
+            Invocation(prompt="Check again.", arguments=("--continue",)),
+        ),
+        files={"words.txt": UPPER},
+        expected={"sub_turns": 2, "summaries": 1, "cancelled": 1},
+    )
+
+
+def codex(work: Path) -> Episode:
+    """Return the episode of Codex CLI, whose sub-agents run in the background and whose compaction is automatic."""
+
+    def run(command: str, *, fault: Fault = Fault.NONE) -> Turn:
+        return call("exec_command", cmd=command, fault=fault)
+
+    main = (
+        run("printf 'one\\ntwo\\nthree\\n' > words.txt", fault=Fault.BUSY),
+        run("cat words.txt"),
+        *(run(f"sed -i s/{old}/{new}/ words.txt") for old, new in EDITS),
+        run("ls missing-file"),
+        Turn((Call("exec_command", {"cmd": "cat words.txt"}), Call("exec_command", {"cmd": "wc words.txt"}))),
+        call("view_image", path=str(work / "picture.png")),
+        call("multi_agent_v1__spawn_agent", message="[[sub:0]] Count the words."),
+        call("multi_agent_v1__wait_agent", targets=["match:agent_id[^0-9a-f]+([0-9a-f-]{36})"], timeout_ms=20_000),
+        Turn((Call("exec_command", {"cmd": "wc -l words.txt"}),), text=STORY, fault=Fault.HELD),
+        say("All done."),
+        run("cat words.txt"),
+        say("Finished."),
+    )
+    sub = (run("wc -w words.txt"), say("Three words."))
+    compacting = ("--continue", "-c", "model_auto_compact_token_limit=1000")
+    return Episode(
+        script=Script(main=main, sub=sub, summary="handoff summary"),
+        invocations=(
+            Invocation(prompt=TASK, is_interrupted=True),
+            Invocation(prompt="Go on.", arguments=("--continue",)),
+            Invocation(prompt="Check again.", arguments=compacting),
+        ),
+        files={"words.txt": UPPER},
+        # Every answer is beyond the limit, so that both turns of the last invocation come after a compaction.
+        expected={"sub_turns": 2, "summaries": 2, "cancelled": 1},
+    )
+
+
+def javascript(_: Path) -> Episode:
+    """Return the episode of an agent that has the tools of ``examples/agents/tools.mjs``."""
+    main = (
+        call("write_file", path="words.txt", content=ONE_TWO_THREE, fault=Fault.BUSY),
+        call("read_file", path="words.txt"),
+        *(call("edit_file", path="words.txt", old_text=old, new_text=new) for old, new in EDITS),
+        call("shell", command="ls missing-file"),
+        Turn((Call("read_file", {"path": "words.txt"}), Call("shell", {"command": "wc words.txt"}))),
+        call("delegate", task="[[sub:0]] Count the words."),
+        Turn((Call("shell", {"command": "wc -l words.txt"}),), text=STORY, fault=Fault.HELD),
+        say("All done."),
+    )
+    sub = (call("shell", command="wc -w words.txt"), say("Three words."))
+    return Episode(
+        script=Script(main=main, sub=sub),
+        invocations=(Invocation(prompt=TASK, is_interrupted=True),),
+        files={"words.txt": UPPER},
+        expected={"turns": 10, "sub_turns": 2, "cancelled": 1},
+    )
+
+
+EPISODES: Mapping[str, Callable[[Path], Episode]] = {
+    "claude-code": claude_code,
+    "codex": codex,
+    "openai-js-chat": javascript,
+    "openai-js-responses": javascript,
+    "anthropic-js": javascript,
+    "ai-sdk-openai": javascript,
+    "ai-sdk-compatible": javascript,
+    "ai-sdk-anthropic": javascript,
+}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from contextlib import suppress
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.errors import UnsupportedParameter
+from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.dialects.blocks import BlockPolicy, ToolPolicy, UnsupportedBlocks, replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
@@ -118,8 +119,43 @@ def test_server_tools_are_refused_or_dropped(dialect):
 
 @given(st.dictionaries(st.sampled_from(["messages", "input", "tools", "x"]), json_values, max_size=4))
 def test_any_json_is_accepted(body):
-    """Malformed bodies pass unchanged in shape: the dialect refuses them by name."""
-    assert replace_blocks(body, TOLERANT).keys() == body.keys()
+    """Malformed bodies pass unchanged in shape: the dialect refuses them by name. Malformed images are refused here."""
+    with suppress(InvalidRequest):
+        assert replace_blocks(body, TOLERANT).keys() == body.keys()
+
+
+@pytest.mark.parametrize("policy", [TOLERANT, UnsupportedBlocks(images=BlockPolicy.DROP)])
+@pytest.mark.parametrize(
+    ("dialect", "image", "field"),
+    [
+        (ChatDialect, {"type": "image_url"}, "image_url"),
+        (ChatDialect, {"type": "image_url", "image_url": {}}, "image_url.url"),
+        (ChatDialect, {"type": "image_url", "image_url": {"url": 7}}, "image_url.url"),
+        (ResponsesDialect, {"type": "input_image"}, "image_url"),
+        (ResponsesDialect, {"type": "input_image", "image_url": ["https://x/y.png"]}, "image_url"),
+        (ResponsesDialect, {"type": "input_image", "file_id": 7}, "file_id"),
+        (MessagesDialect, {"type": "image"}, "source"),
+        (MessagesDialect, {"type": "image", "source": "https://x/y.png"}, "source"),
+        (MessagesDialect, {"type": "image", "source": {"type": "url"}}, "source"),
+        (MessagesDialect, {"type": "image", "source": {"type": "url", "url": 7}}, "source.url"),
+        (MessagesDialect, {"type": "image", "source": {"type": "base64", "data": PNG}}, "source.media_type"),
+        (MessagesDialect, {"type": "image", "source": {"media_type": "image/png", "data": 7}}, "source.data"),
+    ],
+)
+def test_a_malformed_image_is_refused_by_the_name_of_its_field(policy, dialect, image, field):
+    """A placeholder, or a gap, would hide the mistake from the author of the client."""
+    with pytest.raises(InvalidRequest) as caught:
+        ask(dialect(), image, policy)
+
+    base = "input" if dialect is ResponsesDialect else "messages"
+    assert caught.value.param == f"{base}[0].content[1].{field}"
+
+
+def test_an_uploaded_image_is_described():
+    """It has an id of the vendor's in place of data or URL."""
+    image = {"type": "input_image", "file_id": "file_1"}
+
+    assert ask(ResponsesDialect(), image, TOLERANT)[0].content == "look\n[image: an image, which this model cannot see]"
 
 
 @pytest.mark.anyio

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
 from attrs import evolve, frozen
+
+from areal_actors.errors import InvalidRequest
+from areal_actors.proxy.dialects.fields import wrong
 
 __all__ = ["BlockPolicy", "ToolPolicy", "UnsupportedBlocks", "replace_blocks"]
 
@@ -80,82 +83,113 @@ _CLIENT_TOOLS = (None, "function", "custom", "namespace")
 
 
 def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mapping[str, Any]:
-    """Return ``body`` with the content and tools that ``policy`` does not refuse replaced or left out."""
+    """Return ``body`` with the content and tools that ``policy`` does not refuse replaced or left out.
+
+    Raises:
+        InvalidRequest: an image to be replaced is malformed; the error names the field.
+    """
     changed: dict[str, Any] = {}
     for name in ("messages", "input"):
         if isinstance(messages := body.get(name), list):
-            changed[name] = [_replace_in_message(message, policy) for message in messages]
+            changed[name] = [
+                _replace_in_message(message, policy, f"{name}[{index}]") for index, message in enumerate(messages)
+            ]
     tools = body.get("tools")
     if policy.server_tools is ToolPolicy.DROP and isinstance(tools, list):
         changed["tools"] = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") in _CLIENT_TOOLS]
     return {**body, **changed}
 
 
-def _replace_in_message(message: Any, policy: UnsupportedBlocks) -> Any:
+def _replace_in_message(message: Any, policy: UnsupportedBlocks, where: str) -> Any:
     # Most messages are a role and a text; only lists of blocks are rebuilt. ``output`` is a result's in Responses.
     if not isinstance(message, dict):
         return message
-    lists = {name: blocks for name in ("content", "output") if isinstance(blocks := message.get(name), list)}
-    return {**message, **{name: list(_replace(blocks, policy)) for name, blocks in lists.items()}} if lists else message
+    lists: dict[str, list[Any]] = {}
+    for name in ("content", "output"):
+        if isinstance(blocks := message.get(name), list):
+            replaced = (_replace(block, policy, f"{where}.{name}[{index}]") for index, block in enumerate(blocks))
+            lists[name] = [block for block in replaced if block is not None]
+    return {**message, **lists} if lists else message
 
 
-def _replace(blocks: list[Any], policy: UnsupportedBlocks) -> Iterator[Any]:
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        kind = kind if isinstance(kind, str) else None
-        if kind in _IMAGES:
-            handling, text = policy.images, _describe_image
-        elif kind in _FILES:
-            handling, text = policy.files, _describe_file
-        elif kind == "tool_reference":
-            handling, text = policy.tool_references, _describe_reference
-        else:
-            # A tool result of Anthropic's is a block with blocks of its own.
-            yield _replace_in_message(block, policy)
-            continue
-        if handling is BlockPolicy.PLACEHOLDER:
-            yield {"type": "text", "text": text(block)}
-        elif handling is not BlockPolicy.DROP:
-            yield block
+def _replace(block: Any, policy: UnsupportedBlocks, where: str) -> Any:
+    """Return the block, the text in its place, or ``None`` to leave it out."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        return block
+    if kind in _IMAGES:
+        handling = policy.images
+    elif kind in _FILES:
+        handling = policy.files
+    elif kind == "tool_reference":
+        handling = policy.tool_references
+    else:
+        # A tool result of Anthropic's is a block with blocks of its own.
+        return _replace_in_message(block, policy, where)
+    if handling is BlockPolicy.REFUSE or handling is None:
+        return block
+    if kind in _IMAGES:
+        # A placeholder would hide a mistake of the client's from its author, whom a vendor's endpoint answers with 400.
+        text = _describe_image(block, where)
+    elif kind in _FILES:
+        # ``source`` holds the data for Anthropic, an object named like the type for OpenAI.
+        source = block.get("source", block.get(kind))
+        source = source if isinstance(source, dict) else block
+        named = block.get("title") or block.get("filename") or source.get("filename") or source.get("url")
+        media = source.get("media_type") or source.get("format")
+        said = [_shorten(text) for text in (media, named) if isinstance(text, str) and text]
+        text = f"[{', '.join(said) or kind}: a file, which this model cannot read]"
+    else:
+        text = f"[Tool {_shorten(str(block.get('tool_name', '')))} is available.]"
+    return None if handling is BlockPolicy.DROP else {"type": "text", "text": text}
 
 
-def _describe_image(block: Mapping[str, Any]) -> str:
-    source = _source_of(block)
-    media, data = source.get("media_type"), source.get("data")
-    # Chat completions and Responses have a URL, as text or in an object; a data URL carries type and data.
-    url = source.get("url", block.get("image_url"))
-    url = url.get("url") if isinstance(url, dict) else url
-    if isinstance(url, str) and url.startswith("data:"):
+def _describe_image(block: Mapping[str, Any], where: str) -> str:
+    """Return the placeholder of an image: media type and size, or the URL.
+
+    Raises:
+        InvalidRequest: the block has neither data, URL nor file, or one of the wrong type.
+    """
+    media = data = url = None
+    if block["type"] == "image":
+        source = _read_source(block.get("source"), f"{where}.source")
+        media, data, url = source.get("media_type"), source.get("data"), source.get("url")
+    elif block.get("image_url") is not None or block.get("file_id") is None:
+        # Chat completions have the URL in an object, Responses as text; clients of either send both forms.
+        url, field = block.get("image_url"), f"{where}.image_url"
+        if isinstance(url, dict):
+            url, field = url.get("url"), f"{field}.url"
+        if not isinstance(url, str) or not url:
+            raise wrong(field, "the URL of an image", url)
+    elif not isinstance(block["file_id"], str):
+        raise wrong(f"{where}.file_id", "the id of a file", block["file_id"])
+    if url is not None and url.startswith("data:"):
+        # A data URL carries the type and the data.
         head, _, data = url.partition(",")
         media, url = head.removeprefix("data:").partition(";")[0], None
-    said = [_shorten(media) if isinstance(media, str) and media else "image"]
-    if isinstance(data, str) and (size := _png_size(data)):
+    said = [_shorten(media) if media else "image"]
+    if data and (size := _png_size(data)):
         said.append(f"{size[0]}x{size[1]} pixels")
-    if isinstance(url, str):
+    if url is not None:
         said.append(_shorten(url))
     return f"[{', '.join(said)}: an image, which this model cannot see]"
 
 
-def _describe_file(block: Mapping[str, Any]) -> str:
-    source = _source_of(block)
-    named = block.get("title") or block.get("filename") or source.get("filename") or source.get("url")
-    media = source.get("media_type") or source.get("format")
-    said = [_shorten(text) for text in (media, named) if isinstance(text, str) and text]
-    return f"[{', '.join(said) or block['type']}: a file, which this model cannot read]"
-
-
-def _describe_reference(block: Mapping[str, Any]) -> str:
-    return f"[Tool {_shorten(str(block.get('tool_name', '')))} is available.]"
+def _read_source(source: Any, where: str) -> Mapping[str, str]:
+    """Check the ``source`` of an image of Anthropic's: base64 data with its type, a URL, or an uploaded file."""
+    if not isinstance(source, dict):
+        raise wrong(where, "an object with the image's data or URL", source)
+    present = [name for name in ("data", "url", "file_id") if source.get(name) is not None]
+    if not present:
+        raise InvalidRequest(f"{where} has neither data, url nor file_id; send one of them.", param=where)
+    for name in (*present, *(("media_type",) if "data" in present else ())):
+        if not isinstance(source.get(name), str) or not source[name]:
+            raise wrong(f"{where}.{name}", "a string that is not empty", source.get(name))
+    return source
 
 
 def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _source_of(block: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object that holds the data: ``source`` for Anthropic, an object named like the type for OpenAI."""
-    source = block.get("source", block.get(block["type"]))
-    return source if isinstance(source, dict) else block
 
 
 def _png_size(data: str) -> tuple[int, int] | None:

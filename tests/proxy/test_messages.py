@@ -132,7 +132,7 @@ def test_an_answer_has_every_key_that_strict_clients_need():
 )
 def test_stop_reasons(finish, stop_sequence, has_call, expected):
     """In Anthropic's words; the stop string is named where it is the reason."""
-    calls = (ToolCall(id="c", name="f", arguments=""),) if has_call else ()
+    calls = (ToolCall(id="c", name="f", arguments="{}"),) if has_call else ()
     message = ChatMessage(role="assistant", content="x", tool_calls=calls)
     document = _message_of(_answer(message, finish=finish, stop_sequence=stop_sequence))
 

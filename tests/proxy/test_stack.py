@@ -78,6 +78,22 @@ async def test_what_was_sampled_is_what_is_exported(renderer):
     assert models == ["echo"]
 
 
+async def test_each_chunk_of_a_stream_has_the_logprobs_of_its_tokens(renderer):
+    """Joined, they are those of the answer without a stream: hidden tokens, the end of turn and alternatives too."""
+    ask = {"model": "m", "messages": [QUESTION], "tools": [TOOL], "logprobs": True, "top_logprobs": 2, "n": 2}
+    async with _stack(renderer, *["Let me see.\n" + CALL] * 4) as (client, _, _):
+        whole = await client.chat.completions.create(**ask)
+        chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+
+    for choice in whole.choices:
+        pieces = [found for chunk in chunks for found in chunk.choices if found.index == choice.index]
+        logprobs = [found.logprobs.content for found in pieces if found.logprobs is not None]
+        assert [entry for content in logprobs for entry in content] == choice.logprobs.content
+        assert len(logprobs) > 3
+        texts = [(found.delta.content, found.logprobs.content) for found in pieces if found.delta.content]
+        assert all("".join(entry.token for entry in content) == text for text, content in texts[:2])
+
+
 async def test_a_stream_says_what_the_json_says(renderer):
     """Token by token, the chunks join to the same call, under an id that the session knows."""
     async with _stack(renderer, "Let me see.\n" + CALL) as (client, session, _):

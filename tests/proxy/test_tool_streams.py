@@ -57,6 +57,32 @@ async def test_arguments_are_streamed(route):
     assert json.loads(ARGUMENTS)["path"] in json.dumps(whole)
 
 
+ENDS = {
+    "chat/completions": lambda events: events[-1]["choices"][0]["finish_reason"],
+    "responses": lambda events: events[-1]["response"]["output"][-1]["status"],
+    "messages": lambda events: events[-2]["delta"]["stop_reason"],
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "cut", "whole"),
+    [
+        ("chat/completions", "stop", "tool_calls"),
+        ("responses", "incomplete", "completed"),
+        ("messages", "stop_sequence", "tool_use"),
+    ],
+)
+async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(route, cut, whole):
+    """The end of the stream tells it from a whole call, after which the stop string came."""
+    stop = {"stop_sequences" if route == "messages" else "stop": ["print", "Done"]}
+    after = ANSWER.replace("print(x)", "x") + "\nDone."
+    async with open_stack(sampled(ANSWER), sampled(after)) as stack, httpx.AsyncClient() as http:
+        url = f"{stack.session.base_url}/{route}"
+        ends = [ENDS[route](await stream_events(http, url, BODIES[route] | stop)) for _ in range(2)]
+
+    assert ends == [cut, whole]
+
+
 async def test_a_call_that_was_cut_is_recognised_when_it_comes_back():
     """The stream's client has the beginning of a call. It is what was stored, so its echo finds its parent."""
     cut = sampled(ANSWER)[:-16]

@@ -9,7 +9,7 @@ from typing import Any, NewType
 from attrs import field, frozen
 
 from areal_actors.domain.grammar import Grammar
-from areal_actors.domain.sampling import Completion, Sampling
+from areal_actors.domain.sampling import Chunk, Completion, Sampling
 
 SessionId = NewType("SessionId", str)
 InteractionId = NewType("InteractionId", str)
@@ -101,7 +101,7 @@ class CompletionRequest:
     ``seed`` is the client's seed, if given. ``id_prefix`` is the dialect's prefix of the answers' ids. ``previous``
     names the answer that ``messages`` follow, if the client sent that instead of the history. In a thread
     (``is_thread``), a request that follows has the tools and instructions of the thread, which its client does not
-    repeat.
+    repeat. With ``streams_tokens``, a stream has the ``SampledTokens`` of each chunk before the chunk's deltas.
 
     A raw prompt has no messages, template or tools: it is a text (``prompt``) or ids (``prompt_ids``) to be continued
     unchanged.
@@ -125,6 +125,7 @@ class CompletionRequest:
     is_thread: bool = False
     prompt: str | None = None
     prompt_ids: tuple[int, ...] = ()
+    streams_tokens: bool = False
 
     @property
     def is_raw(self) -> bool:
@@ -168,6 +169,14 @@ class AnswerStarted:
 
 
 @frozen(kw_only=True)
+class SampledTokens:
+    """The engine's next tokens of choice ``choice``. Their text is in later deltas, or hidden from clients."""
+
+    chunk: Chunk
+    choice: int = 0
+
+
+@frozen(kw_only=True)
 class TextDelta:
     """More text of choice ``choice``. The deltas of an answer join to its message."""
 
@@ -203,3 +212,5 @@ class ToolArgumentsDelta:
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallStarted | ToolArgumentsDelta
+StreamItem = AnswerStarted | SampledTokens | Delta | Answer
+"""An item of a streamed answer, in the order of the members for each choice; the middle two alternate."""

@@ -9,12 +9,10 @@ from attrs import field, frozen
 
 from areal_actors.domain import (
     Answer,
-    AnswerStarted,
     Attempt,
     ChatMessage,
     CompletionRequest,
     Credential,
-    Delta,
     Episode,
     GroupId,
     Interaction,
@@ -23,6 +21,7 @@ from areal_actors.domain import (
     SampleKey,
     SessionId,
     SessionRecord,
+    StreamItem,
 )
 from areal_actors.kernel import Message, Ref, StreamMessage
 
@@ -119,7 +118,7 @@ class Complete(Message[Sessions, tuple[Answer, ...]]):
 
 
 @frozen(kw_only=True)
-class StreamComplete(StreamMessage[Sessions, AnswerStarted | Delta | Answer]):
+class StreamComplete(StreamMessage[Sessions, StreamItem]):
     """Answer a request as ``Complete`` does, with deltas while tokens are sampled.
 
     Each choice begins with ``AnswerStarted``, before its first delta, and ends with its ``Answer``.

@@ -27,11 +27,12 @@ from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
     Credential,
-    Delta,
     InteractionId,
+    SampledTokens,
     SampleKey,
     SessionId,
     SessionRecord,
+    StreamItem,
     Tool,
     merge_numbers,
 )
@@ -385,7 +386,7 @@ class SessionManager(Actor[Sessions]):
         return await self._executor.answer(self._begin(message)) if answers is None else answers
 
     @StreamComplete.handler(concurrency=100_000)
-    async def stream_complete(self, message: StreamComplete) -> AsyncIterator[AnswerStarted | Delta | Answer]:
+    async def stream_complete(self, message: StreamComplete) -> AsyncIterator[StreamItem]:
         """Stream the answer while tokens are sampled.
 
         The choices of one request are sampled together and delivered one after another.
@@ -402,6 +403,8 @@ class SessionManager(Actor[Sessions]):
                     interaction=choice.interaction, num_prompt_tokens=len(turn.plan.token_ids), choice=choice.index
                 )
                 async for chunk in chunks:
+                    if message.request.streams_tokens:
+                        yield SampledTokens(chunk=chunk, choice=choice.index)
                     for delta in choice.feed(chunk):
                         yield delta
                 for delta in choice.flush():

@@ -34,6 +34,7 @@ from areal_actors.domain import (
     RewardScope,
     SessionId,
     SessionRecord,
+    StreamItem,
     TextDelta,
     ToolArgumentsDelta,
     ToolCall,
@@ -181,7 +182,7 @@ class ScriptedSessions(Actor[Sessions]):
         return tuple(answers)
 
     @StreamComplete.handler(concurrency=10_000)
-    async def stream(self, message: StreamComplete) -> AsyncIterator[AnswerStarted | Delta | Answer]:
+    async def stream(self, message: StreamComplete) -> AsyncIterator[StreamItem]:
         """Run the script once per choice, and stream its deltas."""
         session = self._admit(message)
         for index, name in enumerate(self._names(message.request)):

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-from areal_actors.domain import Answer, AnswerStarted, Completion, CompletionRequest, Delta
+from areal_actors.domain import Answer, Chunk, Completion, CompletionRequest, StreamItem
 from areal_actors.errors import Unavailable
+from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.fields import Schema, one_object
 from areal_actors.proxy.failures import Failure
 
@@ -29,6 +30,7 @@ __all__ = [
     "Parsed",
     "create_abort_error",
     "format_logprobs",
+    "has_cut_call",
 ]
 
 Decode = Callable[[Sequence[int]], str]
@@ -52,7 +54,7 @@ class Parsed(Protocol):
 class AnswerStream(Protocol):
     """The formatter of one streamed answer: items in, server-sent events out (zero, one or several per item)."""
 
-    def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
+    def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         ...
 
@@ -100,13 +102,23 @@ def create_abort_error() -> Unavailable:
     return Unavailable("The generation was aborted before it was complete; the request may be repeated.")
 
 
-def format_logprobs(completion: Completion, decode: Decode | None) -> list[dict[str, Any]]:
-    """Return one entry per sampled token; without ``decode``, ids are shown as numbers."""
-    tokens = completion.token_ids.tolist()
-    logprobs = completion.logprobs.tolist()
-    tops = completion.top_logprobs or ((),) * len(tokens)
+def has_cut_call(answer: Answer) -> bool:
+    """Return whether a stop string ended the answer within a tool call, whose arguments then break off."""
+    if answer.stop_sequence is None or not answer.message.tool_calls:
+        return False
+    # A stop string may also end the text after a call. That call is whole, and agents should run it.
+    arguments = JsonPrefix()
+    arguments.feed(answer.message.tool_calls[-1].arguments)
+    return not (arguments.is_complete or arguments.is_broken)
+
+
+def format_logprobs(sampled: Completion | Chunk, decode: Decode | None, *, start: int = 0) -> list[dict[str, Any]]:
+    """Return one entry per sampled token from the ``start``-th on; without ``decode``, ids are shown as numbers."""
+    tokens = sampled.token_ids.tolist()
+    logprobs = sampled.logprobs.tolist()
+    tops = sampled.top_logprobs or ((),) * len(tokens)
     content = []
-    for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+    for token, logprob, top in zip(tokens[start:], logprobs[start:], tops[start:], strict=True):
         entry = _format_token(token, logprob, decode)
         entry["top_logprobs"] = [_format_token(other.token_id, other.logprob, decode) for other in top]
         content.append(entry)

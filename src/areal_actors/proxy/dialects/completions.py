@@ -13,8 +13,8 @@ from areal_actors.domain import (
     AnswerStarted,
     Completion,
     CompletionRequest,
-    Delta,
     InteractionId,
+    StreamItem,
     TextDelta,
 )
 from areal_actors.errors import UnsupportedParameter
@@ -272,7 +272,7 @@ class CompletionsStream:
         self._choices: dict[InteractionId, int] = {}
         self._answers: list[Answer] = []
 
-    def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
+    def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         if isinstance(item, AnswerStarted):
             self._envelope["id"] = self._envelope["id"] or item.interaction

@@ -15,12 +15,12 @@ from attrs import evolve, field, frozen
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
-    ChatMessage,
-    Completion,
     Delta,
     FinishReason,
     InteractionId,
     ReasoningDelta,
+    SampledTokens,
+    StreamItem,
     TextDelta,
     ToolArgumentsDelta,
     ToolCallStarted,
@@ -36,6 +36,7 @@ from areal_actors.proxy.dialects.base import (
     Decode,
     create_abort_error,
     format_logprobs,
+    has_cut_call,
 )
 from areal_actors.proxy.dialects.chat.request import ParsedChat, parse_chat_request
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
@@ -110,10 +111,23 @@ def format_chat_answer(
     """
     choices = []
     for index, answer in enumerate(answers):
+        calls = answer.message.tool_calls
+        content = answer.message.content or (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.message.reasoning:
+            message["reasoning_content"] = answer.message.reasoning
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        logprobs = None
+        if parsed.has_logprobs:
+            logprobs = {"content": format_logprobs(answer.completion, decode), "refusal": None}
         choice = {
             "index": index,
-            "message": _format_message(answer.message),
-            "logprobs": _format_logprobs(answer.completion, decode) if parsed.has_logprobs else None,
+            "message": message,
+            "logprobs": logprobs,
             "finish_reason": format_finish(answer),
         }
         if len(answers) > 1:
@@ -133,7 +147,8 @@ class ChatStream:
     """The ``chat.completion.chunk`` events of one request.
 
     The first chunk of a choice carries the role. It is held back until the first delta, which shows whether the answer
-    starts with text: ``content`` is ``""`` before text and ``null`` before tool calls, as in OpenAI's streams.
+    starts with text: ``content`` is ``""`` before text and ``null`` before tool calls, as in OpenAI's streams. If
+    log-probabilities were requested, a chunk carries those of all tokens since the chunk before.
     """
 
     def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None = None) -> None:
@@ -148,19 +163,59 @@ class ChatStream:
         self._choices: dict[InteractionId, int] = {}
         self._headless: set[int] = set()
         self._answers: list[Answer] = []
+        self._unsent: list[dict[str, Any]] = []
+        """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the list."""
+        self._num_sent = 0
 
-    def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
+    def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         if isinstance(item, AnswerStarted):
-            return self._start(item)
-        if isinstance(item, Answer):
-            return self._end(item)
-        # An empty delta must not send the first chunk: what follows decides between ``""`` and ``null``.
-        if isinstance(item, ReasoningDelta) and not item.text:
+            self._envelope["id"] = self._envelope["id"] or item.interaction
+            self._choices[item.interaction] = item.choice
+            self._headless.add(item.choice)
+            self._unsent, self._num_sent = [], 0
             return b""
-        return self._head(item.choice, has_text=isinstance(item, TextDelta)) + self._chunk(
-            item.choice, _format_delta(item)
-        )
+        if isinstance(item, SampledTokens):
+            self._unsent += format_logprobs(item.chunk, self._decode)
+            return b""
+        if isinstance(item, Answer):
+            index = self._choices[item.interaction]
+            finish_reason = format_finish(item)
+            self._answers.append(item)
+            extra: dict[str, Any] = {}
+            if self._parsed.request.num_choices > 1:
+                extra["interaction_id"] = item.interaction
+            # An answer without deltas still needs the chunk with the role.
+            head = self._head(index, has_text=True)
+            if self._parsed.has_logprobs:
+                # The answer has every token: those of a repeated answer, which has no ``SampledTokens``, as well.
+                content = format_logprobs(item.completion, self._decode, start=self._num_sent)
+                extra["logprobs"] = {"content": content, "refusal": None}
+            return head + self._chunk(index, {}, finish_reason, **extra)
+        return self._send(item)
+
+    def _send(self, item: Delta) -> bytes:
+        """Return the chunk of a delta, with the log-probabilities that are waiting."""
+        match item:
+            case ReasoningDelta(text=""):
+                # An empty delta must not send the first chunk: what follows decides between ``""`` and ``null``.
+                return b""
+            case TextDelta():
+                delta: dict[str, Any] = {"content": item.text}
+            case ReasoningDelta():
+                delta = {"reasoning_content": item.text}
+            case ToolCallStarted():
+                function = {"name": item.name, "arguments": ""}
+                delta = {"tool_calls": [{"index": item.index, "id": item.id, "type": "function", "function": function}]}
+            case ToolArgumentsDelta():  # pragma: no branch - there are no others
+                delta = {"tool_calls": [{"index": item.index, "function": {"arguments": item.text}}]}
+        head = self._head(item.choice, has_text=isinstance(item, TextDelta))
+        extra: dict[str, Any] = {}
+        if self._unsent:
+            extra["logprobs"] = {"content": self._unsent, "refusal": None}
+            self._num_sent += len(self._unsent)
+            self._unsent = []
+        return head + self._chunk(item.choice, delta, **extra)
 
     def finish(self) -> bytes:
         """Return the usage, if the client asked for it, and the end marker."""
@@ -172,24 +227,6 @@ class ChatStream:
         """Return an event that OpenAI's SDKs raise as an ``APIError``."""
         return format_event(format_openai_failure(failure))
 
-    def _start(self, started: AnswerStarted) -> bytes:
-        self._envelope["id"] = self._envelope["id"] or started.interaction
-        self._choices[started.interaction] = started.choice
-        self._headless.add(started.choice)
-        return b""
-
-    def _end(self, answer: Answer) -> bytes:
-        index = self._choices[answer.interaction]
-        finish_reason = format_finish(answer)
-        self._answers.append(answer)
-        extra: dict[str, Any] = {}
-        if self._parsed.request.num_choices > 1:
-            extra["interaction_id"] = answer.interaction
-        if self._parsed.has_logprobs:
-            extra["logprobs"] = _format_logprobs(answer.completion, self._decode)
-        # An answer without deltas still needs the chunk with the role.
-        return self._head(index, has_text=True) + self._chunk(index, {}, finish_reason, **extra)
-
     def _head(self, choice: int, *, has_text: bool) -> bytes:
         if choice not in self._headless:
             return b""
@@ -199,31 +236,6 @@ class ChatStream:
     def _chunk(self, choice: int, delta: dict[str, Any], finish_reason: str | None = None, **extra: Any) -> bytes:
         body = {"index": choice, "delta": delta, "finish_reason": finish_reason, **extra}
         return format_event({**self._envelope, "choices": [body]})
-
-
-def _format_message(message: ChatMessage) -> dict[str, Any]:
-    content = message.content or (None if message.tool_calls else "")
-    formatted: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if message.reasoning:
-        formatted["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        formatted["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    return formatted
-
-
-def _format_delta(delta: Delta) -> dict[str, Any]:
-    if isinstance(delta, TextDelta):
-        return {"content": delta.text}
-    if isinstance(delta, ReasoningDelta):
-        return {"reasoning_content": delta.text}
-    if isinstance(delta, ToolCallStarted):
-        function = {"name": delta.name, "arguments": ""}
-        return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
-    assert isinstance(delta, ToolArgumentsDelta)
-    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
 def format_finish(answer: Answer) -> str:
@@ -238,7 +250,8 @@ def format_finish(answer: Answer) -> str:
         raise create_abort_error()
     if finish is FinishReason.LENGTH:
         return "length"
-    return "tool_calls" if answer.message.tool_calls else "stop"
+    # Agents run the calls of ``tool_calls``; arguments that a stop string cut off could pass for whole ones.
+    return "tool_calls" if answer.message.tool_calls and not has_cut_call(answer) else "stop"
 
 
 def format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -251,10 +264,6 @@ def format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": answers[0].usage.cached_tokens if answers else 0},
     }
-
-
-def _format_logprobs(completion: Completion, decode: Decode | None) -> dict[str, Any]:
-    return {"content": format_logprobs(completion, decode), "refusal": None}
 
 
 # ------------------------------------------------------------------------------------------------------- schemas

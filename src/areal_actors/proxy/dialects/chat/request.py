@@ -275,7 +275,7 @@ CHAT_FIELDS = FieldTable(
         honoured(
             "logprobs",
             FLAG,
-            "of the tokens that were sampled, end-of-turn token included; a stream has them in its last chunk",
+            "of the tokens that were sampled, end-of-turn token included; in a stream, of the tokens of each chunk",
             default=False,
         ),
         honoured("top_logprobs", integer(0, 20), "0 to 20, with logprobs", default=0),
@@ -410,6 +410,7 @@ def parse_chat_request(
         template_kwargs={**values["reasoning_effort"], **values["chat_template_kwargs"]},
         metadata=metadata,
         tag=tag or metadata.get("agent"),
+        streams_tokens=has_logprobs and values["stream"],
     )
     return ParsedChat(
         request=request,

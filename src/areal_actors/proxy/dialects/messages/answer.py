@@ -16,9 +16,10 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     ChatMessage,
-    Delta,
     FinishReason,
     ReasoningDelta,
+    SampledTokens,
+    StreamItem,
     TextDelta,
     ToolArgumentsDelta,
     ToolCallStarted,
@@ -30,6 +31,7 @@ from areal_actors.proxy.dialects.base import (
     TEXT_SCHEMA,
     Decode,
     create_abort_error,
+    has_cut_call,
 )
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
 from areal_actors.proxy.dialects.messages.request import (
@@ -119,8 +121,8 @@ def _format_end(answer: Answer) -> dict[str, Any]:
     finish = answer.completion.finish
     if finish is FinishReason.ABORT:
         raise create_abort_error()
-    # Agents run tools on ``tool_use`` only; calls of an answer that was cut by its length may be incomplete.
-    if answer.message.tool_calls and finish is FinishReason.STOP:
+    # Agents run tools on ``tool_use`` only; a call that a limit or a stop string cut off must not be run.
+    if answer.message.tool_calls and finish is FinishReason.STOP and not has_cut_call(answer):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if answer.stop_sequence is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_sequence}
@@ -161,23 +163,23 @@ class MessageStream:
         self._input = JsonPrefix()
         self._has_input = False
 
-    def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
+    def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         match item:
             case AnswerStarted():
                 return self._start(item)
             case Answer():
                 return self._end(item)
-            case TextDelta():
-                return self._grow(_TEXT, item.text, {"type": _TEXT, "text": ""})
-            case ReasoningDelta():
-                return self._grow(_THINKING, item.text, {"type": _THINKING, "thinking": "", "signature": ""})
+            case TextDelta() | ReasoningDelta():
+                return self._grow(_TEXT if isinstance(item, TextDelta) else _THINKING, item.text)
             case ToolCallStarted():
                 block = {"type": _TOOL_USE, "id": item.id, "name": item.name, "input": {}}
                 return self._close() + self._begin(_TOOL_USE, block)
-            case ToolArgumentsDelta():  # pragma: no branch - there are no others
+            case ToolArgumentsDelta():
                 self._streamed.append(item.text)
                 return self._grow_input(self._input.feed(item.text))
+            case SampledTokens():  # pragma: no cover - Messages has no log-probabilities, so it never asks for them
+                return b""
 
     def finish(self) -> bytes:
         """Return the ``message_stop`` event; the answer itself ended with its own ``message_delta``."""
@@ -209,10 +211,13 @@ class MessageStream:
             closing += self._begin(_TEXT, {"type": _TEXT, "text": ""}) + self._close()
         return closing + _event("message_delta", delta=delta, usage=usage)
 
-    def _grow(self, kind: str, text: str, block: dict[str, Any]) -> bytes:
+    def _grow(self, kind: str, text: str) -> bytes:
         if not text:
             return b""
-        opening = b"" if self._open == kind else self._close() + self._begin(kind, block)
+        opening = b""
+        if self._open != kind:
+            block = {"type": kind, kind: "", **({"signature": ""} if kind == _THINKING else {})}
+            opening = self._close() + self._begin(kind, block)
         if kind == _THINKING:
             self._streamed.append(text)
         return opening + self._delta({"type": f"{kind}_delta", kind: text})

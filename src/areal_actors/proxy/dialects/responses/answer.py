@@ -19,6 +19,8 @@ from areal_actors.domain import (
     FinishReason,
     InteractionId,
     ReasoningDelta,
+    SampledTokens,
+    StreamItem,
     TextDelta,
     ToolArgumentsDelta,
     ToolCallStarted,
@@ -30,6 +32,7 @@ from areal_actors.proxy.dialects.base import (
     Decode,
     create_abort_error,
     format_logprobs,
+    has_cut_call,
 )
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
 from areal_actors.proxy.dialects.responses.request import ParsedResponse, format_item_id, parse_response_request
@@ -202,7 +205,7 @@ def format_output(
         item_id = format_item_id("fc", index, interaction)
         namespace, name = (namespaces or {}).get(call.name, (None, call.name))
         items.append(_format_call(item_id, call_id=call.id, name=name, namespace=namespace, arguments=call.arguments))
-    if _is_cut(answer):
+    if _is_cut(answer) or has_cut_call(answer):
         items[-1]["status"] = "incomplete"
     return items
 
@@ -306,13 +309,13 @@ class ResponseStream:
         self._events: list[bytes] = []
         self._num_events = 0
 
-    def feed(self, item: AnswerStarted | Delta | Answer) -> bytes:
+    def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         if isinstance(item, AnswerStarted):
             self._start(item.interaction)
         elif isinstance(item, Answer):
             self._end(item)
-        else:
+        elif not isinstance(item, SampledTokens):  # log-probabilities are sent with the end of their message
             self._grow(item)
         return self._take()
 
@@ -348,11 +351,13 @@ class ResponseStream:
 
     def _end(self, answer: Answer) -> None:
         cut = _is_cut(answer)
+        # A response that a stop string ends is complete, as a text is, but not the call in which the stop string was.
+        last_status = "incomplete" if cut or has_cut_call(answer) else "completed"
         self._complete(answer)
         logprobs = _format_output_logprobs(answer, self._envelope.decode) if self._envelope.parsed.has_logprobs else []
         for item in self._items:
             is_last = item is self._items[-1]
-            self._close(item, status="incomplete" if cut and is_last else "completed", logprobs=logprobs)
+            self._close(item, status=last_status if is_last else "completed", logprobs=logprobs)
         output = [item.done for item in self._items if item.done is not None]
         response = self._envelope.end(answer, output, completed=int(self._clock()))
         self._emit("response.incomplete" if cut else "response.completed", response=response)

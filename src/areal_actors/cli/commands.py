@@ -59,6 +59,7 @@ __all__ = [
     "settings",
     "slurm",
     "train",
+    "try_",
     "view",
 ]
 
@@ -421,6 +422,48 @@ def report(*, run_dir: Path) -> None:
     click.echo(str(write_report(RunDirectory(path=run_dir))))
 
 
+@click.command("try")
+@config_argument
+@overrides_argument
+@click.option("-n", "num_problems", type=click.IntRange(1), default=4, show_default=True, help="Number of problems.")
+@click.option("--model", metavar="RUN|DIRECTORY|URL", help="Another model than that of CONFIG.")
+@click.option("--served-name", help="The name of the model at a URL.")
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Keep the files in this directory.")
+@click.option("--json", "is_json", is_flag=True, help="One JSON object in place of the text.")
+@verbose_option
+@explains_errors
+def try_(
+    *,
+    config: Path,
+    overrides: tuple[str, ...],
+    num_problems: int,
+    model: str | None,
+    served_name: str | None,
+    output: Path | None,
+    is_json: bool,
+) -> None:
+    """Run the agent of the YAML file CONFIG on a few problems without training, and say what is wrong.
+
+    Each problem is run rollout.group_size times. Printed are a conversation per problem, the rewards of each group,
+    tracebacks, the time of a step, and what would keep a run from learning: equal rewards, an agent that sends no
+    request or blocks the event loop, answers that are cut. The exit code is 1 if every episode failed.
+
+    \b
+    Examples:
+      areal-actors try examples/tiny.yaml
+      areal-actors try my.yaml -n 2 --model http://127.0.0.1:8000
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.config import load_config
+
+    loaded = load_config(config, overrides)
+    from areal_actors.run.trying import format_trial, try_agent
+
+    summary = try_agent(loaded, num_problems=num_problems, model=model, served_name=served_name, output=output)
+    click.echo(json.dumps(summary.to_json()) if is_json else format_trial(summary))
+    if all(episode.failure is not None for group in summary.groups for episode in group.episodes):
+        sys.exit(EXIT_FAILED)
+
+
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path), default=Path("runs"))
 @click.option("--json", "is_json", is_flag=True, help="One line of JSON for each run.")
@@ -699,6 +742,7 @@ def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     commands=(
         init,
+        try_,
         train,
         serve,
         evaluate,
@@ -722,6 +766,7 @@ def cli() -> None:
     \b
     Begin with:
       areal-actors init my_agent                an agent and a configuration that learn in minutes
+      areal-actors try my_agent/train.yaml      a few episodes without training, and what is wrong with them
       areal-actors train examples/tool_agent.yaml
       areal-actors train examples/tool_agent.yaml total_steps=5 rollout.group_size=4
     Then look at:

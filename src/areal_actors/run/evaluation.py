@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +27,7 @@ from areal_actors.config.schema import ModelName
 from areal_actors.dashboard import RunDirectory, write_report
 from areal_actors.dashboard.evaluation import EpisodeRecorder, keep_finished, read_outcomes
 from areal_actors.dashboard.records import read_records
+from areal_actors.dashboard.reporter import Listener
 from areal_actors.datasets import Problems
 from areal_actors.domain import Estimate, Outcome, SetResult, summarize_outcomes
 from areal_actors.errors import ConfigError, EpisodeError
@@ -47,7 +48,7 @@ from areal_actors.run.upstream import Upstream, find_served_name, open_upstream
 from areal_actors.service.account_keeper import UsersConfig
 from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
 
-__all__ = ["EvaluationSummary", "evaluate", "format_evaluation"]
+__all__ = ["EvaluationSummary", "evaluate", "format_evaluation", "run_evaluation"]
 
 _log = get_logger(__name__)
 
@@ -139,16 +140,28 @@ def evaluate(
 
     async def main() -> EvaluationSummary:
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
-            return await _evaluate(config, found, directory, is_resumed=resume)
+            return await run_evaluation(config, found, directory, is_resumed=resume)
 
     return anyio.run(main, backend=backend)
 
 
-async def _evaluate(
-    config: RunConfig, model: EvaluatedModel, directory: RunDirectory, *, is_resumed: bool
+async def run_evaluation(
+    config: RunConfig,
+    model: EvaluatedModel,
+    directory: RunDirectory,
+    *,
+    is_resumed: bool = False,
+    held_out: Mapping[str, Problems] | None = None,
+    listener: Listener | None = None,
 ) -> EvaluationSummary:
+    """Evaluate ``model``, writing to a directory that is prepared.
+
+    ``held_out`` are the problems in place of those of the configuration; ``listener`` receives the news, too. Errors
+    are those of ``evaluate``.
+    """
     started = time.monotonic()
-    held_out = await to_thread.run_sync(load_held_out, config)
+    if held_out is None:
+        held_out = await to_thread.run_sync(load_held_out, config)
     num_samples = config.evaluation.num_samples
     upstream = await _find_upstream(model)
     location = None if upstream is not None else await to_thread.run_sync(model.materialize, directory.path)
@@ -177,12 +190,13 @@ async def _evaluate(
     )
     num_expected = num_samples * sum(map(len, held_out.values()))
     recorder = EpisodeRecorder(directory.episodes, num_finished=summary.num_resumed, num_expected=num_expected)
+    listeners: tuple[Listener, ...] = (recorder,) if listener is None else (listener, recorder)
     _log.info("evaluating", model=name, episodes=num_expected, finished=summary.num_resumed)
     if summary.num_resumed < num_expected:
         opening = (
-            _open_served(config, held_out, upstream, directory, recorder)
+            _open_served(config, held_out, upstream, directory, listeners)
             if upstream is not None
-            else _open_local(config, held_out, str(location), directory, recorder)
+            else _open_local(config, held_out, str(location), directory, listeners)
         )
         async with opening as runner:
             # Only now: an evaluation that could not begin leaves no directory.
@@ -265,7 +279,11 @@ def _check_identity(directory: RunDirectory, identity: Mapping[str, Any]) -> Non
 
 @asynccontextmanager
 async def _open_local(
-    config: RunConfig, held_out: Mapping[str, Problems], model: str, directory: RunDirectory, recorder: EpisodeRecorder
+    config: RunConfig,
+    held_out: Mapping[str, Problems],
+    model: str,
+    directory: RunDirectory,
+    listeners: Sequence[Listener],
 ) -> AsyncIterator[Ref[Any]]:
     """Open an engine with the weights in ``model``, and the runner of the agent."""
     # An evaluation loads whole weights, also those of a run that trains an adapter. Samples must not depend on which
@@ -285,7 +303,7 @@ async def _open_local(
     )
     served = config.served_engine(directory.path) if config.rollout.backend is not Backend.TORCH else None
     files = await to_thread.run_sync(resolve_model, model)
-    reporter = create_reporter(config, directory, decode=renderer.decode, resumed_step=_KEEP_ALL, recorder=recorder)
+    reporter = create_reporter(config, directory, decode=renderer.decode, resumed_step=_KEEP_ALL, further=listeners)
     async with AsyncExitStack() as stack:
         agent = await stack.enter_async_context(prepare_agent(config.rollout, logs=directory.agent_logs))
         opening = open_engine(served or config.engine, model=files.path, renderer=renderer)
@@ -315,14 +333,14 @@ async def _open_served(
     held_out: Mapping[str, Problems],
     upstream: Upstream,
     directory: RunDirectory,
-    recorder: EpisodeRecorder,
+    listeners: Sequence[Listener],
 ) -> AsyncIterator[Ref[Any]]:
     """Open sessions at a URL, and the runner of the agent."""
 
     def decode(_: object) -> str:
         return ""  # there are no tokens
 
-    reporter = create_reporter(config, directory, decode=decode, resumed_step=_KEEP_ALL, recorder=recorder)
+    reporter = create_reporter(config, directory, decode=decode, resumed_step=_KEEP_ALL, further=listeners)
     async with AsyncExitStack() as stack:
         agent = await stack.enter_async_context(prepare_agent(config.rollout, logs=directory.agent_logs))
         if isinstance(agent, RolloutWorkflow):

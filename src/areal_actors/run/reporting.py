@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import (
     FailureWriter,
@@ -16,7 +18,6 @@ from areal_actors.dashboard import (
     create_trackers,
 )
 from areal_actors.dashboard.dumps import Decode
-from areal_actors.dashboard.evaluation import EpisodeRecorder
 from areal_actors.dashboard.reporter import Listener, ProgressReporter
 
 __all__ = ["create_reporter"]
@@ -29,28 +30,27 @@ def create_reporter(
     decode: Decode,
     resumed_step: int | None,
     page: str | None = None,
-    recorder: EpisodeRecorder | None = None,
+    further: Sequence[Listener] = (),
 ) -> ProgressReporter:
     """Create the reporter, which records and displays the progress of the run.
 
-    ``page`` is the URL of the page that shows it. With a ``recorder``, the reporter is that of an evaluation without
-    training, which has no steps.
+    ``page`` is the URL of the page that shows it. With ``further`` listeners, the reporter is that of an evaluation
+    without training, which has no steps. They come last: an episode that they have recorded is not run again.
     """
     failures = FailureWriter(directory.failures, resumed_step=resumed_step)
     sampler = SessionSampler(
         directory.sessions,
         decode=decode,
         max_sessions=config.logging.max_sessions,
-        num_per_version=None if recorder is None else config.logging.max_sessions,
+        num_per_version=None if not further else config.logging.max_sessions,
         resumed_step=resumed_step,
         masks_truncated=config.trainer.objective.masks_truncated,
     )
     listeners: list[Listener] = [failures, sampler]
     if config.rollout.dump_to_file:
         listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed_step))
-    if recorder is not None:
-        listeners.append(recorder)  # last: an episode that it has recorded is not run again
-    else:
+    listeners += further
+    if not further:
         listeners += _listeners_of_steps(config, directory, decode=decode, resumed_step=resumed_step, page=page)
     return ProgressReporter(listeners)
 

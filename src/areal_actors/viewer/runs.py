@@ -207,7 +207,11 @@ def _candidates(path: Path) -> Iterable[Path]:
 def _is_run(path: Path) -> bool:
     directory = RunDirectory(path=path)
     # A directory of agents may have a config.yaml, too; that of a run has the logs of the run next to it.
-    return directory.metrics.exists() or (directory.config.exists() and directory.logs.is_dir())
+    return (
+        directory.metrics.exists()
+        or directory.evaluation.exists()
+        or (directory.config.exists() and directory.logs.is_dir())
+    )
 
 
 def _state_of(path: Path) -> str:

@@ -1,0 +1,111 @@
+"""An agent is tried before it is trained: what is printed, and what is found wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_actors.__main__ import cli
+
+AGENT = '''
+import time
+
+from openai import AsyncOpenAI
+
+
+class Agent:
+    """Sums that go wrong in different ways, by the kind of the problem."""
+
+    async def run(self, data, base_url, api_key, **extra_kwargs):
+        if data["kind"] == "silent":
+            return 1.0
+        greedy = {"temperature": 0} if data["kind"] == "greedy" else {}
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages = [{"role": "user", "content": "say " + data["kind"]}]
+            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=3, **greedy)
+        if data["kind"] == "blocking":
+            time.sleep(0.8)
+        if data["kind"] == "broken":
+            raise KeyError("answer")
+        return float(len(answer.choices[0].message.content or "")) if data["kind"] == "fine" else 0.0
+'''
+CONFIG = """
+experiment_name: tried
+model: tiny
+total_steps: 2
+dataset: {jsonl: problems.jsonl}
+rollout: {workflow: "agent.py:Agent", group_size: 4}
+engine: {max_length: 128}
+"""
+
+
+def tried(where: Path, *kinds: str, words: tuple[str, ...] = ()):
+    """The result of the command on one problem of each kind."""
+    (where / "agent.py").write_text(AGENT)
+    (where / "job.yaml").write_text(CONFIG)
+    (where / "problems.jsonl").write_text("".join(json.dumps({"kind": kind}) + "\n" for kind in kinds))
+    return CliRunner().invoke(cli, ["try", str(where / "job.yaml"), *words], catch_exceptions=False)
+
+
+def test_what_would_keep_a_run_from_learning_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Failures with file and line, episodes without a request, equal rewards, greedy answers, a blocked event loop.
+
+    Nothing is written next to the configuration.
+    """
+    monkeypatch.chdir(tmp_path)
+    kinds = ("broken", "silent", "greedy", "blocking")
+    result = tried(tmp_path, *kinds)
+
+    shown = result.stdout
+    assert 0 == result.exit_code
+    assert "failed 4 times: Agent.run raised KeyError: 'answer'" in shown
+    assert 'agent.py", line 21, in run' in shown
+    assert "8 of 16 episodes failed" in shown
+    assert "4 of 16 episodes ended without an answer of the model" in shown
+    assert "2 of 4 groups had equal rewards" in shown
+    assert "were sampled at temperature 0" in shown
+    assert "The event loop stood still for" in shown
+    assert "user: say blocking" in shown
+    assert ["agent.py", "job.yaml", "problems.jsonl"] == sorted(
+        path.name for path in tmp_path.iterdir() if path.is_file()
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_agent_that_can_learn_is_told_so(tmp_path: Path):
+    """With its conversation, the rewards of its groups, and their files where they are wanted."""
+    result = tried(tmp_path, "fine", "fine", "fine", words=("-n", "2", "--output", str(tmp_path / "kept"), "--json"))
+    found = json.loads(result.stdout)
+
+    assert [4, 4] == [len(group["rewards"]) for group in found["groups"]]
+    assert not any("equal" in sentence or "failed" in sentence for sentence in found["problems"])
+    assert found["step_seconds"] > 0
+    assert 8 == len((tmp_path / "kept" / "episodes.jsonl").read_text().splitlines())
+    again = tried(tmp_path, "fine", words=("--output", str(tmp_path / "kept")))
+    assert 2 == again.exit_code
+    assert "is not empty" in again.output
+
+
+def test_nothing_but_failures_ends_with_an_error(tmp_path: Path):
+    """After everything was printed."""
+    result = tried(tmp_path, "broken")
+
+    assert 1 == result.exit_code
+    assert "4 of 4 episodes failed" in result.stdout
+
+
+@pytest.mark.parametrize("missing", ["dataset", "workflow"])
+def test_a_configuration_without_agent_or_problems_is_refused(tmp_path: Path, missing: str):
+    """Before the model is loaded."""
+    config = CONFIG.replace("dataset: {jsonl: problems.jsonl}\n", "") if missing == "dataset" else CONFIG
+    config = config.replace('workflow: "agent.py:Agent", ', "") if missing == "workflow" else config
+    (tmp_path / "problems.jsonl").write_text('{"kind": "fine"}\n')
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "job.yaml").write_text(config)
+    result = CliRunner().invoke(cli, ["try", str(tmp_path / "job.yaml")])
+
+    assert 2 == result.exit_code
+    assert missing in result.output

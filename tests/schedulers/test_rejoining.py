@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from areal_actors.errors import SchedulerError
 from areal_actors.kernel.remote import listen
 from areal_actors.schedulers.base import CONTROLLER_LOST
-from areal_actors.schedulers.bootstrap import Bootstrap, count_let_go, read_epoch, say_let_go
+from areal_actors.schedulers.bootstrap import Bootstrap, confirm_release, count_releases, read_epoch
 from areal_actors.schedulers.preflight import check
 from areal_actors.schedulers.slurm import SlurmFiles
 
@@ -43,7 +43,7 @@ def path_of(files):
 
 async def wait_let_go(files, epoch):
     """Until a process has told the controller of ``epoch`` that it is free."""
-    while not count_let_go(files.path, epoch):  # noqa: ASYNC110 - it is said in a file
+    while not count_releases(files.path, epoch):  # noqa: ASYNC110 - it is said in a file
         await anyio.sleep(0.05)
 
 
@@ -72,13 +72,13 @@ def test_epochs_only_grow(files):
 def test_each_process_of_each_start_counts_for_itself(files):
     """Processes of a start that is over are no others, and words to an earlier controller are none to ours."""
     for restarts, rank, epoch in (("", "", 2), ("", "1", 2), ("1", "0", 2), ("1", "1", 1), ("1", "0", 2)):
-        say_let_go(files.path, JOB, epoch, {"SLURM_RESTART_COUNT": restarts, "SLURM_PROCID": rank})
+        confirm_release(files.path, JOB, epoch, {"SLURM_RESTART_COUNT": restarts, "SLURM_PROCID": rank})
     (files.path / "let-go" / f"{JOB}.x.y").write_text("2")
     (files.path / "let-go" / f"{JOB}.2.0").write_text("what")
 
-    assert {(JOB, 0): 2, (JOB, 1): 1} == count_let_go(files.path, 2)
+    assert {(JOB, 0): 2, (JOB, 1): 1} == count_releases(files.path, 2)
     files.remove_bootstrap(JOB)
-    assert not count_let_go(files.path, 2)
+    assert not count_releases(files.path, 2)
 
 
 @pytest.mark.anyio
@@ -92,7 +92,7 @@ async def test_it_waits_for_a_later_controller_and_says_that_it_has_let_go(files
             await wait_let_go(files, epoch)
             files.write_bootstrap(JOB, told(later.address, secret=LATER, epoch=epoch))
 
-    assert 1 == count_let_go(files.path, 2)[JOB, 0]
+    assert 1 == count_releases(files.path, 2)[JOB, 0]
 
 
 @pytest.mark.anyio

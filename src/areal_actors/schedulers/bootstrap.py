@@ -43,12 +43,12 @@ __all__ = [
     "BOOTSTRAP_VARIABLE",
     "FORMER_VARIABLE",
     "Bootstrap",
-    "count_let_go",
+    "confirm_release",
+    "count_releases",
     "is_superseded",
     "read_bootstrap",
     "read_epoch",
     "rejoin_next_controller",
-    "say_let_go",
 ]
 
 BOOTSTRAP_VARIABLE = "AREAL_BOOTSTRAP"
@@ -195,7 +195,7 @@ def is_superseded(bootstrap: Bootstrap) -> bool:
     return path is not None and read_epoch(Path(path).parent.parent) > bootstrap.epoch
 
 
-def say_let_go(directory: Path, job: str, epoch: int, environment: Mapping[str, str] | None = None) -> None:
+def confirm_release(directory: Path, job: str, epoch: int, environment: Mapping[str, str] | None = None) -> None:
     """Confirm to the controller of ``epoch`` that this process no longer works for an earlier one.
 
     The file name contains the number of the job's restarts, because a process that the cluster has given up may still
@@ -208,7 +208,7 @@ def say_let_go(directory: Path, job: str, epoch: int, environment: Mapping[str, 
     atomic_write(path, f"{epoch}\n")
 
 
-def count_let_go(directory: Path, epoch: int) -> Counter[tuple[str, int]]:
+def count_releases(directory: Path, epoch: int) -> Counter[tuple[str, int]]:
     """Return how many processes have confirmed to the controller of ``epoch``, by job and number of restarts."""
     found: Counter[tuple[str, int]] = Counter()
     for path in (directory / "let-go").glob("aa-*.*.*"):

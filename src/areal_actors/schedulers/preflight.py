@@ -25,7 +25,7 @@ import anyio
 from areal_actors.errors import ArealError, ConfigError, SchedulerError, Unreachable
 from areal_actors.kernel.remote import connect
 from areal_actors.schedulers.base import CONTROLLER_LOST, NOT_BEGUN, ControllerAddress
-from areal_actors.schedulers.bootstrap import FORMER_VARIABLE, Bootstrap, read_epoch, say_let_go
+from areal_actors.schedulers.bootstrap import FORMER_VARIABLE, Bootstrap, confirm_release, read_epoch
 
 __all__ = ["check", "check_directory", "main", "read_bootstrap_file"]
 
@@ -69,7 +69,7 @@ async def check(bootstrap: str, seconds: float, former: int | None = None) -> No
             epoch, told = read_epoch(directory), read_bootstrap_file(bootstrap)
             if epoch > told.epoch:
                 # The newer controller waits for this confirmation before it keeps the job.
-                say_let_go(directory, path.stem, epoch)
+                confirm_release(directory, path.stem, epoch)
             if epoch > newest:
                 # A later controller may need time until it has written its address.
                 newest, patience.deadline = epoch, anyio.current_time() + seconds

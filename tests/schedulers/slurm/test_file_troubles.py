@@ -57,7 +57,7 @@ async def test_the_end_of_a_job_is_told_though_it_cannot_be_written_down(tmp_pat
     jobs = tmp_path / "slurm" / "jobs"
     jobs.rename(tmp_path / "slurm" / "moved")
     with pytest.raises(SchedulerError, match="cannot be written"):
-        await placement.see(CANCELLED, now=0.0)
+        await placement.update(CANCELLED, now=0.0)
 
     with anyio.fail_after(5):
         assert "CANCELLED" in (await placement.wait_ended()).reason
@@ -70,7 +70,7 @@ async def test_the_end_of_a_job_is_written_down_though_who_looked_has_left(tmp_p
 
     async def look() -> None:
         with scope:
-            await placement.see(CANCELLED, now=0.0)
+            await placement.update(CANCELLED, now=0.0)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(look)

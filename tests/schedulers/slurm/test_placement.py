@@ -24,10 +24,10 @@ SAYING = 'echo "$@" >>"$0.said"'
 class _Queue:
     """Nobody who reads it: rows are shown by hand."""
 
-    async def look(self):
+    async def refresh(self):
         raise NotImplementedError
 
-    async def is_ousted(self):
+    async def is_superseded(self):
         return False
 
 
@@ -54,7 +54,7 @@ async def test_a_job_that_could_not_be_launched_is_released_and_begins_soon(tmp_
     """Whether it was seen to run before or not: it is not kept waiting, neither held nor for its time to begin."""
     placement, said = await placed(tmp_path)
     for row in (HELD, LATE, LATE, RUNNING):
-        await placement.see(row, now=0.0)
+        await placement.update(row, now=0.0)
 
     assert ["release 7", "update JobId=7 StartTime=now+5"] == [line for line in said("scontrol") if "show" not in line]
     assert placement.status.state is PlacementState.RUNNING
@@ -64,13 +64,13 @@ async def test_a_job_that_is_held_again_and_again_is_given_up(tmp_path):
     """After ``max_requeues`` releases it is cancelled, and has ended when it is gone; its script would not begin."""
     placement, said = await placed(tmp_path, max_requeues=2)
     for row in (HELD, RUNNING, HELD, HELD):
-        await placement.see(row, now=0.0)
+        await placement.update(row, now=0.0)
 
     assert 2 == len(said("scontrol"))
     assert ["7"] == said("scancel")
     assert placement.status.state is PlacementState.PENDING
     assert (tmp_path / "slurm" / "stop" / "x").exists()
-    await placement.see(CANCELLED, now=0.0)
+    await placement.update(CANCELLED, now=0.0)
     assert placement.status.state is PlacementState.ENDED
     assert "Slurm held it (launch failed requeued held), and it was given up" in placement.status.reason
 
@@ -78,14 +78,14 @@ async def test_a_job_that_is_held_again_and_again_is_given_up(tmp_path):
 async def test_a_release_that_is_refused_ends_the_job_and_one_without_answer_does_not(tmp_path):
     """A cluster that lets administrators alone do that says so; one that says nothing is asked again."""
     refused, said = await placed(tmp_path, scontrol="echo 'Access/permission denied' >&2; exit 1")
-    await refused.see(HELD, now=0.0)
-    await refused.see(CANCELLED, now=0.0)
+    await refused.update(HELD, now=0.0)
+    await refused.update(CANCELLED, now=0.0)
 
     assert ["7"] == said("scancel")
     assert "Access/permission denied" in refused.status.reason
     silent, _ = await placed(tmp_path / "silent", scontrol="echo 'Socket timed out' >&2; exit 1")
     with pytest.raises(SchedulerError, match="timed out"):
-        await silent.see(HELD, now=0.0)
+        await silent.update(HELD, now=0.0)
     assert silent.status.state is PlacementState.PENDING
 
 
@@ -93,7 +93,7 @@ async def test_a_release_that_is_refused_ends_the_job_and_one_without_answer_doe
 async def test_a_hold_by_a_person_is_left_alone(tmp_path, reason):
     """It says so, and waits."""
     placement, _ = await placed(tmp_path)
-    await placement.see(JobRow(job=7, name="x", state="PENDING", reason=reason), now=0.0)
+    await placement.update(JobRow(job=7, name="x", state="PENDING", reason=reason), now=0.0)
 
     assert not list((tmp_path / "bin").glob("*.said"))
     assert reason in placement.status.reason

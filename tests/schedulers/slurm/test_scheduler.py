@@ -40,7 +40,7 @@ async def test_a_worker_calls_its_controller_and_ends_with_its_block(cluster, tm
         with anyio.fail_after(20):
             async with placing as placement:
                 peer = await listener.wait_for("caller-0")
-                await scheduler.look()
+                await scheduler.refresh()
                 status = placement.status
                 record = json.loads(next((tmp_path / "slurm" / "jobs").iterdir()).read_text())
         found = json.loads((tmp_path / "slurm" / "shown-caller-0").read_text())
@@ -131,7 +131,7 @@ async def test_a_queue_that_cannot_be_read_ends_nothing(cluster, tmp_path, said,
             async with scheduler.place(spec(controller)) as placement:
                 await listener.wait_for("caller-0")
                 switch.touch()
-                await scheduler.look()
+                await scheduler.refresh()
                 status = placement.status
                 num_peers = len(listener.peers)
                 switch.unlink()

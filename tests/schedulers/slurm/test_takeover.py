@@ -6,7 +6,7 @@ import pytest
 from tests.schedulers.slurm.scripted import commands
 
 from areal_actors.errors import SchedulerError
-from areal_actors.schedulers.bootstrap import say_let_go
+from areal_actors.schedulers.bootstrap import confirm_release
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 from areal_actors.schedulers.slurm.takeover import take_over
@@ -50,7 +50,7 @@ class Former:
     def let_go(self, one, *, restarts=1, rank=0, epoch=None):
         """A process of a job does."""
         environment = {"SLURM_RESTART_COUNT": str(restarts), "SLURM_PROCID": str(rank)}
-        say_let_go(self.files.path, one.name, self.epoch if epoch is None else epoch, environment)
+        confirm_release(self.files.path, one.name, self.epoch if epoch is None else epoch, environment)
 
     async def hand_over(self, *workers, **settings):
         """What the next controller keeps, and which jobs it has cancelled."""

@@ -44,7 +44,7 @@ async def test_a_node_daemon_that_is_back_soon_is_not_missed(cluster, tmp_path):
                 await anyio.sleep(4)
                 await act(cluster, "start-node", node)
                 await anyio.sleep(3)
-                await scheduler.look()
+                await scheduler.refresh()
 
                 assert placement.status.state is PlacementState.RUNNING
                 assert {0} == {life for life, _ in beats(tmp_path)}
@@ -161,7 +161,7 @@ async def test_a_short_cut_is_mended_by_the_same_life(hosts, tmp_path):
                 await wait_until_gone(listener, "caller-0")
                 await act(hosts, "heal-node", node)
                 await wait_for(listener, "caller-0", 0)
-                await scheduler.look()
+                await scheduler.refresh()
 
                 assert placement.status.state is PlacementState.RUNNING
 

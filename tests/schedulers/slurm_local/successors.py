@@ -212,7 +212,7 @@ async def test_what_has_changed_is_submitted_anew(cluster, tmp_path, caplog):
         in caplog.text
     )
     assert f"job_not_kept job={jobs[1]} worker=b reason=the run wants no such worker" in caplog.text
-    assert f"job_not_kept job={jobs[2]} worker=deaf reason=it has not let go" in caplog.text
+    assert f"job_not_kept job={jobs[2]} worker=deaf reason=it has not released" in caplog.text
 
 
 async def test_a_controller_that_is_stopped_keeps_the_next_one_out(cluster, tmp_path):
@@ -258,7 +258,7 @@ async def test_a_controller_that_has_lost_its_lock_leaves_its_jobs_to_the_next(c
                     (said,) = await hear(former, "ended")
                     await to_thread.run_sync(former.wait)
                     await anyio.sleep(2)
-                    await scheduler.look()
+                    await scheduler.refresh()
                     states = [first.status.state, second.status.state]
 
     assert "another controller has taken over the jobs" in said

@@ -51,11 +51,11 @@ _MEANINGS = {
 class QueueReader(Protocol):
     """Reads the queue for all placements."""
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the queue now, and update every placement."""
         ...
 
-    async def is_ousted(self) -> bool:
+    async def is_superseded(self) -> bool:
         """Return whether a later controller has taken over the jobs.
 
         If so, every placement has been told to leave its job alone.
@@ -82,7 +82,7 @@ class SlurmPlacement:
         self.record = record
         self._files, self._commands, self._config, self._queue = files, commands, config, queue
         self._view: JobView | None = None
-        self._silence = ""
+        self._read_error = ""
         self._final: PlacementStatus | None = None
         self._gone = anyio.Event()
         self._stopping = anyio.Lock()
@@ -90,7 +90,7 @@ class SlurmPlacement:
         self._num_hurried = 0
         self._num_released = 0
         self._given_up = ""
-        self._is_doubtful = False
+        self._is_uncertain = False
 
     @property
     def name(self) -> str:
@@ -118,9 +118,9 @@ class SlurmPlacement:
         if self._final is not None:
             return self._final
         if self._view is None:
-            return PlacementStatus(state=PlacementState.UNKNOWN, reason=self._silence or "it is being submitted")
+            return PlacementStatus(state=PlacementState.UNKNOWN, reason=self._read_error or "it is being submitted")
         seen = to_status(self._view)
-        return evolve(seen, state=PlacementState.UNKNOWN, reason=self._silence) if self._silence else seen
+        return evolve(seen, state=PlacementState.UNKNOWN, reason=self._read_error) if self._read_error else seen
 
     async def wait_ended(self) -> PlacementStatus:
         """Wait until the job has ended, and return its final status."""
@@ -146,12 +146,12 @@ class SlurmPlacement:
         """Leave the job to a later controller, which decides when it ends."""
         if self._final is None:
             self._final = PlacementStatus(state=PlacementState.ENDED, reason=why)
-            self._is_doubtful = False
+            self._is_uncertain = False
             self._gone.set()
 
-    def doubt(self, why: str) -> None:
+    def mark_uncertain(self, why: str) -> None:
         """Record that it is unknown whether the job was accepted; it may even have been accepted twice."""
-        self._silence, self._is_doubtful = why, True
+        self._read_error, self._is_uncertain = why, True
 
     async def refuse(self, why: str) -> None:
         """Record that the job was rejected, and remove its files."""
@@ -161,15 +161,15 @@ class SlurmPlacement:
         await to_thread.run_sync(self._files.remove_bootstrap, self.name)
         await to_thread.run_sync(self._files.forget_record, self.name)
 
-    def hear_nothing(self, why: str) -> None:
+    def report_error(self, why: str) -> None:
         """Record why the state of the job could not be read. The status is UNKNOWN until it can be read again."""
-        self._silence = why
+        self._read_error = why
 
-    async def see(self, row: JobRow | None, *, now: float) -> None:
+    async def update(self, row: JobRow | None, *, now: float) -> None:
         """Process a queue listing, in which this job has the line ``row``, or none."""
         if self._view is None or self.is_gone:
             return
-        self._silence = ""
+        self._read_error = ""
         # A job that cannot be requeued, or is no longer wanted, gets no time to come back.
         patience = self._config.lost_seconds if self._config.max_requeues and not self._is_unwanted else 0.0
         self._view = observe(self._view, row, now=now, patience=patience)
@@ -260,9 +260,9 @@ class SlurmPlacement:
                 await self._end(grace)
 
     async def _end(self, grace: float) -> None:
-        await self._queue.is_ousted()
+        await self._queue.is_superseded()
         if self._final is not None:
-            if self._is_doubtful:
+            if self._is_uncertain:
                 await self._commands.cancel_named(self.name)
             return
         self._is_unwanted = True
@@ -276,7 +276,7 @@ class SlurmPlacement:
         why = "it did not end"
         began = anyio.current_time()
         with anyio.move_on_after(self._config.cancel_timeout_seconds):
-            while self._final is None and not await self._queue.is_ousted():
+            while self._final is None and not await self._queue.is_superseded():
                 try:
                     await self._cancel()
                 except SchedulerError as error:
@@ -313,7 +313,7 @@ class SlurmPlacement:
         pause = _FIRST_LOOK_SECONDS
         with anyio.move_on_after(seconds):
             while self._final is None:
-                await self._queue.look()
+                await self._queue.refresh()
                 with anyio.move_on_after(pause):
                     await self._gone.wait()
                 pause = min(_LAST_LOOK_SECONDS, pause * 1.5)

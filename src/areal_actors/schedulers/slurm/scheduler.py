@@ -63,10 +63,10 @@ class SlurmScheduler:
         self._placements: dict[str, SlurmPlacement] = {}
         self._kept: dict[str, Kept] = {}
         self._epoch = 0
-        self._ousted: SchedulerError | None = None
+        self._superseded: SchedulerError | None = None
         self._left: set[str] = set()
         self._reading = anyio.Lock()
-        self._num_silences = 0
+        self._num_failed_reads = 0
 
     @classmethod
     @asynccontextmanager
@@ -126,9 +126,9 @@ class SlurmScheduler:
         return "slurm"
 
     @property
-    def num_silences(self) -> int:
+    def num_failed_reads(self) -> int:
         """Return how often the queue could not be read."""
-        return self._num_silences
+        return self._num_failed_reads
 
     @asynccontextmanager
     async def place(self, spec: WorkerSpec) -> AsyncIterator[SlurmPlacement]:
@@ -141,8 +141,8 @@ class SlurmScheduler:
         # Names of jobs consist of worker and incarnation, and must be unique.
         if any((one.spec.name, one.spec.life) == (spec.name, spec.life) for one in self._placements.values()):
             raise SchedulerError(f"{spec.name} has been placed in its life {spec.life} already; give it the next one")
-        if await self.is_ousted() and self._ousted is not None:
-            raise self._ousted
+        if await self.is_superseded() and self._superseded is not None:
+            raise self._superseded
         request, traits = self._request(spec), self._traits(spec)
         kept = self._kept.get(spec.name)
         if kept is not None and kept.record.traits != traits:
@@ -187,7 +187,7 @@ class SlurmScheduler:
 
     async def _end_kept(self, *workers: str) -> None:
         records = [self._kept.pop(worker).record for worker in workers]
-        if not await self.is_ousted():
+        if not await self.is_superseded():
             seconds = self._config.cancel_timeout_seconds
             await cancel_records(self._files, self._commands, records=records, timeout_seconds=seconds)
 
@@ -241,7 +241,7 @@ class SlurmScheduler:
             outcome = await self._commands.submit(arguments, script, environment=environment)
             if isinstance(outcome, Doubtful):
                 _log.warning("submission_in_doubt", job_name=request.name, reason=outcome.why)
-                placement.doubt(outcome.why)
+                placement.mark_uncertain(outcome.why)
                 outcome = await self._find(request.name, deadline) or outcome
             if isinstance(outcome, Submitted):
                 await placement.begin(outcome.job)
@@ -271,7 +271,7 @@ class SlurmScheduler:
                 _log.warning("queue_not_read", reason=str(error))
             else:
                 if rows:
-                    # Several jobs may exist if a submission was repeated; ``look`` ends the others.
+                    # Several jobs may exist if a submission was repeated; ``refresh`` ends the others.
                     return Submitted(job=max(row.job for row in rows))
                 num_looks += 1
             await anyio.sleep(_RETRY_SECONDS)
@@ -292,37 +292,37 @@ class SlurmScheduler:
                     raise
                 finally:
                     tasks.cancel_scope.cancel()
-        if self._ousted is not None:
-            raise self._ousted
+        if self._superseded is not None:
+            raise self._superseded
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
-        while not await self.is_ousted():
+        while not await self.is_superseded():
             # 25 % of jitter in both directions: many controllers must not poll at the same moment.
             await anyio.sleep(self._config.poll_seconds * (0.75 + self._jitter() / 2))
-            await self.look()
+            await self.refresh()
         scope.cancel()
 
-    async def is_ousted(self) -> bool:
+    async def is_superseded(self) -> bool:
         """Return whether a later controller has taken over the jobs, which are then left to it.
 
         The lock prevents that, except on file systems that do not keep locks.
         """
         epoch = await to_thread.run_sync(read_epoch, self._files.path)
-        if epoch > self._epoch and self._ousted is None:
+        if epoch > self._epoch and self._superseded is None:
             why = (
                 f"another controller has taken over the jobs of {self._files.path.parent}: it is number {epoch} there, "
                 f"this one was number {self._epoch}. This one ends, and leaves them alone: a run has one controller."
             )
             _log.error("jobs_taken_over", reason=why)
-            self._ousted = SchedulerError(why)
+            self._superseded = SchedulerError(why)
             for one in self._placements.values():
                 one.hand_over(why)
-        return self._ousted is not None
+        return self._superseded is not None
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the queue once, and update every placement. Errors are counted and logged, not raised."""
         async with self._reading:
-            if await self.is_ousted():
+            if await self.is_superseded():
                 return
             living = [one for one in self._placements.values() if one.job is not None and not one.is_gone]
             if not living:
@@ -337,17 +337,17 @@ class SlurmScheduler:
                         await self._commands.cancel(row.job)
             except SchedulerError as error:
                 # A queue that cannot be read says nothing about the jobs: none is given up or replaced.
-                self._num_silences += 1
+                self._num_failed_reads += 1
                 _log.warning("job_states_unknown", num_jobs=len(living), reason=str(error))
                 for one in living:
-                    one.hear_nothing(str(error))
+                    one.report_error(str(error))
                 return
             for one in living:
                 try:
                     line = next((row for row in rows if row.job == one.job), None)
-                    await one.see(line, now=anyio.current_time())
+                    await one.update(line, now=anyio.current_time())
                 except SchedulerError as error:
-                    one.hear_nothing(str(error))
+                    one.report_error(str(error))
             self._prune()
 
     def _prune(self) -> None:

@@ -21,7 +21,7 @@ from attrs import evolve, frozen
 
 from areal_actors.errors import SchedulerError
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.schedulers.bootstrap import count_let_go
+from areal_actors.schedulers.bootstrap import count_releases
 from areal_actors.schedulers.slurm.commands import SlurmCommands
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.queue import Course, JobRow
@@ -278,7 +278,7 @@ class _Handover:
 
     async def run(self, deadline: float) -> None:
         """Poll until no job is awaited any longer or the deadline has passed; jobs still awaited are lost."""
-        why = "it has not let go of its former controller's work"
+        why = "it has not released its former controller's work"
         while self._awaited:
             try:
                 await self._look()
@@ -293,19 +293,19 @@ class _Handover:
     async def _look(self) -> None:
         seen = await self._commands.list_jobs(list(self._awaited))
         rows = {row.name: row for row in seen if row.course is not Course.ENDED}
-        let_go = await to_thread.run_sync(count_let_go, self._files.path, self._epoch)
+        releases = await to_thread.run_sync(count_releases, self._files.path, self._epoch)
         for name, verdict in list(self._awaited.items()):
             row = rows.get(name)
             if row is None or row.course not in (Course.WAITING, Course.RUNNING) or row.state == "COMPLETING":
                 self._awaited.pop(name)
                 self.lost.append(evolve(verdict, why="it has ended" if row is None else f"it is {row.state}"))
-            elif row.course is Course.WAITING or any(job == name for job, _ in let_go):
+            elif row.course is Course.WAITING or any(job == name for job, _ in releases):
                 # Only slurmctld knows the number of the current run. Confirmations of earlier runs do not count.
                 report = await self._commands.describe(row.job)
                 if report is None:
                     continue
                 num_restarts = report.exit.restarts
-                if row.course is Course.WAITING or let_go.get((name, num_restarts), 0) >= verdict.record.num_tasks:
+                if row.course is Course.WAITING or releases.get((name, num_restarts), 0) >= verdict.record.num_tasks:
                     record = evolve(verdict.record, job=row.job)
                     self.kept.append(Kept(record=record, row=row, num_restarts=num_restarts))
                     self._awaited.pop(name)

@@ -62,17 +62,15 @@ def test_what_would_keep_a_run_from_learning_is_named(tmp_path: Path, monkeypatc
     shown = result.stdout
     assert 0 == result.exit_code
     assert "failed 4 times: Agent.run raised KeyError: 'answer'" in shown
-    assert 'agent.py", line 21, in run' in shown
+    raised = 1 + AGENT.splitlines().index('            raise KeyError("answer")')
+    assert f'agent.py", line {raised}, in run' in shown
     assert "8 of 16 episodes failed" in shown
     assert "4 of 16 episodes ended without an answer of the model" in shown
     assert "2 of 4 groups had equal rewards" in shown
     assert "were sampled at temperature 0" in shown
     assert "The event loop stood still for" in shown
     assert "user: say blocking" in shown
-    assert ["agent.py", "job.yaml", "problems.jsonl"] == sorted(
-        path.name for path in tmp_path.iterdir() if path.is_file()
-    )
-    assert not (tmp_path / "runs").exists()
+    assert {"agent.py", "job.yaml", "problems.jsonl"} >= {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
 
 
 def test_an_agent_that_can_learn_is_told_so(tmp_path: Path):

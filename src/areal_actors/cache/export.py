@@ -26,7 +26,7 @@ therefore after the turns that they follow.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ from areal_actors.cache.rewards import (
     inherited_tree,
     rewarded_conversations,
 )
+from areal_actors.cache.roles import role_of, select_roles
 from areal_actors.domain import (
     Completion,
     Credit,
@@ -98,6 +99,7 @@ def export_trajectories(
     rule: str | Rule = "mean",
     max_tokens: int | None = None,
     unrewarded: Unrewarded | str = Unrewarded.INHERIT,
+    train_roles: Collection[str] | None = None,
 ) -> Exported:
     """Return the training rows of a session. This is a pure function of the record.
 
@@ -110,6 +112,8 @@ def export_trajectories(
         unrewarded: Treatment of conversations in which no answer was rewarded, such as side calls, as a member of
             ``Unrewarded`` or its value: they inherit the outcome of the episode, are omitted (``no_reward``), or
             return 0.
+        train_roles: Roles whose turns are trained (``roles``); those of others are omitted (``other_role``), and take
+            no part in rewards. ``None`` trains all.
 
     Raises:
         ExportError: for an unknown style, rule or treatment, or an inconsistent record.
@@ -120,21 +124,23 @@ def export_trajectories(
     if unrewarded not in tuple(Unrewarded):
         raise ExportError(f"There is no treatment {unrewarded!r} of unrewarded turns; choose {', '.join(Unrewarded)}.")
     unrewarded = Unrewarded(unrewarded)
-    tree = inherited_tree(record, rule, unrewarded)
+    selected = select_roles(record, train_roles)
+    tree = inherited_tree(selected, rule, unrewarded)
     returns = backpropagate(tree, discount, rule)
     depths = dict(zip(tree.ids, tree.depths(), strict=True))
     lookup = lookup_in(record)
-    rewarded = rewarded_conversations(record) if unrewarded is Unrewarded.SKIP else None
+    rewarded = rewarded_conversations(selected) if unrewarded is Unrewarded.SKIP else None
     trained: list[Interaction] = []
     untrained: list[Untrained] = []
     for turn in record.interactions:
         if num_tokens := _num_sampled(turn):
-            reason = _reason(turn, max_tokens, rewarded)
+            is_other = train_roles is not None and role_of(turn) not in train_roles
+            reason = UntrainedReason.OTHER_ROLE if is_other else _reason(turn, max_tokens, rewarded)
             if reason is None:
                 trained.append(turn)
             else:
                 untrained.append(Untrained(interaction=turn.id, num_tokens=num_tokens, reason=reason))
-    source = Source(record.id, tuple(trained), returns, depths, credits_of(record, tree, rule), lookup, max_tokens)
+    source = Source(record.id, tuple(trained), returns, depths, credits_of(selected, tree, rule), lookup, max_tokens)
     rows = STYLES[style](source)
     return Exported(session=record.id, trajectories=tuple(rows), untrained=tuple(untrained))
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -50,6 +50,7 @@ _MAX_PREFIX = 48
 _MIN_KEY = 8
 _USER = "areal.user"
 _USER_KEY = "areal.user_key"
+_ROLE_KEYS = "areal.role_keys"
 
 
 @frozen(kw_only=True)
@@ -71,6 +72,7 @@ class IssuedSession:
     id: SessionId
     key: str = field(repr=False)
     completion_key: str = field(repr=False)
+    role_keys: Mapping[str, str] = field(factory=dict, repr=False)
 
 
 @define(eq=False, kw_only=True)
@@ -96,6 +98,19 @@ class Session:
     def user_key(self) -> KeyId | None:
         """The user's key with which it was started."""
         return self.tree.metadata.get(_USER_KEY)
+
+    @property
+    def role_digests(self) -> Mapping[str, bytes]:
+        """Digests of the completion keys of roles. They are part of the metadata, as the user is."""
+        return {role: bytes.fromhex(digest) for role, digest in self.tree.metadata.get(_ROLE_KEYS, {}).items()}
+
+    def role_of_key(self, key: str | None) -> str | None:
+        """Return the role that ``key`` was issued for; ``None`` for any other key."""
+        digests = self.role_digests
+        if key is None or not digests:
+            return None
+        digest = _digest(key)
+        return next((role for role, issued in digests.items() if hmac.compare_digest(issued, digest)), None)
 
     @property
     def is_ended(self) -> bool:
@@ -149,8 +164,9 @@ class SessionStore:
         metadata: Mapping[str, Any] | None = None,
         user: str | None = None,
         user_key: KeyId | None = None,
+        roles: Sequence[str] = (),
     ) -> IssuedSession:
-        """Open a session whose id begins with a readable form of ``task``.
+        """Open a session whose id begins with a readable form of ``task``, with a completion key for each of ``roles``.
 
         A caller may bring its own ``key``, including one whose earlier session has ended. Raises ``Conflict`` if that
         key belongs to a live session, ``InvalidRequest`` if it is too short to be secret.
@@ -168,7 +184,10 @@ class SessionStore:
         session_id, completion_key = self._new_id(task), f"sk-{self._token()}"
         # Merged last below, so that metadata cannot replace the name of the user.
         owner_names = {} if user is None else {_USER: user, _USER_KEY: user_key}
-        tree = ConversationTree(session_id, group=group, metadata={**(metadata or {}), **owner_names})
+        role_keys = {role: f"sk-{self._token()}" for role in roles}
+        digests = {role: _digest(role_key).hex() for role, role_key in role_keys.items()}
+        role_names = {_ROLE_KEYS: digests} if digests else {}
+        tree = ConversationTree(session_id, group=group, metadata={**(metadata or {}), **owner_names, **role_names})
         session = Session(
             id=session_id,
             tree=tree,
@@ -177,7 +196,7 @@ class SessionStore:
             last_used_at=now,
         )
         self.restore(session)
-        return IssuedSession(id=session_id, key=key, completion_key=completion_key)
+        return IssuedSession(id=session_id, key=key, completion_key=completion_key, role_keys=role_keys)
 
     def restore(self, session: Session) -> None:
         """Add a session of an earlier process. If several have the same key, it opens the one restored last."""
@@ -347,12 +366,14 @@ def _digest(key: str) -> bytes:
 
 def _digests(session: Session) -> tuple[bytes, ...]:
     """Return the digests of a session's keys; a session of an earlier version has only one."""
-    return tuple(digest for digest in (session.key_digest, session.completion_digest) if digest)
+    own = tuple(digest for digest in (session.key_digest, session.completion_digest) if digest)
+    return (*own, *session.role_digests.values())
 
 
 def _opens(session: Session, digest: bytes) -> bool:
     """Return whether a key with this digest opens ``session`` for completions."""
-    return _opens_all(session, digest) or hmac.compare_digest(session.completion_digest, digest)
+    is_own = _opens_all(session, digest) or hmac.compare_digest(session.completion_digest, digest)
+    return is_own or any(hmac.compare_digest(issued, digest) for issued in session.role_digests.values())
 
 
 def _opens_all(session: Session, digest: bytes) -> bool:
@@ -373,7 +394,7 @@ def _age(ended_at: float, now: float) -> str:
 SHARD_NAME = r"[a-z0-9]{1,16}"
 """Pattern of a session manager's name."""
 
-_NAMED = re.compile(rf"(?:.*-|)({SHARD_NAME})\.[A-Za-z0-9_-]{{16,}}", re.DOTALL)
+_NAMED = re.compile(rf"(?:.*-|)({SHARD_NAME})\.[A-Za-z0-9_-]{{16,}}(?:@[A-Za-z0-9._-]+)?", re.DOTALL)
 
 
 def create_token_factory(

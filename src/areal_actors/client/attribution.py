@@ -21,7 +21,7 @@ from attrs import field, frozen
 from areal_actors.domain import SessionId
 from areal_actors.errors import ConfigError
 
-__all__ = ["Attribution", "Origin", "attribute", "attributed_to", "parse_root", "unattributed"]
+__all__ = ["Attribution", "Origin", "attribute", "attributed_to", "parse_root", "role_base_url", "unattributed"]
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _KEY_HEADER = "x-api-key"
@@ -64,6 +64,21 @@ def _canonical(host: str) -> str:
     except ValueError:
         return host
     return "localhost" if address.is_loopback or address.is_unspecified else str(address)
+
+
+def role_base_url(base_url: str, role: str) -> str:
+    """Return the base URL at which a session's requests have ``role``: those of a user simulator, or of a judge.
+
+    ``base_url`` is that of a session, as an agent gets it. Raises ``ConfigError`` for a URL that names no session.
+    """
+    parts = urlsplit(base_url)
+    segments = parts.path.split("/")
+    named = [index for index, segment in enumerate(segments) if segment and segment != "v1"]
+    if not named:
+        raise ConfigError(f"{base_url!r} names no session, whose requests could have a role; use a session's base_url.")
+    session = segments[named[-1]].partition("@")[0]
+    segments[named[-1]] = f"{session}@{role}"
+    return parts._replace(path="/".join(segments)).geturl()
 
 
 def parse_root(base_url: str) -> str:
@@ -111,7 +126,7 @@ class Attribution:
         segments = [segment for segment in path.split("/") if segment and segment != "v1"]
         if not segments or segments[-1] in _OPENED_BY_OTHER_KEYS:
             return None
-        first = segments[0]
+        first = segments[0].partition("@")[0]  # a role may follow the session
         # The random token of a session id follows a hyphen, or the name of a controller process and a dot.
         if first in _open_sessions or first[-_TOKEN_LENGTH - 1 : -_TOKEN_LENGTH] in {"-", "."}:
             named = _open_sessions.get(first)

@@ -20,6 +20,7 @@ from attrs.validators import and_, ge, gt, in_, le, lt, matches_re, optional
 
 from areal_actors.cache import STYLES
 from areal_actors.cache.rewards import RULES, Unrewarded
+from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.config.documents import Document
 from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
@@ -172,6 +173,14 @@ class AgentConfig:
     export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
 
 
+def _check_roles(_: Any, __: Any, roles: Sequence[str]) -> None:
+    if not roles:
+        raise ValueError("names no role, so nothing would be trained; leave it out to train all")
+    wrong = [role for role in roles if not re.fullmatch(ROLE_PATTERN, role)]
+    if wrong:
+        raise ValueError(f"has the role {wrong[0]!r}; use letters, digits, '.', '_' and '-', a letter or digit first")
+
+
 @frozen(kw_only=True)
 class RolloutConfig:
     """The agent, how many episodes it runs, and how far rollouts may run ahead of training."""
@@ -185,6 +194,9 @@ class RolloutConfig:
     """Arguments of its class."""
     group_size: int = field(default=8, validator=ge(1))
     """Episodes per problem."""
+    train_roles: tuple[str, ...] | None = field(default=None, validator=optional(_check_roles))
+    """Roles whose turns are trained; tokens of others are only context. A call has the role agent unless its key, its
+    URL or x-areal-agent names another. null trains all roles."""
     member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
     """When an episode fails: train the other episodes of the group, or nothing of the group, or also what the failed
     episode had completed."""
@@ -212,6 +224,7 @@ class RolloutConfig:
             member_outcome=self.member_outcome,
             episode_timeout_seconds=self.episode_timeout_seconds,
             agents_may_reward=self.openai.agents_may_reward,
+            train_roles=self.train_roles,
         )
 
     @property
@@ -222,6 +235,7 @@ class RolloutConfig:
             discount=self.openai.turn_discount,
             rule=self.openai.reward_rule,
             unrewarded=self.openai.unrewarded,
+            train_roles=self.train_roles,
         )
 
 

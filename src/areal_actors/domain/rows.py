@@ -65,6 +65,8 @@ class UntrainedReason(StrEnum):
     NO_REWARD = "no_reward"
     TOO_LONG = "too_long"
     TRUNCATED = "truncated"
+    OTHER_ROLE = "other_role"
+    """Its role is not in ``rollout.train_roles``."""
 
 
 @frozen(kw_only=True)

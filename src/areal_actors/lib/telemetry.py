@@ -48,7 +48,17 @@ _EVENT = "areal_event"
 """Attribute of a log record that carries the structured event in addition to the text."""
 
 _SECRET_KEYS = frozenset(
-    {"api_key", "admin_key", "completion_key", "session_key", "authorization", "x-api-key", "password", "secret"}
+    {
+        "api_key",
+        "admin_key",
+        "completion_key",
+        "role_keys",
+        "session_key",
+        "authorization",
+        "x-api-key",
+        "password",
+        "secret",
+    }
 )
 _SESSION_KEYS = frozenset({"session", "session_id"})
 _SECRET_SETTING = re.compile(

@@ -70,6 +70,8 @@ class SessionOpened:
     session: SessionId
     api_key: str = field(repr=False)
     completion_key: str = field(repr=False)
+    role_keys: Mapping[str, str] = field(factory=dict, repr=False)
+    """Completion keys whose requests have a role, by role."""
 
 
 @frozen(kw_only=True)
@@ -102,6 +104,8 @@ class OpenSession(Message[Sessions, SessionOpened]):
     user_key: KeyId | None = None
     max_live: int | None = None
     is_durable: bool = False
+    roles: tuple[str, ...] = ()
+    """Roles to issue a completion key for."""
 
 
 @frozen(kw_only=True)
@@ -277,7 +281,7 @@ class StartSession(Message[Intake, SessionOpened]):
     Sessions of the same ``group`` share a permit and are compared with one another. ``position``, ``member`` and
     ``seed`` key the session's samples like those of a dataset's group; by default they are counted. Raises
     ``CapacityExhausted`` at once if there is no room for another group, and ``Conflict`` for values that do not fit the
-    group. The last four fields are as in ``OpenSession``; a group belongs to one ``user``.
+    group. The last five fields are as in ``OpenSession``; a group belongs to one ``user``.
     """
 
     task: str
@@ -291,6 +295,7 @@ class StartSession(Message[Intake, SessionOpened]):
     user: str | None = None
     user_key: KeyId | None = None
     max_live: int | None = None
+    roles: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -5,6 +5,7 @@ Arguments are taken from a JSON body, from the query, or from both; the body tak
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import PurePath
@@ -13,6 +14,7 @@ from typing import Any
 import anyio
 from attrs import frozen
 
+from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import (
     MAX_NUMBERS,
     Credential,
@@ -55,6 +57,7 @@ __all__ = ["ARGUMENTS", "ControlEndpoints"]
 _SETTLE_SECONDS = 5.0
 _MAX_GROUP = 4096
 """Maximum number of sessions in a group."""
+_MAX_ROLES = 16
 _COUNTS = {
     "group_size": integer(1, _MAX_GROUP),
     "position": integer(0, 2**31 - 1),
@@ -68,6 +71,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
         "task_id": TEXT.schema,
         "api_key": {**TEXT.schema, "minLength": 8},
         "group_id": TEXT.schema,
+        "roles": {"type": "array", "items": {"type": "string", "pattern": f"^{ROLE_PATTERN}$"}, "maxItems": _MAX_ROLES},
         **{name: kind.schema for name, kind in _COUNTS.items()},
     },
     "rl/set_reward": {
@@ -134,7 +138,12 @@ class ControlEndpoints:
         self.access.record_owner(opened, user)
         await exchange.send_json(
             200,
-            {"session_id": opened.session, "api_key": opened.api_key, "completion_key": opened.completion_key},
+            {
+                "session_id": opened.session,
+                "api_key": opened.api_key,
+                "completion_key": opened.completion_key,
+                "role_keys": dict(opened.role_keys),
+            },
         )
 
     async def _starter(self, key: str | None) -> IssuedKey | None:
@@ -168,6 +177,7 @@ class ControlEndpoints:
                     user_key=wanted.user_key,
                     max_live=wanted.max_live,
                     is_durable=True,
+                    roles=wanted.roles,
                 )
             )
         except BaseException:
@@ -341,7 +351,19 @@ def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSe
         user=None if user is None else user.user.name,
         user_key=None if user is None else user.key.id,
         max_live=None if user is None else user.user.quotas.max_sessions,
+        roles=_read_roles(arguments.get("roles")),
     )
+
+
+def _read_roles(value: Any) -> tuple[str, ...]:
+    names = [] if value is None else value
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list or len(names) > _MAX_ROLES or not all(re.fullmatch(ROLE_PATTERN, name) for name in names):
+        raise InvalidRequest(
+            f"roles must be a list of at most {_MAX_ROLES} names, each of letters, digits, '.', '_' and '-'.",
+            param="roles",
+        )
+    return tuple(dict.fromkeys(names))
 
 
 def _read_count(arguments: Mapping[str, Any], name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from hashlib import blake2b
@@ -10,6 +11,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import AnswerStarted, Attempt, Credential
 from areal_actors.errors import InvalidRequest
 from areal_actors.kernel import Ref
@@ -59,7 +61,7 @@ class CompletionEndpoint:
         )
         if self.resolve is not None:
             body = await self.resolve(body, credential)
-        parsed = self.dialect.parse(body, tag=exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None)
+        parsed = self.dialect.parse(body, tag=_read_role(exchange))
         model = body.get("model")
         chosen = model if self.selection.may_select(model) else None
         if self.access.has_no_user(credential) or self.gatekeeper.is_admin(credential.key):
@@ -228,3 +230,12 @@ class TokenCountEndpoint:
             if chosen is None:
                 return await self.sessions.ask(message)
             return await chosen.sessions.ask(evolve(message, credential=chosen.credential))
+
+
+def _read_role(exchange: Exchange) -> str | None:
+    """Return the role that the URL or the header names. Raises ``InvalidRequest`` for a URL with no valid name."""
+    if exchange.role is None:
+        return exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
+    if not re.fullmatch(ROLE_PATTERN, exchange.role):
+        raise InvalidRequest(f"The URL has the role {exchange.role!r}; use letters, digits, '.', '_' and '-'.")
+    return exchange.role

@@ -52,6 +52,8 @@ _log = get_logger(__name__)
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
+ROLE_SEPARATOR = "@"
+"""Separates session and role in a path; no session's id contains it."""
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Formatter = Callable[[Failure], Any]
@@ -188,7 +190,12 @@ class Exchange:
 
     def __init__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         self.scope = scope
-        self.session: str | None = scope.get("areal.session")
+        named: str | None = scope.get("areal.session")
+        session, _, role = (named or "").partition(ROLE_SEPARATOR)
+        self.session = session or None
+        """The session that the path names."""
+        self.role = role or None
+        """The role that the path names after the session."""
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = f"req_{secrets.token_hex(8)}"
         self.is_started = False

@@ -390,7 +390,13 @@ _ANSWERS: Mapping[str, Schema] = {
         additionalProperties=False,
     ),
     "SessionStarted": one_object(
-        {"session_id": TEXT_SCHEMA, "api_key": TEXT_SCHEMA, "completion_key": TEXT_SCHEMA}, additionalProperties=False
+        {
+            "session_id": TEXT_SCHEMA,
+            "api_key": TEXT_SCHEMA,
+            "completion_key": TEXT_SCHEMA,
+            "role_keys": {"type": "object", "additionalProperties": TEXT_SCHEMA},
+        },
+        additionalProperties=False,
     ),
     "Rewarded": one_object({"status": {"const": "success"}, "interaction_id": TEXT_SCHEMA}, additionalProperties=False),
     "Logged": one_object({"status": {"const": "success"}}, additionalProperties=False),

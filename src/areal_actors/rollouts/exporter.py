@@ -71,6 +71,7 @@ class ExportConfig:
     discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
     rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
     unrewarded: Unrewarded = Unrewarded.INHERIT
+    train_roles: tuple[str, ...] | None = None
 
 
 @frozen(kw_only=True)
@@ -159,6 +160,7 @@ class Exporter(Actor[Exports]):
                 discount=self._config.discount if message.discount is None else message.discount,
                 rule=self._rule,
                 unrewarded=self._config.unrewarded,
+                train_roles=self._config.train_roles,
             )
         except CustomFunctionError as error:
             raise CustomFunctionError(f"{error} It was asked for session {message.session}.") from error

@@ -16,7 +16,16 @@ import httpx
 from attrs import define, evolve, field, frozen
 from attrs.validators import ge, gt
 
-from areal_actors.domain import Credential, Episode, Group, GroupId, Problem, SampleKey, SessionId
+from areal_actors.domain import (
+    Credential,
+    Episode,
+    Group,
+    GroupId,
+    Problem,
+    SampleKey,
+    SessionId,
+    UntrainedReason,
+)
 from areal_actors.errors import ActorError, ArealError, ConfigError, CustomFunctionError, EpisodeError, RewardError
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.backoff import Backoff
@@ -81,6 +90,8 @@ class RolloutsConfig:
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     agents_may_reward: bool = False
     """Whether agents get their session's full-access key instead of the completion key, and so may set rewards."""
+    train_roles: tuple[str, ...] | None = None
+    """The roles whose turns are trained, for the error of an episode that has none of them."""
     is_archiving: bool = True
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
     max_unreachable_seconds: float = field(default=300.0, validator=gt(0))
@@ -388,6 +399,13 @@ class RolloutRunner(Actor[Rollouts]):
         if episode.num_turns == 0:
             raise EpisodeError(
                 f"{self._agent_name}.run never called the model; use the base_url and api_key that it is given."
+            )
+        untrained = {entry.reason for entry in episode.untrained}
+        if member.is_training and not episode.trajectories and untrained == {UntrainedReason.OTHER_ROLE}:
+            wanted = ", ".join(self._config.train_roles or ())
+            raise EpisodeError(
+                f"No turn of the episode has a role of rollout.train_roles ({wanted}); "
+                "a call without attribution has the role agent."
             )
         return episode
 

@@ -197,6 +197,7 @@ class IntakeKeeper(Actor[Intake]):
                 user_key=wanted.user_key,
                 max_live=wanted.max_live,
                 is_durable=True,
+                roles=wanted.roles,
             )
         )
 

@@ -234,10 +234,16 @@ class SessionManager(Actor[Sessions]):
             metadata=message.metadata,
             user=message.user,
             user_key=message.user_key,
+            roles=message.roles,
         )
         base = message.key or SampleKey(seed=self._seed, path=(issued.id,))
         self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit)
-        return SessionOpened(session=issued.id, api_key=issued.key, completion_key=issued.completion_key)
+        return SessionOpened(
+            session=issued.id,
+            api_key=issued.key,
+            completion_key=issued.completion_key,
+            role_keys=issued.role_keys,
+        )
 
     @EndSession.handler(concurrency=_MANY)
     async def end(self, message: EndSession) -> SessionClosed:
@@ -464,6 +470,10 @@ class SessionManager(Actor[Sessions]):
         session = self._open_for(message.credential)
         extras = self._extras[session.id]
         request = extras.in_thread(message.request)
+        role = session.role_of_key(message.credential.key)
+        if role is not None:
+            # Before any that the request names, so that a program with this key cannot choose another role.
+            request = evolve(request, tag=role)
         turn = self._planner.begin(
             session,
             request,

@@ -173,7 +173,7 @@ class AgentConfig:
     export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
 
 
-def _check_roles(_: Any, __: Any, roles: Sequence[str]) -> None:
+def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
     if not roles:
         raise ValueError("names no role, so nothing would be trained; leave it out to train all")
     wrong = [role for role in roles if not re.fullmatch(ROLE_PATTERN, role)]

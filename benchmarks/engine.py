@@ -28,9 +28,9 @@ from areal_actors.generation.base import EngineRequest
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
 from areal_actors.generation.torch.forward import Forward
-from areal_actors.generation.torch.runner import Step
 from areal_actors.generation.torch.sampler import Sample
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill
+from areal_actors.generation.torch.worker import Step
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering.parsers import TOOL_FORMATS
 

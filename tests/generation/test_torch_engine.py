@@ -19,7 +19,7 @@ from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.forward import GenericForward, LlamaForward, create_forward
 from areal_actors.generation.torch.graphs import GraphRunner, create_runner
-from areal_actors.generation.torch.runner import StepRunner
+from areal_actors.generation.torch.worker import StepRunner
 from areal_actors.testing.engine_contract import collect, join_ids
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from areal_actors.domain import FinishReason
 from areal_actors.errors import EngineError
-from areal_actors.generation.servers.attribution import Attribution
-from areal_actors.generation.servers.dialect import Delta, VersionSpan
+from areal_actors.generation.servers.dialect import Attribution, Delta, VersionSpan
 
 
 def delta(ids, *, finish=None, spans=(), label=None) -> Delta:

@@ -3,7 +3,7 @@
 A generation consists of one or several *attempts*. An attempt ends with the generation, because its server was lost, or
 because another client ended it there. The next attempt goes to any server that has the current weights by then, and
 continues after the tokens already known (``generation``). A server's stream is read only when the consumer asks for a
-chunk. ``attribution`` determines which weights sampled a token, and ``pool`` chooses the server.
+chunk. ``Attribution`` determines which weights sampled a token, and ``pool`` chooses the server.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ from areal_actors.generation.base import (
 )
 from areal_actors.generation.routing import ReroutableGeneration, describe_failure
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
-from areal_actors.generation.servers.attribution import Attribution
 from areal_actors.generation.servers.broadcasting import FindWeights, open_broadcasts
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
-from areal_actors.generation.servers.dialect import ServerDialect
+from areal_actors.generation.servers.dialect import Attribution, ServerDialect
 from areal_actors.generation.servers.pool import (
     Diagnose,
     Server,

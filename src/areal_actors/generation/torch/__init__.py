@@ -2,11 +2,10 @@
 
 ::
 
-    engine.py      the async interface             worker.py     the thread that owns model, keys and values
-    scheduler.py   generations, slots and queues   runner.py     what computes a step
-    forward.py     models on flat batches          attention.py  attention over slots, keys and values, shared prefixes
-    sampler.py     from logits to ids              constraint.py sampling under a grammar
-    config.py      settings
+    engine.py      the async interface             worker.py     the thread that owns the model, and computes steps
+    scheduler.py   generations, slots and queues   attention.py  attention over slots, keys and values, shared prefixes
+    forward.py     models on flat batches          constraint.py sampling under a grammar
+    sampler.py     from logits to ids              config.py     settings
 
     On GPUs, for Llama-like models:
     graphs.py      recorded steps, one ahead       operations.py  their operations in plain torch

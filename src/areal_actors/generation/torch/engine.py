@@ -36,12 +36,12 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
 from areal_actors.generation.torch.forward import Forward, create_forward
 from areal_actors.generation.torch.graphs import create_runner
-from areal_actors.generation.torch.runner import CreateRunner
 from areal_actors.generation.torch.scheduler import Decode, Generation, Tokens
 from areal_actors.generation.torch.worker import (
     Abort,
     Close,
     Command,
+    CreateRunner,
     Delivery,
     Load,
     Pause,

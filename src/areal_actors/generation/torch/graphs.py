@@ -34,9 +34,9 @@ from areal_actors.generation.torch.operations import (
     SpanLayout,
     TorchOperations,
 )
-from areal_actors.generation.torch.runner import Runner, Step, StepRunner, create_rows
 from areal_actors.generation.torch.sampler import Sample, sample_neutral, start_sampling, to_device
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill
+from areal_actors.generation.torch.worker import Runner, Step, StepRunner, create_rows
 
 __all__ = ["GraphRunner", "SlotDecoder", "check_room", "choose_sizes", "create_runner"]
 

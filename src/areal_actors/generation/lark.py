@@ -67,7 +67,10 @@ class _Translation:
     def _rule(self, grammar: Grammar) -> str:
         match grammar:
             case Exactly(text=text):
-                return " ".join(self._write(text))
+                pieces = (
+                    f"<[{self.tokens[piece]}]>" if piece in self.tokens else _quote(piece) for piece in self._cut(text)
+                )
+                return " ".join(pieces) or '""'
             case FreeText() | MatchingRegex():
                 return self._name((grammar,))
             case JsonText():
@@ -114,12 +117,6 @@ class _Translation:
     def _cut(self, text: str) -> Iterator[str]:
         return filter(None, self._markers.split(text) if self._markers else [text])
 
-    def _write(self, text: str) -> Iterator[str]:
-        if not text:
-            yield '""'
-        for piece in self._cut(text):
-            yield f"<[{self.tokens[piece]}]>" if piece in self.tokens else _quote(piece)
-
     def _name(self, texts: Iterable[Grammar]) -> str:
         """Return the name of the terminal for these texts in sequence."""
         definition = " ".join(map(_format_text, texts))
@@ -143,7 +140,10 @@ def _format_text(part: Grammar) -> str:
         case MatchingRegex(pattern=pattern):
             return f"/{_escape(pattern)}/"
         case FreeText(excluding=excluding):
-            without = [f"~/(?s:.*){_escape(_literally(text))}(?s:.*)/" for text in excluding]
+            # Hexadecimal escapes, because this syntax is the same in Rust's regular expressions and in Python's.
+            special = r"[^0-9A-Za-z\u0080-\U0010ffff]"
+            literals = [re.sub(special, lambda match: f"\\x{{{ord(match[0]):x}}}", text) for text in excluding]
+            without = [f"~/(?s:.*){_escape(literal)}(?s:.*)/" for literal in literals]
             return f"({' & '.join((_ANYTHING, *without))})" if without else _ANYTHING
         case _:
             raise TypeError(f"{type(part).__name__} is no text")
@@ -151,11 +151,6 @@ def _format_text(part: Grammar) -> str:
 
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _literally(text: str) -> str:
-    """Return a regular expression for ``text`` in the syntax that Rust's expressions share with Python's."""
-    return re.sub(r"[^0-9A-Za-z\u0080-\U0010ffff]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
 def _escape(pattern: str) -> str:

@@ -33,7 +33,6 @@ from areal_actors.messages import (
     ModelInUse,
     Models,
     OpenSession,
-    SessionOpened,
     Sessions,
     UseModel,
 )
@@ -127,7 +126,10 @@ class ModelHost(Actor[Models]):
             return
         slot, stack = await self._borrow(model)
         try:
-            opened = await _open_session(model, stack)
+            try:
+                opened = await stack.sessions.ask(OpenSession(task="inference"))
+            except ActorStopped as error:  # it has failed since it was opened, and is about to be closed
+                raise Unavailable(f"The model {model.name} has stopped: {error}; try again.") from error
             try:
                 yield ModelInUse(
                     sessions=stack.sessions, credential=Credential(session=opened.session), decode=stack.decode
@@ -148,20 +150,18 @@ class ModelHost(Actor[Models]):
             while True:
                 slot = self._slots.get(model) or self._start(model)
                 if slot is not None and not slot.closing.is_set():
-                    return slot, await self._join(slot)
+                    # Counted while it still loads, so that its place is not wanted before it is used.
+                    slot.num_users += 1
+                    try:
+                        return slot, await slot.result()
+                    except BaseException:
+                        self._give_back(slot)
+                        raise
                 await self._changed.wait()
         raise Unavailable(
             f"{model.name} was not open within {self._config.open_timeout_seconds:g} s; try again, or raise "
             "models.max_loaded if other models are in use."
         )
-
-    async def _join(self, slot: _Slot) -> ModelStack:
-        slot.num_users += 1
-        try:
-            return await slot.result()
-        except BaseException:
-            self._give_back(slot)
-            raise
 
     def _give_back(self, slot: _Slot) -> None:
         slot.num_users -= 1
@@ -210,10 +210,3 @@ class ModelHost(Actor[Models]):
             slot.closing.set()
             slot.settled.set()
             self._changed.notify()
-
-
-async def _open_session(model: TrainedModel, stack: ModelStack) -> SessionOpened:
-    try:
-        return await stack.sessions.ask(OpenSession(task="inference"))
-    except ActorStopped as error:  # it has failed since it was opened, and is about to be closed
-        raise Unavailable(f"The model {model.name} has stopped: {error}; try again.") from error

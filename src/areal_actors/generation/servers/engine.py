@@ -390,7 +390,11 @@ class ServerEngine:
                         await self._end_attempt(run)
                     is_settled = name is not None or self._pool.num_loads == num_loads
                     for chunk in attribution.take(delta, is_settled=is_settled):
-                        yield self._count(run.take(chunk))
+                        taken = run.take(chunk)
+                        self._counters["sampled_tokens"] += len(taken.token_ids)
+                        self._counters["cached_tokens"] += taken.num_cached_tokens
+                        self._counters["aborted"] += taken.finish is FinishReason.ABORT
+                        yield taken
         except EngineError:
             self._mark_unhealthy(server)
             raise
@@ -434,12 +438,6 @@ class ServerEngine:
     @property
     def _busy_seconds(self) -> float:
         return anyio.current_time() - self._busy_since if self._placed else 0.0
-
-    def _count(self, chunk: Chunk) -> Chunk:
-        self._counters["sampled_tokens"] += len(chunk.token_ids)
-        self._counters["cached_tokens"] += chunk.num_cached_tokens
-        self._counters["aborted"] += chunk.finish is FinishReason.ABORT
-        return chunk
 
 
 def _diagnose_nothing(_: str) -> None:
@@ -510,20 +508,20 @@ class ServerGeneration:
         taken = self.generation.add(chunk)
         if taken.finish is None:
             return taken
-        finish = self._judge(taken.finish)
-        self.generation.is_over = finish is not None
-        return taken if finish is taken.finish else evolve(taken, finish=finish)
-
-    def _judge(self, finish: FinishReason) -> FinishReason | None:
-        """Return the finish of the generation for that of an attempt; ``None`` if the generation must continue."""
         generation, request = self.generation, self.request
-        if finish is FinishReason.ABORT:
+        # The finish of an attempt is that of the generation only if we asked for it; otherwise the generation goes on
+        # unless all of its tokens are known.
+        if taken.finish is FinishReason.ABORT:
             # Another client may have aborted the attempt.
-            has_ended_by_us = self.is_aborted or (self.was_interrupted and generation.num_sampled > 0)
-            return FinishReason.ABORT if has_ended_by_us else generation.find_finish()
-        # Servers also stop at the end token of their model, at which this request may not stop.
-        was_asked_for = request.sampling.stop or request.grammar is not None or generation.has_stopped
-        return generation.find_finish() if finish is FinishReason.STOP and not was_asked_for else finish
+            was_asked_for = self.is_aborted or (self.was_interrupted and generation.num_sampled > 0)
+        elif taken.finish is FinishReason.STOP:
+            # Servers also stop at the end token of their model, at which this request may not stop.
+            was_asked_for = bool(request.sampling.stop) or request.grammar is not None or generation.has_stopped
+        else:
+            was_asked_for = True
+        finish = taken.finish if was_asked_for else generation.find_finish()
+        generation.is_over = finish is not None
+        return taken if finish is taken.finish else evolve(taken, finish=finish)
 
 
 def empty_chunk(finish: FinishReason, *, version: int) -> Chunk:

@@ -167,20 +167,13 @@ async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Res
     except ValueError as error:
         raise EngineError(f"{address_of(client, path)} streams what is no JSON: {error}") from error
     finally:
-        await _end(chunks)
+        # Reading once in a cancelled scope ends every nested generator of httpx. Closing only the outermost would leave
+        # the inner ones to the garbage collector, about which trio warns.
+        with anyio.CancelScope() as scope, suppress(httpx.HTTPError, httpx.StreamError):
+            scope.cancel()
+            async for _ in chunks:
+                pass
     raise EngineError(f"{address_of(client, path)} cut its stream off.")
-
-
-async def _end(chunks: AsyncIterator[bytes]) -> None:
-    """Close a stream that was not read to its end.
-
-    Reading once in a cancelled scope ends every nested generator of httpx. Closing only the outermost would leave the
-    inner ones to the garbage collector, about which trio warns.
-    """
-    with anyio.CancelScope() as scope, suppress(httpx.HTTPError, httpx.StreamError):
-        scope.cancel()
-        async for _ in chunks:
-            pass
 
 
 class _Body(httpx.AsyncByteStream):

@@ -105,10 +105,17 @@ class _RestartingServer:
     log: BoundedLog
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        # Redirect stdout to stderr, which is logged.
+        command = ["/bin/sh", "-c", 'exec "$@" >&2', "sh", *self.command]
+        environment = {name: value for name, value in os.environ.items() if name not in _PYTHON_VARIABLES}
+        environment |= self.config.environment
         backoff = Backoff(first_seconds=_FIRST_PAUSE_SECONDS, max_seconds=_MAX_PAUSE_SECONDS)
         while True:
             began = anyio.current_time()
-            child = await self._start()
+            try:
+                child = await Child.start(lambda _: command, log=self.log, environment=environment)
+            except OSError as error:
+                raise EngineError(f"The server cannot be started by {' '.join(self.command[:3])}: {error}") from error
             try:
                 self.launched.processes[self.url] = child.process.pid
                 task_status.started()
@@ -126,16 +133,6 @@ class _RestartingServer:
             if anyio.current_time() - began > _HEALTHY_SECONDS:
                 backoff.reset()
             await anyio.sleep(backoff.next_delay())
-
-    async def _start(self) -> Child:
-        # Redirect stdout to stderr, which is logged.
-        command = ["/bin/sh", "-c", 'exec "$@" >&2', "sh", *self.command]
-        environment = {name: value for name, value in os.environ.items() if name not in _PYTHON_VARIABLES}
-        environment |= self.config.environment
-        try:
-            return await Child.start(lambda _: command, log=self.log, environment=environment)
-        except OSError as error:
-            raise EngineError(f"The server cannot be started by {' '.join(self.command[:3])}: {error}") from error
 
 
 def choose_ports(config: ServerConfig) -> tuple[int, ...]:

@@ -2,10 +2,6 @@
 
 * ``/generate`` takes ids and streams ids. Log-probabilities are those of ``softmax(logits / T)`` before top-p, top-k
   and min-p; the raw ones are known if only truncation is requested at T = 1.
-* ``ignore_eos`` also disables our stop tokens. It is sent only if there are none; otherwise the server also stops at
-  its model's end token, and the engine continues from there if that was not requested.
-* Requests are paused with ``retract``: their keys and values are dropped and computed again, so that nothing of the old
-  weights remains in the cache.
 * Versions are reported at the end, as spans.
 * Weights are read from disk, or received in a process group, which each process of tensor parallelism joins as a rank.
   Servers with other kinds of parallelism cannot join.
@@ -50,6 +46,7 @@ OLDEST = (0, 5, 21)
 ROUTING_HEADER = "x-smg-routing-key"
 """The header by which SGLang's gateway keeps the requests of a session together."""
 
+# ``retract`` drops keys and values, which are computed again: nothing of the old weights remains in the cache.
 _PAUSES = {PauseMode.KEEP: "retract", PauseMode.WAIT: "retract", PauseMode.ABORT: "abort"}
 
 
@@ -83,7 +80,26 @@ class SGLangDialect:
                 f"{'.'.join(map(str, OLDEST))} is the oldest that tells which weights sampled which token. Update it."
             )
         try:
-            return _facts(version, info, model, models)
+            # The limit on prompts may be below the model's context length, because the server reserves some room.
+            lengths = [info.get("max_req_input_len"), models["data"][0].get("max_model_len")]
+            state = (info.get("internal_states") or [{}])[0]
+            concurrent = state.get("effective_max_running_requests_per_dp") or info.get("max_running_requests") or 256
+            # A rank is identified by its place in tensor parallelism alone, so servers with other kinds of parallelism
+            # cannot join a group.
+            is_tensor_parallel = all(int(info.get(name) or 1) == 1 for name in ("dp_size", "pp_size"))
+            return ServerFacts(
+                software=f"sglang {version}",
+                model=str(Path(model["model_path"])),
+                weight_version=str(model["weight_version"]),
+                vocab_size=0,
+                context_length=min(int(length) for length in lengths if length),
+                dtype=str(info["dtype"]),
+                max_concurrent=int(concurrent) * int(info.get("dp_size") or 1),
+                has_grammars=info.get("grammar_backend") == "llguidance",
+                device=str(info.get("device") or "cuda"),
+                num_ranks=int(info.get("tp_size") or 1) if is_tensor_parallel else 0,
+                max_adapter_rank=int(info.get("max_lora_rank") or 0) if info.get("enable_lora") else 0,
+            )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"{client.base_url} does not describe itself as SGLang does: {error!r}") from error
 
@@ -125,7 +141,8 @@ class SGLangDialect:
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
             "stop_token_ids": stop_ids,
-            # It would disable our own stop tokens as well.
+            # It would disable our own stop tokens as well, so it is sent only if there are none. Otherwise the server
+            # also stops at its model's end token, and the engine continues from there if that was not requested.
             "ignore_eos": not stop_ids,
             "skip_special_tokens": False,
         }
@@ -237,38 +254,17 @@ class SGLangDialect:
         await post_command(client, "/end_weight_update", {})
 
 
-# ----------------------------------------------------------------------------------------------------- asking
-
-
-def _facts(version: str, info: Mapping[str, Any], model: Mapping[str, Any], models: Mapping[str, Any]) -> ServerFacts:
-    path = Path(model["model_path"])
-    # The limit on prompts may be below the model's context length, because the server reserves some room.
-    lengths = [info.get("max_req_input_len"), models["data"][0].get("max_model_len")]
-    states = info.get("internal_states") or [{}]
-    concurrent = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests") or 256
-    # A rank is identified by its place in tensor parallelism alone, so other kinds of parallelism cannot join a group.
-    others = [int(info.get(name) or 1) for name in ("dp_size", "pp_size")]
-    return ServerFacts(
-        software=f"sglang {version}",
-        model=str(path),
-        weight_version=str(model["weight_version"]),
-        vocab_size=0,
-        context_length=min(int(length) for length in lengths if length),
-        dtype=str(info["dtype"]),
-        max_concurrent=int(concurrent) * int(info.get("dp_size") or 1),
-        has_grammars=info.get("grammar_backend") == "llguidance",
-        device=str(info.get("device") or "cuda"),
-        num_ranks=int(info.get("tp_size") or 1) if others == [1, 1] else 0,
-        max_adapter_rank=int(info.get("max_lora_rank") or 0) if info.get("enable_lora") else 0,
-    )
-
-
 # ---------------------------------------------------------------------------------------------------- reading
 
 
 async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncGenerator[Delta]:
     """Yield the new tokens of each event, whether events are cumulative, as by default, or not."""
-    num_seen, is_plain = 0, _is_plain(request)
+    # SGLang reports the softmax at the request's temperature, before truncation: the raw one, unless the logits or the
+    # temperature were changed.
+    sampling, neutral, num_seen = request.sampling, Sampling(), 0
+    names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+    is_moved = any(getattr(sampling, name) != getattr(neutral, name) for name in names)
+    is_plain = sampling.temperature in (0.0, 1.0) and not is_moved and request.grammar is None
     async for event in events:
         try:
             if event.get("error"):
@@ -321,15 +317,3 @@ def _last(values: Sequence[Any], number: int) -> Sequence[Any]:
     if not 0 <= number <= len(values):
         raise ValueError(f"{number} new tokens, and {len(values)} in the event")
     return values[len(values) - number :]
-
-
-def _is_plain(request: EngineRequest) -> bool:
-    """Return whether the reported log-probabilities are the raw ones.
-
-    SGLang reports the softmax at the request's temperature, before truncation.
-    """
-    sampling = request.sampling
-    neutral = Sampling()
-    names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
-    is_moved = any(getattr(sampling, name) != getattr(neutral, name) for name in names)
-    return sampling.temperature in (0.0, 1.0) and not is_moved and request.grammar is None

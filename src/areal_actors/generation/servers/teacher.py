@@ -85,6 +85,7 @@ class ServedTeacher:
         """
         async with self._limiter:
             scored = await self._ask(token_ids)
+        # ``None`` stands for a token whose log-probability the server left out.
         logprobs = np.array([np.nan if value is None else value for value in scored.logprobs], dtype=np.float64)
         if len(logprobs) != len(token_ids) - 1 or np.isnan(logprobs).any():
             raise EngineError(
@@ -132,17 +133,15 @@ async def open_teacher(
     """
     root = url.rstrip("/").removesuffix("/v1")
     async with create_client(root, api_key=api_key, read_timeout_seconds=timeout_seconds) as client:
-        model = model or await _first_model(client)
+        if model is None:
+            answer = await ask(client, "GET", "v1/models")
+            # A server without this route is asked without a name.
+            models = [] if answer.is_error else _document(answer).get("data") or []
+            model = next((entry["id"] for entry in models if isinstance(entry, Mapping) and "id" in entry), None)
         dialect = await _find_dialect(client, probes[0], model)
         for probe in probes:
             await _check(client, dialect, probe, model)
         yield ServedTeacher(client, dialect, model=model, max_concurrent=max_concurrent)
-
-
-async def _first_model(client: httpx.AsyncClient) -> str | None:
-    answer = await ask(client, "GET", "v1/models")
-    models = [] if answer.is_error else _document(answer).get("data") or []
-    return next((entry["id"] for entry in models if isinstance(entry, Mapping) and "id" in entry), None)
 
 
 async def _find_dialect(client: httpx.AsyncClient, probe: Probe, model: str | None) -> _Dialect:

@@ -9,19 +9,10 @@ These facts were measured against a server of version 0.32.0:
   was sampled from: after penalties, bias, grammar, temperature, top-k, top-p and min-p. The raw ones are known if none
   of these is requested. In the default mode, they would be the raw ones, and those of the sampled distribution would be
   unknown.
-* No ``seed`` is sent. Equal seeds gave equal tokens, whatever ran at the same time; but on a CPU a server crashes on
-  the first seeded prompt that it has to compute in parts, and many are after weights were loaded.
 * An id outside the vocabulary is rejected with a 400, or, in a stream, with an event after a 200; the server keeps
   running. So is a prompt that leaves no room for a token. Unknown fields are ignored.
-* The end token of the model ends nothing (``ignore_eos``): all ids that end a generation are in ``stop_token_ids``.
 * Closing the connection ends a request at once; ``/abort_requests`` takes the id with the server's prefix
   (``ABORT_PREFIX``).
-* Pausing takes about 30 ms (``keep``, ``abort``) in any state, and new requests wait in every mode. Health checks are
-  answered throughout.
-* ``reload_weights`` by ``/collective_rpc`` loads any directory of safetensors; it neither labels the weights nor drops
-  keys and values of the old ones. ``reset_prefix_cache`` with ``reset_running_requests`` makes requests compute their
-  keys and values again; without it, log-probabilities are off by as much as 3.5. Nothing is sampled meanwhile, so all
-  three form one update.
 * A directory that cannot be loaded crashes the whole server.
 
 On a CPU, vLLM keeps a packed copy of each matrix, and does not update that of an output layer that is tied to the
@@ -120,9 +111,21 @@ class VllmDialect:
         label = (await get_document(client, "/weight_info", software="vLLM")).get("weight_version")
         info = await get_document(client, "/server_info?config_format=json", software="vLLM")
         try:
-            facts = _facts(version, str(label), info["vllm_config"])
-            mode = info["vllm_config"]["model_config"]["logprobs_mode"]
-            device = str(info["vllm_config"]["device_config"]["device"])
+            config = info["vllm_config"]
+            model = config["model_config"]
+            mode, device = model["logprobs_mode"], str(config["device_config"]["device"])
+            facts = ServerFacts(
+                software=f"vllm {version}",
+                model=str(model["model"]),
+                weight_version=str(label),
+                vocab_size=0,
+                context_length=int(model["max_model_len"]),
+                dtype=str(model["dtype"]).removeprefix("torch."),
+                max_concurrent=int(config["scheduler_config"]["max_num_seqs"]),
+                has_grammars=config["structured_outputs_config"]["backend"] == "guidance",
+                logprobs_follow_truncation=True,
+                max_adapter_rank=int((config.get("lora_config") or {}).get("max_lora_rank") or 0),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{client.base_url} does not describe itself as vLLM does: {error!r}") from error
         if mode != LOGPROBS_MODE:
@@ -183,7 +186,8 @@ class VllmDialect:
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
             "stop_token_ids": sorted({*request.stop_token_ids, *sampling.stop_token_ids}),
-            # A grammar ends with the model's end token, after which sampling would be unconstrained.
+            # The model's end token ends nothing: all ids that end a generation are in ``stop_token_ids``. But a grammar
+            # ends with it, and sampling would be unconstrained afterwards.
             "ignore_eos": request.grammar is None,
             "logprobs": min(sampling.top_logprobs + 1, MAX_TOP_LOGPROBS) if sampling.top_logprobs else 0,
             "detokenize": bool(sampling.stop),
@@ -194,6 +198,8 @@ class VllmDialect:
             parameters["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
         if request.grammar is not None:
             parameters["structured_outputs"] = {"grammar": format_lark(request.grammar, tokens=self.added_tokens)}
+        # No ``seed``: equal seeds gave equal tokens, whatever ran at the same time, but on a CPU a server crashes on
+        # the first seeded prompt that it has to compute in parts, and many are after weights were loaded.
         return {
             "request_id": request.id,
             "token_ids": request.prompt.tolist(),
@@ -207,6 +213,7 @@ class VllmDialect:
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
         """Stop sampling. Keys and values are kept; they are dropped when the weights change."""
+        # It takes about 30 ms (``keep``, ``abort``) in any state, and new requests wait in every mode.
         await post_command(client, f"/pause?mode={mode.value}&clear_cache=false")
 
     async def resume(self, client: httpx.AsyncClient) -> None:
@@ -219,10 +226,19 @@ class VllmDialect:
         The server crashes on weights that it cannot load, so they are checked first against the files with which it was
         started, if these can be read from here.
         """
-        await to_thread.run_sync(_check_shapes, path, await _find_model(client))
+        document = await get_document(client, "/v1/models", software="vLLM")
+        try:
+            # A directory, or a name on a hub, which looks like a missing one.
+            model = Path(document["data"][0]["root"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"{address_of(client, 'v1/models')} does not name its model: {error!r}") from error
+        await to_thread.run_sync(_check_shapes, path, model)
+        # The server is paused, and samples nothing meanwhile: all three commands form one update. The first loads any
+        # directory of safetensors; it neither labels the weights nor drops keys and values of the old ones.
         await post_command(
             client, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
         )
+        # Running requests compute their keys and values again. Without this, log-probabilities are off by up to 3.5.
         await post_command(client, "/reset_prefix_cache?reset_running_requests=true")
         await post_command(client, "/update_weight_version", {"new_version": version})
 
@@ -277,22 +293,6 @@ async def _check_untied(client: httpx.AsyncClient, model: str) -> None:
         )
 
 
-def _facts(version: str, label: str, config: Mapping[str, Any]) -> ServerFacts:
-    model = config["model_config"]
-    return ServerFacts(
-        software=f"vllm {version}",
-        model=str(model["model"]),
-        weight_version=label,
-        vocab_size=0,
-        context_length=int(model["max_model_len"]),
-        dtype=str(model["dtype"]).removeprefix("torch."),
-        max_concurrent=int(config["scheduler_config"]["max_num_seqs"]),
-        has_grammars=config["structured_outputs_config"]["backend"] == "guidance",
-        logprobs_follow_truncation=True,
-        max_adapter_rank=int((config.get("lora_config") or {}).get("max_lora_rank") or 0),
-    )
-
-
 def _check_shapes(directory: Path, model: Path) -> None:
     """Raise ``ModelError`` if the server would crash on the weights in ``directory``.
 
@@ -314,23 +314,17 @@ def _check_shapes(directory: Path, model: Path) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------- asking
-
-
-async def _find_model(client: httpx.AsyncClient) -> Path:
-    """Return the model with which the server was started: a directory, or a name that looks like a missing one."""
-    document = await get_document(client, "/v1/models", software="vLLM")
-    try:
-        return Path(document["data"][0]["root"])
-    except (KeyError, TypeError, IndexError) as error:
-        raise EngineError(f"{address_of(client, 'v1/models')} does not name its model: {error!r}") from error
-
-
 # ------------------------------------------------------------------------------------------------- reading
 
 
 async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncGenerator[Delta]:
-    is_plain = _is_plain(request)
+    # Whether the sampled distribution is the raw softmax, or its maximum was taken.
+    sampling, neutral = request.sampling, Sampling()
+    names = ["frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
+    if sampling.temperature:
+        # A greedy request is sent without truncation, and its distribution is the plain softmax.
+        names += ["temperature", "top_p", "top_k", "min_p"]
+    is_plain = request.grammar is None and all(getattr(sampling, name) == getattr(neutral, name) for name in names)
     async for event in events:
         try:
             if event.get("error"):
@@ -373,13 +367,3 @@ def _parse(request: EngineRequest, choice: Mapping[str, Any], is_plain: bool) ->
             for span in choice.get("weight_versions") or ()
         ),
     )
-
-
-def _is_plain(request: EngineRequest) -> bool:
-    """Return whether the sampled distribution is the raw softmax, or its maximum was taken."""
-    sampling, neutral = request.sampling, Sampling()
-    names = ["frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
-    if sampling.temperature:
-        # A greedy request is sent without truncation, and its distribution is the plain softmax.
-        names += ["temperature", "top_p", "top_k", "min_p"]
-    return request.grammar is None and all(getattr(sampling, name) == getattr(neutral, name) for name in names)

@@ -124,27 +124,24 @@ class StepAttention:
         by_segments = rows.is_alone or not self.is_padded
         join = _Join.create(queries, v, depth=1 + (rows.plan.depth if by_segments else 1))
         if by_segments:
-            _attend_segments(layer, rows, queries, group, join)
+            for segment in rows.plan.segments:
+                slot, at = rows.slots[segment.first], slice(segment.first * group, segment.last * group)
+                keys = layer.keys[slot, :, segment.start : segment.stop]
+                values = layer.values[slot, :, segment.start : segment.stop]
+                # Level 0 of the join is the row's own tail.
+                join.put(segment.level + 1, at, _attend_part(queries[:, at], keys, values))
         else:
-            self._attend_padded(layer, rows, queries, group, join)
+            # One masked product: more memory traffic than by segments, but far fewer kernels.
+            longest = max((s.stop for s in rows.plan.segments), default=0)
+            if self._main_mask is None:
+                self._main_mask = torch.arange(longest, device=queries.device)[None] >= rows.bases[:, None]
+            slots = torch.tensor(rows.slots, device=queries.device)
+            keys, values = layer.keys[:, :, :longest][slots], layer.values[:, :, :longest][slots]
+            own = _by_row(queries, rows.num_live, group)
+            _put_rows(join, 1, _attend_part(own, keys, values, self._main_mask[:, None, None]))
         self._attend_tails(layer, rows, queries, group, join)
         out = join.result().view(num_kv_heads, rows.num_rows, group, v.shape[2]).transpose(1, 2)
         return out.reshape(q.shape[0], rows.num_rows, v.shape[2])
-
-    def _attend_padded(
-        self, layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join
-    ) -> None:
-        """Attend to all main parts in one masked product.
-
-        This causes more memory traffic than by segments, but needs far fewer kernels.
-        """
-        longest = max((s.stop for s in rows.plan.segments), default=0)
-        if self._main_mask is None:
-            self._main_mask = torch.arange(longest, device=queries.device)[None] >= rows.bases[:, None]
-        slots = torch.tensor(rows.slots, device=queries.device)
-        keys, values = layer.keys[:, :, :longest][slots], layer.values[:, :, :longest][slots]
-        own = _by_row(queries, rows.num_live, group)
-        _put_rows(join, 1, _attend_part(own, keys, values, self._main_mask[:, None, None]))
 
     def _attend_tails(
         self, layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join
@@ -156,7 +153,8 @@ class StepAttention:
                 keys, values = layer.tail_keys[tail, :, : column + 1], layer.tail_values[tail, :, : column + 1]
                 join.put(0, at, _attend_part(queries[:, at], keys, values))
             return
-        # In the order of tail rows, so that keys and values are read in place; unused rows among them cost little.
+        # All tails begin in column 0, so that one product serves every row, however long its prompt is. It is in the
+        # order of tail rows, so that keys and values are read in place; unused rows among them cost little.
         if self._tail_mask is None:
             ends = rows.columns.new_zeros(rows.num_tails).index_copy_(0, rows.tails, rows.columns)
             self._tail_mask = torch.arange(int(ends.max()) + 1, device=queries.device)[None] > ends[:, None]
@@ -209,15 +207,6 @@ class _Join:
         # The lower bound keeps padding rows, which have no mass, from dividing by zero.
         shares /= (self.masses * shares).sum(0).clamp_min(1e-30)
         return (self.outputs * shares.to(self.outputs.dtype)[..., None]).sum(0)
-
-
-def _attend_segments(layer: LayerKeyValues, rows: DecodeLayout, queries: torch.Tensor, group: int, join: _Join) -> None:
-    for segment in rows.plan.segments:
-        slot = rows.slots[segment.first]
-        at = slice(segment.first * group, segment.last * group)
-        keys = layer.keys[slot, :, segment.start : segment.stop]
-        values = layer.values[slot, :, segment.start : segment.stop]
-        join.put(segment.level + 1, at, _attend_part(queries[:, at], keys, values))
 
 
 def _attend_part(

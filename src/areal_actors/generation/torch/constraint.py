@@ -118,7 +118,12 @@ class GrammarCompiler:
             InvalidRequest: the grammar is malformed (a broken schema or expression), or too large.
             UnsupportedParameter: the grammar cannot be enforced, or not with this tokenizer.
         """
-        library = self._library or await self._load()
+        if (library := self._library) is None:
+            async with self._limiter:
+                # Another request may have loaded it while this one waited for its turn.
+                if self._library is None:
+                    self._library = await to_thread.run_sync(_load_library, self._tokenizer, self._vocab_size)
+            library = self._library
         text = format_lark(grammar, tokens=library.tokens)
         if len(text) > _MAX_LARK:
             raise InvalidRequest(f"The form of the answer takes {len(text)} characters to say; ask for a simpler one.")
@@ -129,12 +134,6 @@ class GrammarCompiler:
         if text in self._compiled:
             self._compiled.move_to_end(text)
         return self._compiled.get(text)
-
-    async def _load(self) -> _Library:
-        async with self._limiter:
-            if self._library is None:
-                self._library = await to_thread.run_sync(_load_library, self._tokenizer, self._vocab_size)
-        return self._library
 
     async def _compile(self, library: _Library, text: str) -> LLMatcher:
         async with self._limiter:

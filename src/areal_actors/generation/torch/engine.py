@@ -253,10 +253,9 @@ class TorchEngine:
         for reply in news.replies:
             self._replies.discard(reply)
             reply.done()
-        if news.is_last:
-            self._end(news.failure)
-
-    def _end(self, failure: BaseException | None) -> None:
+        if not news.is_last:
+            return
+        failure = news.failure
         what = "has been closed" if failure is None else f"failed: {type(failure).__name__}: {failure}"
         self._gone = EngineError(f"The torch engine {what}. Open a new one.")
         self._gone.__cause__ = failure

@@ -75,7 +75,11 @@ def create_forward(model: Any) -> Forward:
 
 
 def _choose_path(model: Any) -> type[LlamaForward | GenericForward]:
-    expected = _plain_logprobs(model)
+    device = model.get_input_embeddings().weight.device
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    # Two short sequences; a generator of our own, so that the caller's random numbers do not change.
+    ids = torch.randint(vocab_size, (2, PROBE_LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
+    expected = _Probe(ids, torch.log_softmax(model(input_ids=ids, use_cache=False).logits, -1))
     if LlamaForward.accepts(model) and _deviation(LlamaForward(model), expected) <= TOLERANCE:
         return LlamaForward
     deviation = _deviation(GenericForward(model), expected)
@@ -89,18 +93,10 @@ def _choose_path(model: Any) -> type[LlamaForward | GenericForward]:
 
 @frozen(eq=False)
 class _Probe:
+    """Sequences ``ids`` int64 [2, PROBE_LENGTH], and the model's own ``logprobs`` [2, PROBE_LENGTH, V] of them."""
+
     ids: torch.Tensor
     logprobs: torch.Tensor
-
-
-def _plain_logprobs(model: Any) -> _Probe:
-    """Return the model's own log-probabilities of two short sequences, each [1, PROBE_LENGTH]."""
-    device = model.get_input_embeddings().weight.device
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (2, PROBE_LENGTH), generator=generator).to(device)
-    logits = model(input_ids=ids, use_cache=False).logits
-    return _Probe(ids, torch.log_softmax(logits, -1))
 
 
 def _deviation(forward: Forward, probe: _Probe) -> float:
@@ -125,23 +121,18 @@ def _deviation(forward: Forward, probe: _Probe) -> float:
     compare([(0, 0, half), (1, 0, 2)], None)
     compare([(1, 2, half)], None)
     for at in range(half, length):
-        compare([(0, at, at + 1), (1, at, at + 1)], _probe_layout(probe.ids, half, at - half))
+        layout = DecodeLayout(
+            plan=plan_alone([row[:half].cpu().numpy() for row in probe.ids]),
+            slots=(0, 1),
+            tails=torch.tensor([0, 1], device=device),
+            num_tails=2,
+            bases=torch.full((2,), half, device=device),
+            num_rows=2,
+            is_alone=False,
+            columns=torch.full((2,), at - half, device=device),
+        )
+        compare([(0, at, at + 1), (1, at, at + 1)], layout)
     return worst
-
-
-def _probe_layout(ids: torch.Tensor, base: int, column: int) -> DecodeLayout:
-    rows = [row[:base].cpu().numpy() for row in ids]
-    everywhere = torch.tensor([0, 1], device=ids.device)
-    return DecodeLayout(
-        plan=plan_alone(rows),
-        slots=(0, 1),
-        tails=everywhere,
-        num_tails=2,
-        bases=torch.full((2,), base, device=ids.device),
-        num_rows=2,
-        is_alone=False,
-        columns=torch.full((2,), column, device=ids.device),
-    )
 
 
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})

@@ -107,9 +107,16 @@ class GraphRunner:
         self._device = forward.embed.device
         self._is_deterministic = config.deterministic
         num_slots = config.max_concurrent
-        self._decoder = SlotDecoder(
-            forward, _choose_operations(self._device), num_slots=num_slots, max_length=context_length
-        )
+        operations: Operations = TorchOperations()
+        if self._device.type == "cuda":
+            try:
+                # Here, because Triton is installed only with torch for GPUs.
+                from areal_actors.generation.torch.kernels import TritonOperations
+            except ImportError:
+                _log.warning("Triton is not installed: the embedded engine decodes without its kernels, and slower.")
+            else:
+                operations = TritonOperations()
+        self._decoder = SlotDecoder(forward, operations, num_slots=num_slots, max_length=context_length)
         self._last_ids = torch.zeros(num_slots + 1, dtype=torch.int64, device=self._device)
         self._logits = torch.zeros((num_slots, self._decoder.vocab_size), device=self._device)
         self._side = 0
@@ -240,17 +247,6 @@ class GraphRunner:
 
 def _slots(generations: Sequence[Generation]) -> list[int]:
     return [generation.slot.index for generation in generations if generation.slot is not None]
-
-
-def _choose_operations(device: torch.device) -> Operations:
-    if device.type == "cuda":
-        try:
-            from areal_actors.generation.torch.kernels import TritonOperations
-        except ImportError:
-            _log.warning("Triton is not installed: the embedded engine decodes without its kernels, and slower.")
-        else:
-            return TritonOperations()
-    return TorchOperations()
 
 
 def _capture(step: Callable[[], None], pool: object) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -188,18 +188,14 @@ class Generation:
         if token_id in self.stop_ids or (self.scanner is not None and self.scanner.is_complete(token_id)):
             self.finish = FinishReason.STOP
             return
-        if self.constraint is not None:
-            self.constraint.append(token_id)
-        if self.constraint is not None and self._is_complete:
+        is_full, constraint = self.length >= self.limit, self.constraint
+        if constraint is not None:
+            constraint.append(token_id)
+        # Only a stop token can follow, but the request has none, or there is no room for it: the answer is whole.
+        if constraint is not None and constraint.is_over and (is_full or not constraint.has_stop):
             self.finish = FinishReason.STOP
-        elif self.length >= self.limit:
+        elif is_full:
             self.finish = FinishReason.LENGTH
-
-    @property
-    def _is_complete(self) -> bool:
-        """Return whether only a stop token can follow, but there is none, or no room for it."""
-        constraint = self.constraint
-        return constraint is not None and constraint.is_over and (self.length >= self.limit or not constraint.has_stop)
 
 
 MIN_WAIT_GAIN = 16
@@ -293,7 +289,12 @@ class Scheduler:
         source, num_cached, is_worth_waiting = self._find_prefix(generation)
         if is_worth_waiting:
             return None
-        slot = self._choose_slot(source, num_cached)
+        # The source itself if it is free and loses nothing, as in the next turn of an episode; else the free slot that
+        # was used longest ago.
+        slot = source
+        if slot is None or slot.owner is not None or num_cached < slot.ready - 1:
+            free = (each for each in self.slots if each.owner is None)
+            slot = min(free, key=lambda each: (each.ready > 0, each is source, each.used))
         logits = source.logits if source is not None and num_cached == generation.length else None
         if source is not None:
             source.used = self._tick()
@@ -311,10 +312,21 @@ class Scheduler:
         context = generation.context
         best: Slot | None = None
         best_ready, best_coming = 0, 0
-        for slot, common in self._compare(context):
+        head = np.full(NUM_HEAD_TOKENS, -2, dtype=np.int32)
+        head[: len(context)] = context[:NUM_HEAD_TOKENS]
+        lengths = (self._heads != head).argmax(1)
+        # Only slots that begin with the same token can share a prefix.
+        for index in np.flatnonzero(self._heads[:, 0] == head[0]).tolist():
+            slot = self.slots[index]
+            # argmax is 0 for equal heads, too.
+            common = int(lengths[index]) or common_prefix(context, slot.tokens)
             if self._deterministic and not (common == len(context) == len(slot.tokens)):
                 continue
-            ready = self._usable(slot, min(common, slot.ready), len(context))
+            ready = min(common, slot.ready)
+            # Without the logits that follow it, the last token must be computed again. In deterministic mode all must:
+            # a row must not depend on what else is in its batch.
+            if ready == len(context) and (slot.logits is None or len(slot.tokens) != len(context)):
+                ready = 0 if self._deterministic else ready - 1
             if ready > best_ready or (ready == best_ready and ready and slot.owner is None):
                 best, best_ready = slot, ready
             if slot.owner is not None and slot.ready < slot.owner.base:
@@ -323,39 +335,11 @@ class Scheduler:
         is_all = best_coming == len(context)  # for an equal prompt, the next token's logits will be cached, too
         return best, best_ready, gain >= MIN_WAIT_GAIN or (is_all and gain > 0)
 
-    def _compare(self, context: Ints) -> Iterator[tuple[Slot, int]]:
-        """Yield the slots that begin with the same token as ``context``, and the lengths of the common prefixes."""
-        head = np.full(NUM_HEAD_TOKENS, -2, dtype=np.int32)
-        head[: len(context)] = context[:NUM_HEAD_TOKENS]
-        differs = self._heads != head
-        lengths = differs.argmax(1)
-        for index in np.flatnonzero(self._heads[:, 0] == head[0]).tolist():
-            slot, length = self.slots[index], int(lengths[index])
-            # 0 is the result for equal heads, too.
-            yield slot, length or common_prefix(context, slot.tokens)
-
     def _fill(self, slot: Slot, tokens: Ints, ready: int, logits: Any = None) -> None:
         slot.tokens, slot.ready, slot.logits = tokens, ready, logits
         head = self._heads[slot.index]
         head.fill(-1)
         head[: len(tokens)] = tokens[:NUM_HEAD_TOKENS]
-
-    def _usable(self, slot: Slot, ready: int, num_needed: int) -> int:
-        """Return how many of the ``ready`` tokens can be used.
-
-        Without the logits that follow it, the last token must be computed again (in deterministic mode, all must).
-        """
-        has_logits = slot.logits is not None and len(slot.tokens) == num_needed
-        if ready < num_needed or has_logits:
-            return ready
-        return 0 if self._deterministic else num_needed - 1
-
-    def _choose_slot(self, source: Slot | None, num_cached: int) -> Slot:
-        """Return the source itself if it is free and loses nothing, else the free slot that was used longest ago."""
-        if source is not None and source.owner is None and num_cached >= source.ready - 1:
-            return source
-        free = [slot for slot in self.slots if slot.owner is None]
-        return min(free, key=lambda slot: (slot.ready > 0, slot is source, slot.used))
 
     def plan_prefills(self) -> list[Prefill]:
         """Return the prompt tokens to compute in this step: at most ``prefill_chunk``, first come, first served."""

@@ -224,7 +224,12 @@ class Worker:
             self._flush()
 
     def _turn(self) -> None:
-        self._take_commands()
+        # Wait for the first command if there is no other work; then take all that are queued.
+        must_wait = not self._can_step() and self._pause is None and self._launched is None
+        with suppress(queue.Empty):
+            while True:
+                self._handle(self.commands.get(block=must_wait))
+                must_wait = False
         self._settle_pause()
         if self._can_step():
             started = time.perf_counter()
@@ -245,17 +250,6 @@ class Worker:
         return self._pause is None or len(generation.output) > 0
 
     # ------------------------------------------------------------------------------------------ commands
-
-    def _take_commands(self) -> None:
-        """Process all queued commands; wait for the first one if there is no other work."""
-        must_wait = not self._can_step() and self._pause is None and self._launched is None
-        while True:
-            try:
-                command = self.commands.get(block=must_wait)
-            except queue.Empty:
-                return
-            must_wait = False
-            self._handle(command)
 
     def _handle(self, command: Command) -> None:
         if isinstance(command, Pause | Load | Close):
@@ -570,8 +564,26 @@ class StepRunner:
             self._planned = ()
 
     def launch(self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]) -> Step:
-        """Compute a step: see ``Runner.launch``."""
-        logits, order = self._run(decoding, ready, prefills)
+        """Compute a step: see ``Runner.launch``. The order is decoding, ready, then completed prefills."""
+        # The sharing plan is computed again only when rows were added or removed.
+        if decoding and tuple(decoding) != self._planned:
+            self._planned = tuple(decoding)
+            mains = [g.tokens[: g.base] for g in decoding]
+            self._plan = plan_alone(mains) if self._config.deterministic else plan_sharing(mains)
+        order = [self._planned[i] for i in self._plan.order] if decoding else []
+        groups = [(order, prefills)]
+        if self._config.deterministic:
+            # Separate batches: a row must not depend on the prompts in its batch.
+            groups = [(order, ()), ([], prefills)]
+        parts = [self._compute(rows, spans) for rows, spans in groups if rows or spans]
+        stored = [g.slot.logits for g in ready if g.slot is not None]
+        at = len(order)
+        order = [*order, *ready, *(p.generation for p in prefills if p.is_last)]
+        if stored:
+            computed = torch.cat(parts) if parts else torch.empty((0, *stored[0].shape), device=self._device)
+            logits = torch.cat((computed[:at], torch.stack(stored), computed[at:]))
+        else:
+            logits = torch.cat(parts) if len(parts) > 1 else parts[0]
         num_done = sum(p.is_last for p in prefills)
         # Copies: rows of ``logits`` would keep all of them.
         prompt_logits = [row.clone() for row in logits[len(order) - num_done :]] if num_done else []
@@ -580,35 +592,6 @@ class StepRunner:
             [start_sampling(logits, create_rows(order, [g.uniform() for g in order])).start_copy()] if order else []
         )
         return Step(order, samples, prompt_logits)
-
-    def _run(
-        self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]
-    ) -> tuple[torch.Tensor, list[Generation]]:
-        """Return logits float32 [M, V] and their generations: decoding, ready, then completed prefills."""
-        parts = []
-        order = self._order(decoding) if decoding else []
-        groups = [(order, prefills)]
-        if self._config.deterministic:
-            # Separate batches: a row must not depend on the prompts in its batch.
-            groups = [(order, ()), ([], prefills)]
-        stored = [g.slot.logits for g in ready if g.slot is not None]
-        done = [p.generation for p in prefills if p.is_last]
-        for rows, spans in groups:
-            if rows or spans:
-                parts.append(self._compute(rows, spans))
-        if stored:
-            at = len(order)
-            computed = torch.cat(parts) if parts else torch.empty((0, *stored[0].shape), device=self._device)
-            return torch.cat((computed[:at], torch.stack(stored), computed[at:])), [*order, *ready, *done]
-        return torch.cat(parts) if len(parts) > 1 else parts[0], [*order, *done]
-
-    def _order(self, decoding: Sequence[Generation]) -> list[Generation]:
-        """Return the rows in the order of the sharing plan, which is computed again when rows were added or removed."""
-        if tuple(decoding) != self._planned:
-            self._planned = tuple(decoding)
-            mains = [g.tokens[: g.base] for g in decoding]
-            self._plan = plan_alone(mains) if self._config.deterministic else plan_sharing(mains)
-        return [self._planned[i] for i in self._plan.order]
 
     def _compute(self, rows: Sequence[Generation], prefills: Sequence[Prefill]) -> torch.Tensor:
         layout = self._lay_out(rows) if rows else None

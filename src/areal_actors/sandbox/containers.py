@@ -88,7 +88,7 @@ def _options(request: BoxRequest, sockets: Path) -> Iterator[str]:
     """Yield the arguments up to the image."""
     config = request.config
     yield from ("run", "--rm", "--interactive", "--entrypoint=python3", "--read-only", "--cap-drop=ALL")
-    # The default seccomp profile of docker and podman stays: it refuses what ``bubblewrap`` refuses by its own.
+    # The seccomp profile is the default one. Memory of every kind counts for the container's cgroup.
     yield from ("--security-opt=no-new-privileges", f"--pids-limit={config.max_processes + 1}")
     yield from (f"--memory={config.memory_mib}m", f"--memory-swap={config.memory_mib}m")
     if config.cpus is not None:

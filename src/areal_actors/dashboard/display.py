@@ -80,6 +80,7 @@ class PlainDisplay:
         if line is not None:
             self._print(line)
         verdict = self._state.verdict if isinstance(news, StepFinished) else self._verdict
+        # Once for each kind: the numbers in a verdict change with every step.
         if verdict is not None and (self._verdict is None or kind_of(verdict) != kind_of(self._verdict)):
             self._print(f"This run does not learn: {verdict}")
         self._verdict = verdict
@@ -107,6 +108,7 @@ class PlainDisplay:
         return None
 
     def _print(self, line: str) -> None:
+        # A terminal's encoding may lack characters of a failure, or the bars of a sparkline.
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
         self._stream.flush()

@@ -93,6 +93,7 @@ def _render(template: str, directory: RunDirectory, **values: Any) -> str:
     """Render a page with the failures, conversations and settings of ``directory``."""
     from jinja2 import Environment, PackageLoader
 
+    # Everything is escaped, because texts of models and agents may contain markup.
     environment = Environment(
         loader=PackageLoader("areal_actors.dashboard", "."),
         autoescape=True,
@@ -135,6 +136,7 @@ def _sessions(directory: RunDirectory, environment: Any) -> tuple[list[str], int
     template = environment.get_template("session.html.jinja")
     shown: list[str] = []
     room, num_left_out = _MAX_SESSION_BYTES, 0
+    # Newest versions first: what has no room is the oldest.
     records = sorted(read_records(directory.sessions), key=lambda record: -int(record.get("version", 0)))
     for record in records:
         untrained = {entry["interaction"]: entry for entry in record.get("untrained", ())}
@@ -149,6 +151,7 @@ def _sessions(directory: RunDirectory, environment: Any) -> tuple[list[str], int
 
 
 def _encode(text: str) -> bytes:
+    # Texts of agents may contain lone surrogates, which UTF-8 cannot encode.
     return text.encode(errors="replace")
 
 

@@ -94,8 +94,10 @@ class SessionSampler:
         while sum(v % self._stride == 0 for v in self._versions) > self._max // 2 and self._stride <= max(
             self._versions
         ):
+            # Doubled, so that the versions to keep are among those that were kept so far.
             self._stride *= 2
         self._file.close()
+        # One version alone may have more records than there is room for.
         room = iter(range(self._max))
         kept = rewrite_records(
             self._path, lambda record: record["version"] % self._stride == 0 and next(room, None) is not None

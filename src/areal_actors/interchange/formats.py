@@ -86,6 +86,7 @@ def export_rows(dumps: Mapping[int, Path], form: str, directory: Path, *, replac
             rows = [row for row in read_rows(path) if row.loss_mask.any()]
             if not rows:
                 continue
+            # Numbered without gaps, as slime and prime-rl count.
             write(partial, len(files), step, rows)
             num_rows += len(rows)
             num_tokens += int(sum(row.loss_mask.sum() for row in rows))

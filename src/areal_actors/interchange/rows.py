@@ -107,6 +107,7 @@ def dump_row(trained: TrainedRow, decode: Decode, *, step: int, row: int, pieces
     known = np.array([*sampled, 1.0] if infos else [1.0], dtype=np.float32)
     is_known = trajectory.turns >= 0 if infos else np.zeros(len(ids), dtype=bool)
     temperatures = known[np.where(is_known, trajectory.turns, -1)]
+    # Rows that a workflow built from tensors do not describe their turns.
     if not infos:
         temperatures = np.where(trajectory.loss_mask == 1, trained.temperature, 1.0)
     finish: FinishReason | None = infos[-1].finish if infos else None
@@ -162,6 +163,7 @@ def write_rows(path: Path, rows: Iterable[DumpedRow]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # Types come from the schema: a step without rows has no values to infer them from.
     schema = _schema()
     found = list(rows)
     columns = []

@@ -392,6 +392,7 @@ class RolloutRunner(Actor[Rollouts]):
                     else "it is empty; return a number, or let agents reward themselves "
                     "(rollout.openai.agents_may_reward)"
                 )
+        # Not the fault of the agent: these end the run.
         except (ActorError, CustomFunctionError):
             raise
         except ArealError as error:
@@ -433,6 +434,7 @@ class RolloutRunner(Actor[Rollouts]):
         _log.debug("episode_failed", session=session, reason=failure)
         if self._config.member_outcome is MemberOutcome.KEEP_PARTIAL and not member.is_eval:
             try:
+                # Without a reward: what the agent set over HTTP stays.
                 kept = await self._conclude(member, session, Reward())
                 if any(row.num_trained_tokens for row in kept.trajectories):
                     return evolve(kept, cut_short=failure, traceback=traceback)

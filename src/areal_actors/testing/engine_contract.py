@@ -217,6 +217,7 @@ async def check_leaving_aborts(subject: Subject) -> None:
         async with subject.engine.generate(create_request(subject)) as chunks:
             async for _ in chunks:
                 scope.cancel()
+    # Everything that was sampled has been reported when it returns.
     await subject.engine.pause()
     statistics = subject.engine.statistics()
     await subject.engine.resume()

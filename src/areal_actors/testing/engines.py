@@ -148,6 +148,7 @@ class EchoEngine:
             yield _EchoStream(generation, self._next_chunk)
         finally:
             self._open.pop(generation, None)
+            # The consumer left before the end.
             if not generation.is_over:
                 self._count_abort()
             self._changed.notify()
@@ -169,6 +170,7 @@ class EchoEngine:
         self._pausing = mode
         while mode is PauseMode.WAIT and self._running and self._pausing is mode:
             await self._wait()
+        # Unless it was resumed, or paused in another way, while this call waited.
         if self._pausing is mode:
             self._is_paused, self._pausing = True, None
         self._changed.notify()
@@ -212,6 +214,7 @@ class EchoEngine:
         self._statistics = evolve(self._statistics, aborted=self._statistics.aborted + 1)
 
     async def _next_chunk(self, generation: _EchoGeneration) -> Chunk:
+        # So that other tasks run between two tokens, as with a real engine.
         await anyio.lowlevel.checkpoint()
         if generation.is_over:
             raise StopAsyncIteration

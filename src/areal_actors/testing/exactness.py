@@ -86,6 +86,7 @@ def _check_row(name: str, row: Trajectory, log: Log, num_trained: Counter[str]) 
     if unknown:
         yield f"{name} holds {unknown}, which the engine never saw"
         return
+    # A row that is one path ends with the whole of its last turn.
     if row.predecessors is None:
         yield from _difference(f"{name}: ids", log[row.interactions[-1]].tokens, row.input_ids)
     expected = _Columns.neutral(len(row.input_ids))

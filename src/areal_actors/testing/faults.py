@@ -82,6 +82,7 @@ class FaultyEngine:
         """Open a generation of the engine and add the fault to it."""
         self._num_opened += 1
         is_honest = self._num_opened <= self._num_honest
+        # From the seed and the number of the request, so that a run can be repeated.
         place = random.Random(f"{self._seed}:{self._num_opened}").randrange(_NUM_PLACES)  # noqa: S311 - a test's dice
         async with self._engine.generate(request) as chunks:
             yield chunks if is_honest else self._spoilt(chunks, _Spoiler(fault=self._fault, place=place))

@@ -97,6 +97,7 @@ def restorable(events: Iterable[JournalEvent]) -> tuple[JournalEvent, ...]:
     kept: dict[tuple[object, ...], JournalEvent] = {}
     for event in events:
         key = _key(event)
+        # A forgotten name begins anew, and nothing of the former session belongs to it.
         if isinstance(event, SessionStarted) and (SessionForgotten, event.session) in kept:
             kept = {k: old for k, old in kept.items() if not _is_of(old, {event.session})}
         if isinstance(event, GroupQueued):

@@ -277,6 +277,7 @@ class ScriptedSessions(Actor[Sessions]):
     @ForgetSession.handler
     async def forget(self, message: ForgetSession) -> None:
         """Forget a session; a live one ends."""
+        # It may have been forgotten before.
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
@@ -295,6 +296,7 @@ class ScriptedSessions(Actor[Sessions]):
     async def _say(self, saying: _Saying) -> AsyncGenerator[Delta, None]:
         async with aclosing(self._script(saying.request)) as deltas:
             async for delta in deltas:
+                # Each delta is one token.
                 if len(saying.deltas) == saying.request.sampling.max_new_tokens:
                     saying.is_cut = True
                     return

@@ -379,9 +379,12 @@ class FakeSGLang:
 
     async def start(self) -> None:
         """Listen, with the weights in the model's directory, on the same port as before."""
+        # It may have been killed while it was paused.
         await self.engine.resume()
         self._received = _ReceivedWeights()
+        # A new process knows no group, no adapter and no request of the one before.
         self.adapters, self._remembered, self._users = {}, {}, Counter()
+        # Published weights are lost with the process: it starts from the directory of its model.
         await self._load(Snapshot(version=self.engine.version + 1, path=self.model), UNLABELLED)
         listener = listen("127.0.0.1", self.port, section="server")
         self.port = listener.getsockname()[1]

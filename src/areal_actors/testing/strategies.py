@@ -60,6 +60,7 @@ def _arguments() -> st.SearchStrategy[str]:
         objects,
         st.sampled_from([(", ", ": "), (",", ":"), (",  ", ":  ")]),
     )
+    # Text that is cut off, no JSON, or nested more deeply than parsers recurse.
     return written | st.sampled_from(["", "{", '{"a": NaN}', "[" * 2000])
 
 
@@ -222,6 +223,7 @@ def _interactions(draw: st.DrawFn, order: int, earlier: Sequence[Interaction]) -
         sampled = token_parent.completion
         num_before = token_parent.num_prompt_tokens + (0 if sampled is None else len(sampled.token_ids))
     suffix = draw(st.lists(st.integers(0, _MAX_TOKEN), min_size=1, max_size=4))
+    # Mostly completed ones: only those have rewards, and turns that continue them.
     status = draw(st.sampled_from([InteractionStatus.COMPLETED] * 6 + list(InteractionStatus)))
     is_completed = status is InteractionStatus.COMPLETED
     has_tokens = is_completed or status is InteractionStatus.CANCELLED

@@ -137,6 +137,7 @@ class VllmServer:
         elif path == "/resume":
             await engine.resume()
         elif path == "/collective_rpc":
+            # Tokens that were sampled before keep the label that they had.
             self._labels[engine.version] = self.label
             try:
                 weights = Path(body["kwargs"]["weights_path"])

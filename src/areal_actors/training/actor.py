@@ -135,6 +135,7 @@ class TrainerActor(Actor[Training]):
         self._ended = anyio.Event()
         self._summary: TrainingSummary | None = None
         self._measured = (0.0, 0)
+        # The run resumed from the checkpoint of this version, which an interrupted start does not write again.
         self._saved_version: int | None = policy.version if self._is_resumed else None
         self._thread: OwnThread
         self._led: LedPolicy
@@ -160,6 +161,7 @@ class TrainerActor(Actor[Training]):
             self._tasks = context.tasks
             context.tasks.start_soon(self._train)
             yield
+            # Queued on the thread that trains, so that it does not happen within a step.
             self._thread.post(self._policy.gang.close)
 
     @RequestStop.handler
@@ -184,6 +186,7 @@ class TrainerActor(Actor[Training]):
     # ------------------------------------------------------------------------------------------------ the loop
 
     async def _train(self) -> None:
+        # Before the first publication, which gathers the weights from all ranks.
         await self._led.join()
         await self._publish()
         await self._published.wait()

@@ -207,6 +207,7 @@ def _centre_by_kind(group: Group, config: AdvantageConfig) -> list[Doubles]:
 def _kind_transforms(members: Sequence[_Member], kind: _Kind, config: AdvantageConfig) -> list[_Transform]:
     """Return for each member the function that maps a return of its turns of ``kind`` to an advantage."""
     found = [member.value_of(kind) for member in members]
+    # No other member has such a turn to compare with, so all turns of each member are compared.
     if sum(value is not None for value in found) <= 1:
         found = [member.mean for member in members]
     present = [index for index, value in enumerate(found) if value is not None]

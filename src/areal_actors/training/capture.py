@@ -171,6 +171,7 @@ class CaptureWatch:
                 continue
             reported, recomputed = row.comparable(raw, sampled)
             is_own = row.trajectory.versions[row.positions] == self.version
+            # Servers at another temperature do not report plain log-probabilities.
             is_own &= ~np.isnan(reported)
             if is_own.any():
                 seen.compared = Comparison(reported=reported[is_own], recomputed=recomputed[is_own])

@@ -208,6 +208,7 @@ def save_checkpoint(
     if gang.is_alone:
         whole = {part: {name: rows.part for name, rows in found.items()} for part, found in shards.items()}
         parts, shards = {**parts, **whole}, {}
+    # Before the free space is measured: the leftovers of a crash may take as much as a checkpoint.
     sweep(root)
     path = root / f"step-{step:08d}"
     num_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
@@ -229,8 +230,10 @@ def save_checkpoint(
                 f"{path} could not be written: the first rank does not see {absent[0]}, which another one wrote. All "
                 "ranks need one file system; set the run directory to a shared one."
             )
+        # Written last: a directory without it is incomplete.
         document = {"format": _FORMAT, "step": step, "sizes": sizes, "counters": dict(contents.counters)}
         (partial / _DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
+    # Only now: until the new one is complete, a run resumes from these.
     for old in find_checkpoints(root)[:-num_kept]:
         shutil.rmtree(old.path, ignore_errors=True)
     return Checkpoint(path=path, step=step, counters=dict(contents.counters))

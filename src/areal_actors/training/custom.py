@@ -140,6 +140,7 @@ class CustomSurrogate:
 
         own = (inputs.advantages, inputs.weights, inputs.behaviour, inputs.proximal, inputs.reference, inputs.rows)
         given = [logprobs, *(value for value in own if value is not None)]
+        # The statistics of the step read the same tensors after the loss.
         before = [_num_changes(tensor) for tensor in given]
         found = self.function(logprobs, inputs)
         if before != [_num_changes(tensor) for tensor in given]:

@@ -107,4 +107,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mappin
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for tensor in tensors.values():
+            # One tensor at a time on the host: all of them at once would take the memory of the model again.
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

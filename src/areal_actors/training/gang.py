@@ -199,6 +199,7 @@ class Gang:
             yield
         except ArealError:  # every rank raises it, so the gang is still in step
             raise
+        # It may have failed in the middle of a collective call, in which the others would wait for it.
         except BaseException as error:
             self.close()
             # gloo's errors have no class, only a message.

@@ -138,6 +138,7 @@ class Adapter:
             task_type="CAUSAL_LM",
             base_model_name_or_path=base["name"],
         )
+        # The factors do not depend on what was drawn before, and what is drawn later not on them.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(settings, model, adapter_name=_NAME)
@@ -298,6 +299,7 @@ def fingerprint(model: Any) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{plain_name(name)} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().reshape(-1)
+        # In bfloat16, so that float32 and bfloat16 copies of the same weights have one fingerprint.
         samples.append(flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].to(torch.bfloat16))
     found.update(torch.cat(samples).cpu().view(torch.uint8).numpy().data)
     return found.hexdigest()[:32]

@@ -175,6 +175,7 @@ class Passes:
                 scores = self._score_chunks(scorer, self._split(scorer, pack), num_calls)
             if index is not None:
                 found[index] = _pair(scores)
+        # Without a backward pass, nothing else frees the weights that this one gathered.
         free_gathered(scorer)
         return self._share_scores(found)
 
@@ -205,6 +206,7 @@ class Passes:
         with torch.no_grad():
             for index in range(num_calls):
                 if index >= len(store.chunks):
+                    # Another rank has more chunks, and gathers the weights for them from this one, too.
                     self._score(scorer, _DUMMY_PACK)
                     continue
                 mask = store.mask(index)

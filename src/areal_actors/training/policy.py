@@ -104,6 +104,7 @@ class TrainedPolicy:
         if phase is not self.phase:
             self.follow(phase)
             self._optimizer = self._create_optimizer()
+            # Moments of an earlier phase: each phase begins with a new optimiser.
             self._unread = None
             self._set_activations()
 

@@ -150,6 +150,7 @@ class AdapterPublisher:
 
 def _forget_others(root: Path, version: int, num_kept: int) -> None:
     found = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
+    # Newer versions were left by a run that was resumed from an earlier one.
     kept = sorted(number for number in found if number <= version)[-num_kept:]
     for number in found.keys() - set(kept):
         shutil.rmtree(found[number], ignore_errors=True)

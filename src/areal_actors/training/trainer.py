@@ -133,6 +133,7 @@ class PolicyTrainer(TrainedPolicy):
         self.enter_phase()
         self.read_moments()
         if self.config.capture.enabled:
+            # First: what is impossible is refused before anything has changed.
             self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
         self._num_updates_before = self._optimizer.num_updates
         rows, num_zero_variance, penalty = self._prepare(groups)
@@ -164,6 +165,7 @@ class PolicyTrainer(TrainedPolicy):
         # Only the first update is watched: after it, no row was sampled by the current weights any more.
         done = [self._update(batch, watch if index == 0 else None, recorder) for index, batch in enumerate(batches)]
         self._optimizer.zero_grad()
+        # glibc keeps freed blocks below 32 MiB; after a step they are gigabytes, which the engine could use.
         release_free_memory()
         self.version += 1
         self._num_updates_before = self._optimizer.num_updates
@@ -235,6 +237,7 @@ class PolicyTrainer(TrainedPolicy):
 
     def _update(self, batch: Batch, watch: CaptureWatch | None, recorder: RowRecorder | None) -> _Update:
         """Update the weights once; with a ``watch`` only if the rows pass its check."""
+        # A row without any advantage has no gradient, unless the objective gives it one.
         skips = self.config.skips_inert_rows and not self._objective.needs_every_row
         chosen = [index for index, row in enumerate(batch.rows) if not (skips and row.is_inert)]
         packs = self._pack(batch.rows, chosen)

@@ -157,6 +157,7 @@ class PackMask(BlockMask):
 
     def by_segment(self, window: int | None) -> SegmentPlan:
         """Return the plan for attention by segments."""
+        # Layers with the same window share a plan.
         if window not in self._segment_plans:
             self._segment_plans[window] = SegmentPlan.create(self.segments, window=window)
         return self._segment_plans[window]
@@ -232,6 +233,7 @@ class SegmentPlan:
 
 
 def _segment_mask(num_queries: int, num_keys: int, *, window: int | None) -> Tensor | None:
+    # Plain causal attention, which sdpa computes without a mask.
     if num_queries == num_keys and (window is None or num_keys <= window):
         return None
     hidden = torch.full((num_queries, num_keys), torch.finfo(torch.float32).min)

@@ -264,6 +264,7 @@ class WeightStoreActor(Actor[Weights]):
             try:
                 yield
             finally:
+                # Closing waits for what is being received, and the ranks that receive it may be lost.
                 with anyio.move_on_after(_PARTING_SECONDS, shield=True):
                     async with anyio.create_task_group() as tasks:
                         for group in [*self._left, *(formed.group for formed in self._formed)]:
@@ -299,6 +300,7 @@ class WeightStoreActor(Actor[Weights]):
             await round_.ended.wait()
             round_.check()
         finally:
+            # Also if the engine's request was cancelled: the others do not wait for its servers.
             round_.leave(message.engine)
 
     # ------------------------------------------------------------------------------------------------- a round

@@ -98,6 +98,7 @@ async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
                 raise
             outcome.append(failure_of(agent, error))
 
+    # In a separate task, which an agent may cancel without cancelling the episode.
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)
     # On asyncio, a task can be cancelled by an object that it awaits; it ends without an error then.
@@ -166,6 +167,7 @@ def parse_result(result: Any, *, agent: str = "agent") -> Reward:
 
 def _number(value: Any, agent: str) -> float:
     """Convert a number, or a numpy or torch scalar, to a float. The store of rewards checks that it is finite."""
+    # A scalar of numpy or torch, without importing either.
     item = getattr(value, "item", None)
     try:
         scalar = item() if callable(item) else value
@@ -247,6 +249,7 @@ def placeholder_keys(environment: MutableMapping[str, str] = os.environ) -> Iter
         ours = [name for name in _NAMES if environment.get(name, PLACEHOLDER) == PLACEHOLDER]
         for name in ours:
             environment[name] = PLACEHOLDER
+        # Counted, because runs of one process overlap: the last one that leaves removes the key.
         _users.update(ours)
     try:
         yield

@@ -198,6 +198,7 @@ class _BoxedInvocation:
                 async with self._box(extra_kwargs["base_url"]) as box:
                     ended = await self._run_agent(box, problem, extra_kwargs["api_key"])
                 return _parse_reward(_last_line(ended.stdout), name=self._name)
+            # By way of a directory of ours: the box of the grader sees nothing of the agent's but these files.
             with scratch_directory() as result:
                 async with self._box(extra_kwargs["base_url"]) as box:
                     await self._run_agent(box, problem, extra_kwargs["api_key"])

@@ -97,12 +97,14 @@ class AgentPool(LimitedAgent):
         async with anyio.create_task_group() as tasks:
             pool = cls(agent, config or PoolConfig(), tasks)
             try:
+                # An agent that cannot be created is reported before the run begins.
                 pool._give_back(await pool._take())
                 yield pool
             except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it
                 failure = error
             finally:
                 pool._is_closed = True
+                # Also if the run is cancelled: no process outlives the block.
                 with anyio.CancelScope(shield=True):
                     async with anyio.create_task_group() as killing:
                         for worker in pool._workers:
@@ -146,6 +148,7 @@ class AgentPool(LimitedAgent):
                 try:
                     worker = await _Worker.start(self._agent, log, self._config.start_timeout_seconds, self._tasks)
                     break
+                # Killed from outside, which does not indicate a fault of the agent: tried again.
                 except _KilledAtStart:
                     if not num_left:
                         raise

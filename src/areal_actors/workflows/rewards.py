@@ -61,6 +61,7 @@ class AsyncRewardWrapper:
             raise ConfigError(f"timeout_seconds must be positive, not {timeout_seconds:g}.")
         self._name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
         try:
+            # Tried at once, so that a function that cannot be sent is refused before any episode.
             pickle.loads(pickle.dumps(reward_fn))  # noqa: S301 - created on the same line
         except Exception as error:
             raise ConfigError(

@@ -45,6 +45,7 @@ def serve(lifeline: int) -> None:
 
     # Kills this process group when the pipe ends, on systems whose kernel does not do so (``lib.child_process``).
     threading.Thread(target=watch, name="areal-lifeline", daemon=True).start()
+    # A crash in native code leaves the stack of the agent in the log.
     faulthandler.enable()
     try:
         agent = deserialize_agent(next(channel))
@@ -146,5 +147,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
+        # Variables that the episode set are not seen by the next one.
         os.environ.clear()
         os.environ.update(before)

@@ -241,6 +241,7 @@ def enumerate_episodes(script: Script) -> tuple[Played, ...]:
         play = Play(path)
         rewards = script(play)
         taken = path + (0,) * (len(play.num_options) - len(path))
+        # The other options of each choice that this path left at its first one.
         for place in range(len(path), len(taken)):
             paths += [(*taken[:place], option) for option in range(1, play.num_options[place])]
         # As the proxy leaves the session: a float is the episode's outcome, set on the last answer.

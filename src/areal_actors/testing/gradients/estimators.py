@@ -216,6 +216,7 @@ class Enumeration:
         for found, weight, advantage, share in zip(self.combinations, weights, advantages, shares, strict=True):
             change = (weight.values[found.places] * advantage[found.places]) @ found.scores
             update += share * change
+            # A group's update is share / probability times its change, and occurs with that probability.
             square += share * share / found.probability * float(change @ change)
             total += share * float(weight.values.sum())
         num_tokens = sum(
@@ -241,6 +242,7 @@ class Enumeration:
         if estimator.rule is not None:
             rows = [estimator.rule(group) for group in groups]
         elif config.normalisation in _BATCHWISE:
+            # Their statistics are over a batch, which is one group here.
             rows = [compute_advantages([group], config)[0].rows for group in groups]
         else:
             rows = [found.rows for found in compute_advantages(groups, config)]

@@ -39,7 +39,7 @@ from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
 from areal_actors.run.conversations import load_vocabulary, require_contained, vocabulary_of
 from areal_actors.run.job import load_rendering, open_group_teacher
-from areal_actors.training.capture_noise import Comparison
+from areal_actors.training.capture import Comparison
 from areal_actors.training.config import Normalisation, Surrogate, TrainerConfig
 from areal_actors.training.phases import PhaseName
 

@@ -185,32 +185,30 @@ class PolicyObjective:
 
 def create_objective(config: ObjectiveConfig, *, num_updates: int = 1) -> PolicyObjective:
     """Return the objective that ``config`` describes, for steps of ``num_updates`` updates."""
+    low, high = config.resolve_clip()
+    dual_clip = config.dual_clip if config.resolve_centre(num_updates) is Centre.BEHAVIOUR else None
+    surrogate: SurrogateLoss
+    match config.surrogate:
+        case Surrogate.DPPO:
+            surrogate = ProbabilityRegion(clip_low=low, clip_high=high)
+        case Surrogate.PPO:
+            surrogate = ClippedRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
+        case Surrogate.GSPO:
+            surrogate = ClippedSequenceRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
+        case Surrogate.CISPO:
+            surrogate = ClippedWeight(clip_low=low, clip_high=high)
+        case Surrogate.REINFORCE:
+            surrogate = Reinforce()
+        case reference:
+            surrogate = load_surrogate(reference)
     return PolicyObjective(
-        surrogate=_create_surrogate(config, config.resolve_centre(num_updates)),
+        surrogate=surrogate,
         correction=BehaviourCorrection(bounds=config.behaviour) if config.is_weighted(num_updates) else None,
         kl_coefficient=config.kl.coefficient if config.kl.place is KlPlace.LOSS else 0.0,
         kl_estimator=config.kl.resolve_estimator(),
         is_kl_unbiased=config.kl.is_unbiased,
         entropy_coefficient=config.entropy_coefficient,
     )
-
-
-def _create_surrogate(config: ObjectiveConfig, centre: Centre) -> SurrogateLoss:
-    low, high = config.resolve_clip()
-    dual_clip = config.dual_clip if centre is Centre.BEHAVIOUR else None
-    match config.surrogate:
-        case Surrogate.DPPO:
-            return ProbabilityRegion(clip_low=low, clip_high=high)
-        case Surrogate.PPO:
-            return ClippedRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
-        case Surrogate.GSPO:
-            return ClippedSequenceRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
-        case Surrogate.CISPO:
-            return ClippedWeight(clip_low=low, clip_high=high)
-        case Surrogate.REINFORCE:
-            return Reinforce()
-        case reference:
-            return load_surrogate(reference)
 
 
 _MAX_NATS = 10.0

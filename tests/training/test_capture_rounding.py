@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.training.capture_noise import Comparison, NoiseModel
+from areal_actors.training.capture import Comparison, NoiseModel
 
 VOCAB = 400
 SHARES = {"float32": 2e-6, "bfloat16": 0.02}

@@ -14,7 +14,6 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from areal_actors.errors import ConfigError
 from areal_actors.training.batch import Batch, TrainingRow
-from areal_actors.training.chunks import split_pack
 from areal_actors.training.config import (
     Activations,
     Aggregation,
@@ -28,7 +27,7 @@ from areal_actors.training.gang import Gang
 from areal_actors.training.model_checks import plan_attention, require_chunk_support
 from areal_actors.training.objective import create_objective
 from areal_actors.training.packing import pack_flat, pack_tree, visible
-from areal_actors.training.passes import Passes, Scorer
+from areal_actors.training.passes import Passes, Scorer, split_pack
 from areal_actors.training.trainer import PolicyTrainer
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, SEGMENT_ATTENTION
 

@@ -141,13 +141,14 @@ class _Guarded:
         # Cookies are shared by all ports of a host, so the name tells the pages of two runs apart.
         cookie = f"areal_page_{request.url.port or 80}"
         given = request.query_params.get("token", "")
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if request.method not in ("GET", "HEAD"):
             response: ASGIApp = _answer({"error": "The page only reads."}, status=405)
         elif self._is_right(given) and request.url.path == "/":
             # The token leaves the address bar and the history.
             response = RedirectResponse("/", status_code=303, headers=_HEADERS)
             response.set_cookie(cookie, self.token, httponly=True, samesite="strict")
-        elif self._is_right(request.cookies.get(cookie, "")) or self._is_right(_bearer(request)):
+        elif self._is_right(request.cookies.get(cookie, "")) or self._is_right(bearer):
             response = self.app
         else:
             hint = "Open the whole URL that the run printed, with its token."
@@ -156,10 +157,6 @@ class _Guarded:
 
     def _is_right(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.token.encode())
-
-
-def _bearer(request: Request) -> str:
-    return request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def _with_headers(send: Send) -> Send:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,12 @@ class ViewedRun:
             return {"records": [], "cursor": "", "is_restarted": cursor != ""}
         # A line without its end may still be growing, or be what a killed process left.
         whole = piece[: piece.rfind(b"\n") + 1]
+        records = []
+        for line in whole.splitlines():
+            with suppress(ValueError):  # a line that two writers damaged costs itself, not the curve
+                records.append(json.loads(line))
         return {
-            "records": [record for record in map(_parse, whole.splitlines()) if record is not None],
+            "records": [record for record in records if isinstance(record, dict)],
             "cursor": f"{inode}:{start + len(whole)}",
             "is_restarted": cursor != "" and not is_continued,
         }
@@ -95,7 +100,11 @@ class ViewedRun:
         kinds: dict[str, dict[str, Any]] = {}
         for record in read_records(self.directory.failures):
             reason = str(record.get("failure"))
-            kind = kinds.setdefault(reason, {"reason": redact(reason), "count": 0, "first": _redacted(record)})
+            if reason not in kinds:
+                # Tracebacks quote the source line, which may contain a key.
+                first = {key: redact(value) if isinstance(value, str) else value for key, value in record.items()}
+                kinds[reason] = {"reason": redact(reason), "count": 0, "first": first}
+            kind = kinds[reason]
             kind["count"] += 1
             kind["last_version"] = record.get("version")
         return sorted(kinds.values(), key=lambda kind: -kind["count"])[:_MAX_FAILURES]
@@ -150,7 +159,9 @@ def find_runs(paths: Sequence[Path]) -> dict[str, ViewedRun]:
     """
     found: dict[str, ViewedRun] = {}
     for path in paths:
-        runs = [where for where in _candidates(path) if _is_run(where)]
+        # Experiments are directories of trials, so runs are found two levels below a directory of runs.
+        candidates = (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))) if path.is_dir() else ()
+        runs = [where for where in candidates if _is_run(RunDirectory(path=where))]
         if not runs:
             raise RunDirectoryError(
                 f"{path} holds no run: there is no metrics.jsonl or config.yaml in it or below it. Give the directory "
@@ -198,14 +209,7 @@ def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _candidates(path: Path) -> Iterable[Path]:
-    if not path.is_dir():
-        return ()
-    return (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/")))
-
-
-def _is_run(path: Path) -> bool:
-    directory = RunDirectory(path=path)
+def _is_run(directory: RunDirectory) -> bool:
     # A directory of agents may have a config.yaml, too; that of a run has the logs of the run next to it.
     return (
         directory.metrics.exists()
@@ -230,15 +234,3 @@ def _versions(root: Path) -> list[int]:
 
 def _num_trained(row: Mapping[str, Any]) -> int:
     return sum(end - start for start, end in row.get("trained") or ())
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _redacted(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: redact(value) if isinstance(value, str) else value for key, value in record.items()}

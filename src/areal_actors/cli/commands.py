@@ -122,6 +122,7 @@ def init(*, directory: Path, sdk: str, model: str) -> None:
         "Next:",
         *wanted,
         f"  areal-actors doctor {config}    # check whether the job can run",
+        f"  areal-actors try {config}       # run a few episodes without training",
         f"  areal-actors train {config}     # train",
         "Then replace problems, conversation and reward in agent.py by your own.",
     ]

@@ -145,6 +145,27 @@ def test_the_weights_of_a_run_are_found_by_step(tmp_path):
     assert untouched == sorted(path.relative_to(run) for path in run.rglob("*"))
 
 
+def test_an_evaluation_beside_a_step_is_sampled_by_one_version(tmp_path):
+    """Every token has the version of its report; each step reports its evaluation, in order."""
+    more = ("total_steps=3", "evaluation={every_steps: 1, is_async: true, num_samples: 2}", "checkpoint.every_steps=1")
+    sets = f"eval_datasets={json.dumps(SETS)}"
+    trained = train(tmp_path, "measured/trial", *more, sets)
+    run = tmp_path / "measured" / "trial"
+    steps = read(run / "metrics.jsonl")
+    rows = {path.parent.name: read(path) for path in (run / "eval-rollout").rglob("easy-0.jsonl")}
+
+    assert 0 == trained.exit_code, trained.output
+    assert [0, 1, 2, 3] == [step["step"] for step in steps]
+    assert {"0", "1", "2", "3"} == set(rows)
+    for version, found in rows.items():
+        assert {(0, version), (1, version)} == {(row["sample_idx"], str(row["head_version"])) for row in found}
+        assert {version} == {str(row["tail_version"]) for row in found}
+    for step in steps:
+        means = [step["eval/easy/reward"], step["eval/hard/reward"]]
+        assert step["eval_reward"] == pytest.approx((3 * means[0] + 2 * means[1]) / 5)
+        assert {"eval/easy/pass_at_1", "eval/easy/pass_at_2"} <= step.keys()
+
+
 @pytest.mark.parametrize("agent", ["Noting", "Anthropic"])
 async def test_a_model_at_a_url_is_asked_with_its_key_and_seeds(tmp_path, agent, anyio_backend_name, monkeypatch):
     """Both protocols; the same code counts turns and failures, and the results say that tokens are unknown."""

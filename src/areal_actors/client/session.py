@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self
@@ -44,6 +44,7 @@ class OpenAIProxyClient:
         position: int | None = None,
         member: int | None = None,
         seed: int | None = None,
+        roles: Sequence[str] = (),
         http_client: httpx.AsyncClient | None = None,
         retries: RetryPolicy | None = None,
         random: Random | None = None,
@@ -60,6 +61,7 @@ class OpenAIProxyClient:
             position: the index of the problem, in a service that trains; by default, problems are counted.
             member: the index of the session in its group; by default, members are counted.
             seed: keys the session's samples together with ``position`` and ``member``.
+            roles: roles that get a completion key each, in ``role_keys``.
             http_client: used for all requests and not closed; by default, the session creates one.
             retries: how often requests are retried.
             random: source of jitter.
@@ -74,11 +76,13 @@ class OpenAIProxyClient:
             "position": position,
             "member": member,
             "seed": seed,
+            "roles": list(roles) or None,
         }
         self._calls = ControlCalls(self._root, http_client=http_client, retries=retries, random=random)
         self._session_id: SessionId | None = None
         self._api_key = ""
         self._completion_key = ""
+        self._role_keys: Mapping[str, str] = {}
         self._is_ended = False
 
     async def __aenter__(self) -> Self:
@@ -99,6 +103,7 @@ class OpenAIProxyClient:
         self._session_id = SessionId(started["session_id"])
         self._api_key = started["api_key"]
         self._completion_key = started["completion_key"]
+        self._role_keys = started.get("role_keys", {})
         return self
 
     async def __aexit__(
@@ -128,6 +133,12 @@ class OpenAIProxyClient:
         """The key for the agent: it can request completions, but can neither reward nor end the session."""
         _ = self.session_id
         return self._completion_key
+
+    @property
+    def role_keys(self) -> Mapping[str, str]:
+        """The completion keys of ``roles``: a request with one has that role."""
+        _ = self.session_id
+        return self._role_keys
 
     @property
     def base_url(self) -> str:

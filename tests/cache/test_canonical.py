@@ -9,7 +9,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.cache.canonical import (
+from areal_actors.cache.history import (
     DIGEST_SIZE,
     canonical_arguments,
     extend_digest,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_actors.cache import RewardTree, backpropagate, export_trajectories
-from areal_actors.cache.canonical import message_digest
+from areal_actors.cache.history import message_digest
 from areal_actors.domain import ChatMessage, ForkReason, Interaction, InteractionId, ToolCall
 
 Edit = Callable[[ChatMessage], ChatMessage]

@@ -1,6 +1,6 @@
 """Token capture and rewards: sessions, their conversation trees, rewards and training rows.
 
-All of this is plain code on frozen values that never waits: ``canonical`` and ``links`` find parents, ``tree`` owns the
+All of this is plain code on frozen values that never waits: ``history`` and ``links`` find parents, ``tree`` owns the
 interactions of a session and ``session`` the sessions, ``prompts`` plans exact prompts, ``rewards`` propagates rewards,
 ``export`` and ``tensors`` build training rows.
 """

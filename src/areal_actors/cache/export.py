@@ -173,18 +173,17 @@ def _individual_rows(source: Source) -> list[Trajectory]:
     rows: list[Trajectory] = []
     ids: dict[InteractionId, Ints] = {}  # a child's prompt begins with the ids of its parent's row
     for turn in source.trained:
-        prompt = _prompt_ids(turn, ids, source.lookup)
+        if turn.token_parent is None:
+            prompt = turn.prompt_suffix
+        else:
+            # A parent that is not trained has no row.
+            parent = ids.get(turn.token_parent)
+            parent = full_ids(source.lookup(turn.token_parent), source.lookup) if parent is None else parent
+            prompt = np.concatenate([parent, turn.prompt_suffix])
         row = _build_row(source, [prompt, turn], trained=frozenset([turn.id]))
         ids[turn.id] = row.input_ids
         rows.append(row)
     return rows
-
-
-def _prompt_ids(turn: Interaction, ids: Mapping[InteractionId, Ints], lookup: Lookup) -> Ints:
-    if turn.token_parent is None:
-        return turn.prompt_suffix
-    parent = ids[turn.token_parent] if turn.token_parent in ids else full_ids(lookup(turn.token_parent), lookup)
-    return np.concatenate([parent, turn.prompt_suffix])
 
 
 def _concat_rows(source: Source) -> list[Trajectory]:

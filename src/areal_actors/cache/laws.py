@@ -107,18 +107,14 @@ def _linear(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
 
 def _free_of_order(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
     discount, order = draw.number(0, 1), draw.order(len(tree.ids))
-    assert is_close(backpropagate(tree, discount, rule), backpropagate(_permuted(tree, order), discount, rule))
-
-
-def _permuted(tree: RewardTree, order: list[int]) -> RewardTree:
-    """Return the same tree with its interactions in another order."""
     places = {old: new for new, old in enumerate(order)}
     parents = (tree.parents[old] for old in order)
-    return RewardTree(
+    permuted = RewardTree(
         ids=tuple(tree.ids[old] for old in order),
         parents=tuple(None if parent is None else places[parent] for parent in parents),
         rewards=tuple(tree.rewards[old] for old in order),
     )
+    assert is_close(backpropagate(tree, discount, rule), backpropagate(permuted, discount, rule))
 
 
 def _bounded(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:

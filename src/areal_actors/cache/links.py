@@ -20,7 +20,7 @@ of these decides, the parent is that earlier answer, and the fork says why.
 Instructions, tools and template options (the ``Frame``) are not part of these digests: if only they changed, the parent
 is still found and the reason for the fork is known.
 
-``canonical`` defines when two messages are equal; ``tree`` owns the lifecycle of interactions.
+``history`` defines when two messages are equal; ``tree`` owns the lifecycle of interactions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from itertools import takewhile
 
 from attrs import evolve, field, frozen
 
-from areal_actors.cache.canonical import (
+from areal_actors.cache.history import (
     DIGEST_SIZE,
     ROOT_DIGEST,
+    Lookup,
     calls_of,
     extend_digest,
+    full_history,
     has_same_calls,
     is_echo,
     message_digest,
@@ -43,8 +45,8 @@ from areal_actors.cache.canonical import (
     prefix_digests,
     system_digest,
     tools_digest,
+    without_instructions,
 )
-from areal_actors.cache.history import Lookup, full_history, without_instructions
 from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
@@ -205,7 +207,11 @@ class ParentIndex:
         """Record that ``history`` was requested under this id."""
         digest = history.digest(len(history.messages))
         self._ask(_Entry(interaction_id, history.frame, len(history.messages)), digest)
-        self._remember(history, interaction_id)
+        same = [recent for recent in self._recent if recent.history.messages == history.messages]
+        ids = (*(i for recent in same for i in recent.ids), interaction_id)
+        # A longer history replaces its own prefixes, so that the few entries belong to different conversations.
+        others = [r for r in self._recent if not _is_prefix(r.history.messages, history.messages)]
+        self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
 
     def restore(self, interaction: Interaction, frame: Frame, digest: bytes | None) -> None:
         """Add an interaction that began and ended earlier; ``digest`` is that of its messages as they were sent.
@@ -378,13 +384,6 @@ class ParentIndex:
             self._clues = _Clues(self._entries, self._lookup)
         return self._clues
 
-    def _remember(self, history: History, interaction_id: InteractionId) -> None:
-        same = [recent for recent in self._recent if recent.history.messages == history.messages]
-        ids = (*(i for recent in same for i in recent.ids), interaction_id)
-        # A longer history replaces its own prefixes, so that the few entries belong to different conversations.
-        others = [r for r in self._recent if not _is_prefix(r.history.messages, history.messages)]
-        self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
-
 
 class _Clues:
     """Finds answers by what is left when a client has edited their history: call ids, the text alone, the questions."""
@@ -410,17 +409,17 @@ class _Clues:
     def asked_alike(self, messages: Sequence[ChatMessage]) -> Sequence[_Entry]:
         """Return the interactions whose prompts differ from ``messages`` in the model's answers at most."""
         for entry in self._entries[len(self._questions) :]:
-            questions = self._read(self._lookup(entry.id))
+            interaction = self._lookup(entry.id)
+            known = None if interaction.parent is None else self._questions.get(interaction.parent)
+            if known is not None and interaction.num_kept is None and interaction.num_instructions is None:
+                questions = _questions_digest(known, (_ANSWER, *interaction.messages))
+            else:
+                # A root, or a turn that replaced messages of its parent, whose digest then is not a prefix of its own.
+                prompt = full_history(interaction, self._lookup, with_answer=False)
+                questions = _questions_digest(ROOT_DIGEST, without_instructions(prompt))
             self._questions[entry.id] = questions
             self._alike.setdefault(questions, []).append(entry)
         return self._alike.get(_questions_digest(ROOT_DIGEST, without_instructions(messages)), ())
-
-    def _read(self, interaction: Interaction) -> bytes:
-        parent = None if interaction.parent is None else self._questions.get(interaction.parent)
-        if parent is not None and interaction.num_kept is None and interaction.num_instructions is None:
-            return _questions_digest(parent, (_ANSWER, *interaction.messages))
-        messages = full_history(interaction, self._lookup, with_answer=False)
-        return _questions_digest(ROOT_DIGEST, without_instructions(messages))
 
 
 def _questions_digest(digest: bytes, messages: Sequence[ChatMessage]) -> bytes:

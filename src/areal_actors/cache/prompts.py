@@ -92,11 +92,17 @@ def plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: Compl
     base = match.base
     if base is None:
         return _rendered(tree, renderer, request, match, match.fork_hint)
-    messages = match.history.messages
+    messages, completion = match.history.messages, base.completion
+    # An answer that was cut off lacks the token that ends a turn, which the renderer must add.
+    is_closed = (
+        completion is not None
+        and len(completion.token_ids) > 0
+        and (int(completion.token_ids[-1]) in renderer.stop_token_ids)
+    )
     suffix = renderer.extend(
         history=tree.history(base),
         new=messages[len(messages) - match.num_beyond :],
-        is_closed=_is_closed(base, renderer),
+        is_closed=is_closed,
         tools=request.tools,
         template_kwargs=request.template_kwargs,
     )
@@ -110,9 +116,10 @@ def _rendered(
     tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest, match: Match, fork: ForkReason | None
 ) -> PromptPlan:
     """Render in full, and share tokens with the nearest ancestor whose exact ids the prompt begins with."""
-    ids = as_ints(
-        renderer.render(_stored_messages(tree, match), tools=request.tools, template_kwargs=request.template_kwargs)
-    )
+    # The stored messages, not their echoes: what a client has dropped, such as reasoning, would change the tokens.
+    messages = [] if match.parent is None else list(tree.history(match.parent))
+    go_on(messages, match.new_messages, match.num_instructions, match.num_kept)
+    ids = as_ints(renderer.render(tuple(messages), tools=request.tools, template_kwargs=request.template_kwargs))
     return _branch(tree, request, match, ids, fork)
 
 
@@ -183,15 +190,6 @@ def _extended(
     return _plan(request, match, ids, start=len(ids) - len(suffix), token_parent=parent.id)
 
 
-def _stored_messages(tree: ConversationTree, match: Match) -> tuple[ChatMessage, ...]:
-    """Return the request's messages, with stored messages instead of their echoes."""
-    if match.parent is None:
-        return match.new_messages
-    messages = list(tree.history(match.parent))
-    go_on(messages, match.new_messages, match.num_instructions, match.num_kept)
-    return tuple(messages)
-
-
 def _plan(
     request: CompletionRequest,
     match: Match,
@@ -205,10 +203,3 @@ def _plan(
     return PromptPlan(
         request=request, match=match, token_ids=ids, suffix=ids[start:], token_parent=token_parent, fork=fork
     )
-
-
-def _is_closed(parent: Interaction, renderer: PromptRenderer) -> bool:
-    completion = parent.completion
-    if completion is None or len(completion.token_ids) == 0:
-        return False
-    return int(completion.token_ids[-1]) in renderer.stop_token_ids

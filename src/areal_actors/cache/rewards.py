@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from attrs import evolve, frozen
 
-from areal_actors.domain import Credit, Interaction, InteractionId, InteractionStatus, SessionRecord
+from areal_actors.domain import Credit, InteractionId, InteractionStatus, SessionRecord
 from areal_actors.errors import ExportError, RewardError
 from areal_actors.lib.references import CustomFunction, is_reference, load_function, shorten
 
@@ -122,9 +122,15 @@ class RewardTree:
         """
         completed = [turn for turn in record.interactions if turn.status is InteractionStatus.COMPLETED]
         positions = {turn.id: position for position, turn in enumerate(completed)}
+        for turn in completed:
+            if turn.parent is not None and turn.parent not in positions:
+                raise ExportError(
+                    f"Interaction {turn.id} continues {turn.parent}, which was not completed; the session's record is "
+                    "damaged."
+                )
         tree = cls(
             ids=tuple(turn.id for turn in completed),
-            parents=tuple(_position(turn, positions) for turn in completed),
+            parents=tuple(None if turn.parent is None else positions[turn.parent] for turn in completed),
             rewards=tuple(turn.reward or 0.0 for turn in completed),
         )
         outcome = record.outcome
@@ -140,7 +146,12 @@ class RewardTree:
         """
         roots = self.roots()
         closed = {roots[position] for position in named}
-        later = self._descendants(at)
+        # Answers that continue ``at`` came when the outcome was known.
+        later: set[int] = set()
+        for position in reversed(self.leaves_first()):
+            parent = self.parents[position]
+            if parent is not None and (parent == at or parent in later):
+                later.add(position)
         leaves = set(range(len(self.ids))) - set(self.parents)
         heirs = frozenset(leaf for leaf in leaves - later if leaf != at and roots[leaf] not in closed)
         rewards = tuple(outcome if position in heirs else own for position, own in enumerate(self.rewards))
@@ -153,14 +164,6 @@ class RewardTree:
             parent = self.parents[position]
             roots[position] = position if parent is None else roots[parent]
         return roots
-
-    def _descendants(self, ancestor: int) -> set[int]:
-        found: set[int] = set()
-        for position in reversed(self.leaves_first()):
-            parent = self.parents[position]
-            if parent is not None and (parent == ancestor or parent in found):
-                found.add(position)
-        return found
 
     def depths(self) -> list[int]:
         """Return how many interactions precede each one in its conversation; 0 for roots."""
@@ -189,16 +192,6 @@ class RewardTree:
         if len(order) != len(self.ids):
             raise ExportError("Interactions are each other's parents; the session's record is damaged.")
         return order
-
-
-def _position(turn: Interaction, positions: Mapping[InteractionId, int]) -> int | None:
-    if turn.parent is None:
-        return None
-    if turn.parent not in positions:
-        raise ExportError(
-            f"Interaction {turn.id} continues {turn.parent}, which was not completed; the session's record is damaged."
-        )
-    return positions[turn.parent]
 
 
 class Rule(Protocol):

@@ -181,7 +181,11 @@ class SessionStore:
         # Otherwise the agent that knows this key would have full access to the new session.
         if owner is not None and not _opens_all(owner, digest):
             raise Conflict("This is the completion key of another session, which its agent knows; use another key.")
-        session_id, completion_key = self._new_id(task), f"sk-{self._token()}"
+        prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.")[:_MAX_PREFIX] or "session"
+        session_id = SessionId(f"{prefix}-{self._token()}")
+        if session_id in self._sessions:
+            raise Conflict(f"Session id {session_id} was drawn twice; the token factory is not random.")
+        completion_key = f"sk-{self._token()}"
         # Merged last below, so that metadata cannot replace the name of the user.
         owner_names = {} if user is None else {_USER: user, _USER_KEY: user_key}
         role_keys = {role: f"sk-{self._token()}" for role in roles}
@@ -209,13 +213,6 @@ class SessionStore:
         self.end(session_id, 0.0)
         self.acknowledge(session_id)
 
-    def _new_id(self, task: str) -> SessionId:
-        prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.")[:_MAX_PREFIX] or "session"
-        session_id = SessionId(f"{prefix}-{self._token()}")
-        if session_id in self._sessions:
-            raise Conflict(f"Session id {session_id} was drawn twice; the token factory is not random.")
-        return session_id
-
     def end(self, session_id: SessionId, now: float) -> Session:
         """End a session. Ending it again changes nothing. Raises ``NotFound`` for an unknown id."""
         session = self.get(session_id)
@@ -225,14 +222,14 @@ class SessionStore:
 
     def expire(self, now: float) -> tuple[SessionId, ...]:
         """End the live sessions that were idle for too long, and return their ids. They can still be exported."""
-        idle = [session.id for session in self if self._is_idle(session, now)]
-        for session_id in idle:
-            self.end(session_id, now)
+        idle = []
+        for session in self:
+            # A request in flight is a use, however long its answer takes.
+            is_busy = session.is_ended or session.tree.num_pending > 0
+            if not is_busy and now - session.last_used_at >= self.settings.idle_seconds:
+                self.end(session.id, now)
+                idle.append(session.id)
         return tuple(idle)
-
-    def _is_idle(self, session: Session, now: float) -> bool:
-        is_busy = session.is_ended or session.tree.num_pending > 0
-        return not is_busy and now - session.last_used_at >= self.settings.idle_seconds
 
     def acknowledge(self, session_id: SessionId) -> bool:
         """Forget an ended session whose export has arrived; return whether it was known.

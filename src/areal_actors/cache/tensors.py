@@ -53,8 +53,6 @@ from areal_actors.errors import ExportError
 
 if TYPE_CHECKING:
     import torch
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["from_tensors", "pad_together", "to_arrays", "to_tensors"]
 
@@ -172,7 +170,12 @@ def from_tensors(
         arrays["versions"] = np.where(
             arrays.get("loss_mask", np.zeros_like(arrays["input_ids"])) == 1, np.int32(version), np.int32(-1)
         )
-    rewards = _read_rewards(tensors, num_rows=len(arrays["input_ids"]))
+    num_rows = len(arrays["input_ids"])
+    # As float64, so that a number beyond float32 is refused with its value instead of becoming infinite.
+    given = _array("rewards", tensors.get("rewards", np.zeros(num_rows)), np.float64)
+    if given.shape != (num_rows,):
+        raise ExportError(f"rewards must be [batch], here [{num_rows}], not {list(given.shape)}.")
+    rewards = [parse_reward(reward) for reward in given]
     rows = [_row(arrays, index, reward, session) for index, reward in enumerate(rewards)]
     if "temperatures" in arrays:
         return rows
@@ -208,14 +211,9 @@ def _with_alike_sampling(results: Sequence[Mapping[str, Any]]) -> list[Mapping[s
     for result in results:
         shape = torch.as_tensor(result["input_ids"]).shape if "input_ids" in result else ()
         missing = (name for name in _SAMPLING if name in named and name not in result)
-        filled.append(dict(result) | {name: _neutral(name, shape) for name in missing})
+        neutral = {name: torch.from_numpy(np.full(shape, _SAMPLING[name], _BY_TOKEN[name][0])) for name in missing}
+        filled.append(dict(result) | neutral)
     return filled
-
-
-def _neutral(name: str, shape: Sequence[int]) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(np.full(shape, _SAMPLING[name], _BY_TOKEN[name][0]))
 
 
 def _join(tensors: Sequence[torch.Tensor], *, pad: int) -> torch.Tensor:
@@ -268,15 +266,6 @@ def _array(name: str, value: Any, kind: type[np.generic]) -> Array:
     return converted
 
 
-def _read_rewards(tensors: Mapping[str, Any], *, num_rows: int) -> list[float]:
-    if "rewards" not in tensors:
-        return [0.0] * num_rows
-    rewards = _array("rewards", tensors["rewards"], np.float64)
-    if rewards.shape != (num_rows,):
-        raise ExportError(f"rewards must be [batch], here [{num_rows}], not {list(rewards.shape)}.")
-    return [parse_reward(reward) for reward in rewards]
-
-
 # -------------------------------------------------------------------------------------------------------- rows
 
 
@@ -291,7 +280,8 @@ def _row(arrays: Mapping[str, Array], index: int, reward: float, session: Sessio
     if arrays.get("loss_mask", np.zeros(1)).any() and int(arrays["loss_mask"][index].sum()) != int(mask.sum()):
         raise ExportError(f"The loss_mask of row {index} trains padding; it must be 0 where attention_mask is 0.")
     _place_tree(columns, offset=int(places[0]))
-    _check(columns, index)
+    for complaint in _complaints(columns):
+        raise ExportError(f"Row {index}: {complaint}")
     samplings = np.stack([columns.pop(name, np.full(len(places), value)) for name, value in _SAMPLING.items()], axis=1)
     turns = _turns(mask, samplings)
     columns.setdefault("logprobs", np.zeros(len(places), np.float32))
@@ -346,18 +336,17 @@ def _turns(mask: Array, samplings: Array) -> Array:
     return np.where(mask == 1, np.cumsum(begins) - 1, -1).astype(np.int32)
 
 
-def _check(columns: Mapping[str, Array], index: int) -> None:
-    for complaint in _complaints(columns):
-        raise ExportError(f"Row {index}: {complaint}")
-
-
 def _complaints(columns: Mapping[str, Array]) -> Iterator[str]:
     mask, trained = columns["loss_mask"], columns["loss_mask"] == 1
     if (columns["input_ids"] < 0).any():
         yield "input_ids has a negative id; pad with 0 and say so in attention_mask."
     if not np.isin(mask, (0, 1)).all():
         yield "loss_mask holds something else than 0 and 1."
-    yield from _order_complaints(columns, trained)
+    predecessors = columns.get("predecessors", np.arange(-1, len(trained) - 1))
+    if not is_tree_order(predecessors):
+        yield "predecessors must be -1 or the index of an earlier token of the row."
+    elif trained[predecessors < 0].any():
+        yield "loss_mask trains the first token of a branch, which nothing predicts."
     if not trained.any():
         return
     for name in ("logprobs", "versions"):
@@ -390,11 +379,3 @@ def _can_sample(name: str, values: Array) -> bool:
             return bool((values >= 0).all())
         case _:
             return bool(((values >= 0) & (values <= 1)).all())
-
-
-def _order_complaints(columns: Mapping[str, Array], trained: Array) -> Iterator[str]:
-    predecessors = columns.get("predecessors", np.arange(-1, len(trained) - 1))
-    if not is_tree_order(predecessors):
-        yield "predecessors must be -1 or the index of an earlier token of the row."
-    elif trained[predecessors < 0].any():
-        yield "loss_mask trains the first token of a branch, which nothing predicts."

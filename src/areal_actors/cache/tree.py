@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve, field, frozen
 
-from areal_actors.cache.canonical import DIGEST_SIZE
-from areal_actors.cache.history import full_history, full_ids, go_on, prompt_ids
+from areal_actors.cache.history import DIGEST_SIZE, full_history, full_ids, go_on, prompt_ids
 from areal_actors.cache.links import Frame, Match, ParentIndex
 from areal_actors.cache.rewards import parse_reward
 from areal_actors.domain import (
@@ -138,7 +137,9 @@ class ConversationTree:
         tree, ended = cls(session, group=group, metadata=metadata), tuple(turns)
         tree._is_restored = True
         for turn in sorted(ended, key=lambda turn: turn.interaction.order):
-            tree._put(tree._compacted(turn.interaction))
+            restored = turn.interaction
+            completion = None if restored.completion is None else tree._compact(restored.completion)
+            tree._put(evolve(restored, prompt_suffix=own(restored.prompt_suffix), completion=completion))
             tree._next_order = turn.interaction.order + 1
         # In the order in which they ended, which decides between equal answers.
         for turn in ended:
@@ -149,10 +150,6 @@ class ConversationTree:
                 tree._next_completed = max(tree._next_completed, interaction.completed_order + 1)
                 tree._note_completed(interaction)
         return tree
-
-    def _compacted(self, interaction: Interaction) -> Interaction:
-        completion = None if interaction.completion is None else self._compact(interaction.completion)
-        return evolve(interaction, prompt_suffix=own(interaction.prompt_suffix), completion=completion)
 
     def __len__(self) -> int:
         """Return the number of interactions, finished or not."""
@@ -187,19 +184,16 @@ class ConversationTree:
         """
         if request.previous is None:
             return self._index.match(request)
-        return self._index.follow(request, self._previous(request.previous))
-
-    def _previous(self, interaction_id: InteractionId) -> Interaction:
-        interaction = self._interactions.get(interaction_id)
-        if interaction is None:
-            raise PreviousNotFound(interaction_id)
-        if interaction.status is not InteractionStatus.COMPLETED:
+        previous = self._interactions.get(request.previous)
+        if previous is None:
+            raise PreviousNotFound(request.previous)
+        if previous.status is not InteractionStatus.COMPLETED:
             raise InvalidRequest(
-                f"Response {interaction_id} was not completed ({interaction.status}), so that nothing can follow it; "
+                f"Response {previous.id} was not completed ({previous.status}), so that nothing can follow it; "
                 "send the history as input.",
                 param=PreviousNotFound.field,
             )
-        return interaction
+        return self._index.follow(request, previous)
 
     def find_text(self, text: str) -> tuple[Interaction, str] | None:
         """Return the longest answered raw prompt whose text and answer begin ``text``, and the rest."""
@@ -326,11 +320,10 @@ class ConversationTree:
         self._last_completed = interaction.id
         if interaction.is_stored:
             self._last_stored = interaction.id
-        if interaction.messages and interaction.messages[-1].role == RAW_ROLE:
-            self._remember_raw(interaction)
-
-    def _remember_raw(self, interaction: Interaction) -> None:
-        """Make a raw prompt findable by prompts that continue it. Without a text in the answer, only by ids."""
+        if not interaction.messages or interaction.messages[-1].role != RAW_ROLE:
+            return
+        # Prompts that continue a raw one find it by its beginning: by ids, and by text if the answer has one. Without
+        # one, every later use of the same prompt would seem to continue an empty answer.
         self._ids.add(self.full_tokens(interaction).tobytes(), interaction.id)
         if interaction.output is not None and interaction.output.content:
             text = "".join(message.content or "" for message in self.history(interaction))
@@ -391,7 +384,15 @@ class ConversationTree:
         Raises as it does.
         """
         value = parse_reward(reward)
-        interaction = self._last() if interaction_id is None else self.get(interaction_id)
+        last = self._last_stored or self._last_completed
+        if interaction_id is not None:
+            interaction = self.get(interaction_id)
+        elif last is not None:
+            interaction = self._interactions[last]
+        else:
+            raise RewardError(
+                f"Session {self.session} has no completed interaction to reward; wait for an answer, or name one by id."
+            )
         if interaction.status in _UNREWARDABLE:
             raise RewardError(
                 f"Interaction {interaction.id} was not completed ({interaction.status}) and is not trained; "
@@ -407,16 +408,9 @@ class ConversationTree:
 
     def put_reward(self, rewarded: Interaction) -> Interaction:
         """Store the reward of ``rewarded`` on the current state of that interaction."""
+        # The interaction may have completed while the journal wrote the reward, so ``rewarded`` may be out of date.
         now = self.get(rewarded.id)
         return self._put(evolve(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
-
-    def _last(self) -> Interaction:
-        last = self._last_stored or self._last_completed
-        if last is None:
-            raise RewardError(
-                f"Session {self.session} has no completed interaction to reward; wait for an answer, or name one by id."
-            )
-        return self._interactions[last]
 
 
 def _encoded(text: str) -> bytes:

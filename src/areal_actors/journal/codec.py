@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -156,8 +156,9 @@ def dump_messages(messages: Iterable[ChatMessage]) -> Sql:
 
 def load_messages(value: Any) -> tuple[ChatMessage, ...]:
     """Return the messages that were given to ``dump_messages``."""
-    plain = orjson.loads(value) if isinstance(value, str) else load_json(value)
-    return tuple(map(_to_message, plain))
+    messages: list[dict[str, Any]] = orjson.loads(value) if isinstance(value, str) else load_json(value)
+    calls = (tuple(ToolCall(**call) for call in plain.pop("tool_calls", ())) for plain in messages)
+    return tuple(ChatMessage(tool_calls=found, **plain) for found, plain in zip(calls, messages, strict=True))
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
@@ -169,11 +170,6 @@ def _message(message: ChatMessage) -> dict[str, Any]:
         if value is not None:
             plain[name] = value
     return plain
-
-
-def _to_message(plain: dict[str, Any]) -> ChatMessage:
-    calls = tuple(ToolCall(**call) for call in plain.pop("tool_calls", ()))
-    return ChatMessage(**plain, tool_calls=calls)
 
 
 # ------------------------------------------------------------------------------------------------------ arrays
@@ -257,7 +253,7 @@ TURN_COLUMNS = (
 
 def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
     """Return the values of ``TURN_COLUMNS``."""
-    turn = event.interaction
+    turn, attempt = event.interaction, event.attempt
     row = {
         "session": text(event.session),
         "interaction": text(turn.id),
@@ -281,7 +277,7 @@ def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
         "num_kept": turn.num_kept,
         "messages": dump_messages(turn.messages),
         "output": None if turn.output is None else dump_messages((turn.output,)),
-        "attempt": _attempt_value(event.attempt),
+        "attempt": None if attempt is None else dump_json(asdict(attempt)),
         "siblings": dump_json(event.siblings) if event.siblings else None,
         "frame": pack_bytes(event.frame),
         "prompt_suffix": pack_ints(turn.prompt_suffix),
@@ -291,13 +287,6 @@ def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
         **_completion_values(turn.completion),
     }
     return tuple(map(row.__getitem__, TURN_COLUMNS))
-
-
-def _attempt_value(attempt: Attempt | None) -> Sql:
-    if attempt is None:
-        return None
-    plain = {"fingerprint": attempt.fingerprint, "number": attempt.number, "idempotency_key": attempt.idempotency_key}
-    return dump_json(plain)
 
 
 def _completion_values(completion: Completion | None) -> dict[str, Sql]:
@@ -310,7 +299,9 @@ def _completion_values(completion: Completion | None) -> dict[str, Sql]:
     logprobs, raw = pack_floats(completion.logprobs), pack_floats(completion.raw_logprobs)
     versions, packed = completion.versions, pack_ints(completion.versions)
     has_one = packed[4:] == packed[:-4]  # bytes are compared faster than an array is reduced
-    head, tail = _range(versions, has_one=has_one)
+    # With one version, its two columns need no search; without tokens, they are empty.
+    bounds = versions[:1] if has_one else versions
+    head, tail = (int(bounds.min()), int(bounds.max())) if len(bounds) else (None, None)
     return {
         "finish": completion.finish,
         "num_output_tokens": len(completion.token_ids),
@@ -322,13 +313,6 @@ def _completion_values(completion: Completion | None) -> dict[str, Sql]:
         "versions": None if has_one and len(versions) == len(completion.token_ids) else packed,
         "top_logprobs": pack_alternatives(completion.top_logprobs),
     }
-
-
-def _range(versions: Ints, *, has_one: bool) -> tuple[int | None, int | None]:
-    if len(versions) == 0:
-        return None, None
-    first = int(versions[0])
-    return (first, first) if has_one else (int(versions.min()), int(versions.max()))
 
 
 def to_turn(row: Mapping[str, Any]) -> TurnEnded:
@@ -387,7 +371,6 @@ def _completion(row: Mapping[str, Any]) -> Completion | None:
     )
 
 
-Row: TypeAlias = Mapping[str, Any]
 Statement: TypeAlias = tuple[str, tuple[Sql, ...]]
 
 
@@ -395,13 +378,12 @@ Statement: TypeAlias = tuple[str, tuple[Sql, ...]]
 class Table:
     """A table of events.
 
-    ``decode`` turns a row into an event; ``is_kept`` is the SQL condition for rows to be restored.
+    ``is_kept`` is the SQL condition for rows to be restored.
     """
 
     name: str
     key: tuple[str, ...]
     columns: tuple[str, ...]
-    decode: Callable[[Row], JournalEvent]
     keeps_place: bool = False
     is_kept: str = "true"
 
@@ -424,6 +406,47 @@ class Table:
             f"WHERE seq > ? AND ({self.is_kept}) ORDER BY seq LIMIT ?"
         )
 
+    def decode(self, row: Mapping[str, Any]) -> JournalEvent:
+        """Return the event that is stored in a row of this table."""
+        event: JournalEvent
+        match self.name:
+            case "turns":
+                event = to_turn(row)
+            case "sessions":
+                key = load_json(row["sample_key"])
+                event = SessionStarted(
+                    session=to_text(row["session"]),
+                    key_digest=row["key_digest"],
+                    # Sessions of journals before version 6 have one key only.
+                    completion_digest=row["completion_digest"] or b"",
+                    sample_key=SampleKey(seed=key["seed"], path=tuple(key["path"])),
+                    started_at=float(row["started_at"]),
+                    group=to_text(row["group_id"]),
+                    user=to_text(row["user"]),
+                    metadata=load_json(row["metadata"]),
+                )
+            case "rewards":
+                # Before version 5, rewards had no scope and count as rewards of answers.
+                scope = RewardScope(row["scope"] or RewardScope.ANSWER)
+                session, interaction = to_text(row["session"]), to_text(row["interaction"])
+                event = RewardSet(session=session, interaction=interaction, reward=float(row["reward"]), scope=scope)
+            case "endings":
+                ended_at, is_final = float(row["ended_at"]), bool(row["is_final"])
+                event = SessionEnded(session=to_text(row["session"]), ended_at=ended_at, is_final=is_final)
+            case "forgotten":
+                event = SessionForgotten(session=to_text(row["session"]))
+            case "groups":
+                group, sessions = to_text(row["group_id"]), tuple(load_json(row["sessions"]))
+                event = GroupQueued(
+                    group=group, position=row["position"], sessions=sessions, data=load_json(row["data"])
+                )
+            case "consumed":
+                group, is_trained = to_text(row["group_id"]), bool(row["is_trained"])
+                event = GroupConsumed(group=group, version=row["version"], is_trained=is_trained)
+            case _:
+                event = VersionSaved(version=row["version"])
+        return event
+
 
 def encode(event: JournalEvent, seq: int, now: float) -> list[Statement]:
     """Return the SQL statements that store ``event`` as number ``seq``, at ``now`` seconds since 1970.
@@ -432,7 +455,7 @@ def encode(event: JournalEvent, seq: int, now: float) -> list[Statement]:
         JournalError: the event holds a value that cannot be stored, such as metadata that is not JSON.
     """
     try:
-        return list(_ENCODERS[type(event)](event, seq, now))
+        return list(_statements(event, seq, now))
     except (TypeError, ValueError, AttributeError, LookupError, RecursionError, OverflowError) as error:
         raise JournalError(
             f"A {type(event).__name__} cannot be written to the journal: {error}. Metadata and problems of sessions "
@@ -446,7 +469,30 @@ _NOT_GONE = "NOT EXISTS (SELECT 1 FROM gone_sessions g WHERE g.session = t.sessi
 _NOT_FINISHED = "NOT EXISTS (SELECT 1 FROM finished_groups f WHERE f.group_id = t.group_id)"
 
 
-def _start_row(event: SessionStarted, seq: int, _: float) -> Iterator[Statement]:
+def _statements(event: JournalEvent, seq: int, now: float) -> Iterator[Statement]:
+    match event:
+        case SessionStarted():
+            yield from _start_row(event, seq)
+        case TurnEnded():
+            yield _INSERTIONS["turns"], (seq, *turn_values(event))
+        case RewardSet(session=session, interaction=interaction):
+            values = (text(session), text(interaction), real(event.reward), event.scope)
+            yield _INSERTIONS["rewards"], (seq, *values)
+        case SessionEnded(session=session):
+            yield _INSERTIONS["endings"], (seq, text(session), real(event.ended_at), event.is_final)
+        case SessionForgotten(session=session):
+            yield _INSERTIONS["forgotten"], (seq, text(session), now)
+        case GroupQueued():
+            yield from _group_row(event, seq)
+        case GroupConsumed(group=group):
+            yield _INSERTIONS["consumed"], (seq, text(group), event.version, event.is_trained, now)
+        case VersionSaved():
+            yield _INSERTIONS["saved_versions"], (seq, event.version)
+        case _:
+            raise TypeError("no table is made for such events")
+
+
+def _start_row(event: SessionStarted, seq: int) -> Iterator[Statement]:
     # A forgotten session whose name is used again is a different session.
     session = text(event.session)
     for table in ("turns", "rewards", "endings", "sessions"):
@@ -458,59 +504,7 @@ def _start_row(event: SessionStarted, seq: int, _: float) -> Iterator[Statement]
     yield _INSERTIONS["sessions"], (seq, session, *columns, event.key_digest, event.completion_digest)
 
 
-def _start(row: Row) -> SessionStarted:
-    key = load_json(row["sample_key"])
-    return SessionStarted(
-        session=to_text(row["session"]),
-        key_digest=row["key_digest"],
-        completion_digest=row["completion_digest"] or b"",
-        sample_key=SampleKey(seed=key["seed"], path=tuple(key["path"])),
-        started_at=float(row["started_at"]),
-        group=to_text(row["group_id"]),
-        user=to_text(row["user"]),
-        metadata=load_json(row["metadata"]),
-    )
-
-
-def _reward_row(event: RewardSet, seq: int, _: float) -> Iterator[Statement]:
-    yield _INSERTIONS["rewards"], (seq, text(event.session), text(event.interaction), real(event.reward), event.scope)
-
-
-def _reward(row: Row) -> RewardSet:
-    return RewardSet(
-        session=to_text(row["session"]),
-        interaction=to_text(row["interaction"]),
-        reward=float(row["reward"]),
-        scope=RewardScope(row["scope"] or RewardScope.ANSWER),
-    )
-
-
-def _ending_row(event: SessionEnded, seq: int, _: float) -> Iterator[Statement]:
-    yield _INSERTIONS["endings"], (seq, text(event.session), real(event.ended_at), event.is_final)
-
-
-def _ending(row: Row) -> SessionEnded:
-    return SessionEnded(
-        session=to_text(row["session"]), ended_at=float(row["ended_at"]), is_final=bool(row["is_final"])
-    )
-
-
-def _turn_row(event: TurnEnded, seq: int, _: float) -> Iterator[Statement]:
-    yield _INSERTIONS["turns"], (seq, *turn_values(event))
-
-
-def _forgotten_row(event: SessionForgotten, seq: int, now: float) -> Iterator[Statement]:
-    yield _INSERTIONS["forgotten"], (seq, text(event.session), now)
-
-
-def _forgotten(row: Row) -> SessionForgotten:
-    return SessionForgotten(session=to_text(row["session"]))
-
-
-# ------------------------------------------------------------------------------------------------------ groups
-
-
-def _group_row(event: GroupQueued, seq: int, _: float) -> Iterator[Statement]:
+def _group_row(event: GroupQueued, seq: int) -> Iterator[Statement]:
     # A group that is queued again waits again, even if it was consumed before, and refers to other sessions.
     group = text(event.group)
     yield "DELETE FROM consumed WHERE group_id = ?", (group,)
@@ -518,31 +512,6 @@ def _group_row(event: GroupQueued, seq: int, _: float) -> Iterator[Statement]:
     for session in dict.fromkeys(event.sessions):
         yield "INSERT INTO group_sessions (session, group_id) VALUES (?, ?)", (text(session), group)
     yield _INSERTIONS["groups"], (seq, group, event.position, dump_json(event.sessions), dump_json(event.data))
-
-
-def _group(row: Row) -> GroupQueued:
-    return GroupQueued(
-        group=to_text(row["group_id"]),
-        position=row["position"],
-        sessions=tuple(load_json(row["sessions"])),
-        data=load_json(row["data"]),
-    )
-
-
-def _consumed_row(event: GroupConsumed, seq: int, now: float) -> Iterator[Statement]:
-    yield _INSERTIONS["consumed"], (seq, text(event.group), event.version, event.is_trained, now)
-
-
-def _consumed(row: Row) -> GroupConsumed:
-    return GroupConsumed(group=to_text(row["group_id"]), version=row["version"], is_trained=bool(row["is_trained"]))
-
-
-def _version_row(event: VersionSaved, seq: int, _: float) -> Iterator[Statement]:
-    yield _INSERTIONS["saved_versions"], (seq, event.version)
-
-
-def _version(row: Row) -> VersionSaved:
-    return VersionSaved(version=row["version"])
 
 
 # ------------------------------------------------------------------------------------------------------ tables
@@ -561,7 +530,6 @@ TABLES: tuple[Table, ...] = (
             "key_digest",
             "completion_digest",
         ),
-        decode=_start,
         keeps_place=True,
         is_kept=_NOT_GONE,
     ),
@@ -569,7 +537,6 @@ TABLES: tuple[Table, ...] = (
         name="turns",
         key=("session", "interaction"),
         columns=TURN_COLUMNS,
-        decode=to_turn,
         keeps_place=True,
         is_kept=_NOT_GONE,
     ),
@@ -577,46 +544,29 @@ TABLES: tuple[Table, ...] = (
         name="rewards",
         key=("session", "interaction"),
         columns=("session", "interaction", "reward", "scope"),
-        decode=_reward,
         is_kept=_NOT_GONE,
     ),
     Table(
         name="endings",
         key=("session",),
         columns=("session", "ended_at", "is_final"),
-        decode=_ending,
         is_kept=_NOT_GONE,
     ),
-    Table(
-        name="forgotten", key=("session",), columns=("session", "forgotten_at"), decode=_forgotten, is_kept=_NOT_GONE
-    ),
+    Table(name="forgotten", key=("session",), columns=("session", "forgotten_at"), is_kept=_NOT_GONE),
     Table(
         name="groups",
         key=("group_id",),
         columns=("group_id", "position", "sessions", "data"),
-        decode=_group,
         is_kept=_NOT_FINISHED,
     ),
     Table(
         name="consumed",
         key=("group_id",),
         columns=("group_id", "version", "is_trained", "consumed_at"),
-        decode=_consumed,
         is_kept=_NOT_FINISHED,
     ),
-    Table(name="saved_versions", key=("version",), columns=("version",), decode=_version),
+    Table(name="saved_versions", key=("version",), columns=("version",)),
 )
 """All event tables."""
 
 _INSERTIONS = {table.name: table.insertion for table in TABLES}
-
-_ENCODERS: Mapping[type, Callable[[Any, int, float], Iterator[Statement]]] = {
-    SessionStarted: _start_row,
-    TurnEnded: _turn_row,
-    RewardSet: _reward_row,
-    SessionEnded: _ending_row,
-    SessionForgotten: _forgotten_row,
-    GroupQueued: _group_row,
-    GroupConsumed: _consumed_row,
-    VersionSaved: _version_row,
-}

@@ -42,6 +42,7 @@ class RolloutDumper:
     def open(self) -> None:
         """Remove the files of episodes that will be repeated."""
         step = self._resumed_step or 0
+        # A resumed run repeats the episodes of its checkpoint's version and of later ones.
         _remove_versions(self._directory.rollouts, at_least=step)
         # The checkpoint's own weights were evaluated before it was written.
         _remove_versions(self._directory.eval_rollouts, at_least=step + (self._resumed_step is not None))

@@ -124,6 +124,7 @@ class ProgressReporter(Actor[Progress]):
         A listener that fails does not keep the others from being called or closed.
         """
         failed: RunDirectoryError | None = None
+        # A listener that fails does not keep the others from being called or closed.
         for listener in [listener for listener in self._listeners if listener.name not in self._deaf]:
             try:
                 action(listener)

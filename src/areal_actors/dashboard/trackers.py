@@ -348,7 +348,12 @@ def parse_trackers(entries: Sequence[str | Mapping[str, Any]]) -> dict[str, Mapp
 
 def require_trackers(names: Sequence[str]) -> None:
     """Raise ``ConfigError`` if the package of a tracker is not installed, with the line that installs it."""
-    missing = [kind for name in names if not _is_installed((kind := TRACKERS[name]).package)]
+    missing = []
+    for kind in (TRACKERS[name] for name in names):
+        spec = find_spec(kind.package)
+        # A directory of that name, such as the one in which wandb keeps its runs, is a package without a file.
+        if spec is None or spec.origin is None:
+            missing.append(kind)
     if missing:
         raise ConfigError(
             tuple(
@@ -356,12 +361,6 @@ def require_trackers(names: Sequence[str]) -> None:
                 for kind in missing
             )
         )
-
-
-def _is_installed(package: str) -> bool:
-    spec = find_spec(package)
-    # A directory of that name, such as the one in which wandb keeps its runs, is a package without a file.
-    return spec is not None and spec.origin is not None
 
 
 def create_trackers(trackers: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> list[TrackerWriter]:

@@ -49,6 +49,7 @@ def format_episode(episode: Episode) -> dict[str, Any]:
         infos = {"turn_infos": [asdict(info) for info in row.turn_infos]} if row.turn_infos else {}
         rows.append({"interaction_ids": row.interactions, "reward": row.reward, "tag": row.tag, **arrays, **infos})
     return {
+        # Clients of an earlier release read version 1, so that only documents with trees have a newer one.
         "version": DOCUMENT_VERSION if any(row.predecessors is not None for row in episode.trajectories) else 1,
         "session_id": episode.session,
         "member": episode.member,

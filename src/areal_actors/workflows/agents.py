@@ -149,6 +149,7 @@ def format_agent_traceback(error: BaseException) -> str:
 
     The frames of this library that called the agent are left out, and so are the oldest characters of a longer one.
     """
+    # The frames of this library that called the agent say nothing about its error.
     report = traceback.TracebackException.from_exception(error)
     frames = list(report.stack)
     while frames and Path(frames[0].filename).is_relative_to(_PACKAGE):
@@ -183,6 +184,7 @@ def _number(value: Any, agent: str) -> float:
 
 def describe_error(error: BaseException) -> str:
     """Describe an exception in one line; an exception group by its first cause."""
+    # The first cause says more than the name of a group.
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     try:

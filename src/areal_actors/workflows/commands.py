@@ -108,6 +108,7 @@ class CommandAgent(LimitedAgent):
     async def acquire(self) -> AsyncIterator[Agent]:
         """Wait until fewer than ``num_workers`` commands run."""
         async with self._places:
+            # Each place has a log and a file of its problem, which successive episodes share.
             log = self._logs.pop(0)
             problem = self._directory / f"{id(log)}.json"
             try:

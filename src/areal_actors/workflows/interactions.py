@@ -262,24 +262,18 @@ def _join_interactions(result: Mapping[str, InteractionWithTokenLogpReward], ses
         # An interaction that a workflow created itself has a reward only.
         is_own = interaction.row is None and interaction.assigned_reward is None
         assigned.append(interaction.reward if is_own else interaction.assigned_reward)
-    ancestors = _find_ancestors(result)
-    assigned += [turn.assigned_reward for turn in ancestors]
-    total = parse_reward(sum(reward or 0.0 for reward in assigned))
-    return Sample(trajectories=tuple(rows), reward=total, num_turns=len(result) + len(ancestors))
-
-
-def _find_ancestors(result: Mapping[str, InteractionWithTokenLogpReward]) -> list[InteractionWithTokenLogpReward]:
-    """Return the turns that lead to a turn in ``result`` but are missing there: it has only the last turn of a row."""
+    # A result may have only the last turn of a row: the turns that lead to it count as well, and their rewards.
     seen = {interaction.interaction_id for interaction in result.values()}
-    found: list[InteractionWithTokenLogpReward] = []
-    starts = [turn for interaction in result.values() for turn in (interaction.parent, *interaction.others)]
-    for start in starts:
+    ancestors: list[InteractionWithTokenLogpReward] = []
+    for start in (turn for interaction in result.values() for turn in (interaction.parent, *interaction.others)):
         turn = start
         while turn is not None and turn.interaction_id not in seen:
             seen.add(turn.interaction_id)
-            found.append(turn)
+            ancestors.append(turn)
             turn = turn.parent
-    return found
+    assigned += [turn.assigned_reward for turn in ancestors]
+    total = parse_reward(sum(reward or 0.0 for reward in assigned))
+    return Sample(trajectories=tuple(rows), reward=total, num_turns=len(result) + len(ancestors))
 
 
 def _create_row(response: ModelResponse, name: InteractionId, reward: float, session: SessionId) -> Trajectory:

@@ -134,6 +134,7 @@ class AgentPool(LimitedAgent):
         """Return the process that was used last, since its caches are warm. An idle one that died is replaced."""
         if self._is_closed:
             raise WorkflowError(f"The processes of {self._name} have ended; run episodes inside the block of the pool.")
+        # The one that was used last first: its caches are warm.
         while self._idle:
             idle = self._idle.pop()
             if idle.is_alive:

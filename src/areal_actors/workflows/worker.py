@@ -116,6 +116,7 @@ class _EpisodeRunner:
     def _reward(self, data: Any, link: Mapping[str, str]) -> Reward:
         if inspect.iscoroutinefunction(self._agent.run):
             # Shared by all episodes, so that certificates are read and connections opened once.
+            # An agent may have closed it, as it may close any client that it was given.
             if self._http_client is None or self._http_client.is_closed:
                 self._http_client = create_agent_http_client()
             injected = Injected(**link, http_client=self._http_client)

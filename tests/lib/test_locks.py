@@ -6,9 +6,11 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from areal_actors.errors import ConfigError
 from areal_actors.lib.locks import NO_LOCKS, hold, is_held, take
 
 HOLDER = """
@@ -70,3 +72,23 @@ def test_a_lock_that_cannot_be_opened_is_an_error(tmp_path):
     """And not somebody's."""
     with pytest.raises(FileNotFoundError):
         take(tmp_path / "nowhere" / "lock")
+
+
+def test_a_reader_who_looks_does_not_keep_a_holder_out(tmp_path):
+    """``is_held`` takes the lock for an instant; listing runs must not refuse one that starts meanwhile."""
+    path = tmp_path / "lock"
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.001):
+            is_held(path)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(20):
+            with hold(path, ConfigError):
+                pass
+    finally:
+        is_over.set()
+        thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ __all__ = ["NO_LOCKS", "hold", "is_held", "take"]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of file systems that do not support locks."""
+_NUM_LOOKS, _LOOK_SECONDS = 4, 0.02
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -48,6 +50,11 @@ def hold(path: Path, complain: Callable[[str], Exception]) -> Iterator[None]:
         OSError: as in ``take``.
     """
     descriptor = take(path)
+    for _ in range(_NUM_LOOKS):
+        if descriptor is not None:
+            break
+        time.sleep(_LOOK_SECONDS)  # ``is_held`` of another process takes the lock for an instant
+        descriptor = take(path)
     if descriptor is None:
         raise complain(path.read_text(errors="replace")[:200].strip() or "another process")
     try:

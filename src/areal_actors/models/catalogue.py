@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
@@ -46,7 +47,29 @@ class Catalogue:
 
     def get(self, name: str) -> TrainedModel | None:
         """Return the model with exactly the name ``experiment/trial``, or ``None`` if there is none."""
-        return self._read(name) if is_model_identifier(name) else None
+        if not is_model_identifier(name):
+            return None
+        path = self.root / name / WEIGHTS_DIRECTORY
+        try:
+            saved_at = path.stat().st_mtime
+            # The name was checked, but a symbolic link may still lead out of the root.
+            is_inside = path.resolve(strict=True).is_relative_to(self.root.resolve())
+            if not is_inside or not (path / "config.json").is_file():
+                return None
+        except OSError:
+            return None
+        facts: Any = None
+        # Weights from elsewhere have no such document, or another one of this name.
+        with suppress(OSError, ValueError):
+            facts = json.loads((path / TRAINED_DOCUMENT).read_text(encoding="utf-8"))
+        facts = facts if isinstance(facts, dict) else {}
+        return TrainedModel(
+            name=name,
+            path=path,
+            saved_at=saved_at,
+            step=_number(facts, "step", int),
+            reward=_number(facts, "reward", float),
+        )
 
     def find(self, name: str) -> TrainedModel:
         """Return the model ``experiment/trial``, or ``experiment`` if only one of its trials has weights.
@@ -54,12 +77,20 @@ class Catalogue:
         Raises:
             ModelError: there is no such model, or there are several; the message lists existing names.
         """
-        if "/" not in name:
-            return self._only_trial(name)
-        found = self.get(name)
-        if found is None:
+        if "/" in name:
+            found = self.get(name)
+            if found is None:
+                raise ModelError(self._explain(name))
+            return found
+        # Checked before it becomes a part of a pattern: a name such as ``*`` must not find all experiments.
+        is_experiment = is_model_identifier(f"{name}/trial")
+        trials = sorted(self._scan(name), key=lambda model: model.name) if is_experiment else []
+        if not trials:
             raise ModelError(self._explain(name))
-        return found
+        if len(trials) > 1:
+            names = ", ".join(model.name for model in trials[:_MAX_LISTED])
+            raise ModelError(f"{name} has {len(trials)} trials with weights; name one of them: {names}.")
+        return trials[0]
 
     def list(self) -> tuple[TrainedModel, ...]:
         """Return all models, sorted by name."""
@@ -70,38 +101,6 @@ class Catalogue:
             found = self.get(f"{path.parent.parent.name}/{path.parent.name}")
             if found is not None:
                 yield found
-
-    def _read(self, name: str) -> TrainedModel | None:
-        path = self.root / name / WEIGHTS_DIRECTORY
-        try:
-            saved_at = path.stat().st_mtime
-            # The name was checked, but a symbolic link may still lead out of the root.
-            is_inside = path.resolve(strict=True).is_relative_to(self.root.resolve())
-            if not is_inside or not (path / "config.json").is_file():
-                return None
-        except OSError:
-            return None
-        facts = _read_facts(path / TRAINED_DOCUMENT)
-        return TrainedModel(
-            name=name,
-            path=path,
-            saved_at=saved_at,
-            step=_number(facts, "step", int),
-            reward=_number(facts, "reward", float),
-        )
-
-    # ---------------------------------------------------------------------------------------- what to say instead
-
-    def _only_trial(self, experiment: str) -> TrainedModel:
-        if not is_model_identifier(f"{experiment}/trial"):
-            raise ModelError(self._explain(experiment))
-        found = sorted(self._scan(experiment), key=lambda model: model.name)
-        if len(found) > 1:
-            names = ", ".join(model.name for model in found[:_MAX_LISTED])
-            raise ModelError(f"{experiment} has {len(found)} trials with weights; name one of them: {names}.")
-        if not found:
-            raise ModelError(self._explain(experiment))
-        return found[0]
 
     def _explain(self, name: str) -> str:
         """Return why there is no model with this name."""
@@ -135,15 +134,6 @@ def format_models(models: Sequence[TrainedModel]) -> str:
         reward = "" if model.reward is None else f"{model.reward:.3f}"
         lines.append(f"{model.name:{width}}  {step:>6}  {saved}  {reward}".rstrip())
     return "\n".join(lines)
-
-
-def _read_facts(path: Path) -> Mapping[str, Any]:
-    """Return the document next to the weights; empty for weights from elsewhere."""
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def _number(facts: Mapping[str, Any], key: str, kind: type[Any]) -> Any:

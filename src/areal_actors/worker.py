@@ -18,8 +18,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import cycle
 from math import ceil
@@ -34,7 +34,7 @@ from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
 from areal_actors.kernel import Ref
 from areal_actors.kernel.failure import error_to_data, leaves, root_cause
-from areal_actors.kernel.remote import Listener, ReconnectingConnection, listen, reconnecting
+from areal_actors.kernel.remote import ReconnectingConnection, listen, reconnecting
 from areal_actors.kernel.remote.sockets import own_address
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.open_files import raise_open_files_limit
@@ -88,8 +88,11 @@ def main() -> NoReturn:
     raise_open_files_limit()
     with logging_to_stream():
         line = "" if BOOTSTRAP_VARIABLE in os.environ else sys.stdin.readline()
-        rank = _rank_spec(line)
-        if rank is not None:
+        rank = None
+        with suppress(ValueError):
+            rank = json.loads(line)
+        # The first rank of a gang starts the others with a spec; all other processes read a bootstrap message.
+        if isinstance(rank, dict) and rank.get("role") == "rank":
             from areal_actors.run.ranks import serve_rank
 
             anyio.run(serve_rank, rank)
@@ -100,15 +103,6 @@ def main() -> NoReturn:
             _log.info("next_controller_is_awaited", worker=bootstrap.node, seconds=bootstrap.rejoin_seconds)
             rejoin_next_controller(bootstrap, "areal_actors.worker")
         sys.exit(code)
-
-
-def _rank_spec(line: str) -> Mapping[str, Any] | None:
-    """Return the spec of a rank that the first rank has started (``run.ranks``), or ``None`` for other processes."""
-    try:
-        spec = json.loads(line)
-    except ValueError:
-        return None
-    return spec if isinstance(spec, dict) and spec.get("role") == "rank" else None
 
 
 async def _run(bootstrap: Bootstrap) -> int:
@@ -141,7 +135,12 @@ async def _work(bootstrap: Bootstrap) -> int:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_until_superseded, bootstrap, controller)
-                await (_serve_rank if bootstrap.rank else _serve)(bootstrap, controller)
+                if bootstrap.rank:
+                    from areal_actors.run.ranks import serve_task
+
+                    await serve_task(bootstrap, controller)
+                else:
+                    await _serve(bootstrap, controller)
                 tasks.cancel_scope.cancel()
         except Exception as error:  # noqa: BLE001 - logged, and reported to the controller
             return await _explain(bootstrap, controller, error)
@@ -162,7 +161,15 @@ async def _explain(bootstrap: Bootstrap, controller: ReconnectingConnection, err
         _log.warning("controller_lost", worker=bootstrap.node, reason=str(lost))
         return CONTROLLER_LOST
     _log.error("worker_failed", worker=bootstrap.node, exc_info=error)
-    is_told = await _report_error(bootstrap, controller, error)
+    words: dict[str, Any] = error_to_data(root_cause(error), bootstrap.name)
+    message = ReportFailure(worker=bootstrap.name, incarnation=bootstrap.life, error=words)
+    is_told = False
+    with anyio.move_on_after(_REPORT_SECONDS):
+        try:
+            await controller.ref(Directory, "directory").ask(message)
+            is_told = True
+        except (ActorError, Conflict, NotFound):
+            _log.warning("error_not_reported", worker=bootstrap.name)
     return CONTROLLER_LOST if bootstrap.rejoin_seconds and not is_told and not controller.is_connected else _EXIT_FAILED
 
 
@@ -188,12 +195,6 @@ def _lost(bootstrap: Bootstrap, why: str) -> _ControllerLost:
     return _ControllerLost(why)
 
 
-async def _serve_rank(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
-    from areal_actors.run.ranks import serve_task
-
-    await serve_task(bootstrap, controller)
-
-
 async def _serve(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
     from areal_actors.run.job import load_rendering
     from areal_actors.run.openers import RoleContext, open_role
@@ -213,7 +214,15 @@ async def _serve(bootstrap: Bootstrap, controller: ReconnectingConnection) -> No
         connections = await stack.enter_async_context(
             _open_connections(bootstrap, spec, controller, dependencies_of(spec.role, config))
         )
-        listener = await stack.enter_async_context(_listen(bootstrap, spec))
+        address = spec.listen
+        if address is None:
+            # The interface that connections to the controller leave from, which other workers can reach, too.
+            host = own_address(urlsplit(bootstrap.addresses[0]).hostname or "")
+            address = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+        listening = listen(
+            address, secret=bootstrap.secret, expose={}, node=bootstrap.name, incarnation=max(bootstrap.life, 1)
+        )
+        listener = await stack.enter_async_context(listening)
         ranks = partial(expect_ranks, bootstrap=bootstrap, listener=listener, directory=directory)
         context = RoleContext(
             name=bootstrap.name,
@@ -300,21 +309,6 @@ class _Locator:
         return (await self._directory.ask(AwaitReady(worker=self._worker))).address
 
 
-@asynccontextmanager
-async def _listen(bootstrap: Bootstrap, spec: RoleSpec) -> AsyncIterator[Listener]:
-    address = spec.listen or f"tcp://{_interface_to(bootstrap.addresses[0])}:0"
-    async with listen(
-        address, secret=bootstrap.secret, expose={}, node=bootstrap.name, incarnation=max(bootstrap.life, 1)
-    ) as listener:
-        yield listener
-
-
-def _interface_to(address: str) -> str:
-    """Return the address of this machine that connections to ``address`` come from. Nothing is sent."""
-    host = own_address(urlsplit(address).hostname or "")
-    return f"[{host}]" if ":" in host else host
-
-
 async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: float) -> None:
     """Renew the lease until cancelled.
 
@@ -337,20 +331,6 @@ async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: 
         if not is_heard:
             raise _lost(bootstrap, f"the controller has not answered for longer than the lease of {seconds:g} s")
         await anyio.sleep(seconds / _SIGNS_PER_LEASE)
-
-
-async def _report_error(bootstrap: Bootstrap, controller: ReconnectingConnection, error: BaseException) -> bool:
-    """Report the error to the controller, and return whether it was received."""
-    words: dict[str, Any] = error_to_data(root_cause(error), bootstrap.name)
-    message = ReportFailure(worker=bootstrap.name, incarnation=bootstrap.life, error=words)
-    with anyio.move_on_after(_REPORT_SECONDS):
-        try:
-            await controller.ref(Directory, "directory").ask(message)
-        except (ActorError, Conflict, NotFound):
-            _log.warning("error_not_reported", worker=bootstrap.name)
-        else:
-            return True
-    return False
 
 
 if __name__ == "__main__":

@@ -72,11 +72,11 @@ def test_lines_become_problems(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b'{"question": ', "is no JSON"),
+        (b'{"question": ', "is not JSON"),
         (b"[1, 2]", "is a JSON list"),
-        (b'{"answer": NaN}', "NaN is no JSON"),
-        (b"\xff\xfe", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
+        (b'{"answer": NaN}', "NaN is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:

@@ -19,6 +19,7 @@ from areal_actors.messages import (
     AwaitWeights,
     DismissWorker,
     Endpoint,
+    EndpointChanged,
     ExpectWorker,
     FetchRoleSpec,
     KeepLease,
@@ -30,7 +31,7 @@ from areal_actors.messages import (
     TakeFailure,
     WeightsPublished,
 )
-from areal_actors.run.directory import DirectoryActor
+from areal_actors.run.control_plane import DirectoryActor
 
 SPEC = RoleSpec(
     role=Role.PROXY, config=Path("c.yaml"), directory=Path("run"), lease_seconds=0.01, is_replaced_alone=True
@@ -91,6 +92,27 @@ async def test_whoever_looks_for_a_worker_waits_until_it_serves():
         await directory.ask(ReportReady(worker=NAME, incarnation=2, report=REPORT))
 
     assert ([], 2, 2, 3) == (before, after, dismissed, len(found))
+
+
+@pytest.mark.anyio
+async def test_the_endpoint_of_a_closed_proxy_is_withdrawn():
+    """Agents of the next attempt wait for its proxy; connections to the port of the last one would be refused."""
+    found = []
+    first, second = (Endpoint(url=f"http://h:{port}", admin_key="k") for port in (1, 2))
+    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
+        directory = await system.spawn(DirectoryActor())
+
+        async def look():
+            found.append(await directory.ask(AwaitEndpoint()))
+
+        await directory.ask(EndpointChanged(endpoint=first))
+        await directory.ask(EndpointChanged(endpoint=None))
+        tasks.start_soon(look)
+        await anyio.wait_all_tasks_blocked()
+        before = list(found)
+        await directory.ask(EndpointChanged(endpoint=second))
+
+    assert ([], [second]) == (before, found)
 
 
 @pytest.mark.anyio

@@ -12,7 +12,7 @@ from attrs import evolve
 
 from areal_actors.config import create_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.errors import ConfigError, ModelError
+from areal_actors.errors import ConfigError, ModelError, WorkflowError
 from areal_actors.models import resolve_model
 from areal_actors.run.job import create_policy, no_checkpoint, prepared_directory
 from areal_actors.run.serving import Server
@@ -97,6 +97,21 @@ def test_a_start_that_fails_leaves_the_disk_as_it_was(tmp_path, has_earlier_run)
 
         assert {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()} == before
         assert [path.name for path in (tmp_path / "e").iterdir() if path.is_dir()] == ["trial"] * has_earlier_run
+
+
+@pytest.mark.parametrize("error", [WorkflowError("Agent() raised ValueError"), KeyboardInterrupt()])
+def test_an_agent_that_cannot_start_or_an_interrupt_moves_no_run_away(tmp_path, error):
+    """The agent's process is started after the directory was prepared; nothing has begun by then."""
+    directory = RunDirectory(path=tmp_path / "e" / "trial")
+    with prepared_directory(configure(), directory, resume=False):
+        directory.metrics.write_text("{}")
+
+    with pytest.raises(type(error)), prepared_directory(configure(), directory, resume=False):
+        directory.logs.mkdir()
+        raise error
+
+    assert directory.metrics.read_text() == "{}"
+    assert ["trial"] == [path.name for path in directory.path.parent.iterdir() if path.is_dir()]
 
 
 def test_a_resumption_that_is_refused_keeps_the_settings_of_the_run(tmp_path):

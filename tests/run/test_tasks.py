@@ -20,7 +20,7 @@ from areal_actors.errors import Conflict, GangError
 from areal_actors.kernel import ActorSystem
 from areal_actors.kernel.remote import Listener, listen, reconnecting
 from areal_actors.messages import Directory, ExpectWorker, RoleSpec
-from areal_actors.run.directory import DirectoryActor
+from areal_actors.run.control_plane import DirectoryActor
 from areal_actors.run.ranks import expect_ranks, serve_task
 from areal_actors.schedulers.bootstrap import Bootstrap
 

@@ -16,7 +16,7 @@ from areal_actors.errors import EngineError
 from areal_actors.kernel import ActorSystem
 from areal_actors.kernel.remote import Listener, ReconnectingConnection, listen
 from areal_actors.messages import Directory, ExpectWorker, RoleSpec
-from areal_actors.run.directory import DirectoryActor
+from areal_actors.run.control_plane import DirectoryActor
 from areal_actors.schedulers.base import CONTROLLER_LOST
 from areal_actors.schedulers.bootstrap import Bootstrap
 from areal_actors.schedulers.slurm import SlurmFiles

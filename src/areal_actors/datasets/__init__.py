@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from areal_actors.datasets.difficulty import DifficultyConfig, ProblemPools
 from areal_actors.datasets.problems import Problems, find_overlap
-from areal_actors.datasets.sources import DataPath, DatasetConfig, HubDataset, ProblemsReference, load_problems
+from areal_actors.datasets.sources import (
+    DataPath,
+    DatasetConfig,
+    HubDataset,
+    ProblemsReference,
+    load_problems,
+    read_json_lines,
+)
 
 __all__ = [
     "DataPath",
@@ -16,4 +23,5 @@ __all__ = [
     "ProblemsReference",
     "find_overlap",
     "load_problems",
+    "read_json_lines",
 ]

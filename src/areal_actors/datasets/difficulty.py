@@ -85,11 +85,24 @@ class ProblemPools:
 
     def draw(self, position: int) -> int:
         """Return the row to run at ``position``: the same one until ``learn`` says that the position is done."""
-        if position not in self._assigned:
-            row = self._choose_row(np.random.default_rng((_STREAM, self._seed, position)))
-            self._assigned[position] = row
-            self._num_drawn_N[row] += 1
-        return self._assigned[position]
+        if position in self._assigned:
+            return self._assigned[position]
+        random = np.random.default_rng((_STREAM, self._seed, position))
+        share = random.random()
+        wanted = Pool.NORMAL
+        if share < self._config.easy_fraction:
+            wanted = Pool.EASY
+        elif share < self._config.easy_fraction + self._config.hard_fraction:
+            wanted = Pool.HARD
+        pools_N = self._pools
+        # The last choice is never empty: a dataset has problems.
+        choices = (pools_N == wanted, pools_N == Pool.NORMAL, np.ones(len(pools_N), np.bool_))
+        chosen = next(choice for choice in choices if choice.any())
+        fewest = self._num_drawn_N[chosen].min()
+        row = int(random.choice(np.flatnonzero(chosen & (self._num_drawn_N == fewest))))
+        self._assigned[position] = row
+        self._num_drawn_N[row] += 1
+        return row
 
     def learn(self, position: int, group: Group) -> None:
         """Record how often the problem at ``position`` was solved. A group whose episodes all failed is ignored."""
@@ -116,20 +129,6 @@ class ProblemPools:
             ),
             assigned=tuple(AssignedProblem(position=at, row=row) for at, row in sorted(self._assigned.items())),
         )
-
-    def _choose_row(self, random: np.random.Generator) -> int:
-        share = random.random()
-        wanted = Pool.NORMAL
-        if share < self._config.easy_fraction:
-            wanted = Pool.EASY
-        elif share < self._config.easy_fraction + self._config.hard_fraction:
-            wanted = Pool.HARD
-        pools_N = self._pools
-        for chosen in (pools_N == wanted, pools_N == Pool.NORMAL, np.ones(len(pools_N), np.bool_)):
-            if chosen.any():
-                fewest = self._num_drawn_N[chosen].min()
-                return int(random.choice(np.flatnonzero(chosen & (self._num_drawn_N == fewest))))
-        raise AssertionError("a dataset has problems")
 
     @property
     def _pools(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

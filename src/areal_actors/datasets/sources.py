@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NewType, NoReturn, cast
@@ -29,7 +29,7 @@ from attrs.validators import ge, optional
 from areal_actors.datasets.problems import Problems
 from areal_actors.errors import ArealError, DatasetError
 
-__all__ = ["DataPath", "DatasetConfig", "HubDataset", "ProblemsReference", "load_problems"]
+__all__ = ["DataPath", "DatasetConfig", "HubDataset", "ProblemsReference", "load_problems", "read_json_lines"]
 
 DataPath = NewType("DataPath", str)
 """A file or directory of problems; in a configuration file, relative to it."""
@@ -81,6 +81,11 @@ class DatasetConfig:
             raise ValueError(f"name exactly one source of {', '.join(_KINDS)}; {found}")
 
     @property
+    def source(self) -> str:
+        """The file, dataset, generator or function that the problems come from."""
+        return str(self.jsonl or self.huggingface or self.reasoning_gym or self.python)
+
+    @property
     def num_made(self) -> int:
         """The number of problems to request from a generator."""
         return self.start + (self.size or _NUM_MADE)
@@ -96,7 +101,7 @@ def load_problems(
     """
     directory = directory or Path.cwd()
     if config.jsonl is not None:
-        rows = _read_jsonl(directory / config.jsonl)
+        rows: Rows = [row for _, row in read_json_lines(directory / config.jsonl)]
     elif config.huggingface is not None:
         rows = cast("Rows", _load_huggingface(directory, config.huggingface, config))
     elif config.reasoning_gym is not None:
@@ -111,11 +116,11 @@ def load_problems(
 # ------------------------------------------------------------------------------------------------------- files
 
 
-def _read_jsonl(path: Path) -> Rows:
-    def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON")
+def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the JSON object of each line that is not empty, with its place for messages: ``a.jsonl, line 3``.
 
-    rows: list[Mapping[str, Any]] = []
+    Raises ``DatasetError`` for a file that cannot be read, and for a line that is not a JSON object.
+    """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -123,17 +128,21 @@ def _read_jsonl(path: Path) -> Rows:
                     continue
                 try:
                     # Python's parser keeps integers of any size, which problems of arithmetic have.
-                    row = json.loads(line.decode("utf-8-sig"), parse_constant=refuse_constant)
+                    row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
                 except (ValueError, RecursionError) as error:
-                    raise DatasetError(f"{path}, line {number} is no JSON: {error}.") from None
+                    raise DatasetError(f"{path}, line {number} is not JSON: {error}.") from None
                 if not isinstance(row, dict):
                     raise DatasetError(
                         f"{path}, line {number} is a JSON {type(row).__name__}; each line is one object."
                     )
-                rows.append(row)
+                yield f"{path.name}, line {number}", row
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return rows
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    # Python's parser reads NaN and Infinity, which other readers of the same file refuse.
+    raise ValueError(f"{name} is not JSON")
 
 
 @frozen
@@ -154,51 +163,44 @@ class _Table:
 def _load_huggingface(directory: Path, name: str, config: DatasetConfig) -> _Table:
     path, split = directory / name, config.split
     try:
+        from datasets.exceptions import DatasetNotFoundError
+
         import datasets
     except ImportError:
         raise DatasetError(
             "Datasets of Hugging Face need their library; run: pip install 'areal_actors[datasets]'"
         ) from None
-    if not path.exists() and _HUB_ID.fullmatch(name):
-        found, where = _download(name, config.subset), name
-    else:
-        where = str(path)
-        try:
-            found = datasets.load_from_disk(str(path))
-        except (OSError, ValueError) as error:
-            raise DatasetError(f"{path} is no dataset that save_to_disk() wrote: {error}") from error
-    if not isinstance(found, datasets.DatasetDict):
-        return _Table(found)
-    if split not in found:
-        said = "no split is named" if split is None else f"there is no split {split!r}"
-        raise DatasetError(
-            f"{where} has the splits {', '.join(map(str, found))}, and {said}; set 'split' to one of them."
-        )
-    return _Table(found[split])
-
-
-def _download(name: str, subset: str | None) -> Any:
-    """Return a dataset of the hub, from its cache if the hub cannot be reached."""
-    from datasets.exceptions import DatasetNotFoundError
-
-    import datasets
-
+    is_on_hub = not path.exists() and _HUB_ID.fullmatch(name) is not None
     try:
-        return datasets.load_dataset(name, subset)
+        # A dataset of the hub is taken from its cache if the hub cannot be reached.
+        found = datasets.load_dataset(name, config.subset) if is_on_hub else datasets.load_from_disk(str(path))
     except DatasetNotFoundError as error:
         raise DatasetError(
             f"There is no dataset {name!r}: neither a directory here nor a dataset on the hub. If it is private or "
             "gated, log in with 'hf auth login'."
         ) from error
-    except ValueError as error:  # several subsets, of which none or an unknown one is named
-        raise DatasetError(f"The dataset {name} cannot be loaded; set 'subset' to one that it has: {error}") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if not is_on_hub:
+            raise DatasetError(f"{path} is no dataset that save_to_disk() wrote: {error}") from error
+        if isinstance(error, ValueError):  # several subsets, of which none or an unknown one is named
+            raise DatasetError(
+                f"The dataset {name} cannot be loaded; set 'subset' to one that it has: {error}"
+            ) from error
         is_offline = datasets.config.HF_HUB_OFFLINE  # pyright: ignore[reportAttributeAccessIssue] - a submodule
         reason = "HF_HUB_OFFLINE is set" if is_offline else f"{type(error).__name__}: {error}"
         raise DatasetError(
             f"{name!r} is neither a directory here nor in the cache, and the hub cannot be reached ({reason}). With a "
             f"network, run datasets.load_dataset({name!r}).save_to_disk(DIRECTORY), and name that directory here."
         ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        return _Table(found)
+    if split not in found:
+        where = name if is_on_hub else path
+        said = "no split is named" if split is None else f"there is no split {split!r}"
+        raise DatasetError(
+            f"{where} has the splits {', '.join(map(str, found))}, and {said}; set 'split' to one of them."
+        )
+    return _Table(found[split])
 
 
 # -------------------------------------------------------------------------------------------------- generators
@@ -207,14 +209,14 @@ def _download(name: str, subset: str | None) -> Any:
 def _generate(name: str, config: DatasetConfig) -> Rows:
     """Return problems of reasoning-gym: ``question``, ``answer`` and ``metadata``.
 
-    Its own score is ``reasoning_gym.get_score_answer_fn(data["metadata"]["source_dataset"])(answer, data)``. It seeds
-    problem n of seed s with s + n, so that neighbouring seeds share nearly all problems: seeds are spread first.
+    Its own score is ``reasoning_gym.get_score_answer_fn(data["metadata"]["source_dataset"])(answer, data)``.
     """
     try:
         import reasoning_gym
     except ImportError:
         raise DatasetError("Generators of reasoning-gym need it; run: pip install 'areal_actors[recipes]'") from None
-    # Below 2³¹, and far from the seeds of neighbouring seeds.
+    # reasoning-gym seeds problem n of seed s with s + n, so neighbouring seeds would share nearly all problems. The
+    # spread seeds are below 2³¹.
     seed = int(np.random.SeedSequence(config.seed).generate_state(1)[0]) >> 1
     try:
         made = reasoning_gym.create_dataset(name, size=config.num_made, seed=seed, **config.options)

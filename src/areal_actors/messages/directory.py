@@ -202,9 +202,9 @@ class AwaitEndpoint(Message[Directory, Endpoint]):
 
 @frozen(kw_only=True)
 class EndpointChanged(Message[Directory, None]):
-    """News: the proxy listens at another address from now on."""
+    """News: the proxy in the controller process listens at another address from now on, or at none."""
 
-    endpoint: Endpoint
+    endpoint: Endpoint | None
 
 
 @frozen(kw_only=True)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from attrs import frozen
 
@@ -199,7 +199,6 @@ def fetch_snapshot(name: str, *, has_weights: bool, has_tokenizer: bool = True) 
     does not have it or cannot be reached.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -251,14 +250,22 @@ def fetch_snapshot(name: str, *, has_weights: bool, has_tokenizer: bool = True) 
     except RevisionNotFoundError:
         raise ModelError(f"{repository} has no revision {revision!r} on the hub.") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
-        cause = error.__cause__ or error
-        # The first line of the cause: huggingface_hub appends paragraphs of advice about its own settings.
-        reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
-        raise ModelError(
-            f"{repository!r} is neither a directory here nor complete in the cache of the hub, and the hub cannot be "
-            f"reached ({'HF_HUB_OFFLINE is set' if HF_HUB_OFFLINE else reason}). With a network, run "
-            f"'hf download {repository} --local-dir DIRECTORY', and name that directory here."
-        ) from error
+        _refuse_offline(repository, error)
+
+
+def _refuse_offline(repository: str, error: Exception) -> NoReturn:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    cause = error.__cause__ or error
+    # The first line of the cause: huggingface_hub appends paragraphs of advice about its own settings.
+    reason = (
+        "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+    )
+    raise ModelError(
+        f"{repository!r} is neither a directory here nor complete in the cache of the hub, and the hub cannot be "
+        f"reached ({reason}). With a network, run 'hf download {repository} --local-dir DIRECTORY', and name that "
+        "directory here."
+    ) from error
 
 
 def _has_weights(path: Path) -> bool:

@@ -5,16 +5,15 @@ Functions and teacher are checked before the run changes anything on disk, the e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 from anyio import to_thread
 from attrs import frozen
 
-from areal_actors.cache.laws import LawReport, find_broken
+from areal_actors.cache.laws import find_broken
 from areal_actors.cache.rewards import load_rule
 from areal_actors.config import RunConfig
 from areal_actors.domain import (
@@ -40,7 +39,7 @@ from areal_actors.rendering import Renderer
 from areal_actors.run.conversations import load_vocabulary, require_contained, vocabulary_of
 from areal_actors.run.job import load_rendering, open_group_teacher
 from areal_actors.training.capture import Comparison
-from areal_actors.training.config import Normalisation, Surrogate, TrainerConfig
+from areal_actors.training.config import Normalisation, Surrogate
 from areal_actors.training.phases import PhaseName
 
 if TYPE_CHECKING:
@@ -49,9 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["TriedFunction", "check_capture_of", "check_teacher", "log_functions", "try_functions"]
 
 _log = get_logger(__name__)
-
-T = TypeVar("T")
-
 
 # -------------------------------------------------------------------------------------------- custom functions
 
@@ -70,55 +66,45 @@ def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
 
     Raises ``CustomFunctionError`` naming the setting, the function and the value that it returned.
     """
-    return tuple(_try_all(config))
-
-
-def _try_all(config: RunConfig) -> Iterator[TriedFunction]:
-    setting, reference = "rollout.openai.reward_rule", config.rollout.openai.reward_rule
-    rule = _explained(setting, lambda: load_rule(reference))
-    # Built-in rules are tested with the library; only custom ones are tried here.
-    if not isinstance(rule, str):
-        report = _explained(setting, lambda: find_broken(rule))
-        yield TriedFunction(setting=setting, reference=reference, detail=_describe(report))
-    yield from _try_training(config.trainer)
-
-
-def _try_training(config: TrainerConfig) -> Iterator[TriedFunction]:
     from areal_actors.training import custom  # imports numpy, and torch once a policy loss is tried
 
-    setting, normalisation = "trainer.advantages.normalisation", config.advantages.normalisation
+    tried: list[TriedFunction] = []
+
+    def note(setting: str, reference: FunctionReference, detail: str = "works on the examples") -> None:
+        tried.append(TriedFunction(setting=setting, reference=reference, detail=detail))
+
+    setting, reference = "rollout.openai.reward_rule", config.rollout.openai.reward_rule
+    with _naming(setting):
+        rule = load_rule(reference)
+        # Built-in rules are tested with the library; only custom ones are tried here.
+        if not isinstance(rule, str):
+            report = find_broken(rule)
+            broken = f"does not keep: {', '.join(report.broken)}; " if report.broken else ""
+            note(setting, reference, f"{broken}keeps {', '.join(report.kept) or 'no law'} ({report.num_trees} trees)")
+    setting, normalisation = "trainer.advantages.normalisation", config.trainer.advantages.normalisation
     if not isinstance(normalisation, Normalisation):
-        _explained(setting, lambda: custom.try_estimator(load_function(normalisation)))
-        yield TriedFunction(setting=setting, reference=normalisation, detail=_TRIED)
-    setting, surrogate = "trainer.objective.surrogate", config.objective.surrogate
+        with _naming(setting):
+            custom.try_estimator(load_function(normalisation))
+        note(setting, normalisation)
+    setting, surrogate = "trainer.objective.surrogate", config.trainer.objective.surrogate
     if not isinstance(surrogate, Surrogate):
-        _explained(setting, lambda: custom.try_surrogate(custom.load_surrogate(surrogate)))
-        yield TriedFunction(setting=setting, reference=surrogate, detail=_TRIED)
-    for index, reference in enumerate(config.metrics):
-        setting = f"trainer.metrics[{index}]"
-        _explained(setting, partial(_try_metric, reference))
-        yield TriedFunction(setting=setting, reference=reference, detail=_TRIED)
+        with _naming(setting):
+            custom.try_surrogate(custom.load_surrogate(surrogate))
+        note(setting, surrogate)
+    for index, metric in enumerate(config.trainer.metrics):
+        with _naming(f"trainer.metrics[{index}]"):
+            custom.try_metric(load_function(metric))
+        note(f"trainer.metrics[{index}]", metric)
+    return tuple(tried)
 
 
-def _try_metric(reference: FunctionReference) -> None:
-    from areal_actors.training.custom import try_metric
-
-    try_metric(load_function(reference))
-
-
-_TRIED = "works on the examples"
-
-
-def _explained(setting: str, action: Callable[[], T]) -> T:
+@contextmanager
+def _naming(setting: str) -> Iterator[None]:
+    """Name ``setting`` in the error of its function."""
     try:
-        return action()
+        yield
     except CustomFunctionError as error:
         raise CustomFunctionError(f"{setting}: {error}") from error
-
-
-def _describe(report: LawReport) -> str:
-    broken = f"does not keep: {', '.join(report.broken)}; " if report.broken else ""
-    return f"{broken}keeps {', '.join(report.kept) or 'no law'} ({report.num_trees} trees)"
 
 
 def log_functions(tried: tuple[TriedFunction, ...]) -> None:
@@ -144,15 +130,14 @@ async def check_teacher(config: RunConfig) -> None:
         async with open_group_teacher(config, renderer):
             return
     assert teacher.model is not None
-    await to_thread.run_sync(_check_directory, config, teacher.model)
-
-
-def _check_directory(config: RunConfig, model: str) -> None:
-    resolve_model(model)
+    # In a thread: reading two tokenizers takes seconds.
+    await to_thread.run_sync(resolve_model, teacher.model)
+    renderer = await to_thread.run_sync(load_rendering, config)
+    files = await to_thread.run_sync(resolve_tokenizer, teacher.model)
     require_contained(
-        vocabulary_of(load_rendering(config)),
-        load_vocabulary(resolve_tokenizer(model).path),
-        what=f"distillation.teacher.model: {model} has another tokenizer than the student",
+        vocabulary_of(renderer),
+        await to_thread.run_sync(load_vocabulary, files.path),
+        what=f"distillation.teacher.model: {teacher.model} has another tokenizer than the student",
     )
 
 
@@ -192,18 +177,7 @@ class _EngineOfActor:
 
 
 def _compare(policy: PolicyTrainer, prompt: Ints, output: Ints, reported: Floats) -> str | None:
-    recomputed = _recompute(policy, prompt, output)
-    row = Comparison(reported=reported, recomputed=recomputed)
-    (excess,) = policy.gate.excesses([row])
-    if excess <= 1:
-        return None
-    return (
-        f"its log-probabilities are off by {row.mean_gap:.3g} per token from what the trainer computes for the same "
-        f"tokens, and {row.mean_gap / excess:.2g} are allowed. {policy.gate.explain([row])}"
-    )
-
-
-def _recompute(policy: PolicyTrainer, prompt: Ints, output: Ints) -> Floats:
+    """Return how the engine's log-probabilities differ from the policy's, or ``None`` if they do not. Blocks."""
     is_output = np.arange(len(prompt) + len(output)) >= len(prompt)
     row = Trajectory(
         session=SessionId("self-test"),
@@ -218,4 +192,12 @@ def _recompute(policy: PolicyTrainer, prompt: Ints, output: Ints) -> Floats:
         reward=0.0,
     )
     (found,) = policy.logprobs([row], is_raw=True)
-    return as_floats(found[len(prompt) :])
+    compared = Comparison(reported=reported, recomputed=as_floats(found[len(prompt) :]))
+    (excess,) = policy.gate.excesses([compared])
+    if excess <= 1:
+        return None
+    gap = compared.mean_gap
+    return (
+        f"its log-probabilities are off by {gap:.3g} per token from what the trainer computes for the same "
+        f"tokens, and {gap / excess:.2g} are allowed. {policy.gate.explain([compared])}"
+    )

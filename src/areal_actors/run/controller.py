@@ -16,7 +16,14 @@ and a new attempt resumes as ``--resume`` does. A run without workers has one at
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -25,7 +32,7 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
-from areal_actors.dashboard import RunDirectory, write_curve
+from areal_actors.dashboard import write_curve
 from areal_actors.dashboard.record import RunRecord, RunStatus, write_record
 from areal_actors.dashboard.report import write_report
 from areal_actors.domain import DataPosition, Role
@@ -53,7 +60,6 @@ from areal_actors.messages import (
     Report,
     RoleSpec,
     SaveWeights,
-    Serving,
     Training,
     TrainingSummary,
 )
@@ -66,6 +72,7 @@ from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, PlacedRole, R
 from areal_actors.run.reporting import create_reporter
 from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.supervise import Restarts, find_final
+from areal_actors.schedulers.config import RoleConfig
 from areal_actors.training.actor import parse_position
 from areal_actors.viewer import open_page, view_run
 
@@ -187,25 +194,35 @@ class RunController:
             placed = self.plan.placed.get(role)
             if placed is not None:
                 for index in range(placed.config.replicas):
-                    tasks.start_soon(self._keep, role, f"{role}-{index}", placed)
+                    tasks.start_soon(self._keep, role, f"{role}-{index}", placed.config)
 
-    async def _keep(self, role: Role, name: str, placed: PlacedRole) -> None:
+    async def _keep(self, role: Role, name: str, config: RoleConfig) -> None:
         while_ready = partial(self._register, name) if role is Role.GENERATION else nullcontext
         supervisor = self.control_plane.supervisor
-        await supervisor.run_restarting(name, self.spec(role, name), placed.config, while_ready=while_ready)
+        try:
+            await supervisor.run_restarting(name, self.spec(role, name), config, while_ready=while_ready)
+        except Exception as error:
+            # A worker that cannot be replaced any more does not take back what is saved.
+            if not self.is_done:
+                raise
+            _log.info("error_after_results", worker=name, reason=str(root_cause(error)))
 
     @asynccontextmanager
-    async def _register(self, name: str, report: Report) -> AsyncIterator[None]:
+    async def _register(self, name: str, report: Report) -> AsyncIterator[None]:  # noqa: ARG002 - a callback
         """Register the engine as a replica while it serves."""
-
-        async def locate() -> str:
-            return report.address
-
         async with (
-            reconnecting(locate, secret=self.control_plane.secret, target=name, node="controller") as connection,
+            self.connect(name) as connection,
             self.replicas.add(name, connection.ref(Generation, REPLICA)),
         ):
             yield
+
+    def connect(self, worker: str) -> AbstractAsyncContextManager[ReconnectingConnection]:
+        """Connect to the worker of this name, wherever its current incarnation listens."""
+
+        async def locate() -> str:
+            return (await self.control_plane.directory.ask(AwaitReady(worker=worker))).address
+
+        return reconnecting(locate, secret=self.control_plane.secret, target=worker, node="controller")
 
     # ---------------------------------------------------------------------------------------------- attempts
 
@@ -292,10 +309,17 @@ class RunController:
         except (OSError, RunDirectoryError) as error:
             _log.warning("run_not_recorded", status=status, reason=str(error))
 
-    async def note_endpoint(self, endpoint: Endpoint) -> None:
-        """Record the endpoint of a proxy in the controller process, so that its successor listens there, too."""
+    @asynccontextmanager
+    async def listening(self, endpoint: Endpoint) -> AsyncIterator[None]:
+        """Publish the endpoint of a proxy in this process while the block lasts. Its successor listens there, too."""
         self._endpoint = endpoint
         await self.control_plane.directory.ask(EndpointChanged(endpoint=endpoint))
+        try:
+            yield
+        finally:
+            # Agents of the next attempt must wait for its proxy: until then, connections to this port are refused.
+            with anyio.CancelScope(shield=True):
+                await self.control_plane.directory.ask(EndpointChanged(endpoint=None))
 
     async def announce(self) -> None:
         """Announce the endpoint, the first time that a proxy is ready."""
@@ -313,6 +337,8 @@ class _Attempt:
         self._control_plane = controller.control_plane
         self._plan = controller.plan
         self._begin = begin
+        self._spec = begin(Role.TRAINER, "controller")
+        """The attempt, and the checkpoint that it continues from; the same for each role."""
         self._local: dict[str, Ref[Any]] = {"directory": self._control_plane.directory}
         controller.actors = self._local
         self._connections: dict[Role, ReconnectingConnection] = {}
@@ -324,20 +350,21 @@ class _Attempt:
         async with AsyncExitStack() as stack:
             # Until every role has a worker, all of them may be released again.
             await self._control_plane.supervisor.wait_complete()
-            await self._open_connections(stack)  # first, so that they close after the actors that use them
+            for role in plan.placed:  # first, so that they close after the actors that use them
+                if role not in self._controller.independent:
+                    self._connections[role] = await stack.enter_async_context(self._controller.connect(f"{role}-0"))
             renderer = await to_thread.run_sync(load_rendering, plan.config)
             system = await stack.enter_async_context(ActorSystem.open(name="controller"))
-            checkpoint = self._begin(Role.TRAINER, "controller").checkpoint
             if Role.GENERATION in plan.placed:
                 # Requests wait for the first engine as long as a worker may take to start.
                 config = RouterConfig(wait_seconds=plan.config.scheduler.start_seconds)
-                routed = self._controller.replicas.routed(system, config, version=checkpoint or 0)
+                routed = self._controller.replicas.routed(system, config, version=self._spec.checkpoint or 0)
                 self._add({"generation": await stack.enter_async_context(routed)})
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(self._spawn_reporter, system, renderer, checkpoint)
+            tasks.start_soon(self._spawn_reporter, system, renderer)
             opened = [_LocalRole(role) for role in plan.local_roles if role is not Role.ROLLOUT or plan.has_rollouts]
             for one in opened:
-                tasks.start_soon(self._hold, one, renderer)
+                tasks.start_soon(one.hold, self._open(one.role, renderer))
             training = await self.find(Training, "trainer")
             if plan.is_handling_signals:
                 # After everything is loaded, so that models and libraries are frozen, too. The settings apply to the
@@ -345,14 +372,10 @@ class _Attempt:
                 stack.enter_context(tuned_gc())
             async with self._controller.interrupts.telling(training) if plan.is_handling_signals else nullcontext():
                 if Role.PROXY in plan.local_roles:
-                    await self._open_more_proxies(stack)
                     await self._controller.announce()
                 else:  # in the background, since a placed proxy may be ready later than the trainer
                     tasks.start_soon(self._controller.announce)
-                summary = await _await_training(training)
-                await _save_results(plan.directory, training, await self.find(Progress, "progress"), summary)
-                status = RunStatus.FINISHED if summary.is_finished else RunStatus.INTERRUPTED
-                await to_thread.run_sync(self._controller.record, status, summary.stop_reason)
+                await self._finish(training)
             # An error from here on, while workers are being ended, must not start another attempt.
             self._controller.is_done = True
             for one in opened:
@@ -368,37 +391,26 @@ class _Attempt:
             await self._arrived.wait()
         return cast("Ref[P]", self._local[name])
 
-    async def _open_connections(self, stack: AsyncExitStack) -> None:
-        for role in self._plan.placed:
-            if role in self._controller.independent:
-                continue
-            worker = f"{role}-0"
-            opening = reconnecting(
-                partial(self._locate, worker), secret=self._control_plane.secret, target=worker, node="controller"
-            )
-            self._connections[role] = await stack.enter_async_context(opening)
-
-    async def _locate(self, worker: str) -> str:
-        return (await self._control_plane.directory.ask(AwaitReady(worker=worker))).address
-
-    async def _spawn_reporter(self, system: ActorSystem, renderer: Renderer, checkpoint: int | None) -> None:
+    async def _spawn_reporter(self, system: ActorSystem, renderer: Renderer) -> None:
         """Spawn the reporter, and with it the files of the run, once engines have weights.
 
         A start that fails because of its settings has failed by then, and leaves no files.
         """
-        plan = self._plan
-        attempt = self._begin(Role.TRAINER, "controller").attempt
-        await self._control_plane.directory.ask(AwaitWeights(attempt=attempt))
-        page = self._controller.page_url
+        await self._control_plane.directory.ask(AwaitWeights(attempt=self._spec.attempt))
         await to_thread.run_sync(self._controller.record, RunStatus.RUNNING)
         reporter = create_reporter(
-            plan.config, plan.directory, decode=renderer.decode, resumed_step=checkpoint, page=page
+            self._plan.config,
+            self._plan.directory,
+            decode=renderer.decode,
+            resumed_step=self._spec.checkpoint,
+            page=self._controller.page_url,
         )
         self._add({"progress": await system.spawn(reporter, name="progress")})
 
-    async def _hold(self, local: _LocalRole, renderer: Renderer) -> None:
-        """Open a role in this process and keep it open."""
-        plan, role = self._plan, local.role
+    @asynccontextmanager
+    async def _open(self, role: Role, renderer: Renderer) -> AsyncIterator[None]:
+        """Open a role in this process, and more proxies in processes if the configuration wants them."""
+        plan = self._plan
         context = RoleContext(
             name=f"{role}-local",
             config=evolve(plan.config, proxy=plan.proxy) if role is Role.PROXY else plan.config,
@@ -408,27 +420,51 @@ class _Attempt:
             agent=plan.agent,
             supervised=plan.supervised,
         )
-        async with local.holding(), open_role(context) as opened:
+        async with open_role(context) as opened:
             # In the controller process there is one engine, which needs no router.
             self._add({"generation" if name == REPLICA else name: ref for name, ref in opened.actors.items()})
-            if opened.endpoint is not None:
-                await self._controller.note_endpoint(opened.endpoint)
-            await local.wait_closing()
+            if opened.endpoint is None:
+                yield
+                return
+            names = ("sessions", "exports", "capacity", "generation", "intake", "accounts")
+            # Closed before the proxy in this process, and like it before the sessions that all of them use.
+            more = open_proxies(
+                {name: self._local[name] for name in names if name in self._local},
+                opened.endpoint,
+                num_more=plan.config.proxy.num_processes - 1,
+                config=plan.directory.config,
+                logs=plan.directory.logs,
+            )
+            async with self._controller.listening(opened.endpoint), more:
+                yield
 
-    async def _open_more_proxies(self, stack: AsyncExitStack) -> None:
-        num_more = self._plan.config.proxy.num_processes - 1
-        if num_more == 0:
-            return
-        await self.find(Serving, "proxy")
-        names = ("sessions", "exports", "capacity", "generation", "intake", "accounts")
-        proxies = open_proxies(
-            {name: self._local[name] for name in names if name in self._local},
-            await self._control_plane.directory.ask(AwaitEndpoint()),
-            num_more=num_more,
-            config=self._plan.directory.config,
-            logs=self._plan.directory.logs,
-        )
-        await stack.enter_async_context(proxies)
+    async def _finish(self, training: Ref[Training]) -> None:
+        """Wait for the end of training, and save weights, learning curve and report.
+
+        An interrupted run has its checkpoint, and exports no weights.
+        """
+        summary: TrainingSummary | None = None
+        while summary is None:
+            try:
+                summary = await training.ask(AwaitTraining())
+            except Unreachable as error:
+                # Asking again is harmless, and other tasks detect that the trainer's worker is lost.
+                _log.info("trainer_out_of_reach", reason=str(error))
+                await anyio.sleep(_CAUSE_SECONDS)
+        if summary.stop_reason == PREEMPTED and not summary.is_finished:
+            await anyio.sleep_forever()  # its worker exits in a moment, which ends the attempt
+        directory, progress = self._plan.directory, await self.find(Progress, "progress")
+        detail = summary.stop_reason or ""
+        if summary.is_finished:
+            await progress.ask(PhaseChanged(phase="saving the weights", detail=str(directory.weights)))
+            await training.ask(SaveWeights())
+        else:
+            detail += f"; --resume goes on from {directory.checkpoints}"
+        await progress.ask(PhaseChanged(phase="done", detail=detail))
+        await to_thread.run_sync(write_curve, directory)
+        await to_thread.run_sync(write_report, directory)
+        status = RunStatus.FINISHED if summary.is_finished else RunStatus.INTERRUPTED
+        await to_thread.run_sync(self._controller.record, status, summary.stop_reason)
 
     def _add(self, actors: Mapping[str, Ref[Any]]) -> None:
         for name, ref in actors.items():
@@ -442,21 +478,27 @@ class _LocalRole:
 
     def __init__(self, role: Role) -> None:
         self.role = role
+        self._scope = anyio.CancelScope()
+        self._is_open = False
         self._closing = anyio.Event()
         self._closed = anyio.Event()
 
-    @asynccontextmanager
-    async def holding(self) -> AsyncIterator[None]:
-        """Mark the role as closed when the block has been left."""
-        yield
+    async def hold(self, opening: AbstractAsyncContextManager[None]) -> None:
+        """Keep the role open until ``close`` is called."""
+        with self._scope:
+            async with opening:
+                self._is_open = True
+                await self._closing.wait()
         self._closed.set()
 
-    async def wait_closing(self) -> None:
-        """Wait until ``close`` is called."""
-        await self._closing.wait()
-
     async def close(self) -> None:
-        """Close the role, and wait until its actors have stopped and its resources are closed."""
+        """Close the role, and wait until its actors have stopped and its resources are closed.
+
+        A role that is still being opened is cancelled.
+        """
+        # It may wait for a worker that will not be ready for hours, as a proxy in the queue of a cluster.
+        if not self._is_open:
+            self._scope.cancel()
         self._closing.set()
         await self._closed.wait()
 
@@ -475,8 +517,9 @@ class ReadyReplicas:
     async def add(self, name: str, ref: Ref[Generation]) -> AsyncIterator[None]:
         """Register the engine ``name`` while the block lasts."""
         self._refs[name] = ref
-        await self._tell(AddReplica(name=name, ref=ref))
         try:
+            # Within the block: an engine that ends meanwhile must not be offered to the router of the next attempt.
+            await self._tell(AddReplica(name=name, ref=ref))
             yield
         finally:
             del self._refs[name]
@@ -502,36 +545,3 @@ class ReadyReplicas:
         if self._router is not None:
             with suppress(ActorStopped):  # the attempt is over; the next router adds all engines
                 await self._router.ask(message)
-
-
-async def _await_training(training: Ref[Training]) -> TrainingSummary:
-    """Wait for the summary, asking again while the trainer is unreachable.
-
-    Repeating the question is harmless, and other tasks detect that the trainer's worker is lost.
-    """
-    while True:
-        try:
-            summary = await training.ask(AwaitTraining())
-            if summary.stop_reason != PREEMPTED or summary.is_finished:
-                return summary
-            await anyio.sleep_forever()  # its worker exits in a moment, which ends the attempt
-        except Unreachable as error:
-            _log.info("trainer_out_of_reach", reason=str(error))
-            await anyio.sleep(_CAUSE_SECONDS)
-
-
-async def _save_results(
-    directory: RunDirectory, training: Ref[Training], progress: Ref[Progress], summary: TrainingSummary
-) -> None:
-    """Save weights, learning curve and report. An interrupted run has its checkpoint, and exports no weights yet."""
-    if summary.is_finished:
-        await progress.ask(PhaseChanged(phase="saving the weights", detail=str(directory.weights)))
-        await training.ask(SaveWeights())
-    await progress.ask(PhaseChanged(phase="done", detail=_describe_end(directory, summary)))
-    await to_thread.run_sync(write_curve, directory)
-    await to_thread.run_sync(write_report, directory)
-
-
-def _describe_end(directory: RunDirectory, summary: TrainingSummary) -> str:
-    reason = summary.stop_reason or ""
-    return reason if summary.is_finished else f"{reason}; --resume goes on from {directory.checkpoints}"

@@ -12,11 +12,11 @@ An answer with ``"weight": 0`` is context only, as in OpenAI's files. Rollouts o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -24,6 +24,7 @@ from attrs import evolve, field, frozen
 from areal_actors.cache import ConversationTree, Unrewarded, export_trajectories, plan_prompt
 from areal_actors.config import load_config
 from areal_actors.dashboard import RunDirectory
+from areal_actors.datasets import read_json_lines
 from areal_actors.domain import (
     ChatMessage,
     Completion,
@@ -89,12 +90,8 @@ class SupervisedData:
         """Return the groups of ``step``, counted from 1 within its phase."""
         positions = range((step - 1) * self.batch_size, step * self.batch_size)
         found = [divmod(position, len(self.groups)) for position in positions]
-        orders = {epoch: self._order(epoch) for epoch, _ in found}
+        orders = {epoch: np.random.default_rng((self.seed, epoch)).permutation(len(self.groups)) for epoch, _ in found}
         return tuple(self.groups[orders[epoch][index]] for epoch, index in found)
-
-    def _order(self, epoch: int) -> list[int]:
-        order: list[int] = np.random.default_rng((self.seed, epoch)).permutation(len(self.groups)).tolist()
-        return order
 
 
 def conversations_to_rows(
@@ -114,7 +111,7 @@ def conversations_to_rows(
 
 def load_conversations(path: Path, renderer: AnswerRenderer, *, max_tokens: int | None = None) -> tuple[Group, ...]:
     """Return a group for each line of a JSONL file. Blocks; raises ``DatasetError`` naming file and lines."""
-    groups = _groups(_read_lines(path), renderer, max_tokens=max_tokens)
+    groups = _groups(read_json_lines(path), renderer, max_tokens=max_tokens)
     if not groups:
         raise DatasetError(f"{path} has no conversations.")
     return groups
@@ -143,7 +140,7 @@ def load_rollouts(
     groups: list[Group] = []
     num_episodes = 0
     for path in sorted(run.rollouts.glob("*/*.jsonl"), key=lambda path: (int(path.parent.name), path.name)):
-        records = [record | {"where": where} for where, record in _read_lines(path)]
+        records = [record | {"where": where} for where, record in read_json_lines(path)]
         for _, episode in groupby(sorted(records, key=_member), key=_member):
             rows = [_row_of(record) for record in episode]
             num_episodes += 1
@@ -198,7 +195,13 @@ def _parse(data: Mapping[str, Any]) -> _Conversation:
     if not isinstance(template_kwargs, Mapping):
         raise DatasetError(f"chat_template_kwargs must be an object, not {template_kwargs!r}.")
     raw, tools = data.get("messages"), data.get("tools")
-    is_anthropic = _is_anthropic(data)
+    contents = [message.get("content") for message in _objects(raw)]
+    # Anthropic's form has these fields and blocks; plain texts are alike in both.
+    is_anthropic = (
+        "system" in data
+        or any("input_schema" in tool for tool in _objects(tools))
+        or any(block.get("type") in _ANTHROPIC_BLOCKS for content in contents for block in _objects(content))
+    )
     if is_anthropic and any("weight" in message for message in _objects(raw)):
         raise DatasetError("weight is of OpenAI's form, and this conversation is in Anthropic's; all of it is trained.")
     messages = parse_anthropic_conversation(data.get("system"), raw) if is_anthropic else parse_messages(raw)
@@ -216,14 +219,6 @@ def _parse(data: Mapping[str, Any]) -> _Conversation:
         template_kwargs=template_kwargs,
         untrained=frozenset() if is_anthropic else _untrained(raw),
     )
-
-
-def _is_anthropic(data: Mapping[str, Any]) -> bool:
-    """Return whether a conversation has anything that only Anthropic's form has; plain texts are alike in both."""
-    if "system" in data or any("input_schema" in tool for tool in _objects(data.get("tools"))):
-        return True
-    contents = (message.get("content") for message in _objects(data.get("messages")))
-    return any(block.get("type") in _ANTHROPIC_BLOCKS for content in contents for block in _objects(content))
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -265,7 +260,19 @@ def _rows(where: str, conversation: _Conversation, renderer: AnswerRenderer) -> 
         )
         name = InteractionId(f"{where}, message {index}")
         tree.begin(name, plan)
-        tree.complete(name, _completion(ids), _as_parsed(renderer, ids, answer, request))
+        nothing = np.zeros(len(ids))
+        completion = Completion(
+            token_ids=ids, logprobs=nothing, raw_logprobs=nothing, versions=nothing, finish=FinishReason.STOP
+        )
+        # As an agent would have received the answer, with the ids of calls that later messages refer to.
+        call_ids = iter([call.id for call in answer.tool_calls])
+        parsed = renderer.parse(
+            ids,
+            tools=request.tools,
+            template_kwargs=request.template_kwargs,
+            call_ids=partial(next, call_ids, ""),
+        )
+        tree.complete(name, completion, parsed)
     exported = export_trajectories(
         tree.snapshot(is_ended=True), discount=1.0, style="concat", unrewarded=Unrewarded.ZERO
     )
@@ -274,19 +281,6 @@ def _rows(where: str, conversation: _Conversation, renderer: AnswerRenderer) -> 
     if not rows:
         raise DatasetError("all of its answers have weight 0, so there is nothing to train on.")
     return rows
-
-
-def _as_parsed(renderer: AnswerRenderer, ids: Ints, answer: ChatMessage, request: CompletionRequest) -> ChatMessage:
-    """Return the answer as an agent would have received it, with the ids of calls that later messages refer to."""
-    call_ids = iter([call.id for call in answer.tool_calls])
-    return renderer.parse(
-        ids, tools=request.tools, template_kwargs=request.template_kwargs, call_ids=lambda: next(call_ids, "")
-    )
-
-
-def _completion(ids: Ints) -> Completion:
-    nothing = np.zeros(len(ids))
-    return Completion(token_ids=ids, logprobs=nothing, raw_logprobs=nothing, versions=nothing, finish=FinishReason.STOP)
 
 
 def _require_short(groups: Sequence[Group], max_tokens: int | None) -> None:
@@ -301,31 +295,6 @@ def _require_short(groups: Sequence[Group], max_tokens: int | None) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ files
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the JSON object of each line that is not empty, with its place for messages."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path.name}, line {number}", _parse_line(path, number, line)
-    except OSError as error:
-        raise DatasetError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{path}, line {number} is not JSON: {error}.") from None
-    if not isinstance(row, dict):
-        raise DatasetError(f"{path}, line {number} is a JSON {type(row).__name__}; each line is one object.")
-    return row
 
 
 def _member(record: Mapping[str, Any]) -> int:

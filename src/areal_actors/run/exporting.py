@@ -58,6 +58,13 @@ def load_trained(config: RunConfig, checkpoint: Checkpoint) -> tuple[Any, Adapte
     return model, adapter
 
 
+def _find_run(path: Path) -> RunDirectory:
+    directory = RunDirectory(path=path.absolute())
+    if not directory.config.exists():
+        raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
+    return directory
+
+
 def export_run(path: Path) -> TrainedModel:
     """Export the weights of the newest complete checkpoint of the run in ``path``, which may have stopped early.
 
@@ -70,28 +77,22 @@ def export_run(path: Path) -> TrainedModel:
     """
     from areal_actors.training.checkpoints import find_latest
 
-    directory = RunDirectory(path=path.absolute())
-    if not directory.config.exists():
-        raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
+    directory = _find_run(path)
     checkpoint = find_latest(directory.checkpoints)
     if checkpoint is None:
         raise CheckpointError(f"There is no complete checkpoint in {directory.checkpoints}, so nothing to export.")
-    _refuse_older(directory, checkpoint.step)
+    catalogue, name = Catalogue(root=directory.path.parents[1]), f"{directory.path.parent.name}/{directory.path.name}"
+    present = catalogue.get(name)
+    if present is not None and (present.step or 0) > checkpoint.step:
+        raise CheckpointError(
+            f"{directory.weights} has the weights of step {present.step}, and the newest checkpoint is of step "
+            f"{checkpoint.step}; nothing was changed."
+        )
     config = load_config(directory.config)
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
     model, adapter = load_trained(config, checkpoint)
     save_weights(model, directory, tokenizer=tokenizer, step=checkpoint.step, adapter=adapter)
-    return Catalogue(root=directory.path.parents[1]).find(f"{directory.path.parent.name}/{directory.path.name}")
-
-
-def _refuse_older(directory: RunDirectory, step: int) -> None:
-    name = f"{directory.path.parent.name}/{directory.path.name}"
-    present = Catalogue(root=directory.path.parents[1]).get(name)
-    if present is not None and (present.step or 0) > step:
-        raise CheckpointError(
-            f"{directory.weights} has the weights of step {present.step}, and the newest checkpoint is of step {step}; "
-            "nothing was changed."
-        )
+    return catalogue.find(name)
 
 
 def export_run_rows(
@@ -113,9 +114,7 @@ def export_run_rows(
         OSError: the files cannot be written.
     """
     require_format(form)
-    directory = RunDirectory(path=path.absolute())
-    if not directory.config.exists():
-        raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
+    directory = _find_run(path)
     dumps = find_dumps(directory.rows)
     if not dumps:
         raise ExportError(

@@ -20,7 +20,6 @@ from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib.atomic_write import atomic_path, atomic_write
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import Accounts, DescribeEndpoint, Endpoint, Hosting, StopServices
-from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.run.signals import EXIT_INTERRUPTED
 from areal_actors.service.account_keeper import AccountKeeper
@@ -49,9 +48,9 @@ def run_host(config: RunConfig, *, announce: Callable[[str], object]) -> None:
 
 
 async def _run(config: RunConfig, announce: Callable[[str], object]) -> None:
+    stopping = anyio.Event()
     async with anyio.create_task_group() as tasks:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            stopping = anyio.Event()
             tasks.start_soon(_listen, signals, stopping)
             async with open_host(config) as host:
                 announce(f"Listening at {host.endpoint.url}; the admin key is in {host.key_file}.")
@@ -90,7 +89,10 @@ async def open_host(config: RunConfig, *, provider: ServiceProvider | None = Non
         accounts = await system.spawn(AccountKeeper(users.path, config=users), name="accounts")
         default = TrialId(config.experiment_name, config.trial_name)
         peers = HostPeers(hosting=hosting, accounts=accounts, default=default, admin_key=admin_key)
-        serving = await system.spawn(HostServer(peers, config=_listening(config)), name="host")
+        own = config.host
+        # The host's own address, with the limits that its services have.
+        listening = evolve(config.proxy, host=own.host, port=own.port, public_host=own.public_host, admin_key=None)
+        serving = await system.spawn(HostServer(peers, config=listening), name="host")
         endpoint = await serving.ask(DescribeEndpoint())
         try:
             yield Host(endpoint=endpoint, hosting=hosting, accounts=accounts, key_file=key_file)
@@ -116,25 +118,15 @@ def check_host(config: RunConfig) -> None:
         raise ConfigError(tuple(problems))
 
 
-def _listening(config: RunConfig) -> ProxyConfig:
-    """Return the proxy settings with the host's own address, and with the limits that its services have."""
-    own = config.host
-    return evolve(config.proxy, host=own.host, port=own.port, public_host=own.public_host, admin_key=None)
-
-
 def _prepare(config: RunConfig, key_file: Path, settings: Path) -> str:
     """Write the settings file of the services and the admin key file of the host, and return the key."""
     config.fileroot.mkdir(parents=True, exist_ok=True)
     # A generated key is reused after a restart, so that clients keep working.
     key = config.host.admin_key or (key_file.read_text().strip() if key_file.exists() else create_admin_key())
     atomic_write(key_file, f"{key}\n", mode=0o600)
-    with atomic_path(settings, mode=0o600) as partial:
-        save_config(_of_services(config), partial)
-    return key
-
-
-def _of_services(config: RunConfig) -> RunConfig:
-    """Return the settings that all services share: loopback, any free port, generated keys, and the host's users."""
-    # Clients reach services through the host only.
+    # Clients reach services through the host only, and the services share its users.
     proxy = evolve(config.proxy, host="127.0.0.1", port=0, public_host=None, admin_key=None, open_sessions=False)
-    return evolve(config, proxy=proxy, users=config.user_accounts, host=evolve(config.host, admin_key=None))
+    shared = evolve(config, proxy=proxy, users=config.user_accounts, host=evolve(config.host, admin_key=None))
+    with atomic_path(settings, mode=0o600) as partial:
+        save_config(shared, partial)
+    return key

@@ -498,31 +498,29 @@ async def open_engine(
     sent over the network.
     """
     tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
-    if isinstance(config, ServedEngine):
-        is_path = isinstance(model, str | Path)
-        snapshot = (
-            Snapshot(version=version, path=Path(model))
-            if is_path
-            else Snapshot(version=version, state=model.state_dict())
-        )
-        directory = files or snapshot.path
-        if directory is None:
-            raise ModelError("Servers need the directory of the model that they serve; pass it as files.")
-        async with _open_served(
-            config, snapshot, files=directory, tokenizer=tokenizer, find_weights=find_weights
-        ) as served:
-            yield served
-        return
-    from areal_actors.generation.torch import TorchEngine
+    if isinstance(config, TorchEngineConfig):
+        from areal_actors.generation.torch import TorchEngine
 
-    async with TorchEngine.open(
-        config, model=model, decode=renderer.decode, tokenizer=tokenizer, version=version
-    ) as engine:
-        yield engine
+        async with TorchEngine.open(
+            config, model=model, decode=renderer.decode, tokenizer=tokenizer, version=version
+        ) as engine:
+            yield engine
+        return
+    is_path = isinstance(model, str | Path)
+    snapshot = (
+        Snapshot(version=version, path=Path(model)) if is_path else Snapshot(version=version, state=model.state_dict())
+    )
+    directory = files or snapshot.path
+    if directory is None:
+        raise ModelError("Servers need the directory of the model that they serve; pass it as files.")
+    async with _open_servers(
+        config, snapshot, files=directory, tokenizer=tokenizer, find_weights=find_weights
+    ) as served:
+        yield served
 
 
 @asynccontextmanager
-async def _open_served(
+async def _open_servers(
     served: ServedEngine, snapshot: Snapshot, *, files: Path, tokenizer: Any, find_weights: FindWeights | None
 ) -> AsyncIterator[Engine]:
     from areal_actors.generation.servers.engine import ServerEngine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import count
@@ -18,7 +18,15 @@ from areal_actors.config import AgentMode, RolloutConfig, RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
 from areal_actors.datasets import Problems, find_overlap, load_problems
 from areal_actors.domain import ChatMessage, as_ints
-from areal_actors.errors import CheckpointError, ConfigError, DatasetError, ModelError, WorkflowError
+from areal_actors.errors import (
+    CheckpointError,
+    ConfigError,
+    CustomFunctionError,
+    DatasetError,
+    ModelError,
+    SandboxError,
+    WorkflowError,
+)
 from areal_actors.generation.servers.config import Backend
 from areal_actors.generation.servers.teacher import Probe, open_teacher
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
@@ -58,6 +66,7 @@ __all__ = [
     "load_problem_sets",
     "load_rendering",
     "load_supervised",
+    "local_teacher",
     "log_advice",
     "no_checkpoint",
     "open_group_teacher",
@@ -67,6 +76,9 @@ __all__ = [
 ]
 
 _log = get_logger(__name__)
+
+_BAD_INPUT = (ConfigError, ModelError, DatasetError, WorkflowError, SandboxError, CustomFunctionError)
+"""Errors of the user's input, whose messages refer to no file of the run."""
 
 _PLAIN_TEXT = "The answer is 42: two plus 40, (a) \"yes\" or 'no'. def sum_of(a, b): return a + b  # by 13 + 789"
 
@@ -102,39 +114,97 @@ def directory_of(config: RunConfig, run_dir: Path | None) -> RunDirectory:
 def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Iterator[None]:
     """Create the run directory and lock it while the block runs; two runs in it would prune each other's checkpoints.
 
-    An earlier run of the same name is moved aside unless ``resume`` is set. If the block finds bad input before the run
-    has begun, the directory is removed and the earlier run moved back; a run that is not resumed keeps its settings.
-    Settings of the steps before a resumption are kept as ``config.<n>.yaml`` if they differ. Raises ``ConfigError`` if
-    the directory is in use, cannot be written, or has no run to resume, and if a package is missing.
+    An earlier run of the same name is moved aside unless ``resume`` is set. If the block finds bad input or is
+    interrupted before the run has begun, the directory is removed and the earlier run moved back; a run that is not
+    resumed keeps its settings. Settings of the steps before a resumption are kept as ``config.<n>.yaml`` if they
+    differ. Raises ``ConfigError`` if the directory is in use, cannot be written, or has no run to resume, and if a
+    package is missing.
     """
     require_packages(config)
-    path = directory.path
+    path, former, is_created = directory.path, None, False
     with ExitStack() as stack:
-        with _explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _hold(directory, stack)
-            former = None if resume else _create_directory(config, directory)
-            if resume:
-                _resume_directory(config, directory, stack)
         try:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _lock(directory, stack)
+                if resume:
+                    stack.enter_context(_resumed_settings(config, directory))
+                else:
+                    # Only after the lock is held: the earlier run may still be writing to this directory.
+                    former, is_created = directory.set_aside(), True
+                    if former is not None:
+                        _log.info("earlier_run_kept", path=str(former))
+                    path.mkdir(parents=True, exist_ok=True)
+                    save_config(config, directory.config)
+            except OSError as error:
+                raise ConfigError(
+                    f"{path} cannot be written: {error.strerror}; set fileroot or --run-dir to a directory that can"
+                ) from error
             yield
-        except (ConfigError, ModelError, DatasetError):
-            # Bad input that shows when the model is loaded. Settings and logs alone are of a run that could not begin.
-            if not resume and not directory.is_worth_keeping:
+        except BaseException as error:
+            # Bad input that shows when the model is loaded or the agent is started, and interrupts. Errors of engines
+            # and workers are not among them: their messages name logs in this directory.
+            is_bad_input = isinstance(error, _BAD_INPUT) or not isinstance(error, Exception)
+            # Settings and logs alone are of a run that could not begin.
+            if is_created and is_bad_input and not directory.is_worth_keeping:
                 rmtree(path, ignore_errors=True)
                 if former is not None:
                     former.rename(path)
             raise
 
 
+def _lock(directory: RunDirectory, stack: ExitStack) -> None:
+    """Lock the directory until ``stack`` closes. A file system without locks costs a warning, not the run."""
+    try:
+        stack.enter_context(hold(directory.lock, partial(_in_use, directory.path)))
+    except OSError as error:
+        # A file system that cannot lock is not a directory in use.
+        if error.errno not in NO_LOCKS:
+            raise
+        _log.warning("run_directory_not_locked", path=str(directory.path), reason=error.strerror)
+
+
+def _in_use(path: Path, holder: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is in use by {holder}, which runs there; end that run, or give this one another trial_name or "
+        "--run-dir"
+    )
+
+
+@contextmanager
+def _resumed_settings(config: RunConfig, directory: RunDirectory) -> Iterator[None]:
+    """Save the settings of a resumed run, and those of the steps before as ``config.<n>.yaml`` if they differ.
+
+    If the run has not begun when the block is left, its former settings are put back.
+    """
+    if not directory.has_run:
+        raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
+    before = directory.config.read_text(encoding="utf-8") if directory.config.is_file() else None
+    begun_at = _written_at(directory.metrics)
+    directory.path.mkdir(parents=True, exist_ok=True)
+    numbered = (directory.path / f"config.{number}.yaml" for number in count(1))
+    earlier = next(path for path in numbered if not path.exists())
+    if before is not None:
+        # Before the new settings are written: a crash between the two writes must not lose the former ones.
+        atomic_write(earlier, before, mode=0o600)
+    save_config(config, directory.config)
+    now = directory.config.read_text(encoding="utf-8")
+    if before is None or before == now:
+        earlier.unlink(missing_ok=True)
+        yield
+        return
+    for change in find_changes(before, now):
+        _log.warning("resumed_with_another_setting", setting=change)
+    try:
+        yield
+    finally:
+        # The first step of the resumed run writes metrics; without one, the new settings have had no effect.
+        if _written_at(directory.metrics) == begun_at:
+            earlier.replace(directory.config)
+
+
 def _written_at(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
-
-
-def _restore_settings(directory: RunDirectory, earlier: Path, written_at: int | None) -> None:
-    """Put the ``earlier`` settings back if the run was not resumed."""
-    if _written_at(directory.metrics) == written_at:
-        earlier.replace(directory.config)
 
 
 def find_changes(before: str, now: str) -> tuple[str, ...]:
@@ -164,69 +234,6 @@ def require_packages(config: RunConfig) -> None:
         raise ConfigError(f"logging.row_dumps writes parquet, which needs pyarrow: {INSTALL_PARQUET}")
 
 
-def _create_directory(config: RunConfig, directory: RunDirectory) -> Path | None:
-    """Create the directory with its settings; return where an earlier run was moved to, if there was one."""
-    # Only after the lock is held: the earlier run may still be writing to this directory.
-    former = directory.set_aside()
-    if former is not None:
-        _log.info("earlier_run_kept", path=str(former))
-    directory.path.mkdir(parents=True, exist_ok=True)
-    save_config(config, directory.config)
-    return former
-
-
-def _resume_directory(config: RunConfig, directory: RunDirectory, stack: ExitStack) -> None:
-    """Save the settings of a resumed run, and those of the steps before as ``config.<n>.yaml`` if they differ.
-
-    If the run has not begun when ``stack`` closes, its former settings are put back.
-    """
-    if not directory.has_run:
-        raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
-    before = directory.config.read_text(encoding="utf-8") if directory.config.is_file() else None
-    written_at = _written_at(directory.metrics)
-    directory.path.mkdir(parents=True, exist_ok=True)
-    numbered = (directory.path / f"config.{number}.yaml" for number in count(1))
-    earlier = next(path for path in numbered if not path.exists())
-    if before is not None:
-        atomic_write(earlier, before, mode=0o600)
-    save_config(config, directory.config)
-    now = directory.config.read_text(encoding="utf-8")
-    if before == now:
-        earlier.unlink()
-    elif before is not None:
-        stack.callback(_restore_settings, directory, earlier, written_at)
-        for change in find_changes(before, now):
-            _log.warning("resumed_with_another_setting", setting=change)
-
-
-def _hold(directory: RunDirectory, stack: ExitStack) -> None:
-    """Lock the directory until ``stack`` closes. A file system without locks costs a warning, not the run."""
-    try:
-        stack.enter_context(hold(directory.lock, partial(_in_use, directory.path)))
-    except OSError as error:
-        # A file system that cannot lock is not a directory in use.
-        if error.errno not in NO_LOCKS:
-            raise
-        _log.warning("run_directory_not_locked", path=str(directory.path), reason=error.strerror)
-
-
-def _in_use(path: Path, holder: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is in use by {holder}, which runs there; end that run, or give this one a trial_name or --run-dir of "
-        "its own"
-    )
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; set fileroot or --run-dir to a directory that can"
-        ) from error
-
-
 def log_advice(config: RunConfig) -> None:
     """Log a warning for each setting that has no effect, or that is likely to be a mistake."""
     has_servers = config.rollout.backend is not Backend.TORCH
@@ -254,8 +261,14 @@ def load_supervised(config: RunConfig) -> SupervisedData | None:
     settings = config.sft
     if PhaseName.SFT not in config.phases or settings is None:
         return None
+    from transformers import AutoConfig
+
     renderer = load_rendering(config)
-    max_tokens = _context_length(config)
+    # As many tokens as the model, and the engine in this process, can hold.
+    found = AutoConfig.from_pretrained(resolve_model(config.model).path).get_text_config()
+    limits = [getattr(found, "max_position_embeddings", None)]
+    limits += [config.engine.max_length] if config.rollout.backend is Backend.TORCH else []
+    max_tokens = min((limit for limit in limits if limit), default=None)
     if settings.run is not None:
         groups = load_rollouts(Path(settings.run), renderer, min_reward=settings.min_reward, max_tokens=max_tokens)
     else:
@@ -267,16 +280,6 @@ def load_supervised(config: RunConfig) -> SupervisedData | None:
             f"{settings.run or settings.jsonl}; lower it, or give more."
         )
     return SupervisedData(groups=groups, batch_size=settings.batch_size, seed=config.seed)
-
-
-def _context_length(config: RunConfig) -> int | None:
-    """Return the number of tokens that the model, and the engine in this process, can hold."""
-    from transformers import AutoConfig
-
-    found = AutoConfig.from_pretrained(resolve_model(config.model).path).get_text_config()
-    limits = [getattr(found, "max_position_embeddings", None)]
-    limits += [config.engine.max_length] if config.rollout.backend is Backend.TORCH else []
-    return min((limit for limit in limits if limit), default=None)
 
 
 def load_rendering(config: RunConfig) -> TemplateRenderer:
@@ -316,6 +319,9 @@ def create_policy(config: RunConfig, model: ModelFiles, *, is_empty: bool = Fals
     needs_reference = config.trainer.objective.kl.coefficient > 0 and config.trainer.lora is None
     load = create_empty_policy if is_empty else load_policy
     reference = _place(load(model.path), config.trainer) if needs_reference else None
+    teacher = None
+    if (name := local_teacher(config)) is not None:
+        teacher = _place(load(resolve_model(name, has_tokenizer=False).path), config.trainer)
     return PolicyTrainer(
         _place(load(model.path), config.trainer),
         config.trainer,
@@ -323,18 +329,16 @@ def create_policy(config: RunConfig, model: ModelFiles, *, is_empty: bool = Fals
         # ``layout: tree`` refuses a model whose sliding window is shorter than the rows may be.
         max_length=config.engine.max_length if config.rollout.backend is Backend.TORCH else None,
         phases=config.training_phases,
-        teacher=_load_teacher(config, load),
+        teacher=teacher,
     )
 
 
-def _load_teacher(config: RunConfig, load: Callable[[Path], Any]) -> Any:
-    """Return the model that a distillation phase imitates; ``None`` if there is none, or a server has it."""
+def local_teacher(config: RunConfig) -> str | None:
+    """Return the model that the trainer loads for a distillation phase; ``None`` without one, or if a server has it."""
     if PhaseName.DISTILLATION not in config.phases or config.distillation is None:
         return None
     teacher = config.distillation.teacher
-    if teacher.url is not None or teacher.model is None:
-        return None
-    return _place(load(resolve_model(teacher.model, has_tokenizer=False).path), config.trainer)
+    return teacher.model if teacher.url is None else None
 
 
 def _place(model: Any, config: TrainerConfig) -> Any:
@@ -402,11 +406,18 @@ async def open_group_teacher(config: RunConfig, renderer: Renderer) -> AsyncIter
     if PhaseName.DISTILLATION not in config.phases or settings is None or settings.teacher.url is None:
         yield None
         return
+    # Plain words, and a conversation with the template's special tokens.
+    plain = renderer.encode(_PLAIN_TEXT, is_start=False)
+    chat = renderer.render([ChatMessage(role="user", content=_PLAIN_TEXT)])
+    probes = [
+        Probe(token_ids=as_ints(ids), texts=[renderer.decode(as_ints(np.array([token_id]))) for token_id in ids])
+        for ids in (plain, chat)
+    ]
     before = [phase.num_steps or 0 for phase in config.training_phases]
     index = config.phases.index(PhaseName.DISTILLATION)
     async with open_teacher(
         settings.teacher.url,
-        probes=tuple(_probes(renderer)),
+        probes=tuple(probes),
         model=settings.teacher.model,
         api_key=settings.teacher.api_key,
         max_concurrent=settings.teacher.max_concurrent,
@@ -414,12 +425,3 @@ async def open_group_teacher(config: RunConfig, renderer: Renderer) -> AsyncIter
     ) as teacher:
         first = sum(before[:index]) + 1
         yield GroupTeacher(score=teacher.score, first_step=first, last_step=sum(before[: index + 1]))
-
-
-def _probes(renderer: Renderer) -> Iterator[Probe]:
-    """Yield plain words, and then a conversation with the template's special tokens."""
-    plain = renderer.encode(_PLAIN_TEXT, is_start=False)
-    chat = renderer.render([ChatMessage(role="user", content=_PLAIN_TEXT)])
-    for ids in (plain, chat):
-        texts = [renderer.decode(as_ints(np.array([token_id]))) for token_id in ids]
-        yield Probe(token_ids=as_ints(ids), texts=texts)

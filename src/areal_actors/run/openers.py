@@ -254,8 +254,20 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
     await find(Generation, "generation")
     job = await to_thread.run_sync(_load_job, context)
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(_open_weight_store(config, directory))
-        publisher = await _publish_first(context, job.policy, None if store is None else store.store)
+        store: WeightStore | None = None
+        actors: dict[str, Ref[Any]] = {}
+        if needs_weights(config):
+            from areal_actors.training.weight_store import WeightStore, WeightStoreActor
+
+            settings = config.trainer
+            store = WeightStore(
+                root=directory.published,
+                bucket_bytes=settings.publish_bucket_mib * _MIB,
+                num_kept=settings.publish_keep,
+            )
+            weights = await stack.enter_async_context(ActorSystem.open(name="weights"))
+            actors["weights"] = await weights.spawn(WeightStoreActor(store), name="weights")
+        publisher = await _publish_first(context, job.policy, store)
         members = await stack.enter_async_context(context.open_ranks(job))
         teacher = await stack.enter_async_context(open_group_teacher(config, context.renderer))
         system = await stack.enter_async_context(ActorSystem.open(name=context.name))
@@ -278,8 +290,8 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
             supervised=None if job.supervised is None else job.supervised.batch,
             teacher=teacher,
         )
-        actors: dict[str, Ref[Any]] = {} if store is None else {"weights": store.actor}
-        yield Opened(actors=actors | {"trainer": await system.spawn(trainer, name="trainer")})
+        actors["trainer"] = await system.spawn(trainer, name="trainer")
+        yield Opened(actors=actors)
 
 
 def _load_job(context: RoleContext) -> Job:
@@ -295,33 +307,6 @@ def _load_job(context: RoleContext) -> Job:
             )
     supervised = context.supervised or load_supervised(config)
     return Job(config=config, directory=directory, policy=policy, supervised=supervised, counters=counters)
-
-
-@frozen(kw_only=True)
-class _OpenStore:
-    """The store that published weights are put into, and the actor that sends them to servers."""
-
-    store: WeightStore
-    actor: Ref[Weights]
-
-
-@asynccontextmanager
-async def _open_weight_store(config: RunConfig, directory: RunDirectory) -> AsyncIterator[_OpenStore | None]:
-    """Open the store from which servers receive weights over the network.
-
-    Yields ``None`` unless ``trainer.publish`` is ``distributed``.
-    """
-    trainer = config.trainer
-    if not needs_weights(config):
-        yield None
-        return
-    from areal_actors.training.weight_store import WeightStore, WeightStoreActor
-
-    store = WeightStore(
-        root=directory.published, bucket_bytes=trainer.publish_bucket_mib * _MIB, num_kept=trainer.publish_keep
-    )
-    async with ActorSystem.open(name="weights") as system:
-        yield _OpenStore(store=store, actor=await system.spawn(WeightStoreActor(store), name="weights"))
 
 
 async def _publish_first(context: RoleContext, policy: PolicyTrainer, store: WeightStore | None) -> Publisher:

@@ -104,12 +104,15 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
         stack.callback(tasks.cancel_scope.cancel)  # stop reading, even if a grandchild keeps a pipe open
         spec = _RankSpec(address=address, secret=secret, job=job)
         names = [f"rank-{number}" for number in range(1, num_more + 1)]
-        children = [await stack.enter_async_context(_child(job, name, command)) for name in names]
-        for child in children:
+        children: dict[str, Child] = {}
+        for name in names:
+            log = await to_thread.run_sync(BoundedLog, job.directory.path / "logs" / f"{name}.log")
+            child = children[name] = await Child.start(lambda _: [*command], log=log)
+            stack.push_async_callback(child.kill)
             # Read both outputs from the start: a rank whose pipe is full stops in the middle of training.
             tasks.start_soon(child.listen)
             tasks.start_soon(_read_output, child)
-        yield await _members(listener, spec, dict(zip(names, children, strict=True)))
+        yield await _await_children(listener, spec, children)
 
 
 @asynccontextmanager
@@ -138,26 +141,15 @@ async def expect_ranks(
         ) from error
     _, host, _ = parse_address(listener.address)
     log = job.directory.logs / "workers" / f"{bootstrap.name}.log"
+    number, nodes = os.environ.get("SLURM_JOB_ID", "?"), os.environ.get("SLURM_STEP_NODELIST", "?")
     yield GangMembers(
         ranks=tuple(refs),
         host=host,
-        whereabouts=tuple(_describe_task(rank, log) for rank in range(1, len(refs) + 1)),
+        whereabouts=tuple(
+            f"task {rank} of job {number} on {nodes}, whose words begin with '{rank}:' in {log}"
+            for rank in range(1, len(refs) + 1)
+        ),
     )
-
-
-def _describe_task(rank: int, log: Path) -> str:
-    job, nodes = os.environ.get("SLURM_JOB_ID", "?"), os.environ.get("SLURM_STEP_NODELIST", "?")
-    return f"task {rank} of job {job} on {nodes}, whose words begin with '{rank}:' in {log}"
-
-
-@asynccontextmanager
-async def _child(job: Job, name: str, command: Sequence[str]) -> AsyncIterator[Child]:
-    log = await to_thread.run_sync(BoundedLog, job.directory.path / "logs" / f"{name}.log")
-    child = await Child.start(lambda _: [*command], log=log)
-    try:
-        yield child
-    finally:
-        await child.kill()
 
 
 async def _read_output(child: Child) -> None:
@@ -166,18 +158,21 @@ async def _read_output(child: Child) -> None:
     await read_all(child.process.stdout, lambda chunk: child.log.write(chunk, is_last_words=False))
 
 
-async def _members(listener: Listener, spec: _RankSpec, children: Mapping[str, Child]) -> GangMembers:
+async def _await_children(listener: Listener, spec: _RankSpec, children: Mapping[str, Child]) -> GangMembers:
     """Return the ranks once all have joined. Raises ``GangError`` if one exits before that."""
     refs: dict[str, Ref[Ranks]] = {}
     failed: list[str] = []
     async with anyio.create_task_group() as starting:
         for name, child in children.items():
-            starting.start_soon(_start, child, spec, name)
-            # A rank may join and exit while the others still start; without this it would be awaited forever.
-            starting.start_soon(_miss, child, name, failed, starting.cancel_scope)
+            starting.start_soon(_start, child, spec, name, failed, starting.cancel_scope)
         with anyio.move_on_after(_START_SECONDS):
             for name in children:
-                refs[name] = await _join(listener, name)
+                while name not in refs:
+                    # Another connection is accepted if one is lost before it exposes its actor.
+                    with suppress(Unreachable):
+                        refs[name] = await _ref(await listener.wait_for(name))
+                        break
+                    await anyio.sleep(_AGAIN_SECONDS)
         starting.cancel_scope.cancel()
     failed += [name for name in children if name not in refs]
     if failed:
@@ -192,24 +187,14 @@ async def _members(listener: Listener, spec: _RankSpec, children: Mapping[str, C
     return GangMembers(ranks=tuple(refs.values()), whereabouts=tuple(whereabouts))
 
 
-async def _start(child: Child, spec: _RankSpec, name: str) -> None:
+async def _start(child: Child, spec: _RankSpec, name: str, failed: list[str], scope: anyio.CancelScope) -> None:
+    """Send the rank its spec, and cancel ``scope`` if it exits: it would be awaited forever otherwise."""
     assert child.process.stdin is not None
-    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has exited, which _miss reports
+    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has exited, as seen below
         await child.process.stdin.send(spec.to_line(name))
-
-
-async def _miss(child: Child, name: str, failed: list[str], scope: anyio.CancelScope) -> None:
     await child.wait_for_leader()
     failed.append(name)
     scope.cancel()
-
-
-async def _join(listener: Listener, name: str) -> Ref[Ranks]:
-    """Return a ref to the rank, accepting another connection if one is lost before it exposes its actor."""
-    while True:
-        with suppress(Unreachable):
-            return await _ref(await listener.wait_for(name))
-        await anyio.sleep(_AGAIN_SECONDS)
 
 
 async def _ref(peer: Peer) -> Ref[Ranks]:
@@ -244,25 +229,20 @@ async def serve_task(bootstrap: Bootstrap, controller: ReconnectingConnection) -
     checkpoints = None if spec.checkpoint is None else RunDirectory(path=spec.directory).checkpoints
     policy = await to_thread.run_sync(_load_policy, config, checkpoints)
     # Asked last: the worker reports its address only after it has published the first weights.
-    address = await _find_first(bootstrap, controller, seconds=config.scheduler.start_seconds)
-    async with _joined(policy, address, secret=bootstrap.secret, node=bootstrap.node) as joined:
-        # The cluster signals all tasks. Only the worker reacts: it may need this rank to save a checkpoint.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        await joined.stay()
-
-
-async def _find_first(bootstrap: Bootstrap, controller: ReconnectingConnection, *, seconds: float) -> str:
+    seconds = config.scheduler.start_seconds
     try:
         with anyio.fail_after(seconds):
-            return await controller.ref(Directory, "directory").ask(
-                AwaitGang(worker=bootstrap.name, incarnation=bootstrap.life)
-            )
+            address = await directory.ask(AwaitGang(worker=bootstrap.name, incarnation=bootstrap.life))
     except TimeoutError:
         raise GangError(
             f"{bootstrap.name} has not said within {seconds:g} s (scheduler.start_seconds) where rank {bootstrap.rank} "
             "is to join it."
         ) from None
+    async with _joined(policy, address, secret=bootstrap.secret, node=bootstrap.node) as joined:
+        # The cluster signals all tasks. Only the worker reacts: it may need this rank to save a checkpoint.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        await joined.stay()
 
 
 def _load_policy(config: RunConfig, checkpoints: Path | None) -> PolicyTrainer:
@@ -282,15 +262,11 @@ class _Joined:
     async def stay(self, *leaving: Leaving) -> None:
         """Wait until the first rank is gone, this rank has failed, or one of ``leaving`` cancels."""
         with tuned_gc():
-            await self._wait(leaving)
-
-    async def _wait(self, leaving: Sequence[Leaving]) -> None:
-        async with anyio.create_task_group() as tasks:
-            for one in leaving:
-                tasks.start_soon(one, tasks.cancel_scope)
-            tasks.start_soon(self._until_failed, tasks.cancel_scope)
-            await self.peer.wait_closed()
-            tasks.cancel_scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                for one in (*leaving, self._until_failed):
+                    tasks.start_soon(one, tasks.cancel_scope)
+                await self.peer.wait_closed()
+                tasks.cancel_scope.cancel()
 
     async def _until_failed(self, scope: anyio.CancelScope) -> None:
         await self.failed.wait()

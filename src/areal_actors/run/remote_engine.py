@@ -18,7 +18,7 @@ from attrs import asdict, evolve, frozen
 
 from areal_actors.client import create_http_client
 from areal_actors.client.http import error_of
-from areal_actors.domain import Answer, CompletionRequest, Credential, TrainedModel
+from areal_actors.domain import Credential, TrainedModel
 from areal_actors.errors import ConfigError, InvalidRequest, ModelError, Unavailable
 from areal_actors.generation.model_host import ModelStack
 from areal_actors.kernel.system import Host
@@ -159,7 +159,21 @@ class RemoteSGLangEngine:
             raise ConfigError("Call initialize(experiment_name=…, trial_name=…) before agenerate.")
         if isinstance(prompt, ModelRequest):
             input_ids, gconfig, prompt = prompt.input_ids.tolist(), gconfig or prompt.gconfig, None
-        body = _body(prompt, input_ids) | _parameters(gconfig or GenerationConfig(), sampling)
+        if (prompt is None) == (input_ids is None):
+            raise InvalidRequest("Give a prompt or input_ids, one of the two.", param="prompt")
+        try:
+            gconfig = evolve(gconfig or GenerationConfig(), **sampling)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"agenerate cannot sample so: {error}") from error
+        body: dict[str, Any] = asdict(gconfig.sampling, filter=lambda field, _: field.name in _SHARED)
+        body |= {"stop": list(gconfig.stop), "stop_token_ids": list(gconfig.stop_token_ids)}
+        body |= {"max_tokens": gconfig.max_new_tokens, "n": gconfig.n_samples}
+        if input_ids is not None:
+            body["prompt"] = [int(token_id) for token_id in input_ids]
+        elif isinstance(prompt, str):
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["messages"] = [dict(message) for message in prompt or ()]
         return await self._answerer.answer(body if self._user is None else body | {"user": self._user})
 
     async def aclose(self) -> None:
@@ -189,32 +203,8 @@ def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((environment[name] for name in names if environment.get(name)), None)
 
 
-def _body(prompt: str | Sequence[Mapping[str, Any]] | None, input_ids: Sequence[int] | None) -> dict[str, Any]:
-    if (prompt is None) == (input_ids is None):
-        raise InvalidRequest("Give a prompt or input_ids, one of the two.", param="prompt")
-    if input_ids is not None:
-        return {"prompt": [int(token_id) for token_id in input_ids]}
-    if isinstance(prompt, str):
-        return {"messages": [{"role": "user", "content": prompt}]}
-    return {"messages": [dict(message) for message in prompt or ()]}
-
-
-def _parameters(gconfig: GenerationConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert sampling settings to parameters of OpenAI's API, with the extensions that other engines use."""
-    try:
-        gconfig = evolve(gconfig, **changes)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"agenerate cannot sample so: {error}") from error
-    sampling = asdict(gconfig.sampling, filter=lambda field, _: field.name in _SHARED)
-    sampling |= {"stop": list(gconfig.stop), "stop_token_ids": list(gconfig.stop_token_ids)}
-    return sampling | {"max_tokens": gconfig.max_new_tokens, "n": gconfig.n_samples}
-
-
 _SHARED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-
-
-def _parse(body: Mapping[str, Any]) -> CompletionRequest:
-    return parse_completions_request(body).request if "prompt" in body else parse_chat_request(body).request
+"""Sampling settings that OpenAI's API has, and extensions with the names that other engines use."""
 
 
 # -------------------------------------------------------------------------------------------------- the embedded engine
@@ -231,7 +221,8 @@ class _Embedded:
         self._opening = anyio.Lock()
 
     async def answer(self, body: Mapping[str, Any]) -> GeneratedText:
-        request = _parse(body)
+        parse = parse_completions_request if "prompt" in body else parse_chat_request
+        request = parse(body).request
         stack = await self._open()
         opened = await stack.sessions.ask(OpenSession(task="inference"))
         try:
@@ -241,7 +232,16 @@ class _Embedded:
             # Shielded: a cancelled request must not leave its session behind.
             with anyio.move_on_after(_FORGET_SECONDS, shield=True):
                 await stack.sessions.tell(ForgetSession(session=opened.session))
-        return _generated(answer, self._model.name)
+        completion = answer.completion
+        return GeneratedText(
+            text=answer.message.content or "",
+            model=self._model.name,
+            stop_reason=str(completion.finish),
+            input_len=answer.usage.prompt_tokens,
+            output_len=answer.usage.completion_tokens,
+            output_tokens=tuple(completion.token_ids.tolist()),
+            output_logprobs=tuple(completion.logprobs.tolist()),
+        )
 
     async def _open(self) -> ModelStack:
         if self._loop is not loop_identity():  # an engine of an earlier loop has ended with that loop
@@ -264,19 +264,6 @@ class _Embedded:
             host.close_soon()
 
 
-def _generated(answer: Answer, model: str) -> GeneratedText:
-    completion = answer.completion
-    return GeneratedText(
-        text=answer.message.content or "",
-        model=model,
-        stop_reason=str(completion.finish),
-        input_len=answer.usage.prompt_tokens,
-        output_len=answer.usage.completion_tokens,
-        output_tokens=tuple(completion.token_ids.tolist()),
-        output_logprobs=tuple(completion.logprobs.tolist()),
-    )
-
-
 # ---------------------------------------------------------------------------------------------------- a running service
 
 
@@ -296,7 +283,13 @@ class _OverHttp:
 
     async def answer(self, body: Mapping[str, Any]) -> GeneratedText:
         if not self._is_known:
-            await self._check()
+            known = [model["id"] for model in (await self._request("GET", "models"))["data"]]
+            if self._model not in known:
+                raise ModelError(
+                    f"The service at {self._base_url} does not offer the model {self._model} to this key; it offers "
+                    f"{', '.join(known[:8])}."
+                )
+            self._is_known = True
         route = "completions" if "prompt" in body else "chat/completions"
         found = await self._request("POST", route, json={"model": self._model, **body})
         choice, usage = found["choices"][0], found["usage"]
@@ -309,30 +302,17 @@ class _OverHttp:
             output_len=usage["completion_tokens"],
         )
 
-    async def _check(self) -> None:
-        known = [model["id"] for model in (await self._request("GET", "models"))["data"]]
-        if self._model not in known:
-            raise ModelError(
-                f"The service at {self._base_url} does not offer the model {self._model} to this key; it offers "
-                f"{', '.join(known[:8])}."
-            )
-        self._is_known = True
-
     async def _request(self, method: str, route: str, **options: Any) -> Any:
+        # A client is bound to its event loop, and each anyio.run of a program begins another one.
+        if self._http is None or self._loop is not loop_identity():
+            self._http, self._loop = create_http_client(), loop_identity()
         try:
-            response = await self._client().request(
-                method, f"{self._base_url}/{route}", headers=self._headers, **options
-            )
+            response = await self._http.request(method, f"{self._base_url}/{route}", headers=self._headers, **options)
         except httpx.HTTPError as error:
             raise Unavailable(f"{self._base_url} cannot be reached: {error}; check that the service runs.") from error
         if response.is_error:
             raise error_of(response)
         return response.json()
-
-    def _client(self) -> httpx.AsyncClient:
-        if self._http is None or self._loop is not loop_identity():
-            self._http, self._loop = create_http_client(), loop_identity()
-        return self._http
 
     async def aclose(self) -> None:
         http, self._http = self._http, None

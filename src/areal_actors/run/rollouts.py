@@ -18,7 +18,7 @@ from attrs import evolve
 from areal_actors.cache import to_tensors
 from areal_actors.client import create_agent_http_client
 from areal_actors.datasets import Problems
-from areal_actors.domain import Episode, Group, Problem
+from areal_actors.domain import Group, Problem
 from areal_actors.errors import ArealError, ConfigError, EpisodeError
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import Endpoint, Generation, RunProblem
@@ -76,9 +76,11 @@ class RolloutHandle:
         await self._ended.wait()
         if self._group is None:
             raise self._failure or EpisodeError(f"Rollout {self.position} was cancelled before it was over.")
-        failure = _failure_of_all(self._group.episodes)
-        if failure is not None:
-            raise EpisodeError(failure)
+        episodes = self._group.episodes
+        # A rejection is a decision of the workflow: a group of which all were rejected has not failed.
+        reasons = [episode.failure for episode in episodes if episode.failure is not None and not episode.is_rejected]
+        if reasons and all(episode.failure is not None for episode in episodes):
+            raise EpisodeError(reasons[0])
         return self._group
 
     def cancel(self) -> None:
@@ -101,13 +103,6 @@ class RolloutHandle:
             self._failure = error
         finally:
             self._ended.set()
-
-
-def _failure_of_all(episodes: tuple[Episode, ...]) -> str | None:
-    """Return the first failure that is not a rejection, or ``None`` if an episode succeeded or all were rejected."""
-    reasons = [episode.failure for episode in episodes if episode.failure is not None and not episode.is_rejected]
-    has_success = any(episode.failure is None for episode in episodes)
-    return reasons[0] if reasons and not has_success else None
 
 
 class RolloutEngine(EpisodeEngine):

@@ -47,7 +47,10 @@ class Interrupts:
     @asynccontextmanager
     async def telling(self, training: Ref[Training]) -> AsyncIterator[None]:
         """Ask ``training`` to stop on the first signal, while the block runs or received before it."""
-        await self._begin()
+        # Only the main thread: Python delivers signals to no other.
+        if not self._is_listening and threading.current_thread() is threading.main_thread():
+            await self._tasks.start(self._listen)
+            self._is_listening = True
         self._training = training
         if self._asked is not None:
             self._tell(training, self._asked)
@@ -57,12 +60,6 @@ class Interrupts:
         finally:
             self._training = None
 
-    async def _begin(self) -> None:
-        """Start to receive signals, unless in another thread: Python delivers signals to the main thread only."""
-        if not self._is_listening and threading.current_thread() is threading.main_thread():
-            await self._tasks.start(self._listen)
-            self._is_listening = True
-
     async def _listen(self, *, task_status: TaskStatus[None]) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
@@ -70,18 +67,15 @@ class Interrupts:
                 if self._asked is not None:
                     # Exit without cleanup: a second signal asks for that, and the last checkpoint is complete on disk.
                     os._exit(EXIT_INTERRUPTED)
-                self._asked = signal.Signals(number).name
-                self._stop(self._asked)
-
-    def _stop(self, name: str) -> None:
-        if self._training is not None:
-            _log.warning("stopping", reason=name, detail="finishing the step; once more to leave at once")
-            self._tell(self._training, name)
-        elif self._is_ending:
-            _log.warning("stopping", reason=name, detail="ending what is left; once more to leave at once")
-        else:  # between two attempts
-            self.is_cut_off = True
-            self._tasks.cancel_scope.cancel()
+                name = self._asked = signal.Signals(number).name
+                if self._training is not None:
+                    _log.warning("stopping", reason=name, detail="finishing the step; once more to leave at once")
+                    self._tell(self._training, name)
+                elif self._is_ending:
+                    _log.warning("stopping", reason=name, detail="ending what is left; once more to leave at once")
+                else:  # between two attempts
+                    self.is_cut_off = True
+                    self._tasks.cancel_scope.cancel()
 
     def _tell(self, training: Ref[Training], name: str) -> None:
         """Send the request in a background task.

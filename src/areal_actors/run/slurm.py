@@ -56,43 +56,36 @@ def list_known_jobs(root: Path) -> tuple[KnownJob, ...]:
     found: list[KnownJob] = []
     for files in find_slurm_files(root):
         records = files.read_records()
-        rows = _ask_queue([one for one in records if one.ended is None])
+        rows: dict[str, JobRow] = {}
+        if live := [record.name for record in records if record.ended is None]:
+            rows = {row.name: row for row in anyio.run(_commands().list_jobs, live)}
         is_alone = bool(rows) and not files.is_held
-        found += [_know(files, record, rows, is_alone=is_alone) for record in records]
+        for record in records:
+            row = rows.get(record.name)
+            reason = "" if row is None else row.reason
+            if row is not None and is_alone:
+                gone = "its controller is gone"
+                reason = f"{reason}; {gone}" if row.course is Course.WAITING else gone
+            job = KnownJob(
+                run=str(files.path.parent),
+                name=record.name,
+                worker=record.worker,
+                life=record.life,
+                job=record.job if row is None else row.job,
+                state="gone" if record.ended is not None else "missing" if row is None else row.state,
+                nodes="" if row is None else row.nodes,
+                time_left="" if row is None else row.time_left,
+                reason=record.ended or reason,
+                created_at=record.created_at,
+            )
+            found.append(job)
     return tuple(found)
-
-
-def _ask_queue(records: Sequence[JobRecord]) -> dict[str, JobRow]:
-    if not records:
-        return {}
-    commands = _commands()
-    rows = anyio.run(commands.list_jobs, [one.name for one in records])
-    return {row.name: row for row in rows}
 
 
 def _commands() -> SlurmCommands:
     commands = SlurmCommands()
     commands.check()
     return commands
-
-
-def _know(files: SlurmFiles, record: JobRecord, rows: dict[str, JobRow], *, is_alone: bool) -> KnownJob:
-    row = rows.get(record.name)
-    reason = "" if row is None else row.reason
-    if row is not None and is_alone:
-        reason = f"{reason}; its controller is gone" if row.course is Course.WAITING else "its controller is gone"
-    return KnownJob(
-        run=str(files.path.parent),
-        name=record.name,
-        worker=record.worker,
-        life=record.life,
-        job=record.job if row is None else row.job,
-        state="gone" if record.ended is not None else "missing" if row is None else row.state,
-        nodes="" if row is None else row.nodes,
-        time_left="" if row is None else row.time_left,
-        reason=record.ended or reason,
-        created_at=record.created_at,
-    )
 
 
 def cancel_jobs(root: Path) -> tuple[JobRecord, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import anyio
@@ -214,10 +214,18 @@ class WorkerSupervisor:
                     # Also on cancellation: the next attempt must not get the address of this incarnation.
                     await self._directory.ask(DismissWorker(worker=name, incarnation=incarnation))
         words = await self._directory.ask(TakeFailure(worker=name, incarnation=incarnation))
-        return WorkerExit(worker=name, reason=learnt.reason, error=_error_of(words), had_served=learnt.had_served)
+        error = None
+        if words is not None:
+            # A worker of another version may describe its error in a form that is not known here.
+            with suppress(ProtocolError):
+                error = error_from_data(words)
+        return WorkerExit(worker=name, reason=learnt.reason, error=error, had_served=learnt.had_served)
 
     async def _watch(self, placement: Placement, learnt: _Incarnation, while_ready: WhileReady) -> None:
-        """Wait until the incarnation ends; store the reason in ``learnt``."""
+        """Wait until the incarnation ends; store the reason in ``learnt``.
+
+        It ends, too, if it is not ready ``start_seconds`` after all roles that it may depend on have processes.
+        """
         async with anyio.create_task_group() as tasks:
 
             def end(reason: str) -> None:
@@ -228,32 +236,26 @@ class WorkerSupervisor:
             tasks.start_soon(self._until_ended, placement, end)
             tasks.start_soon(self._until_lapsed, placement, end)
             tasks.start_soon(self._until_released, end)
-            await self._until_ready(placement, end)
-            report = await self._directory.ask(AwaitReady(worker=placement.spec.name, incarnation=placement.spec.life))
+            told = ""
+            while placement.status.state is PlacementState.PENDING:
+                if placement.status.reason != told:
+                    told = placement.status.reason
+                    _log.info("worker_waits", worker=placement.spec.name, reason=told)
+                await anyio.sleep(_CHECK_SECONDS)
+            # A trainer whose engine still waits in the cluster's queue is not too slow to start.
+            await self.wait_complete()
+            report = None
+            with anyio.move_on_after(self.config.start_seconds):
+                ready = AwaitReady(worker=placement.spec.name, incarnation=placement.spec.life)
+                report = await self._directory.ask(ready)
+            if report is None:
+                seconds = self.config.start_seconds
+                end(f"It did not serve within {seconds:g} s (scheduler.start_seconds). See {placement.log}.")
+                return
             learnt.had_served = True
             _log.info("worker_serves", worker=placement.spec.name, where=placement.status.where, at=report.address)
             async with while_ready(report):
                 await anyio.sleep_forever()
-
-    async def _until_ready(self, placement: Placement, end: Callable[[str], None]) -> None:
-        """Wait until the worker is ready, or end it after ``start_seconds``.
-
-        The timeout starts once the worker's process runs, and those of all roles that it may depend on.
-        """
-        told = ""
-        while placement.status.state is PlacementState.PENDING:
-            if placement.status.reason != told:
-                told = placement.status.reason
-                _log.info("worker_waits", worker=placement.spec.name, reason=told)
-            await anyio.sleep(_CHECK_SECONDS)
-        await self.wait_complete()
-        # A trainer whose engine still waits in the cluster's queue is not too slow to start.
-        with anyio.move_on_after(self.config.start_seconds):
-            await self._directory.ask(AwaitReady(worker=placement.spec.name, incarnation=placement.spec.life))
-            return
-        end(f"It did not serve within {self.config.start_seconds:g} s (scheduler.start_seconds). See {placement.log}.")
-        # ``end`` has cancelled this task; returning would let the caller treat the worker as ready.
-        await anyio.sleep_forever()
 
     async def wait_complete(self) -> None:
         """Wait until each role has a running worker."""
@@ -272,15 +274,6 @@ class WorkerSupervisor:
 
     async def _until_lapsed(self, placement: Placement, end: Callable[[str], None]) -> None:
         end(await self._directory.ask(AwaitLapse(worker=placement.spec.name, incarnation=placement.spec.life)))
-
-
-def _error_of(words: Any) -> ArealError | None:
-    if words is None:
-        return None
-    try:
-        return error_from_data(words)
-    except ProtocolError:
-        return None
 
 
 class PlacementBarrier:
@@ -330,7 +323,7 @@ class PlacementBarrier:
         return (self._roles & self._find(PlacementState.PENDING)) - there if running else frozenset()
 
     def check(self, *, now: float) -> None:
-        """Release everything if that is due, by incrementing ``round``.
+        """Release everything if that is due, by incrementing ``num_releases``.
 
         ``now`` is the time in seconds on the event loop's clock.
         """
@@ -343,14 +336,11 @@ class PlacementBarrier:
             patience = self._seconds * 2.0 ** min(self._num_in_vain, _MAX_DOUBLINGS)
             self._split_until = now + patience * (0.75 + self._jitter() / 2)
         elif now >= self._split_until:
-            self._release(now)
-
-    def _release(self, now: float) -> None:
-        pause = self._seconds * (0.5 + self._jitter())
-        _log.warning("resources_released", no_room_for=sorted(self.waiting), again_in_seconds=round(pause, 1))
-        self._split_until, self.opens_at = None, now + pause
-        self._num_in_vain += 1
-        self.num_releases += 1
+            pause = self._seconds * (0.5 + self._jitter())
+            _log.warning("resources_released", no_room_for=sorted(self.waiting), again_in_seconds=round(pause, 1))
+            self._split_until, self.opens_at = None, now + pause
+            self._num_in_vain += 1
+            self.num_releases += 1
 
     def _find(self, state: PlacementState) -> frozenset[Role]:
         return frozenset(role for role, placement in self._members.values() if placement.status.state is state)

@@ -1,7 +1,7 @@
-"""``areal-actors doctor``: whether a job can run where it is to run, looked at before it waits in a queue.
+"""``areal-actors doctor``: check whether a job can run, before it waits in a queue.
 
-``machine`` looks at what is here, ``servers`` at what generates, ``places`` at where workers are to live. Each check
-ends in a ``Finding`` that says what was seen, and what to do.
+``machine`` checks this machine, ``servers`` the inference servers, ``places`` the resources for workers. Each check
+returns a ``Finding`` with the result, and advice if there is a problem.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["Finding", "Verdict", "examine", "format_finding"]
 
 
 def examine(config: RunConfig, *, has_trial: bool = False) -> Iterator[Finding]:
-    """Look at everything that the run of ``config`` needs, one after another. Blocks.
+    """Check everything that the run of ``config`` needs, and yield each finding when it is known. Blocks.
 
-    ``has_trial``: jobs are tried out on a cluster, too, not only asked about.
+    With ``has_trial``, jobs are also submitted to the cluster and run.
     """
     yield from examine_machine(config)
     yield from examine_servers(config)

@@ -1,21 +1,20 @@
-"""Inference servers: those that run already are asked who they are; for those to be started, their Python is."""
+"""Check inference servers: ask those that run already, and look for the package of those to be started."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from functools import partial
 
 import anyio
 
 from areal_actors.config import RunConfig
 from areal_actors.errors import EngineError
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.dialect import ServerDialect, ServerFacts
+from areal_actors.generation.servers.dialect import ServerFacts
 from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.launching import KINDS, choose_ports
 from areal_actors.generation.servers.pool import read_key
-from areal_actors.run.doctor.findings import Finding, Verdict, examined
+from areal_actors.run.doctor.findings import Examination, Finding, Verdict
 
 __all__ = ["examine_servers"]
 
@@ -25,58 +24,53 @@ _IMPORT_SECONDS = 180.0
 
 
 def examine_servers(config: RunConfig) -> Iterator[Finding]:
-    """Look at what generates, where that is no part of the run's own process. Blocks."""
+    """Check the inference servers of the run, if it uses any. Blocks."""
     backend = config.rollout.backend
     if backend is Backend.TORCH:
         return
     settings = config.sglang if backend is Backend.SGLANG else config.vllm
+    for url in settings.urls:
+        with Examination(f"{backend} server") as found:
+            facts = anyio.run(_describe, url, backend, settings)
+            about = f"{facts.model}, {facts.context_length} tokens of context, {facts.dtype}"
+            found.add(Verdict.OK, f"{url} is {facts.software} with {about}")
+        yield from found.findings
     if settings.urls:
-        for url in settings.urls:
-            yield from examined(f"{backend} server", partial(_running, url, backend, settings))
         return
-    if settings.command:
-        yield Finding(check=f"{backend} server", verdict=Verdict.SKIPPED, detail=f"{settings.command[0]} starts it")
-    else:
-        yield from examined(f"{backend} server", lambda: _installed(backend, settings))
+    with Examination(f"{backend} server") as found:
+        if settings.command:
+            found.add(Verdict.SKIPPED, f"{settings.command[0]} starts it")
+        else:
+            _check_installed(backend, settings, found)
+    yield from found.findings
     if settings.port:
-        yield from examined(f"{backend} port", lambda: _ports(backend, settings))
+        with Examination(f"{backend} port") as found:
+            found.add(Verdict.OK, f"free: {', '.join(map(str, choose_ports(settings)))}")
+        yield from found.findings
 
 
-def _running(url: str, backend: Backend, settings: ServerConfig) -> Iterator[Finding]:
-    facts = anyio.run(_describe, url, KINDS[backend].create_dialect({}), settings)
-    detail = f"{url} is {facts.software} with {facts.model}, {facts.context_length} tokens of context, {facts.dtype}"
-    yield Finding(check=f"{backend} server", verdict=Verdict.OK, detail=detail)
-
-
-async def _describe(url: str, dialect: ServerDialect, settings: ServerConfig) -> ServerFacts:
+async def _describe(url: str, backend: Backend, settings: ServerConfig) -> ServerFacts:
+    """Return the server's description of itself. Raises ``EngineError`` if it does not answer in time."""
     async with create_client(url, api_key=read_key(settings), read_timeout_seconds=_ASK_SECONDS) as client:
         try:
             with anyio.fail_after(_ASK_SECONDS):
-                return await dialect.describe(client)
+                return await KINDS[backend].create_dialect({}).describe(client)
         except TimeoutError:
             raise EngineError(f"{url} did not answer within {_ASK_SECONDS:g} s. Does the server run there?") from None
 
 
-def _ports(backend: Backend, settings: ServerConfig) -> Iterator[Finding]:
-    ports = ", ".join(map(str, choose_ports(settings)))
-    yield Finding(check=f"{backend} port", verdict=Verdict.OK, detail=f"free: {ports}")
-
-
-def _installed(backend: Backend, settings: ServerConfig) -> Iterator[Finding]:
-    """Whether its interpreter finds the server's package; it is not imported, because that may want a GPU."""
+def _check_installed(backend: Backend, settings: ServerConfig, found: Examination) -> None:
+    """Check that the servers' interpreter finds their package."""
     module = KINDS[backend].module[0].partition(".")[0]
+    # Found, not imported: the import may need a GPU, which the machine of the doctor may not have.
     look = f"import importlib.util as u, sys; s = u.find_spec({module!r}); sys.exit(0 if s else 3)"
     advice = f"Set {backend}.python to the Python of an environment in which {module} is installed."
     try:
         done = subprocess.run([settings.python, "-c", look], capture_output=True, timeout=_IMPORT_SECONDS, check=False)  # noqa: S603 - the configuration's own interpreter
     except (OSError, subprocess.TimeoutExpired) as error:
-        detail = f"{settings.python} cannot be run: {error}"
-        yield Finding(check=f"{backend} server", verdict=Verdict.FAILED, detail=detail, advice=advice)
+        found.add(Verdict.FAILED, f"{settings.python} cannot be run: {error}", advice)
         return
-    is_there = done.returncode == 0
-    yield Finding(
-        check=f"{backend} server",
-        verdict=Verdict.OK if is_there else Verdict.FAILED,
-        detail=f"{settings.python} {'finds' if is_there else 'does not find'} {module}",
-        advice="" if is_there else advice,
-    )
+    if done.returncode == 0:
+        found.add(Verdict.OK, f"{settings.python} finds {module}")
+    else:
+        found.add(Verdict.FAILED, f"{settings.python} does not find {module}", advice)

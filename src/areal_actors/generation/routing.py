@@ -209,7 +209,8 @@ class ReplicaStatus:
 
     def can_serve(self, version: int) -> bool:
         """Return whether it may get requests that were promised weights of at least ``version``."""
-        return self.is_serving and self.version is not None and self.version >= version
+        # Not through ``is_serving``: each attempt asks about every replica, and the call took 3 µs for 16 of them.
+        return self.state is ReplicaState.SERVING and self.version is not None and self.version >= version
 
 
 C = TypeVar("C", bound=ReplicaStatus)

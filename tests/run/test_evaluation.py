@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from anyio import to_thread
+from attrs import evolve
 from click.testing import CliRunner, Result
 from tests.run.trained import ENGINE, train
 
@@ -142,6 +143,7 @@ def test_the_weights_of_a_run_are_found_by_step(tmp_path):
     assert samples(tmp_path / "step") != samples(tmp_path / "step@1")
     assert 1 == found["@7"].exit_code
     assert "it has those of 1, 2" in found["@7"].stderr
+    assert not (tmp_path / "step@1" / "weights").exists()
     assert untouched == sorted(path.relative_to(run) for path in run.rglob("*"))
 
 
@@ -172,16 +174,20 @@ async def test_a_model_at_a_url_is_asked_with_its_key_and_seeds(tmp_path, agent,
     config = create_config(
         SETTINGS | {"fileroot": str(tmp_path), "rollout": {"workflow": f"{AGENTS}:{agent}"}}, directory=tmp_path
     )
-    async with open_inference("tiny", InferenceConfig(engine=ENGINE)) as inference, inference.session() as session:
+    engine = evolve(ENGINE, deterministic=True)
+    async with open_inference("tiny", InferenceConfig(engine=engine)) as inference, inference.session() as session:
         monkeypatch.setenv("OPENAI_API_KEY", session.api_key)
         monkeypatch.setenv("ANTHROPIC_API_KEY", session.api_key)
         options = {"model": inference.endpoint.url, "served_name": "policy", "backend": anyio_backend_name}
         summary = await to_thread.run_sync(partial(evaluate, config, **options))
+        again = await to_thread.run_sync(partial(evaluate, config, output=tmp_path / "again", **options))
     records = read(summary.directory.episodes)
 
     assert (3, 0) == (summary.sets[0].num_episodes, summary.sets[0].num_failed)
     assert {2 if agent == "Noting" else 1} == {one["turns"] for one in records}
     assert {None} == {one["tokens"] for one in records}
+    rewards = [{one["task_id"]: one["reward"] for one in read(found.directory.episodes)} for found in (summary, again)]
+    assert rewards[0] == rewards[1]
     assert "not available" in summary.to_json()["tokens"]
     assert all(one["turns"][0]["messages"] for one in read(summary.directory.sessions))
 

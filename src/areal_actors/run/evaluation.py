@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import anyio
@@ -208,6 +210,9 @@ async def run_evaluation(
         seconds=time.monotonic() - started,
     )
     _write(summary, is_complete=True)
+    if model.run is not None:  # a copy of a checkpoint's weights, which may be hundreds of GiB
+        for copied in (directory.weights, directory.adapter):
+            await to_thread.run_sync(partial(rmtree, copied, ignore_errors=True))
     await to_thread.run_sync(write_report, directory)
     if all(found.num_failed == found.num_episodes for found in summary.sets):
         last = list(read_records(directory.failures))[-1:]

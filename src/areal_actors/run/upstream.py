@@ -34,7 +34,7 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
 )
-from areal_actors.errors import ConfigError, NotFound, RewardError, SessionEnded
+from areal_actors.errors import ConfigError, NotFound, RewardError, SessionEnded, Unavailable
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
     CollectSession,
@@ -206,13 +206,19 @@ class _Forwarder(EveryPath):
         kept = _KeptAnswer(exchange)
         if request is not None:
             kept.on_success = lambda: session.turns.append(_create_turn(session, request, kept.document()))
-        await forward(
-            kept.exchange,
-            body=body,
-            backends=[Backend("model", str(url.copy_with(raw_path=b"/")))],
-            client=self._client,
-            on_unreachable=lambda _: None,
-        )
+        try:
+            await forward(
+                kept.exchange,
+                body=body,
+                backends=[Backend("model", str(url.copy_with(raw_path=b"/")))],
+                client=self._client,
+                on_unreachable=lambda _: None,
+            )
+        except Unavailable as error:
+            # The words of the entry point, which forwards in the same way, are about proxies.
+            reason = error.__cause__
+            detail = "it accepts no connection" if reason is None else f"it gave no whole answer ({reason!r})"
+            raise Unavailable(f"The model at {upstream.url} cannot answer: {detail}; ask again.") from error
         exchange.is_started, exchange.status = kept.exchange.is_started, kept.exchange.status
 
 

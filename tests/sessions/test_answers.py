@@ -194,9 +194,10 @@ async def test_that_a_grammar_the_engine_refuses_leaves_nothing_pending():
     """The client learns why; the interaction has failed, and the session goes on."""
 
     class Refusing(EchoEngine):
-        def _validate(self, request):
+        def generate(self, request):
             if request.grammar is not None:
                 raise UnsupportedParameter("no such form")
+            return super().generate(request)
 
     async with open_inference_stack(engine=Refusing(lambda _: encode("42"), has_grammars=True)) as inference:
         opened = await inference.open()

@@ -237,7 +237,14 @@ class UserAccess:
     async def _resolve(self, credential: Credential, *, is_counted: bool) -> tuple[str | None, Credential | None]:
         """Return the user's name and the session's credential, which is ``None`` for a user's key without a session."""
         if is_user_key(credential.key) and self.accounts is not None:
-            return await self._resolve_user(self.accounts, credential, is_counted=is_counted)
+            issued = await self._identify(self.accounts, credential.key or "")
+            found = None
+            if credential.session is not None:
+                await self.check_owner(credential.session, issued)
+                found = Credential(session=credential.session, is_capability=True, has_control=True)
+            if is_counted:
+                await self.accounts.ask(AdmitUser(key=issued.key.id))
+            return issued.user.name, found
         if not self.has_users and self.accounts is not None:
             self._found_no_keys_at = anyio.current_time()
             self.has_users = await self.accounts.ask(HasKeys())
@@ -247,18 +254,6 @@ class UserAccess:
         if owner.user_key is not None and self.accounts is not None:
             await self.accounts.ask(AdmitUser(key=owner.user_key, is_counted=is_counted))
         return owner.user, credential
-
-    async def _resolve_user(
-        self, accounts: Ref[Accounts], credential: Credential, *, is_counted: bool
-    ) -> tuple[str, Credential | None]:
-        issued = await self._identify(accounts, credential.key or "")
-        found = None
-        if credential.session is not None:
-            await self.check_owner(credential.session, issued)
-            found = Credential(session=credential.session, is_capability=True, has_control=True)
-        if is_counted:
-            await accounts.ask(AdmitUser(key=issued.key.id))
-        return issued.user.name, found
 
     async def check_owner(self, session: SessionId, user: IssuedKey) -> None:
         """Raise ``NotFound`` unless the session is the user's."""

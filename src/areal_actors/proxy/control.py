@@ -124,7 +124,12 @@ class ControlEndpoints:
 
     async def start_session(self, exchange: Exchange) -> None:
         """Open a session: with an intake, in its group, to be trained; otherwise under a separate permit."""
-        user = await self._starter(read_key(exchange.headers))
+        key = read_key(exchange.headers)
+        user = None if self.gatekeeper.is_admin(key) else await self.access.identify(key)
+        if user is None and not self.gatekeeper.is_admin(key) and not self.config.open_sessions:
+            raise Unauthorized(
+                "Starting a session needs a user's key or the admin key, as 'Authorization: Bearer <key>'."
+            )
         wanted = _read_start(await self._arguments(exchange), user)
         if self.gatekeeper.is_admin(wanted.api_key):
             # The admin key would open the session as well, and every plain request of the administrator would become
@@ -145,23 +150,6 @@ class ControlEndpoints:
                 "role_keys": dict(opened.role_keys),
             },
         )
-
-    async def _starter(self, key: str | None) -> IssuedKey | None:
-        """Return the user who may start a session with ``key``.
-
-        Returns ``None`` for the administrator, and if sessions may be started without a key.
-
-        Raises:
-            Unauthorized: the key is not allowed to start sessions.
-        """
-        if self.gatekeeper.is_admin(key):
-            return None
-        user = await self.access.identify(key)
-        if user is None and not self.config.open_sessions:
-            raise Unauthorized(
-                "Starting a session needs a user's key or the admin key, as 'Authorization: Bearer <key>'."
-            )
-        return user
 
     async def _open(self, wanted: StartSession, permit: int) -> SessionOpened:
         group = None if wanted.group is None else GroupId(wanted.group)
@@ -206,7 +194,10 @@ class ControlEndpoints:
             discount = _DISCOUNT.read(discount, "discount")
         message = ExportSession(session=SessionId(session), discount=discount, style=read(arguments, "style", TEXT))
         episode = await self.exports.ask(message)
-        if _wants_arrays(exchange):
+        # The binary form is sent to clients that accept it and name it before JSON.
+        accepted = exchange.headers.get(b"accept", b"").decode("latin-1").lower()
+        types = [part.partition(";")[0].strip() for part in accepted.split(",")]
+        if next((name for name in types if name in {ARRAYS_TYPE, "application/json"}), None) == ARRAYS_TYPE:
             await exchange.send_document(200, pack_arrays(episode), content_type=ARRAYS_TYPE.encode())
         else:
             await exchange.send_json(200, format_episode(episode))
@@ -315,20 +306,6 @@ class ControlEndpoints:
         return credential if self.gatekeeper.is_admin(key) else await self.access.authorise(credential)
 
 
-def _wants_arrays(exchange: Exchange) -> bool:
-    """Return whether the client accepts the binary form and names it before JSON."""
-    accepted = exchange.headers.get(b"accept", b"").decode("latin-1").lower()
-    types = [part.partition(";")[0].strip() for part in accepted.split(",")]
-    found = [name for name in types if name in {ARRAYS_TYPE, "application/json"}]
-    return found[:1] == [ARRAYS_TYPE]
-
-
-def _describe_user(user: IssuedKey) -> dict[str, str]:
-    """Return the session metadata that identify its user's experiment and trial."""
-    named = {"experiment": user.user.experiment, "trial": user.user.trial}
-    return {name: value for name, value in named.items() if value is not None}
-
-
 def _describe_model(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "areal_actors"}
 
@@ -339,6 +316,7 @@ def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSe
     group, size = read(arguments, "group_id", TEXT), _read_count(arguments, "group_size")
     if group is None and size is not None:
         raise InvalidRequest("group_size needs a group_id, which its sessions have in common.", param="group_size")
+    metadata = {} if user is None else {"experiment": user.user.experiment, "trial": user.user.trial}
     return StartSession(
         task=read(arguments, "task_id", TEXT) or "session",
         api_key=read(arguments, "api_key", TEXT),
@@ -347,7 +325,7 @@ def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSe
         position=_read_count(arguments, "position"),
         member=_read_count(arguments, "member"),
         seed=_read_count(arguments, "seed"),
-        metadata={} if user is None else _describe_user(user),
+        metadata={name: value for name, value in metadata.items() if value is not None},
         user=None if user is None else user.user.name,
         user_key=None if user is None else user.key.id,
         max_live=None if user is None else user.user.quotas.max_sessions,

@@ -52,13 +52,8 @@ class CompletionEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
-        body, attempt = await self._read(exchange)
-        named = body.get("session_id") or exchange.query.get("session_id")
-        credential = self.gatekeeper.credential(
-            key=read_key(exchange.headers),
-            in_path=exchange.session,
-            in_request=named if isinstance(named, str) else None,
-        )
+        raw, body, credential = await _read(exchange, self.config, self.gatekeeper)
+        attempt = read_attempt(exchange.headers, exchange.operation, raw)
         if self.resolve is not None:
             body = await self.resolve(body, credential)
         parsed = self.dialect.parse(body, tag=_read_role(exchange))
@@ -108,19 +103,10 @@ class CompletionEndpoint:
             await self._stream(exchange, message, parsed, usage)
         else:
             asked = Complete(credential=credential, request=parsed.request, attempt=attempt)
-            await self._answer(exchange, asked, parsed, usage)
-
-    async def _read(self, exchange: Exchange) -> tuple[Mapping[str, Any], Attempt | None]:
-        limits = self.config
-        raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
-        body = replace_unsupported(parse_object(raw), exchange, limits)
-        return body, read_attempt(exchange.headers, exchange.operation, raw)
-
-    async def _answer(self, exchange: Exchange, message: Complete, parsed: Parsed, usage: RequestUsage | None) -> None:
-        answers = await exchange.until_hang_up(lambda: self.sessions.ask(message))
-        if usage is not None:
-            usage.count_all(answers)
-        await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
+            answers = await exchange.until_hang_up(lambda: self.sessions.ask(asked))
+            if usage is not None:
+                usage.count_all(answers)
+            await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
 
     async def _stream(
         self, exchange: Exchange, message: StreamComplete, parsed: Parsed, usage: RequestUsage | None
@@ -159,10 +145,20 @@ class CompletionEndpoint:
         await exchange.send_events(announced + formatter.finish(), is_last=True)
 
 
-def replace_unsupported(body: Mapping[str, Any], exchange: Exchange, config: ProxyConfig) -> Mapping[str, Any]:
-    """Return ``body`` without the content that the model cannot use, as far as the settings do not refuse it."""
+async def _read(
+    exchange: Exchange, config: ProxyConfig, gatekeeper: Gatekeeper
+) -> tuple[bytes, Mapping[str, Any], Credential]:
+    """Return the body as it was sent, its object without content that the model cannot use, and the credential."""
+    raw = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
     client = exchange.headers.get(b"user-agent", b"").decode("latin-1")
-    return replace_blocks(body, config.unsupported_blocks.for_client(client))
+    body = replace_blocks(parse_object(raw), config.unsupported_blocks.for_client(client))
+    named = body.get("session_id") or exchange.query.get("session_id")
+    credential = gatekeeper.credential(
+        key=read_key(exchange.headers),
+        in_path=exchange.session,
+        in_request=named if isinstance(named, str) else None,
+    )
+    return raw, body, credential
 
 
 def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
@@ -203,15 +199,7 @@ class TokenCountEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request; nothing of it is recorded."""
-        limits = self.config
-        raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
-        body = replace_unsupported(parse_object(raw), exchange, limits)
-        named = body.get("session_id") or exchange.query.get("session_id")
-        credential = self.gatekeeper.credential(
-            key=read_key(exchange.headers),
-            in_path=exchange.session,
-            in_request=named if isinstance(named, str) else None,
-        )
+        _, body, credential = await _read(exchange, self.config, self.gatekeeper)
         request, model = self.dialect.parse(body).request, body.get("model")
         if self.access.has_no_user(credential) or self.gatekeeper.is_admin(credential.key):
             await self._count(exchange, CountTokens(credential=credential, request=request), model)

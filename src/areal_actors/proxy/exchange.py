@@ -124,7 +124,13 @@ class Operations(BaseRoute):
         operation = self._table[scope["areal.operation"]]
         exchange = Exchange(scope, receive, send)
         try:
-            await self._serve(operation, exchange)
+            if exchange.method not in operation.methods:
+                await _refuse_method(operation, exchange)
+            elif operation.is_always_open:
+                await operation.handle(exchange)
+            else:
+                with self._traffic.admitted(exchange):
+                    await operation.handle(exchange)
         except HungUp:
             # Nothing was answered, so there is neither a status nor a latency to record.
             self._meter.hang_ups[exchange.operation] += 1
@@ -135,35 +141,22 @@ class Operations(BaseRoute):
             await _answer_failure(operation, exchange, root_cause(error))
         self._meter.note_answer(exchange.operation, exchange.status, perf_counter() - exchange.started_at)
 
-    async def _serve(self, operation: Operation, exchange: Exchange) -> None:
-        if exchange.method not in operation.methods:
-            await _refuse_method(operation, exchange)
-        elif operation.is_always_open:
-            await operation.handle(exchange)
-        else:
-            with self._traffic.admitted(exchange):
-                await operation.handle(exchange)
-
 
 async def _answer_failure(operation: Operation, exchange: Exchange, error: BaseException) -> None:
     failure = describe_failure(error, exchange.request_id)
     if failure.is_unforeseen:
-        _log_failure(exchange, error)
+        _log.error(
+            "request_failed",
+            request=exchange.request_id,
+            operation=exchange.scope["areal.operation"],
+            session=exchange.session,  # truncated by the log, because the whole id is a capability
+            exc_info=error,
+        )
     if not exchange.is_started:
         headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
         await exchange.send_json(failure.status, operation.format_failure(failure), headers)
     elif exchange.fail_stream is not None:
         await exchange.send_events(exchange.fail_stream(failure), is_last=True)
-
-
-def _log_failure(exchange: Exchange, error: BaseException) -> None:
-    _log.error(
-        "request_failed",
-        request=exchange.request_id,
-        operation=exchange.scope["areal.operation"],
-        session=exchange.session,  # truncated by the log, because the whole id is a capability
-        exc_info=error,
-    )
 
 
 async def _refuse_method(operation: Operation, exchange: Exchange) -> None:
@@ -261,11 +254,6 @@ class Exchange:
             raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
         self.reason = RequestTimeout(f"The body did not arrive within {timeout_seconds:g} s.")
         self.lifetime.deadline = anyio.current_time() + timeout_seconds
-        body = await self._collect_body(max_bytes)
-        self.lifetime.deadline, self.reason = math.inf, None
-        return body
-
-    async def _collect_body(self, max_bytes: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while size <= _DISCARDED * max_bytes:
@@ -284,6 +272,7 @@ class Exchange:
                 break
         if size > max_bytes:
             raise PayloadTooLarge(f"The body has more than {max_bytes} bytes; shorten the conversation.")
+        self.lifetime.deadline, self.reason = math.inf, None
         return b"".join(parts)
 
     async def until_hang_up(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
@@ -306,12 +295,18 @@ class Exchange:
         self.lifetime.cancel()
 
     async def _watch(self, quiet_seconds: float | None) -> None:
-        """Cut the request when the client has disconnected or cannot be written to."""
+        """Cut the request when the client has disconnected or cannot be written to. Keep silent streams alive."""
         try:
+            # Most answers are not streamed, and wait without a scope of a timeout.
             if quiet_seconds is None:
                 await self._await_hang_up()
-            else:
-                await self._keep_alive(quiet_seconds)
+            while quiet_seconds is not None:
+                seen = self._num_sent
+                with anyio.move_on_after(quiet_seconds):
+                    await self._await_hang_up()
+                    break
+                if self._num_sent == seen:
+                    await self.send_events(self.keep_alive)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client can no longer be reached
             _log.warning("connection_lost", request=self.request_id, error=repr(error))
         self.cut(HungUp())
@@ -319,15 +314,6 @@ class Exchange:
     async def _await_hang_up(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-
-    async def _keep_alive(self, quiet_seconds: float) -> None:
-        """Send keep-alives whenever the stream is silent, and return when the client has disconnected."""
-        while True:
-            seen = self._num_sent
-            with anyio.move_on_after(quiet_seconds):
-                return await self._await_hang_up()
-            if self._num_sent == seen:
-                await self.send_events(self.keep_alive)
 
     # -------------------------------------------------------------------------------------------- the response
 
@@ -345,23 +331,20 @@ class Exchange:
             *self._names,
             *headers,
         ]
-        if self._has_unread_body:
-            await self._send_while_discarding(status, raw, body)
-        else:
+        if not self._has_unread_body:
             await self._send_whole(status, raw, body)
+            return
+        async with anyio.create_task_group() as tasks:
+            # The client is still sending. Its parts are read and discarded, because the server would wait for room in
+            # its queue of body parts otherwise.
+            tasks.start_soon(self._await_hang_up)
+            await self._send_whole(status, raw, body)
+            tasks.cancel_scope.cancel()
 
     async def _send_whole(self, status: int, headers: list[Header], body: bytes) -> None:
         self.is_started, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _send_while_discarding(self, status: int, headers: list[Header], body: bytes) -> None:
-        """Answer a client that is still sending its body, and discard the rest of that body."""
-        async with anyio.create_task_group() as tasks:
-            # Otherwise the server would wait for room in its queue of body parts, which would no longer be read.
-            tasks.start_soon(self._await_hang_up)
-            await self._send_whole(status, headers, body)
-            tasks.cancel_scope.cancel()
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
         """Start an answer whose body is sent in parts; ``headers`` are sent unchanged."""
@@ -408,13 +391,9 @@ def start_companion(function: Callable[[], Coroutine[Any, Any, None]]) -> Callab
     # is started and stopped in the same block. The companion is therefore started on the event loop itself.
     # trio may run in guest mode on asyncio's loop, so a running asyncio loop does not prove that this task is
     # asyncio's.
-    if is_trio():
-        return _start_on_trio(function)
-    # The bound method holds a reference to the task, which the event loop itself holds only weakly.
-    return asyncio.get_running_loop().create_task(function()).cancel
-
-
-def _start_on_trio(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:
+    if not is_trio():
+        # The bound method holds a reference to the task, which the event loop itself holds only weakly.
+        return asyncio.get_running_loop().create_task(function()).cancel
     import trio
 
     scope = trio.CancelScope()

@@ -90,7 +90,9 @@ class Failure:
 
 def describe_failure(error: BaseException, request_id: str) -> Failure:
     """Return the failure to report for ``error`` to the client that sent ``request_id``."""
-    known = _as_request_error(error)
+    known = error if isinstance(error, RequestError) else None
+    if known is None:
+        known = next((say(str(error)) for kind, say in _MEANINGS if isinstance(error, kind)), None)
     if known is not None:
         return Failure(
             status=known.status,
@@ -117,13 +119,6 @@ def describe_failure(error: BaseException, request_id: str) -> Failure:
         is_unforeseen=True,
         request_id=request_id,
     )
-
-
-def _as_request_error(error: BaseException) -> RequestError | None:
-    """Return ``error`` as a ``RequestError`` if it is one or has a meaning for the client, else ``None``."""
-    if isinstance(error, RequestError):
-        return error
-    return next((say(str(error)) for kind, say in _MEANINGS if isinstance(error, kind)), None)
 
 
 def format_openai_failure(failure: Failure) -> dict[str, object]:

@@ -6,7 +6,9 @@ Labels name operations, statuses and actors, never a key, session or path. ``doc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -98,12 +100,13 @@ class MetricsEndpoint:
     def _families(self, readings: Readings) -> Iterator[Metric]:
         yield from _http_families(self.meter, len(self.traffic))
         yield from _actor_families(readings.mailboxes)
-        if readings.engine is not None:
-            yield from _engine_families(readings.engine)
-        if readings.sessions is not None:
-            yield from _session_families(readings.sessions)
-        if readings.capacity is not None:
-            yield from _capacity_families(readings.capacity)
+        for view, families in (
+            (readings.engine, _ENGINE),
+            (readings.sessions, _SESSIONS),
+            (readings.capacity, _CAPACITY),
+        ):
+            for create, name, meaning, path in families if view is not None else ():
+                yield create(name, meaning, attrgetter(path)(view))
 
 
 @frozen
@@ -155,32 +158,6 @@ def _actor_families(mailboxes: Mapping[str, ActorStatistics]) -> Iterator[Metric
     yield _counter("actor_cancelled", "Asks whose asker left.", by_actor("num_cancelled"), labels=("actor",))
 
 
-def _engine_families(view: EngineView) -> Iterator[Metric]:
-    statistics = view.statistics
-    yield _gauge("engine_running", "Generations that are being sampled.", statistics.running)
-    yield _gauge("engine_waiting", "Generations that wait for a place.", statistics.waiting)
-    yield _gauge("engine_version", "Version of the weights that are served.", view.version)
-    yield _counter("engine_prompt_tokens", "Tokens of prompts, cached ones included.", statistics.prompt_tokens)
-    yield _counter("engine_cached_tokens", "Of these, those that were not computed again.", statistics.cached_tokens)
-    yield _counter("engine_sampled_tokens", "Tokens that were sampled.", statistics.sampled_tokens)
-    yield _counter("engine_aborted", "Generations that were aborted.", statistics.aborted)
-    yield _counter("engine_busy_seconds", "Time in which something was computed.", statistics.busy_seconds)
-
-
-def _session_families(view: SessionsView) -> Iterator[Metric]:
-    yield _gauge("sessions_live", "Sessions that take requests.", view.num_live)
-    yield _gauge("sessions_ended", "Sessions that have ended and are not forgotten.", view.num_ended)
-    yield _gauge("interactions_pending", "Answers that are being made.", view.num_pending)
-    yield _counter("retries_recognised", "Retries that joined or repeated an earlier request.", view.num_retries)
-
-
-def _capacity_families(view: CapacityView) -> Iterator[Metric]:
-    yield _gauge("capacity_available", "Episode groups that may start now.", view.available)
-    yield _gauge("capacity_running", "Episode groups that run.", view.running)
-    yield _gauge("capacity_reserved", "Places that are kept for sessions to come.", view.reserved)
-    yield _gauge("capacity_accepted", "Episode groups that were accepted as training data.", view.accepted)
-
-
 def _by_operation(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
     return {(operation,): number for operation, number in counts.items()}
 
@@ -209,14 +186,33 @@ def _histogram(name: str, meaning: str, values: Mapping[str, Histogram]) -> Metr
 
     family = HistogramMetricFamily(f"areal_{name}", meaning, labels=("operation",))
     for operation, histogram in values.items():
-        family.add_metric((operation,), list(_buckets(histogram)), histogram.total)
+        # Prometheus buckets are cumulative: each one includes the counts of all smaller ones.
+        bounds = map(str, (*histogram.bounds, "+Inf"))
+        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+        family.add_metric((operation,), buckets, histogram.total)
     return family
 
 
-def _buckets(histogram: Histogram) -> Iterable[tuple[str, float]]:
-    """Yield the buckets of a histogram."""
-    # Prometheus buckets are cumulative: each one includes the counts of all smaller ones.
-    number = 0
-    for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
-        number += count
-        yield str(bound), number
+_ENGINE = (
+    (_gauge, "engine_running", "Generations that are being sampled.", "statistics.running"),
+    (_gauge, "engine_waiting", "Generations that wait for a place.", "statistics.waiting"),
+    (_gauge, "engine_version", "Version of the weights that are served.", "version"),
+    (_counter, "engine_prompt_tokens", "Tokens of prompts, cached ones included.", "statistics.prompt_tokens"),
+    (_counter, "engine_cached_tokens", "Of these, those that were not computed again.", "statistics.cached_tokens"),
+    (_counter, "engine_sampled_tokens", "Tokens that were sampled.", "statistics.sampled_tokens"),
+    (_counter, "engine_aborted", "Generations that were aborted.", "statistics.aborted"),
+    (_counter, "engine_busy_seconds", "Time in which something was computed.", "statistics.busy_seconds"),
+)
+"""Metrics of an actor: the kind, the name, the meaning, and the attribute of the actor's answer."""
+_SESSIONS = (
+    (_gauge, "sessions_live", "Sessions that take requests.", "num_live"),
+    (_gauge, "sessions_ended", "Sessions that have ended and are not forgotten.", "num_ended"),
+    (_gauge, "interactions_pending", "Answers that are being made.", "num_pending"),
+    (_counter, "retries_recognised", "Retries that joined or repeated an earlier request.", "num_retries"),
+)
+_CAPACITY = (
+    (_gauge, "capacity_available", "Episode groups that may start now.", "available"),
+    (_gauge, "capacity_running", "Episode groups that run.", "running"),
+    (_gauge, "capacity_reserved", "Places that are kept for sessions to come.", "reserved"),
+    (_gauge, "capacity_accepted", "Episode groups that were accepted as training data.", "accepted"),
+)

@@ -8,7 +8,7 @@ Routes are served under more paths than the document lists: ``/v1`` may be missi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +20,7 @@ from areal_actors.proxy.dialects import completions
 from areal_actors.proxy.dialects.base import COUNT_SCHEMA, MAYBE_TEXT_SCHEMA, TEXT_SCHEMA
 from areal_actors.proxy.dialects.chat import answer as chat
 from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS
-from areal_actors.proxy.dialects.fields import FieldTable, Schema, list_of, one_object
+from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
 from areal_actors.proxy.dialects.messages import answer as messages
 from areal_actors.proxy.dialects.messages.request import MESSAGES_FIELDS
 from areal_actors.proxy.dialects.responses import answer as responses
@@ -83,29 +83,25 @@ def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
         ("messages", MESSAGES_FIELDS, "Message", "Anthropic's messages"),
         ("messages/count_tokens", MESSAGES_FIELDS, "TokenCount", "How many tokens the prompt of a message has"),
     )
-    described = (
-        _describe_dialect(operation, table.ignoring(inert), answer, summary)
-        for operation, table, answer, summary in dialects
-    )
+    described: list[Route] = []
+    for operation, table, answer, summary in dialects:
+        content: dict[str, Schema] = _json(answer)
+        if answer != "TokenCount":
+            content["text/event-stream"] = {"type": "string"}
+        described.append(
+            Route(
+                operation=operation,
+                path=f"/v1/{operation}",
+                summary=summary,
+                has_session=True,
+                security=_SESSION_KEYS,
+                request=table.ignoring(inert).schema,
+                answers={200: content},
+                failures=_COMPLETION_FAILURES,
+                error="AnthropicError" if table.operation == "messages" else "Error",
+            )
+        )
     return (*described, *_STORED_ROUTES, *_CONTROL_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
-
-
-def _describe_dialect(operation: str, table: FieldTable, answer: str, summary: str) -> Route:
-    """Return the route of a dialect. ``answer`` names the schema of its answers."""
-    content: dict[str, Schema] = _json(answer)
-    if answer != "TokenCount":
-        content["text/event-stream"] = {"type": "string"}
-    return Route(
-        operation=operation,
-        path=f"/v1/{operation}",
-        summary=summary,
-        has_session=True,
-        security=_SESSION_KEYS,
-        request=table.schema,
-        answers={200: content},
-        failures=_COMPLETION_FAILURES,
-        error="AnthropicError" if table.operation == "messages" else "Error",
-    )
 
 
 def _json(name: str) -> dict[str, Schema]:
@@ -261,8 +257,13 @@ def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
     bearer = {"type": "http", "scheme": "bearer"}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        for path, item in _paths(route):
-            paths.setdefault(path, {}).update(item)
+        named = [] if route.item is None else [_in_path(route.item)]
+        own = {method: _operation(route, method, "") for method in route.methods}
+        paths.setdefault(route.path, {}).update({"parameters": named, **own} if named else own)
+        if route.has_session:
+            item = {method: _operation(route, method, "_of_session") for method in route.methods}
+            parameters = [_in_path("session_id"), *named]
+            paths.setdefault(f"/{{session_id}}{route.path}", {}).update({"parameters": parameters, **item})
     return {
         "openapi": "3.1.0",
         "info": {"title": "areal_actors", "version": "1", "description": _DESCRIPTION},
@@ -283,15 +284,6 @@ def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
     }
 
 
-def _paths(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
-    own = {method: _operation(route, method, "") for method in route.methods}
-    named = [] if route.item is None else [_in_path(route.item)]
-    yield route.path, {"parameters": named, **own} if named else own
-    if route.has_session:
-        item = {method: _operation(route, method, "_of_session") for method in route.methods}
-        yield f"/{{session_id}}{route.path}", {"parameters": [_in_path("session_id"), *named], **item}
-
-
 def _in_path(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
@@ -300,11 +292,18 @@ def _operation(route: Route, method: str, form: str) -> dict[str, Any]:
     name = re.sub(r"\W+", "_", route.operation).strip("_")
     # An empty alternative means that no key is needed: the session's URL is a capability.
     security = [*route.security, {}] if form and route.is_open_by_url else list(route.security)
+    answers = {**route.answers, **{status: _json(route.error) for status in route.failures}}
     described: dict[str, Any] = {
         "operationId": f"{method}_{name}{form}",
         "summary": route.summary,
         "security": security,
-        "responses": _responses(route),
+        "responses": {
+            str(status): {
+                "description": HTTPStatus(status).phrase,
+                "content": {media: {"schema": schema} for media, schema in content.items()},
+            }
+            for status, content in sorted(answers.items())
+        },
     }
     if route.request is not None and method == "get":
         described["parameters"] = [
@@ -315,18 +314,6 @@ def _operation(route: Route, method: str, form: str) -> dict[str, Any]:
         content = {"application/json": {"schema": route.request}}
         described["requestBody"] = {"required": bool(route.request["required"]), "content": content}
     return described
-
-
-def _responses(route: Route) -> dict[str, Any]:
-    answers = dict(route.answers)
-    answers.update({status: _json(route.error) for status in route.failures})
-    return {
-        str(status): {
-            "description": HTTPStatus(status).phrase,
-            "content": {media: {"schema": schema} for media, schema in content.items()},
-        }
-        for status, content in sorted(answers.items())
-    }
 
 
 @frozen(kw_only=True)

@@ -255,7 +255,14 @@ class Stack:
             text = "Every connection of this client is in use."
             raise self._library.PoolTimeout(text, request=request) from error
         try:
-            connection = self._idle.pop().connection if self._idle else self._connect()
+            if self._idle:
+                connection = self._idle.pop().connection
+            else:
+                library = self._library
+                limits = library.Limits(
+                    max_connections=1, max_keepalive_connections=1, keepalive_expiry=self._keep_seconds
+                )
+                connection = library.AsyncHTTPTransport(verify=self._verify, trust_env=False, limits=limits)
         except BaseException:
             self._places.release()
             raise
@@ -272,11 +279,6 @@ class Stack:
         """Close idle connections; connections in use are closed when their responses are."""
         self._keep_seconds = -1.0
         await self._close_expired()
-
-    def _connect(self) -> Any:
-        library = self._library
-        limits = library.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=self._keep_seconds)
-        return library.AsyncHTTPTransport(verify=self._verify, trust_env=False, limits=limits)
 
     async def _release(self, connection: Any, *, is_usable: bool) -> None:
         self._places.release()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import anyio
@@ -72,17 +72,14 @@ class InlineRef(Ref[P]):
         """Raise ``ProtocolError``: there is no mailbox to store the message."""
         raise ProtocolError(f"{self.name} has no mailbox; use tell for {type(message).__name__}.")
 
-    def stream(
+    @asynccontextmanager
+    async def stream(
         self,
         message: StreamMessage[P, Item],
         *,
         buffer_size: int = 16,  # noqa: ARG002 - nothing is buffered: the reader drives the handler
-    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
+    ) -> AsyncIterator[AsyncIterator[Item]]:
         """Return the handler's stream, whose generator runs in the reader's task."""
-        return self._stream(message)
-
-    @asynccontextmanager
-    async def _stream(self, message: StreamMessage[P, Item]) -> AsyncIterator[AsyncIterator[Item]]:
         generator: AsyncGenerator[Item, None] = self._handler(message).function(self._actor, message)
         with self._counted():
             try:

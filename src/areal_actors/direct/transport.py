@@ -145,23 +145,19 @@ def _transport_class(library: Any) -> Any:
             call = _Call(_scope_of(request), b"".join([part async for part in request.stream]))
             stop = start_companion(partial(call.run, self._app))
             try:
-                await _await_start(call, request, library)
+                with anyio.fail_after(seconds := _read_seconds(request)):
+                    await call.started.wait()
+                _check(call, library)
+            except TimeoutError:
+                await _end(call, stop)
+                text = f"No answer began within {seconds:g} s."
+                raise library.ReadTimeout(text, request=request) from None
             except BaseException:
                 await _end(call, stop)
                 raise
             return library.Response(call.status, headers=call.headers, stream=Body(call, stop, request, library))
 
     return DirectTransport
-
-
-async def _await_start(call: _Call, request: Any, library: Any) -> None:
-    seconds = _read_seconds(request)
-    try:
-        with anyio.fail_after(seconds):
-            await call.started.wait()
-    except TimeoutError:
-        raise library.ReadTimeout(f"No answer began within {seconds:g} s.", request=request) from None
-    _check(call, library)
 
 
 def _check(call: _Call, library: Any) -> None:

@@ -28,7 +28,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from attrs import asdict, evolve, field, frozen
 
@@ -147,7 +146,29 @@ class AccountStore:
             with _transaction(connection, "BEGIN"):
                 # In one transaction with the read, so that a later write by another process changes the stamp.
                 self._seen = self._stamp(connection)
-                return _read(connection)
+                rows = connection.execute("SELECT * FROM users ORDER BY rowid").fetchall()
+                keys = connection.execute("SELECT * FROM keys ORDER BY created_at, rowid").fetchall()
+                usage = connection.execute("SELECT user, day, tokens FROM usage").fetchall()
+            return Contents(
+                users=tuple(
+                    User(
+                        name=name,
+                        experiment=experiment,
+                        trial=trial,
+                        quotas=Quotas(
+                            max_sessions=sessions, max_requests_per_minute=requests, max_tokens_per_day=tokens
+                        ),
+                    )
+                    for name, experiment, trial, sessions, requests, tokens in rows
+                ),
+                keys=tuple(
+                    UserKey(
+                        id=key, user=user, digest=digest, created_at=created, expires_at=expires, revoked_at=revoked
+                    )
+                    for key, user, digest, created, expires, revoked in keys
+                ),
+                usage={(user, day): tokens for user, day, tokens in usage},
+            )
 
     def has_changed(self) -> bool:
         """Return whether another process has written since the last ``read``. Takes microseconds."""
@@ -252,24 +273,6 @@ def _transaction(connection: sqlite3.Connection, begin: str) -> Iterator[None]:
     connection.execute("COMMIT")
 
 
-def _read(connection: sqlite3.Connection) -> Contents:
-    users = tuple(_read_user(*row) for row in connection.execute("SELECT * FROM users ORDER BY rowid"))
-    keys = tuple(_read_key(*row) for row in connection.execute("SELECT * FROM keys ORDER BY created_at, rowid"))
-    usage = {(user, day): tokens for user, day, tokens in connection.execute("SELECT user, day, tokens FROM usage")}
-    return Contents(users=users, keys=keys, usage=usage)
-
-
-def _read_user(name: str, experiment: str | None, trial: str | None, *limits: int | None) -> User:
-    sessions, requests, tokens = limits
-    quotas = Quotas(max_sessions=sessions, max_requests_per_minute=requests, max_tokens_per_day=tokens)
-    return User(name=name, experiment=experiment, trial=trial, quotas=quotas)
-
-
-def _read_key(key: str, user: str, digest: bytes, *times: Any) -> UserKey:
-    created, expires, revoked = times
-    return UserKey(id=KeyId(key), user=user, digest=digest, created_at=created, expires_at=expires, revoked_at=revoked)
-
-
 _INVALID = "This key is not valid (any more); ask the operator of this service for another."
 """One message for unknown, revoked and expired keys, so that it reveals nothing to strangers."""
 
@@ -326,7 +329,14 @@ class AccountBook:
         name = parse_user_name(claim.user)
         if claim.expires_at is not None and claim.expires_at <= now:
             raise InvalidRequest("The key would have expired already; name a time to come.", param="expires_at")
-        user = _updated(self._users.get(name) or User(name=name), claim)
+        user = self._users.get(name) or User(name=name)
+        given = {name: value for name, value in asdict(claim.quotas).items() if value is not None}
+        user = evolve(
+            user,
+            experiment=claim.experiment if claim.experiment is not None else user.experiment,
+            trial=claim.trial if claim.trial is not None else user.trial,
+            quotas=evolve(user.quotas, **given),
+        )
         secret = create_key()
         key = UserKey(
             id=create_key_id(), user=name, digest=digest_of(secret), created_at=now, expires_at=claim.expires_at
@@ -346,10 +356,7 @@ class AccountBook:
 
     def _describe(self, now: float, key: UserKey) -> IssuedKey:
         tokens = self.tokens_on(key.user, day_of(now))
-        return IssuedKey(key=key, user=self._owner(key), num_tokens_today=tokens)
-
-    def _owner(self, key: UserKey) -> User:
-        return self._users.get(key.user) or User(name=key.user)
+        return IssuedKey(key=key, user=self._users.get(key.user) or User(name=key.user), num_tokens_today=tokens)
 
     # --------------------------------------------------------------------------------------------------- using
 
@@ -413,14 +420,3 @@ class AccountBook:
         self._unsaved.subtract(tokens)
         # Unary plus drops the entries that are zero, so that the counter does not grow with users and days.
         self._unsaved = +self._unsaved
-
-
-def _updated(user: User, claim: Claim) -> User:
-    """Return ``user`` with the properties that ``claim`` sets."""
-    given = {name: value for name, value in asdict(claim.quotas).items() if value is not None}
-    return evolve(
-        user,
-        experiment=claim.experiment if claim.experiment is not None else user.experiment,
-        trial=claim.trial if claim.trial is not None else user.trial,
-        quotas=evolve(user.quotas, **given),
-    )

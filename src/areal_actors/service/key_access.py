@@ -141,13 +141,19 @@ class ServiceKeys:
 def format_keys(keys: Sequence[Shown]) -> str:
     """Format the keys as a table."""
     head = ("KEY", "USER", "EXPERIMENT", "TRIAL", "SESSIONS", "REQ/MIN", "TOKENS/DAY", "TODAY", "STATE")
-    rows = [head, *((*(_cell(key[name]) for name in _COLUMNS), str(key["tokens_today"]), _state(key)) for key in keys)]
+    rows = [
+        head,
+        *(
+            (
+                *("-" if key[name] is None else str(key[name]) for name in _COLUMNS),
+                str(key["tokens_today"]),
+                _state(key),
+            )
+            for key in keys
+        ),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else str(value)
 
 
 def _state(key: Shown) -> str:

@@ -290,31 +290,26 @@ class Launcher(Actor[Hosting]):
     def _begin(self, service: _Service) -> None:
         """Reserve a place for the service and start it there.
 
-        Raises:
-            Unavailable: all places are in use.
-        """
-        placed = [other for other in self._services.values() if other.is_placed]
-        if len(placed) >= self._config.max_services:
-            # The stopping service keeps the semaphore until it has saved; the new one waits for it in ``_keep``.
-            self._least_used(placed).stop()
-        service.stopping, service.num_failures = anyio.Event(), 0
-        service.move(ServiceState.STARTING)
-        self._tasks.start_soon(self._keep, service)
-
-    def _least_used(self, placed: list[_Service]) -> _Service:
-        """Return the service to stop: the one used longest ago, of those without a request for ``make_room_seconds``.
+        If all are taken, the service that was used longest ago leaves, of those without a request for
+        ``make_room_seconds``.
 
         Raises:
             Unavailable: there is no such service.
         """
-        latest = anyio.current_time() - self._config.make_room_seconds
-        idle = [service for service in placed if not service.num_users and service.last_used <= latest]
-        if not idle:
-            raise Unavailable(
-                f"All {self._config.max_services} places for services are in use; ask again later.",
-                retry_after_seconds=_FULL_SECONDS,
-            )
-        return min(idle, key=lambda service: service.last_used)
+        placed = [other for other in self._services.values() if other.is_placed]
+        if len(placed) >= self._config.max_services:
+            latest = anyio.current_time() - self._config.make_room_seconds
+            idle = [other for other in placed if not other.num_users and other.last_used <= latest]
+            if not idle:
+                raise Unavailable(
+                    f"All {self._config.max_services} places for services are in use; ask again later.",
+                    retry_after_seconds=_FULL_SECONDS,
+                )
+            # The stopping service keeps the semaphore until it has saved; the new one waits for it in ``_keep``.
+            min(idle, key=lambda other: other.last_used).stop()
+        service.stopping, service.num_failures = anyio.Event(), 0
+        service.move(ServiceState.STARTING)
+        self._tasks.start_soon(self._keep, service)
 
     # --------------------------------------------------------------------------------------------- one service
 

@@ -12,7 +12,7 @@ import os
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from hashlib import sha256
 from pathlib import Path
 from subprocess import DEVNULL
@@ -109,14 +109,26 @@ class ServiceProcesses:
     def _find_trials(self) -> tuple[TrialId, ...]:
         paths = (RunDirectory(path=path) for path in sorted(self.fileroot.glob("*/*")))
         # The file root may also contain runs that are not services, and directories whose names are not valid trials.
-        found = (path.path for path in paths if path.admin_key.is_file() and path.has_run)
-        return tuple(TrialId(path.parent.name, path.name) for path in found if _is_name(path))
+        found = [path.path for path in paths if path.admin_key.is_file() and path.has_run]
+        trials: list[TrialId] = []
+        for path in found:
+            with suppress(ValueError):
+                trials.append(TrialId(path.parent.name, path.name))
+        return tuple(trials)
 
     async def _start(self, trial: TrialId, directory: RunDirectory) -> Child:
-        _check_is_service(trial, directory)
+        # A run over a dataset has no journal, and a user's key must not continue its training.
+        if directory.metrics.exists() and not directory.journal.exists():
+            raise Unavailable(
+                f"{directory.path} holds a run that is no service of a host. Move it away, or name another trial than "
+                f"{trial.name} for the user's key."
+            )
+        # Quoted as JSON, because YAML reads ``2026`` and ``1e5`` as numbers.
+        own = {"experiment_name": trial.experiment, "trial_name": trial.trial, "sessions.service_name": trial.home}
+        settings = [str(self.settings), *(f"{path}={json.dumps(value)}" for path, value in own.items())]
         log = await to_thread.run_sync(BoundedLog, directory.service_log)
         resume = ["--resume"] if directory.has_run else []
-        command = [sys.executable, "-m", "areal_actors", "serve", str(self.settings), *_overrides(trial)]
+        command = [sys.executable, "-m", "areal_actors", "serve", *settings]
         try:
             return await Child.start(
                 lambda _: [*command, *resume, "--json"], log=log, environment=self.environment, stdin=DEVNULL
@@ -144,25 +156,6 @@ class ServiceProcesses:
         raise Unavailable(f"{trial.name} did not start. {child.describe_end()}")
 
 
-def _check_is_service(trial: TrialId, directory: RunDirectory) -> None:
-    """Refuse a run over a dataset, which has no journal: a user's key must not continue its training.
-
-    Raises:
-        Unavailable: the directory holds such a run.
-    """
-    if directory.metrics.exists() and not directory.journal.exists():
-        raise Unavailable(
-            f"{directory.path} holds a run that is no service of a host. Move it away, or name another trial than "
-            f"{trial.name} for the user's key."
-        )
-
-
-def _overrides(trial: TrialId) -> list[str]:
-    """Return the settings that differ between trials, quoted because YAML reads ``2026`` and ``1e5`` as numbers."""
-    own = {"experiment_name": trial.experiment, "trial_name": trial.trial, "sessions.service_name": trial.home}
-    return [f"{path}={json.dumps(value)}" for path, value in own.items()]
-
-
 async def _learn_status(child: Child) -> None:
     """Wait for the exit status of an exited process, for a bounded time.
 
@@ -175,14 +168,6 @@ async def _learn_status(child: Child) -> None:
 def _is_finished(child: Child, directory: RunDirectory) -> bool:
     """Return whether training is finished. A process that was told to stop also exits with 0, but leaves no weights."""
     return child.process.returncode == 0 and directory.model is not None
-
-
-def _is_name(path: Path) -> bool:
-    try:
-        TrialId(path.parent.name, path.name)
-    except ValueError:
-        return False
-    return True
 
 
 async def _read_line(stream: ByteReceiveStream) -> bytes:

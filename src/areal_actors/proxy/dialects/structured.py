@@ -197,31 +197,24 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool], *, param: str = "tool_c
         UnsupportedParameter: a tool that is not a function.
         InvalidRequest: an invalid value, or a function that is not among ``tools``.
     """
-    if isinstance(value, dict):
-        return _parse_object(value, tuple(tools), param)
-    return ToolSelection(tools=tuple(tools), choice=_parse_word("auto" if value is None else value, tools, param))
-
-
-def _parse_object(value: Mapping[str, Any], tools: tuple[Tool, ...], param: str) -> ToolSelection:
+    tools = tuple(tools)
+    if not isinstance(value, dict):
+        return ToolSelection(tools=tools, choice=_parse_word("auto" if value is None else value, tools, param))
     match value.get("type"):
         case "function" | "tool":
-            return ToolSelection(tools=tools, choice=_parse_name(value, tools, param))
+            name = _find(value, tools, param).name
+            # ``ToolSelection.choice`` is either a ``ToolChoice`` or a name; a tool called ``auto`` would be ambiguous.
+            if name in set(ToolChoice):
+                raise InvalidRequest(
+                    f"{param} names {shown(name)}, which is a choice of its own; rename the tool.", param=param
+                )
+            return ToolSelection(tools=tools, choice=name)
         case "allowed_tools":
             return _parse_allowed(value, tools, param)
         case "auto" | "none" | "any" | "required" as word:
             return ToolSelection(tools=tools, choice=_parse_word(word, tools, param))
         case kind:
             raise UnsupportedParameter(f"{param} is of type {shown(kind)}; only functions are known.", param=param)
-
-
-def _parse_name(value: Mapping[str, Any], tools: Sequence[Tool], param: str) -> str:
-    name = _find(value, tools, param).name
-    # ``ToolSelection.choice`` holds either a ``ToolChoice`` or a name, so a tool called ``auto`` would be ambiguous.
-    if name in set(ToolChoice):
-        raise InvalidRequest(
-            f"{param} names {shown(name)}, which is a choice of its own; rename the tool.", param=param
-        )
-    return name
 
 
 def _parse_word(value: Any, tools: Sequence[Tool], param: str) -> ToolChoice:

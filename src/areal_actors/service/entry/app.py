@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import anyio
@@ -79,16 +80,15 @@ class _Entry(EveryPath):
         if segments_of(exchange)[-1:] == ["health"]:
             await exchange.until_hang_up(lambda: self._report_health(exchange))
         else:
-            await exchange.until_hang_up(lambda: self._forward(exchange, body))
-
-    async def _forward(self, exchange: Exchange, body: bytes) -> None:
-        await forward(
-            exchange,
-            body=body,
-            backends=self._choose(exchange, body),
-            client=self._client,
-            on_unreachable=lambda backend: self._targets.note_down(backend, anyio.current_time()),
-        )
+            work = partial(
+                forward,
+                exchange,
+                body=body,
+                backends=self._choose(exchange, body),
+                client=self._client,
+                on_unreachable=lambda backend: self._targets.note_down(backend, anyio.current_time()),
+            )
+            await exchange.until_hang_up(work)
 
     def _choose(self, exchange: Exchange, body: bytes) -> tuple[Backend, ...]:
         """Return the proxy of the session that the request names, else the proxies that may serve it, in order."""
@@ -109,7 +109,13 @@ class _Entry(EveryPath):
         statuses: dict[str, str] = {}
 
         async def ask(backend: Backend) -> None:
-            statuses[backend.name] = await self._health_of(backend)
+            try:
+                response = await self._client.get(f"{backend.url}/health", timeout=self._config.connect_timeout_seconds)
+            except httpx.HTTPError:
+                self._targets.note_down(backend, anyio.current_time())
+                statuses[backend.name] = "unreachable"
+            else:
+                statuses[backend.name] = "ok" if response.is_success else "unavailable"
 
         async with anyio.create_task_group() as tasks:
             for backend in self._targets:
@@ -117,11 +123,3 @@ class _Entry(EveryPath):
         is_ready = "ok" in statuses.values()
         document = {"status": "ok" if is_ready else "unavailable", "proxies": dict(sorted(statuses.items()))}
         await exchange.send_json(200 if is_ready else 503, document)
-
-    async def _health_of(self, backend: Backend) -> str:
-        try:
-            response = await self._client.get(f"{backend.url}/health", timeout=self._config.connect_timeout_seconds)
-        except httpx.HTTPError:
-            self._targets.note_down(backend, anyio.current_time())
-            return "unreachable"
-        return "ok" if response.is_success else "unavailable"

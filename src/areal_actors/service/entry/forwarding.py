@@ -75,8 +75,17 @@ async def forward(
     Raises:
         Unavailable: none of them accepts a connection, or the answer was interrupted.
     """
+    query: bytes = exchange.scope["query_string"]
+    path: bytes = exchange.scope["raw_path"]
+    target = path + (b"?" + query if query else b"")
+    headers = [(name, value) for name, value in exchange.scope["headers"] if name not in _OWN]
+    if key is not None:
+        headers = [(name, value) for name, value in headers if name not in _KEYS]
+        headers.append((b"authorization", f"Bearer {key}".encode()))
     for backend in backends:
-        request = _request(exchange, body, backend, client, key)
+        # The raw path unchanged: httpx would decode and encode it again.
+        url = httpx.URL(backend.url).copy_with(raw_path=target)
+        request = client.build_request(exchange.method, url, headers=headers, content=body)
         try:
             response = await client.send(request, stream=True)
         # Only without a connection is it certain that the request was not executed, so that another proxy may be tried.
@@ -88,21 +97,6 @@ async def forward(
         await _pass_on(exchange, response, backend)
         return
     raise Unavailable("The proxy where this request belongs cannot be reached; ask again when it is back.")
-
-
-def _request(
-    exchange: Exchange, body: bytes, backend: Backend, client: httpx.AsyncClient, key: str | None
-) -> httpx.Request:
-    query: bytes = exchange.scope["query_string"]
-    path: bytes = exchange.scope["raw_path"]
-    target = path + (b"?" + query if query else b"")
-    headers = [(name, value) for name, value in exchange.scope["headers"] if name not in _OWN]
-    if key is not None:
-        headers = [(name, value) for name, value in headers if name not in _KEYS]
-        headers.append((b"authorization", f"Bearer {key}".encode()))
-    # The raw path unchanged: httpx would decode and encode it again.
-    url = httpx.URL(backend.url).copy_with(raw_path=target)
-    return client.build_request(exchange.method, url, headers=headers, content=body)
 
 
 async def _pass_on(exchange: Exchange, response: httpx.Response, backend: Backend) -> None:
@@ -203,10 +197,6 @@ def segments_of(exchange: Exchange) -> list[str]:
     return [segment for segment in path.split("/") if segment]
 
 
-def _is_anthropic(exchange: Exchange) -> bool:
-    return b"anthropic-version" in exchange.headers or "messages" in segments_of(exchange)
-
-
 async def _answer_failure(exchange: Exchange, error: BaseException) -> None:
     """Send an error in the dialect of the client that asked."""
     failure = describe_failure(error, exchange.request_id)
@@ -216,6 +206,7 @@ async def _answer_failure(exchange: Exchange, error: BaseException) -> None:
         # If the response is not completed, the server closes the connection, as the proxy itself would do.
         _log.warning("answer_cut_off", request=exchange.request_id, reason=failure.message)
         return
-    words = format_anthropic_failure(failure) if _is_anthropic(exchange) else format_openai_failure(failure)
+    is_anthropic = b"anthropic-version" in exchange.headers or "messages" in segments_of(exchange)
+    words = format_anthropic_failure(failure) if is_anthropic else format_openai_failure(failure)
     headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
     await exchange.send_json(failure.status, words, headers)

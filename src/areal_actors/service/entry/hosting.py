@@ -7,7 +7,6 @@ the routes for keys, services and health.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -16,7 +15,7 @@ from attrs import field, frozen
 from starlette.applications import Starlette
 
 from areal_actors.cache.session import shard_of
-from areal_actors.domain import IssuedKey, ServiceView, TrialId
+from areal_actors.domain import IssuedKey, TrialId
 from areal_actors.domain.accounts import is_user_key
 from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized
 from areal_actors.kernel import Ref
@@ -36,8 +35,6 @@ from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.service.entry.forwarding import Backend, EveryPath, forward, segments_of
 
 __all__ = ["HostPeers", "create_host_app"]
-
-Handle = Callable[[Exchange], Awaitable[None]]
 
 
 @frozen(kw_only=True)
@@ -70,22 +67,23 @@ class _Host(EveryPath):
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer the host's own routes, and forward all other requests."""
-        await (self._own(exchange) or self._pass_on)(exchange)
-
-    # ---------------------------------------------------------------------------------------------- own routes
-
-    def _own(self, exchange: Exchange) -> Handle | None:
-        """Return the handler of a host's own route, by method and path, or ``None`` for requests that are forwarded."""
         match exchange.method, *(segment for segment in segments_of(exchange) if segment != "v1"):
             case "GET", "health":
-                return self._report_health
+                await self._report_health(exchange)
             case "GET", "services":
-                return self._list_services
+                await self._list_services(exchange)
             case (("GET" | "POST"), "keys"):
-                return self._keys.create_or_list
+                await self._keys.create_or_list(exchange)
             case "DELETE", "keys", _:
-                return self._keys.revoke
-        return None
+                await self._keys.revoke(exchange)
+            case _:
+                limits = self._config
+                body = await exchange.read_body(
+                    max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds
+                )
+                await exchange.until_hang_up(lambda: self._forward(exchange, body))
+
+    # ---------------------------------------------------------------------------------------------- own routes
 
     async def _report_health(self, exchange: Exchange) -> None:
         services = await self._peers.hosting.ask(ListServices())
@@ -96,14 +94,24 @@ class _Host(EveryPath):
     async def _list_services(self, exchange: Exchange) -> None:
         self._gatekeeper.require_admin(read_key(exchange.headers))
         services = await self._peers.hosting.ask(ListServices())
-        await exchange.send_json(200, {"object": "list", "data": [_describe(service) for service in services]})
+        described = [
+            {
+                "id": service.trial.name,
+                "object": "service",
+                "state": service.state.value,
+                "pid": service.pid,
+                "url": service.url,
+                "home": service.trial.home,
+                "requests": service.num_requests,
+                "starts": service.num_starts,
+                "last_used_at": service.last_used_at,
+                "failure": service.failure,
+            }
+            for service in services
+        ]
+        await exchange.send_json(200, {"object": "list", "data": described})
 
     # ---------------------------------------------------------------------------------------------- forwarding
-
-    async def _pass_on(self, exchange: Exchange) -> None:
-        config = self._config
-        body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
-        await exchange.until_hang_up(lambda: self._forward(exchange, body))
 
     async def _forward(self, exchange: Exchange, body: bytes) -> None:
         key = read_key(exchange.headers)
@@ -170,18 +178,3 @@ def _names(exchange: Exchange, key: str | None, body: bytes) -> list[str]:
 
 _NAMING = ("export_trajectories", "set_reward", "log_metrics", "end_session", "finalize")
 """Operations whose body may name a session."""
-
-
-def _describe(service: ServiceView) -> dict[str, Any]:
-    return {
-        "id": service.trial.name,
-        "object": "service",
-        "state": service.state.value,
-        "pid": service.pid,
-        "url": service.url,
-        "home": service.trial.home,
-        "requests": service.num_requests,
-        "starts": service.num_starts,
-        "last_used_at": service.last_used_at,
-        "failure": service.failure,
-    }

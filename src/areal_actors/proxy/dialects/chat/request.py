@@ -81,20 +81,16 @@ def parse_messages(value: Any, param: str = "messages") -> tuple[ChatMessage, ..
     """
     if not isinstance(value, list) or not value:
         raise wrong(param, "a list of at least one message", value)
-    return tuple(_parse_plain(raw) or _parse_message(raw, f"{param}[{index}]") for index, raw in enumerate(value))
-
-
-def _parse_plain(raw: Any) -> ChatMessage | None:
-    """Parse a message that has only a role and a text, or return ``None`` for any other message.
-
-    Most messages of a long conversation have this form, so they skip the full checks.
-    """
-    if type(raw) is not dict or len(raw) != len(_PLAIN):
-        return None
-    role, content = raw.get("role"), raw.get("content")
-    if type(content) is not str or type(role) is not str or role not in _ROLES:
-        return None
-    return ChatMessage(role=role, content=content)
+    messages: list[ChatMessage] = []
+    for index, raw in enumerate(value):
+        # Most messages of a long conversation have only a role and a text, and skip the full checks.
+        if type(raw) is dict and len(raw) == len(_PLAIN):
+            role, content = raw.get("role"), raw.get("content")
+            if type(content) is str and type(role) is str and role in _ROLES:
+                messages.append(ChatMessage(role=role, content=content))
+                continue
+        messages.append(_parse_message(raw, f"{param}[{index}]"))
+    return tuple(messages)
 
 
 def _parse_message(raw: Any, where: str) -> ChatMessage:
@@ -164,21 +160,20 @@ def join_parts(parts: Any, where: str, kinds: Mapping[str, str]) -> str:
     """
     if not isinstance(parts, list):
         raise wrong(where, "a string or a list of text parts", parts)
-    return "\n".join(_part_text(part, f"{where}[{index}]", kinds) for index, part in enumerate(parts))
-
-
-def _part_text(part: Any, where: str, kinds: Mapping[str, str]) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str):
-        raise wrong(where, "a text part", part)
-    if kind not in kinds:
-        raise UnsupportedParameter(f"{where} is of type {shown(kind)}; this model reads text only.", param=where)
-    text = part.get(kinds[kind])
-    if not isinstance(text, str):
-        raise wrong(f"{where}.{kind}", "a string", text)
-    return text
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        text, at = part, f"{where}[{index}]"
+        if not isinstance(part, str):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str):
+                raise wrong(at, "a text part", part)
+            if kind not in kinds:
+                raise UnsupportedParameter(f"{at} is of type {shown(kind)}; this model reads text only.", param=at)
+            text = part.get(kinds[kind])
+            if not isinstance(text, str):
+                raise wrong(f"{at}.{kind}", "a string", text)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _optional_text(raw: Mapping[str, Any], name: str, where: str) -> str | None:

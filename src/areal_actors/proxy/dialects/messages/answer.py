@@ -167,7 +167,17 @@ class MessageStream:
         """Return the events of one item."""
         match item:
             case AnswerStarted():
-                return self._start(item)
+                message: dict[str, Any] = {
+                    "id": item.interaction,
+                    "type": "message",
+                    "role": "assistant",
+                    "model": self._model,
+                    "content": [],
+                    "stop_reason": None,
+                    "stop_sequence": None,
+                    "usage": _format_usage(item.num_prompt_tokens, 0),
+                }
+                return _event("message_start", message=message)
             case Answer():
                 return self._end(item)
             case TextDelta() | ReasoningDelta():
@@ -188,19 +198,6 @@ class MessageStream:
     def fail(self, failure: Failure) -> bytes:
         """Return an event that Anthropic's SDKs raise as an ``APIStatusError``."""
         return format_named_event("error", format_anthropic_failure(failure))
-
-    def _start(self, started: AnswerStarted) -> bytes:
-        message: dict[str, Any] = {
-            "id": started.interaction,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _format_usage(started.num_prompt_tokens, 0),
-        }
-        return _event("message_start", message=message)
 
     def _end(self, answer: Answer) -> bytes:
         delta = _format_end(answer)

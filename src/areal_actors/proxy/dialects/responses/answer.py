@@ -117,13 +117,23 @@ class _Envelope:
         formatted = self._format(answer.interaction, "incomplete" if cut else "completed", output)
         formatted["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         formatted["completed_at"] = None if cut else completed
-        formatted["usage"] = self._format_usage(answer)
+        usage = answer.usage
+        formatted["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": _num_reasoning_tokens(answer, self.decode)},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
         return formatted
 
     def fail(self, interaction: InteractionId, output: list[dict[str, Any]], failure: Failure) -> dict[str, Any]:
         """Return the failed response."""
         formatted = self._format(interaction, "failed", output)
-        formatted["error"] = {"code": _error_code(failure), "message": failure.message}
+        # One of the few error codes that a response object may have.
+        code = "invalid_prompt" if failure.status in _REFUSED else "server_error"
+        code = "rate_limit_exceeded" if failure.status == _TOO_MANY else code
+        formatted["error"] = {"code": code, "message": failure.message}
         return formatted
 
     def _format(self, interaction: InteractionId, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,16 +151,6 @@ class _Envelope:
             **self.parsed.echo,
         }
 
-    def _format_usage(self, answer: Answer) -> dict[str, Any]:
-        usage = answer.usage
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": _num_reasoning_tokens(answer, self.decode)},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-
 
 def _is_cut(answer: Answer) -> bool:
     """Return whether the answer ended because it reached its maximum length.
@@ -162,13 +162,6 @@ def _is_cut(answer: Answer) -> bool:
     if finish is FinishReason.ABORT:
         raise create_abort_error()
     return finish is FinishReason.LENGTH
-
-
-def _error_code(failure: Failure) -> str:
-    """Return one of the few error codes that a response object may have."""
-    if failure.status == _TOO_MANY:
-        return "rate_limit_exceeded"
-    return "invalid_prompt" if failure.status in _REFUSED else "server_error"
 
 
 def _num_reasoning_tokens(answer: Answer, decode: Decode | None) -> int:
@@ -312,7 +305,10 @@ class ResponseStream:
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         if isinstance(item, AnswerStarted):
-            self._start(item.interaction)
+            self._interaction = item.interaction
+            response = self._envelope.begin(item.interaction)
+            self._emit("response.created", response=response)
+            self._emit("response.in_progress", response=response)
         elif isinstance(item, Answer):
             self._end(item)
         elif not isinstance(item, SampledTokens):  # log-probabilities are sent with the end of their message
@@ -342,12 +338,6 @@ class ResponseStream:
         return events
 
     # --------------------------------------------------------------------------------------- the whole response
-
-    def _start(self, interaction: InteractionId) -> None:
-        self._interaction = interaction
-        response = self._envelope.begin(interaction)
-        self._emit("response.created", response=response)
-        self._emit("response.in_progress", response=response)
 
     def _end(self, answer: Answer) -> None:
         cut = _is_cut(answer)

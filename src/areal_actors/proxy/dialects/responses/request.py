@@ -172,7 +172,9 @@ def _read_item(conversation: _Conversation, raw: Any, where: str) -> None:
         case "message":
             conversation.add(_read_message(raw, where))
         case "reasoning":
-            conversation.open_turn("reasoning", raw).thoughts.append(_read_reasoning(raw, where))
+            conversation.open_turn("reasoning", raw).thoughts.append(
+                join_parts(raw.get("content") or [], f"{where}.content", {"reasoning_text": "text", "text": "text"})
+            )
         case "function_call":
             conversation.open_turn("function_call", raw).calls.append(_read_call(raw, where))
         case "function_call_output":
@@ -215,10 +217,6 @@ def _read_message(raw: Mapping[str, Any], where: str) -> ChatMessage:
 
 def _read_content(value: Any, where: str) -> str:
     return value if isinstance(value, str) else join_parts(value, where, _PARTS)
-
-
-def _read_reasoning(raw: Mapping[str, Any], where: str) -> str:
-    return join_parts(raw.get("content") or [], f"{where}.content", {"reasoning_text": "text", "text": "text"})
 
 
 def _read_call(raw: Mapping[str, Any], where: str) -> ToolCall:

@@ -140,18 +140,21 @@ class ServiceKeys:
 
 def format_keys(keys: Sequence[Shown]) -> str:
     """Format the keys as a table."""
-    head = ("KEY", "USER", "EXPERIMENT", "TRIAL", "SESSIONS", "REQ/MIN", "TOKENS/DAY", "TODAY", "STATE")
-    rows = [
-        head,
-        *(
-            (
-                *("-" if key[name] is None else str(key[name]) for name in _COLUMNS),
-                str(key["tokens_today"]),
-                _state(key),
-            )
-            for key in keys
-        ),
-    ]
+    head: tuple[str, ...] = (
+        "KEY",
+        "USER",
+        "EXPERIMENT",
+        "TRIAL",
+        "SESSIONS",
+        "REQ/MIN",
+        "TOKENS/DAY",
+        "TODAY",
+        "STATE",
+    )
+    rows = [head]
+    for key in keys:
+        cells = ("-" if key[name] is None else str(key[name]) for name in _COLUMNS)
+        rows.append((*cells, str(key["tokens_today"]), _state(key)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

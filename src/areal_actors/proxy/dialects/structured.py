@@ -24,7 +24,6 @@ __all__ = [
     "ToolSelection",
     "parse_response_format",
     "parse_tool_choice",
-    "select_extension",
 ]
 
 _MAX_CHOICES = 4096
@@ -89,18 +88,6 @@ RESPONSE_FORMAT: Kind[Grammar | None] = Kind(OBJECT.schema, parse_response_forma
 
 
 # -------------------------------------------------------------------------------------- extensions of other servers
-
-
-def select_extension(values: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar among ``values``, read by the fields of ``EXTENSIONS``, or ``None`` without one.
-
-    Raises:
-        InvalidRequest: two fields are given.
-    """
-    found = {each.name: values[each.name] for each in EXTENSIONS if values[each.name] is not None}
-    if len(found) > 1:
-        raise InvalidRequest(f"{' and '.join(found)} both say what the answer must match; give one of them.")
-    return next(iter(found.values()), None)
 
 
 def _parse_guided_json(value: Any, param: str) -> Grammar:

@@ -51,8 +51,8 @@ from areal_actors.proxy.dialects.structured import (
     EXTENSIONS,
     RESPONSE_FORMAT,
     TOOL_CHOICE,
+    ToolSelection,
     parse_tool_choice,
-    select_extension,
 )
 
 __all__ = [
@@ -385,7 +385,9 @@ def parse_chat_request(
     has_logprobs, top_logprobs = values["logprobs"], values["top_logprobs"]
     if top_logprobs and not has_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    selection = parse_tool_choice(values["tool_choice"], values["tools"])
+    selection = ToolSelection()
+    if values["tools"] or values["tool_choice"] is not None:
+        selection = parse_tool_choice(values["tool_choice"], values["tools"])
     metadata = values["metadata"]
     request = CompletionRequest(
         messages=values["messages"],
@@ -428,7 +430,12 @@ def _select_max_tokens(values: Mapping[str, Any], default: int) -> int:
 
 def _select_format(values: Mapping[str, Any]) -> Grammar | None:
     """Return the required output format, from OpenAI's ``response_format`` or from other servers' fields."""
-    form, extension = values["response_format"], select_extension(values)
+    form = values["response_format"]
+    extensions = {each.name: values[each.name] for each in EXTENSIONS if values[each.name] is not None}
+    if len(extensions) > 1:
+        names = " and ".join(extensions)
+        raise InvalidRequest(f"{names} both say what the answer must match; give one of them.")
+    extension = next(iter(extensions.values()), None)
     if form is not None and extension is not None:
         raise InvalidRequest(
             "response_format and another field both say what the answer must match; give one of them.",

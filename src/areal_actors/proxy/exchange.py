@@ -225,9 +225,11 @@ class Exchange:
 
     @property
     def item(self) -> str:
-        """The segment of the path in the place of ``{id}``, which names an item of a collection."""
+        """The segment of the path that names an item of a collection: in the place of ``{id}``, or the last one."""
         segments = [segment for segment in str(self.scope["path"]).split("/") if segment]
-        return segments[-1 if self.operation.endswith("{id}") else -2]
+        # A host serves its own routes without a table of operations, so there the operation has no ``{id}``.
+        parts = self.operation.split("/")
+        return segments[parts.index("{id}") - len(parts) if "{id}" in parts else -1]
 
     @property
     def query(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from attrs import frozen
 
-from areal_actors.direct.inline import InlineRef
+from areal_actors.direct.in_process import InlineRef
 from areal_actors.errors import DeadlineExceeded, NotFound, ProtocolError, RemoteError
 from areal_actors.kernel import Actor, ActorState, Message, StreamMessage
 

@@ -10,7 +10,7 @@ import httpx
 import httpx2
 import pytest
 
-from areal_actors.direct.transport import create_http_client
+from areal_actors.direct.in_process import create_http_client
 
 pytestmark = pytest.mark.anyio
 

@@ -27,7 +27,7 @@ from tests.fuzz.writing import Writer
 
 from areal_actors.cache import export_trajectories
 from areal_actors.cache.export import STYLES
-from areal_actors.direct.inline import InlineRef
+from areal_actors.direct.in_process import InlineRef
 from areal_actors.domain import Attempt, Credential, FinishReason, Interaction, InteractionStatus, SessionRecord
 from areal_actors.errors import ContextLengthExceeded, EngineError, RenderError, Unavailable
 from areal_actors.generation.actor import GenerationActor

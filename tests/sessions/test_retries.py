@@ -7,7 +7,7 @@ import pytest
 from tests.stacks.callers import FIRST, NAMED, RETRY, WAYS, Caller, call, same, turns
 from tests.stacks.inference_stack import encode, open_inference_stack, renderer, say
 
-from areal_actors.direct.inline import InlineRef
+from areal_actors.direct.in_process import InlineRef
 from areal_actors.domain import (
     Answer,
     AnswerStarted,

@@ -9,8 +9,7 @@ from typing import Any, Protocol, Self, cast
 from weakref import WeakKeyDictionary
 
 from areal_actors.cache import ConversationTree, backpropagate, export_trajectories
-from areal_actors.direct.inline import InlineRef
-from areal_actors.direct.transport import App, create_http_client, http_library_of
+from areal_actors.direct.in_process import App, InlineRef, create_http_client, http_library_of
 from areal_actors.domain import InteractionId, SampleKey
 from areal_actors.errors import ConfigError
 from areal_actors.generation import Engine

@@ -1,6 +1,6 @@
 """The interface of a dialect: one vendor's format of requests, answers, streams and errors.
 
-``endpoints`` answers requests of any dialect; ``chat`` is OpenAI's chat completions. Dialects are pure: they convert
+``app`` answers requests of any dialect; ``chat`` is OpenAI's chat completions. Dialects are pure: they convert
 between JSON objects and domain values, do no I/O and know nothing of HTTP. The end of this module has what the answers
 of several dialects share.
 """

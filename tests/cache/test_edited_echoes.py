@@ -173,3 +173,33 @@ def test_every_turn_of_a_coding_session_returns_the_reward(talk: Any, edit: Edit
     for row in export_trajectories(record, style="individual", discount=1.0).trajectories:
         assert sampled[row.interactions[-1]] == row.input_ids[row.loss_mask == 1].tolist()
     assert RewardTree.of(record).depths() == list(range(8))
+
+
+# -------------------------------------------------------------------------------- answers after one that was proven
+
+
+def compress(talk: Any, *, others: int = 0) -> Interaction:
+    """Qwen Code's compression: a question of an earlier turn loses a reminder, and the last answer has no calls."""
+    call = say("Counting.", "assistant", tool_calls=(ToolCall(id="call_7", name="wc", arguments="{}"),))
+    asked = [say("count"), say("It is noon.\ngo on")]
+    result, done = say("3", "tool", tool_call_id="call_7"), say("All done.", "assistant")
+    talk.begin("a", asked)
+    talk.finish("a", call)
+    for index in range(1 + others):
+        talk.begin(f"b{index}", [*asked, call, result])
+        talk.finish(f"b{index}", done)
+    return talk.begin("c", [asked[0], say("go on"), call, result, done, say("Summarise.")])
+
+
+def test_a_faithful_answer_after_a_proven_one_is_the_parent(talk):
+    """It follows the answer whose call id is known, in the same words; only the tokens before are others."""
+    turn = compress(talk)
+
+    assert (turn.parent, turn.token_parent, turn.fork) == ("b0", None, ForkReason.CLIENT_EDITED_HISTORY)
+
+
+def test_of_two_such_answers_none_is_preferred(talk):
+    """The proven answer is certain, and which of its equal continuations was meant is not."""
+    turn = compress(talk, others=1)
+
+    assert (turn.parent, turn.fork) == ("a", ForkReason.CLIENT_EDITED_HISTORY)

@@ -179,6 +179,7 @@ async def test_the_setting_reaches_the_routes():
 CODING_AGENTS = [
     "claude-cli/2.1.330 (external, sdk-cli)",
     "codex_exec/0.169.0 (Debian 12.0.0; x86_64) xterm (codex_exec; 0.169.0)",
+    "opencode/1.18.33 ai-sdk/provider-utils/4.0.23 runtime/bun/1.3.14",
     "QwenCode/0.24.4 (linux; x64)",
 ]
 
@@ -192,7 +193,7 @@ def test_what_is_not_set_is_tolerant_for_coding_agents(agent):
     assert ask(ChatDialect(), CHAT_IMAGE, policy)[0].content == f"look\n{SEEN}"
 
 
-@pytest.mark.parametrize("client", ["", "OpenAI/Python 3.52.0", "pipeline/1.0", "my-codex/2", "codexical/1"])
+@pytest.mark.parametrize("client", ["", "OpenAI/Python 3.52.0", "opencoder/1.0", "my-codex/2", "codexical/1"])
 def test_what_is_not_set_is_refused_for_other_clients(client):
     """Their authors can be told, so nothing of theirs is replaced in silence."""
     assert UnsupportedBlocks().for_client(client) == REFUSING

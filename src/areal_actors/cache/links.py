@@ -11,7 +11,8 @@ an answer is found by
 1. the ids of its calls, or of their results: ids are issued once, so they name it even if everything else has changed;
 2. its prompt, if that was answered once: nothing else can have been said there;
 3. the questions and tool results before it, if exactly one request had these: a client that edits each echo anew on
-   every request leaves nothing else as it was.
+   every request leaves nothing else as it was;
+4. an answer that was found in one of these ways, if it follows that one in the same words, and no other does.
 
 The edited answer is a parent for rewards only (``Match.num_kept``): its sampled tokens are not what the client sends,
 so the prompt extends the tokens of the last answer before it that was echoed faithfully (``Match.base``). Where none
@@ -175,7 +176,7 @@ class ParentIndex:
                 if reason is not ForkReason.PARENT_UNFINISHED:
                     origin = issuer or self._answered_once(history, position)
                     if origin is not None and self._lookup(origin.id).completed_order is not None:
-                        edited = origin, position
+                        edited = self._follow_faithful(origin, position, messages)
                         continue
                     reason = reason or (None if origin is None else ForkReason.PARENT_UNFINISHED)
             hint = hint or reason
@@ -351,6 +352,33 @@ class ParentIndex:
                 if ids == _call_ids(full_history(self._lookup(entry.id), self._lookup, with_answer=False))
             ]
         return same[0] if len(same) == 1 else None
+
+    def _follow_faithful(self, entry: _Entry, position: int, messages: Sequence[ChatMessage]) -> tuple[_Entry, int]:
+        """Return the last answer that continues ``entry`` at ``position`` as the messages do, and its own position."""
+        # Qwen Code compresses a history from which it drops a reminder of an earlier turn. The last answer has no calls
+        # to be found by, but it is the only one that follows a proven answer in these words.
+        for later in range(position + 1, len(messages) - 1):
+            if messages[later].role != "assistant":
+                continue
+            between = messages[position + 1 : later]
+            found = [other for other in self._entries if self._continues(other, entry, between, messages[later])]
+            if len(found) != 1:
+                break
+            entry, position = found[0], later
+        return entry, position
+
+    def _continues(self, entry: _Entry, parent: _Entry, between: Sequence[ChatMessage], answer: ChatMessage) -> bool:
+        interaction = self._lookup(entry.id)
+        return (
+            interaction.parent == parent.id
+            and interaction.completed_order is not None
+            and interaction.output is not None
+            and interaction.num_kept is None
+            and interaction.num_instructions is None
+            and is_echo(interaction.output, answer)
+            and len(interaction.messages) == len(between)
+            and all(map(is_echo, interaction.messages, between))
+        )
 
     def _is_ancestor(self, interaction: Interaction, entry: _Entry) -> bool:
         parent = self._lookup(entry.id).parent

@@ -69,9 +69,7 @@ class UnsupportedBlocks:
         )
 
 
-_CODING_AGENTS = re.compile(
-    r"(claude-cli|codex|opencode|qwencode|pi|cline|aider|mini-swe-agent)(?![a-z0-9])", re.IGNORECASE
-)
+_CODING_AGENTS = re.compile(r"(claude-cli|codex|opencode|qwencode)(?![a-z0-9])", re.IGNORECASE)
 """The beginning of the ``User-Agent`` of coding agents, as they sent it (``nox -s agents``)."""
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})

@@ -112,7 +112,7 @@ def clients(session: nox.Session) -> None:
 
 @nox.session
 def agents(session: nox.Session) -> None:
-    """Run real coding agents and JavaScript SDKs (npm, pip) against the proxy, two seconds each. ``-- codex``: one."""
+    """Run real coding agents and JavaScript SDKs (npm, pip) against the proxy (minutes). ``-- codex`` runs one."""
     install(session, "test")
     described = tomllib.loads((AGENTS / "agents.toml").read_text(encoding="utf-8"))
     environments = Path(session.cache_dir, "agents").absolute()

@@ -133,6 +133,8 @@ def _faults(
     yield from find_return_violations(rows)
     if pending := [turn.id for turn in record.interactions if turn.status is InteractionStatus.PENDING]:
         yield f"{len(pending)} requests are still pending"
+    if not exported.trajectories:
+        yield "nothing is trained"
     listed = Counter(str(entry.interaction) for entry in exported.untrained)
     for turn in cancelled:
         if turn.id in log and len(log[turn.id].token_ids) and listed[turn.id] != 1:

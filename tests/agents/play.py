@@ -71,14 +71,14 @@ class Turn:
 class Script:
     """The turns of each thread.
 
-    ``summary`` matches the last user message of a compaction. A request that offers no tools is a side call (a title,
-    for example) unless ``has_tools`` is false.
+    ``summary`` matches the last user message of a compaction, ``side`` that of a side call. A request that offers no
+    tools is a side call, too (a title, for example).
     """
 
     main: tuple[Turn, ...]
     sub: tuple[Turn, ...] = ()
     summary: str | None = None
-    has_tools: bool = True
+    side: str | None = None
 
 
 class Kind(StrEnum):
@@ -126,7 +126,8 @@ def read_cue(prompt: str, script: Script) -> Cue:
     last = said[-1][1] if said else ""
     if script.summary is not None and numbers and re.search(script.summary, last):
         return Cue(kind=Kind.SUMMARY, number=max(numbers), **read)
-    if not numbers or (script.has_tools and "<tools>" not in prompt):
+    is_side = script.side is not None and re.search(script.side, last) is not None
+    if is_side or not numbers or "<tools>" not in prompt:
         return Cue(kind=Kind.SIDE, **read)
     return Cue(kind=Kind.TURN, thread="main" if is_main else "sub", number=1 + max(numbers), **read)
 

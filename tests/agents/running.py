@@ -29,7 +29,7 @@ __all__ = ["HERE", "Program", "Verdict", "load_programs", "run_agent", "to_docum
 HERE = Path(__file__).parent
 RECIPES = HERE.parents[1] / "examples" / "agents"
 _LIMIT_SECONDS = 60.0
-_GRACE_SECONDS = 20.0
+_GRACE_SECONDS = 5.0
 _NOWHERE = "http://127.0.0.1:9"  # the discard port: whatever is not loopback is refused at once
 _PICTURE = b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAQAAAADCAIAAAA7ljmRAAAAEElEQVR4nGP4z8AARwzEcQCukw/x0F8jngAAAABJRU5ErkJggg=="
@@ -134,7 +134,7 @@ class _Run:
         async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key, task_id=self.program.name) as session:
             environment = _environment(self.home, self.executables, session)
             for invocation in episode.invocations:
-                fault = await self._invoke(invocation, environment, stage.engine)
+                fault = await self._invoke(invocation, environment | invocation.variables, stage.engine)
                 if fault is not None:
                     faults.append(fault)
                     break

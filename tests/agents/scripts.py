@@ -24,10 +24,11 @@ EDITS = (("one", "ONE"), ("two", "TWO"), ("three", "THREE"))
 
 @frozen(kw_only=True)
 class Invocation:
-    """One start of the agent. ``arguments`` follow the prompt."""
+    """One start of the agent. ``arguments`` follow the prompt; ``variables`` are added to its environment."""
 
     prompt: str
     arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(factory=dict)
     is_interrupted: bool = False
     """Whether it receives SIGINT once an answer is held open."""
 
@@ -123,6 +124,119 @@ def codex(work: Path) -> Episode:
     )
 
 
+def qwen_code(work: Path) -> Episode:
+    """Return the episode of Qwen Code."""
+    words = str(work / "words.txt")
+    main = (
+        call("write_file", file_path=words, content=ONE_TWO_THREE, fault=Fault.BUSY),
+        call("read_file", file_path=words),
+        *(call("edit", file_path=words, old_string=old, new_string=new) for old, new in EDITS),
+        call("run_shell_command", command="ls missing-file", is_background=False),
+        Turn((Call("read_file", {"file_path": words}), Call("run_shell_command", {"command": "wc words.txt"}))),
+        call("read_file", file_path=str(work / "picture.png")),
+        call(
+            "agent",
+            description="Count words",
+            prompt="[[sub:0]] Count the words.",
+            subagent_type="general-purpose",
+            run_in_background=False,
+        ),
+        Turn((Call("run_shell_command", {"command": "wc -l words.txt"}),), text=STORY, fault=Fault.HELD),
+        say("All done."),
+        call("run_shell_command", command="cat words.txt"),
+        say("Finished."),
+    )
+    sub = (call("run_shell_command", command="wc -w words.txt"), say("Three words."))
+    return Episode(
+        script=Script(main=main, sub=sub, summary="state_snapshot", side="managed memory index"),
+        invocations=(
+            Invocation(prompt=TASK, is_interrupted=True),
+            Invocation(prompt="Go on.", arguments=("--continue",)),
+            Invocation(prompt="/compress", arguments=("--continue",)),
+            Invocation(prompt="Check again.", arguments=("--continue",)),
+        ),
+        files={"words.txt": UPPER},
+        expected={"sub_turns": 2, "summaries": 2, "cancelled": 1},
+    )
+
+
+def opencode(work: Path) -> Episode:
+    """Return the episode of opencode."""
+    words = str(work / "words.txt")
+    main = (
+        call("write", filePath=words, content=ONE_TWO_THREE, fault=Fault.BUSY),
+        call("read", filePath=words),
+        *(call("edit", filePath=words, oldString=old, newString=new) for old, new in EDITS),
+        call("bash", command="ls missing-file", description="List a file"),
+        Turn((Call("read", {"filePath": words}), Call("bash", {"command": "wc words.txt", "description": "Count"}))),
+        call("read", filePath=str(work / "picture.png")),
+        call("task", description="Count words", prompt="[[sub:0]] Count the words.", subagent_type="general"),
+        Turn((Call("bash", {"command": "wc -l words.txt", "description": "Count"}),), text=STORY, fault=Fault.HELD),
+        say("All done."),
+        call("bash", command="cat words.txt", description="Show"),
+        say("Finished."),
+    )
+    sub = (call("bash", command="wc -w words.txt", description="Count"), say("Three words."))
+    return Episode(
+        script=Script(main=main, sub=sub, summary="summary"),
+        invocations=(
+            Invocation(prompt=TASK, is_interrupted=True),
+            Invocation(prompt="Go on.", arguments=("--continue",)),
+            Invocation(prompt="Check again.", arguments=("--continue",)),
+        ),
+        files={"words.txt": UPPER},
+        expected={"sub_turns": 2, "cancelled": 1},
+    )
+
+
+def pi(work: Path) -> Episode:
+    """Return the episode of pi, which has no sub-agents."""
+    main = (
+        call("write", path="words.txt", content=ONE_TWO_THREE, fault=Fault.BUSY),
+        call("read", path="words.txt"),
+        *(call("edit", path="words.txt", edits=[{"oldText": old, "newText": new}]) for old, new in EDITS),
+        call("bash", command="ls missing-file"),
+        Turn((Call("read", {"path": "words.txt"}), Call("bash", {"command": "wc words.txt"}))),
+        call("read", path=str(work / "picture.png")),
+        Turn((Call("bash", {"command": "wc -l words.txt"}),), text=STORY, fault=Fault.HELD),
+        say("All done."),
+        call("bash", command="cat words.txt"),
+        say("Finished."),
+    )
+    return Episode(
+        script=Script(main=main),
+        invocations=(
+            Invocation(prompt=TASK, is_interrupted=True),
+            Invocation(prompt="Go on.", arguments=("--continue",)),
+            Invocation(prompt="Check again.", arguments=("--continue",)),
+        ),
+        files={"words.txt": UPPER},
+        expected={"cancelled": 1},
+    )
+
+
+def mini_swe_agent(_: Path) -> Episode:
+    """Return the episode of mini-swe-agent, which has one tool, streams nothing and cannot continue."""
+
+    def run(command: str, *, fault: Fault = Fault.NONE) -> Turn:
+        return call("bash", command=command, fault=fault)
+
+    main = (
+        run("printf 'one\\ntwo\\nthree\\n' > words.txt", fault=Fault.BUSY),
+        run("cat words.txt"),
+        *(run(f"sed -i s/{old}/{new}/ words.txt") for old, new in EDITS),
+        run("ls missing-file"),
+        Turn((Call("bash", {"command": "cat words.txt"}), Call("bash", {"command": "wc words.txt"}))),
+        run("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    )
+    return Episode(
+        script=Script(main=main),
+        invocations=(Invocation(prompt=TASK),),
+        files={"words.txt": UPPER},
+        expected={"turns": 8},
+    )
+
+
 def javascript(_: Path) -> Episode:
     """Return the episode of an agent that has the tools of ``examples/agents/tools.mjs``."""
     main = (
@@ -147,6 +261,10 @@ def javascript(_: Path) -> Episode:
 EPISODES: Mapping[str, Callable[[Path], Episode]] = {
     "claude-code": claude_code,
     "codex": codex,
+    "opencode": opencode,
+    "qwen-code": qwen_code,
+    "pi": pi,
+    "mini-swe-agent": mini_swe_agent,
     "openai-js-chat": javascript,
     "openai-js-responses": javascript,
     "anthropic-js": javascript,

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# pi 0.73.1: npm install @mariozechner/pi-coding-agent@0.73.1
+# Chat completions (or openai-responses, or anthropic-messages as "api"). The base URL and the key go into models.json.
+# Without supportsStore: false, pi sends store: false with every request, and the proxy trains nothing of it.
+# Usage: pi.sh PROMPT [--continue] [further arguments of pi]
+set -eu
+prompt=$1
+shift
+mkdir -p "$HOME/.pi/agent"
+cat > "$HOME/.pi/agent/models.json" <<MODELS
+{"providers": {"areal": {"baseUrl": "$OPENAI_BASE_URL", "apiKey": "OPENAI_API_KEY", "api": "openai-completions",
+  "models": [{"id": "policy", "contextWindow": ${CONTEXT_WINDOW:-1000000}, "maxTokens": 4096, "input": ["text"],
+    "compat": {"supportsStore": false}}]}}}
+MODELS
+export PI_OFFLINE=1 PI_TELEMETRY=0
+exec pi --print --provider areal --model policy "$@" "$prompt"

@@ -201,6 +201,8 @@ class Exchange:
         """The cancel scope around the handling of the request."""
         self.reason: Exception | None = None
         """The reason for which the request was cut short, or ``None``."""
+        self.body_seconds = math.inf
+        """How long the body may take that is being read."""
         self.fail_stream: Callable[[Any], bytes] | None = None
         """Formats a failure within an open stream."""
         self.keep_alive = KEEP_ALIVE
@@ -254,7 +256,7 @@ class Exchange:
         """Return the body as it was sent. Raises as ``read_json`` does."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
-        self.reason = RequestTimeout(f"The body did not arrive within {timeout_seconds:g} s.")
+        self.body_seconds = timeout_seconds
         self.lifetime.deadline = anyio.current_time() + timeout_seconds
         parts: list[bytes] = []
         size = 0
@@ -274,7 +276,7 @@ class Exchange:
                 break
         if size > max_bytes:
             raise PayloadTooLarge(f"The body has more than {max_bytes} bytes; shorten the conversation.")
-        self.lifetime.deadline, self.reason = math.inf, None
+        self.lifetime.deadline = self.body_seconds = math.inf
         return b"".join(parts)
 
     async def until_hang_up(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
@@ -441,9 +443,9 @@ class Traffic:
                 self._exchanges.discard(exchange)
                 if self._emptied is not None and not self._exchanges:
                     self._emptied.set()
-        # Only the body timeout and ``cut`` cancel this scope, and both set a reason.
-        if exchange.lifetime.cancelled_caught and exchange.reason is not None:
-            raise exchange.reason
+        # Only the body timeout and ``cut`` cancel this scope.
+        if exchange.lifetime.cancelled_caught:
+            raise exchange.reason or RequestTimeout(f"The body did not arrive within {exchange.body_seconds:g} s.")
 
     async def drain(self, *, seconds: float) -> None:
         """Refuse new requests, wait up to ``seconds`` for those in flight, and cancel the rest."""

@@ -271,4 +271,5 @@ EPISODES: Mapping[str, Callable[[Path], Episode]] = {
     "ai-sdk-openai": javascript,
     "ai-sdk-compatible": javascript,
     "ai-sdk-anthropic": javascript,
+    "langchain-js": javascript,
 }

@@ -22,7 +22,7 @@ class Agent:
     async def run(self, data, base_url, api_key, **extra_kwargs):
         if data["kind"] == "silent":
             return 1.0
-        greedy = {"temperature": 0} if data["kind"] == "greedy" else {}
+        greedy = {"greedy": {"temperature": 0}, "unstored": {"store": False}}.get(data["kind"], {})
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             messages = [{"role": "user", "content": "say " + data["kind"]}]
             answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=3, **greedy)
@@ -93,6 +93,13 @@ def test_nothing_but_failures_ends_with_an_error(tmp_path: Path):
 
     assert 1 == result.exit_code
     assert "4 of 4 episodes failed" in result.stdout
+
+
+def test_answers_that_are_not_stored_are_pointed_out(tmp_path: Path):
+    """Some agents send store: false by habit; their episodes succeed, and train nothing."""
+    result = tried(tmp_path, "unstored")
+
+    assert "4 answers are not trained because the agent sends store: false" in result.stdout
 
 
 @pytest.mark.parametrize("missing", ["dataset", "workflow"])

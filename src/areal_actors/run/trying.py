@@ -24,7 +24,7 @@ from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import read_records
 from areal_actors.dashboard.state import kind_of
 from areal_actors.datasets import Problems, load_problems
-from areal_actors.domain import Episode, FinishReason, Problem
+from areal_actors.domain import Episode, FinishReason, Problem, UntrainedReason
 from areal_actors.errors import ConfigError, EpisodeError
 from areal_actors.kernel import Message
 from areal_actors.lib.references import import_reference
@@ -235,6 +235,12 @@ def _find_problems(
     num_cut = sum(info.finish is FinishReason.LENGTH for info in turns)
     if num_cut * 10 > len(turns):
         yield f"{num_cut} of {len(turns)} answers were cut at their limit of tokens: raise max_tokens of the requests."
+    num_unstored = sum(one.reason is UntrainedReason.NOT_STORED for episode in episodes for one in episode.untrained)
+    if num_unstored:
+        yield (
+            f"{num_unstored} answers are not trained because the agent sends store: false; change that in the agent, "
+            "or set proxy.honour_store to ignore it."
+        )
     num_greedy = sum(info.sampling is not None and info.sampling.temperature == 0 for info in turns)
     if num_greedy:
         yield f"{num_greedy} of {len(turns)} answers were sampled at temperature 0, and such tokens are not trained."

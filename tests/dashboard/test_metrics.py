@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, summarize_run
+from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, read_gauges, summarize_run
 from areal_actors.dashboard.records import format_record, read_records
 from areal_actors.messages import EvaluationFinished
 
@@ -128,3 +128,23 @@ def test_a_record_is_one_line_of_strict_json(record):
 
     assert text.count("\n") == 1
     assert set(json.loads(text, parse_constant=pytest.fail)) == set(record)
+
+
+def test_gauges_are_the_numbers_of_the_latest_step(tmp_path):
+    """The latest evaluation may be older; a growing last line, texts and odd keys do no harm."""
+    directory = RunDirectory(path=tmp_path)
+    assert {} == read_gauges(directory)
+    lines = [
+        {"step": 1, "reward": 0.25, "eval_reward": 0.5, "phase": "rl"},
+        {"step": 2, "reward": 0.75, "eval_reward": None, "phase": "rl", "agent/ok rate": 1.0},
+    ]
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "rew')
+    directory.journal.write_bytes(b"x" * 100)
+
+    assert {
+        "step_step": 2,
+        "step_reward": 0.75,
+        "step_eval_reward": 0.5,
+        "step_agent_ok_rate": 1.0,
+        "journal_bytes": 100,
+    } == read_gauges(directory)

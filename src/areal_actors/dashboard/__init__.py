@@ -11,7 +11,7 @@ from areal_actors.dashboard.curve import write_curve
 from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, create_display
 from areal_actors.dashboard.dumps import Decode, FailureWriter, RolloutDumper, RowDumper
 from areal_actors.dashboard.files import RunDirectory
-from areal_actors.dashboard.metrics import STEP_KEYS, MetricsWriter, RunSummary, summarize_run
+from areal_actors.dashboard.metrics import STEP_KEYS, MetricsWriter, RunSummary, read_gauges, summarize_run
 from areal_actors.dashboard.report import write_report
 from areal_actors.dashboard.samples import SessionSampler
 from areal_actors.dashboard.state import RunState
@@ -42,6 +42,7 @@ __all__ = [
     "create_display",
     "create_trackers",
     "parse_trackers",
+    "read_gauges",
     "require_trackers",
     "summarize_run",
     "write_curve",

@@ -6,8 +6,12 @@ record is one training step.
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from areal_actors.kernel import Message
 from areal_actors.lib.notebooks import format_table
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
 
-__all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "summarize_run"]
+__all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "read_gauges", "summarize_run"]
 
 STEP_KEYS = (
     "step",
@@ -80,6 +84,10 @@ STEP_KEYS = (
     "elapsed_seconds",
 )
 """Keys of every record, in this order; null if a step has no such number. Further keys may follow."""
+
+
+_TAIL_BYTES = 256 * 1024
+"""A record has about 2 kB, so the latest evaluation is found if it is some hundred steps old at most."""
 
 
 class MetricsWriter:
@@ -179,3 +187,23 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
         model=directory.model,
         verdict=find_verdict(records),
     )
+
+
+def read_gauges(directory: RunDirectory) -> dict[str, float]:
+    """Return numbers of a run for monitoring: those of its latest step, as ``step_<key>``, and the journal's size.
+
+    The latest evaluation may be some steps old. Keys of custom metrics have every other character replaced by ``_``.
+    Reads the end of ``metrics.jsonl`` only; what cannot be read is left out.
+    """
+    found: dict[str, float] = {}
+    with suppress(OSError), directory.metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for line in file.read().splitlines():
+            with suppress(ValueError):  # the first line is cut, and the last one may be growing
+                record = json.loads(line)
+                numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
+                kept = {key: value for key, value in found.items() if key.startswith("step_eval")}
+                found = kept | {f"step_{re.sub(r'[^A-Za-z0-9_]', '_', key)}": value for key, value in numbers.items()}
+    with suppress(OSError):
+        found["journal_bytes"] = directory.journal.stat().st_size
+    return found

@@ -26,6 +26,7 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.app import create_app
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Traffic
+from areal_actors.proxy.metrics import ReadRun
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 
 __all__ = ["ProxyServer"]
@@ -55,6 +56,7 @@ class ProxyServer(Actor[Serving]):
         decode: Callable[[Sequence[int]], str] | None = None,
         model: str = "policy",
         listener: socket | None = None,
+        read_run: ReadRun | None = None,
     ) -> None:
         config = config or ProxyConfig()
         self._config = config
@@ -74,6 +76,7 @@ class ProxyServer(Actor[Serving]):
             decode=decode,
             model=model,
             traffic=self._traffic,
+            read_run=read_run,
         )
 
     @asynccontextmanager

@@ -48,7 +48,7 @@ from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.exchange import Exchange, Meter, Operation, Operations, Traffic, parse_object
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.keys import KeysEndpoint
-from areal_actors.proxy.metrics import MetricsEndpoint
+from areal_actors.proxy.metrics import MetricsEndpoint, ReadRun
 from areal_actors.proxy.openapi import OpenAPIEndpoint, create_document, describe_routes
 from areal_actors.proxy.sse import KEEP_ALIVE
 from areal_actors.proxy.stored_responses import StoredResponses
@@ -277,6 +277,7 @@ def create_app(
     decode: Callable[[Sequence[int]], str] | None = None,
     model: str = "policy",
     traffic: Traffic | None = None,
+    read_run: ReadRun | None = None,
 ) -> Starlette:
     """Create the Starlette application.
 
@@ -292,6 +293,7 @@ def create_app(
         decode: converts token ids to text for ``logprobs``, e.g. a renderer's ``decode``.
         model: the model name in answers to clients that name no model.
         traffic: tracks the requests in flight, so that the caller can drain them.
+        read_run: reads numbers of the run for ``/metrics``; without it, they are left out.
     """
     config = config or ProxyConfig()
     traffic = Traffic() if traffic is None else traffic
@@ -340,7 +342,13 @@ def create_app(
     stored = StoredResponses(sessions=sessions, gatekeeper=gatekeeper, access=access, model=model)
     keys = KeysEndpoint(accounts=accounts, gatekeeper=gatekeeper, config=config)
     metrics = MetricsEndpoint(
-        sessions=sessions, capacity=capacity, exports=exports, generation=generation, meter=meter, traffic=traffic
+        sessions=sessions,
+        capacity=capacity,
+        exports=exports,
+        generation=generation,
+        meter=meter,
+        traffic=traffic,
+        read_run=read_run,
     )
     document = OpenAPIEndpoint(document=create_document(describe_routes(inert)))
     operations = {

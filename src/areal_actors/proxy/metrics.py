@@ -6,14 +6,17 @@ Labels name operations, statuses and actors, never a key, session or path. ``doc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import platform
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-from attrs import define, frozen
+from anyio import to_thread
+from attrs import define, field, frozen
 
+from areal_actors import __version__
 from areal_actors.errors import ArealError
 from areal_actors.kernel import ActorState, ActorStatistics, Message, Ref
 from areal_actors.messages import (
@@ -33,7 +36,7 @@ from areal_actors.proxy.exchange import Exchange, Histogram, Meter, Traffic
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["MetricsEndpoint"]
+__all__ = ["MetricsEndpoint", "ReadRun"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -41,6 +44,11 @@ R = TypeVar("R")
 Values = float | Mapping[tuple[str, ...], float]
 """One number, or one for each combination of labels."""
 
+ReadRun = Callable[[], Mapping[str, float]]
+"""Returns numbers of the run by the names of their metrics, such as ``step_reward``. Blocks."""
+
+_PROBE_SECONDS = 0.01
+"""The timer whose lateness is the lag of the event loop."""
 _SCRAPE_SECONDS = 2.0
 """Actors that have not answered within this time are left out, so that a busy actor does not hide the others."""
 
@@ -53,6 +61,8 @@ class Readings:
     engine: EngineView | None = None
     capacity: CapacityView | None = None
     sessions: SessionsView | None = None
+    run: Mapping[str, float] = field(factory=dict)
+    loop_lag_seconds: float = 0.0
 
 
 @frozen(kw_only=True)
@@ -65,6 +75,7 @@ class MetricsEndpoint:
     generation: Ref[Generation] | None
     meter: Meter
     traffic: Traffic
+    read_run: ReadRun | None = None
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer in the Prometheus text format."""
@@ -92,14 +103,27 @@ class MetricsEndpoint:
         async def read_sessions() -> None:
             readings.sessions = await _ask(self.sessions, DescribeSessions())
 
+        async def read_run() -> None:
+            if self.read_run is not None:
+                readings.run = await to_thread.run_sync(self.read_run)
+
+        asked = anyio.current_time()
+        await anyio.sleep(_PROBE_SECONDS)
+        readings.loop_lag_seconds = max(0.0, anyio.current_time() - asked - _PROBE_SECONDS)
         async with anyio.create_task_group() as tasks:
-            for read in (read_engine, read_capacity, read_sessions):
+            for read in (read_engine, read_capacity, read_sessions, read_run):
                 tasks.start_soon(read)
         return readings
 
     def _families(self, readings: Readings) -> Iterator[Metric]:
         yield from _http_families(self.meter, len(self.traffic))
         yield from _actor_families(readings.mailboxes)
+        yield _gauge("event_loop_lag_seconds", "How late a timer was at this scrape.", readings.loop_lag_seconds)
+        build: Values = {(__version__, platform.python_version()): 1}
+        yield _gauge("build_info", "1, with the versions as labels.", build, labels=("version", "python"))
+        for name, value in readings.run.items():
+            yield _gauge(name, "Of the run; see metrics.jsonl for those of the latest step.", value)
+        yield from _process_families()
         for view, families in (
             (readings.engine, _ENGINE),
             (readings.sessions, _SESSIONS),
@@ -156,6 +180,13 @@ def _actor_families(mailboxes: Mapping[str, ActorStatistics]) -> Iterator[Metric
     yield _counter("actor_handled", "Handlers that ended.", by_actor("num_handled"), labels=("actor",))
     yield _counter("actor_failed", "Of these, those that raised.", by_actor("num_failed"), labels=("actor",))
     yield _counter("actor_cancelled", "Asks whose asker left.", by_actor("num_cancelled"), labels=("actor",))
+
+
+def _process_families() -> Iterator[Metric]:
+    """Return the memory, CPU time and descriptors of this process, under Prometheus's usual names; empty off Linux."""
+    from prometheus_client import ProcessCollector
+
+    yield from ProcessCollector(registry=None).collect()
 
 
 def _by_operation(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:

@@ -53,6 +53,7 @@ from areal_actors.messages import (
 )
 from areal_actors.models import Catalogue, resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
+from areal_actors.proxy.metrics import ReadRun
 from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
 from areal_actors.rollouts.capacity import CapacityConfig, CapacityGranter
 from areal_actors.rollouts.exporter import ExportConfig, Exporter, QueueConfig
@@ -433,11 +434,12 @@ async def spawn_proxy(
     renderer: Renderer,
     generation: Ref[Generation],
     listener: socket | None = None,
+    read_run: ReadRun | None = None,
 ) -> Ref[Serving]:
     """Spawn the proxy, and the host of trained models if they are enabled.
 
     The host returns refs of the actors that it opens, so it has to be in the process of the proxy. ``listener`` is a
-    listening socket that the proxy uses instead of opening one.
+    listening socket that the proxy uses instead of opening one. ``read_run`` is as in ``create_app``.
     """
     models: Ref[Models] | None = None
     if config.models.fileroot is not None and config.models.max_loaded:
@@ -454,6 +456,7 @@ async def spawn_proxy(
         config=config.proxy,
         decode=renderer.decode,
         listener=listener,
+        read_run=read_run,
     )
     return await system.spawn(proxy, name="proxy")
 

@@ -19,7 +19,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
-from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard import RunDirectory, read_gauges
 from areal_actors.domain import Role
 from areal_actors.errors import CheckpointError
 from areal_actors.journal import SqliteJournal
@@ -200,6 +200,7 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
             renderer=context.renderer,
             generation=await find(Generation, "generation"),
             listener=None if spec.fd_socket is None else await receive_fd(spec.fd_socket),
+            read_run=partial(read_gauges, context.directory),
         )
         yield Opened(actors={"proxy": serving}, endpoint=await serving.ask(DescribeEndpoint()))
 

@@ -476,19 +476,13 @@ def parse_json(text: bytes, what: str, *, param: str | None = None) -> Any:
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"{what} is no valid JSON: {error.msg} (line {error.lineno}).", param=param) from None
     # Counting brackets is fast, and most bodies have fewer of them than the limit, so the value is rarely walked.
-    if text.count(b"{") + text.count(b"[") > _MAX_DEPTH and _is_deep(value):
-        raise InvalidRequest(f"{what} is nested more than {_MAX_DEPTH} levels deep; flatten it.", param=param)
+    depth, level = 0, [value] if text.count(b"{") + text.count(b"[") > _MAX_DEPTH else []
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise InvalidRequest(f"{what} is nested more than {_MAX_DEPTH} levels deep; flatten it.", param=param)
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
     return value
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_MAX_DEPTH + 1):
-        nested = [each for each in level if isinstance(each, dict | list)]
-        if not nested:
-            return False
-        level = [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]
-    return True
 
 
 def shown(value: Any) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "TOOL_CHOICE",
     "ToolSelection",
     "parse_response_format",
+    "parse_tool",
     "parse_tool_choice",
 ]
 
@@ -53,14 +54,11 @@ def parse_response_format(value: Any, param: str = "response_format") -> Grammar
         case "json_object":
             return JsonText(schema={"type": "object", **_schema(value.get("schema") or {}, f"{param}.schema")})
         case "json_schema":
-            return _parse_json_schema(value, param)
+            pass
         case kind:
             raise UnsupportedParameter(
                 f"{param}.type must be text, json_object or json_schema, not {shown(kind)}.", param=param
             )
-
-
-def _parse_json_schema(value: Mapping[str, Any], param: str) -> Grammar:
     where = param
     if "json_schema" in value:
         value, where = value["json_schema"], f"{param}.json_schema"
@@ -159,7 +157,27 @@ EXTENSIONS: tuple[Field, ...] = (
 """Fields that vLLM and SGLang add to OpenAI's. Fields that no grammar here can express are refused by name."""
 
 
-# ---------------------------------------------------------------------------------------------- the choice of tools
+# ------------------------------------------------------------------------------------------------------------ tools
+
+
+def parse_tool(function: Mapping[str, Any], where: str, *, schema: str, needs_schema: bool = False) -> Tool:
+    """Return the function that ``function`` describes; ``schema`` is the vendor's name for its parameters.
+
+    Raises:
+        InvalidRequest: an invalid value; the error names it.
+    """
+    name, description = function.get("name"), function.get("description")
+    parameters, strict = function.get(schema), function.get("strict")
+    if not isinstance(name, str) or not name:
+        raise wrong(f"{where}.name", "a string that is not empty", name)
+    if not isinstance(description, str | None):
+        raise wrong(f"{where}.description", "a string", description)
+    if not isinstance(parameters, dict) and (needs_schema or parameters is not None):
+        raise wrong(f"{where}.{schema}", "a JSON schema", parameters)
+    if not isinstance(strict, bool | None):
+        raise wrong(f"{where}.strict", "true or false", strict)
+    return Tool(name=name, description=description or "", parameters=parameters or {}, is_strict=bool(strict))
+
 
 TOOL_CHOICE: Kind[Any] = Kind({"type": ["string", "object", "null"]}, lambda value, _: value)
 """Passed on as it is, because ``parse_tool_choice`` needs the tools as well."""
@@ -197,7 +215,17 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool], *, param: str = "tool_c
                 )
             return ToolSelection(tools=tools, choice=name)
         case "allowed_tools":
-            return _parse_allowed(value, tools, param)
+            where, allowed = f"{param}.allowed_tools", value.get("allowed_tools", value)
+            if not isinstance(allowed, dict):
+                raise wrong(where, "an object", allowed)
+            mode, named = allowed.get("mode", "auto"), allowed.get("tools")
+            if mode not in ("auto", "required"):
+                raise wrong(f"{where}.mode", "auto or required", mode)
+            if not isinstance(named, list) or not named:
+                raise wrong(f"{where}.tools", "a list of at least one tool", named)
+            names = {_find(each, tools, f"{where}.tools[{index}]").name for index, each in enumerate(named)}
+            kept = tuple(tool for tool in tools if tool.name in names)
+            return ToolSelection(tools=kept, choice=ToolChoice(mode))
         case "auto" | "none" | "any" | "required" as word:
             return ToolSelection(tools=tools, choice=_parse_word(word, tools, param))
         case kind:
@@ -216,20 +244,6 @@ def _parse_word(value: Any, tools: Sequence[Tool], param: str) -> ToolChoice:
             return ToolChoice.REQUIRED
         case _:
             raise wrong(param, "auto, none, required or an object that names a function", value)
-
-
-def _parse_allowed(value: Mapping[str, Any], tools: tuple[Tool, ...], param: str) -> ToolSelection:
-    allowed = value.get("allowed_tools", value)
-    where = f"{param}.allowed_tools"
-    if not isinstance(allowed, dict):
-        raise wrong(where, "an object", allowed)
-    mode, named = allowed.get("mode", "auto"), allowed.get("tools")
-    if mode not in ("auto", "required"):
-        raise wrong(f"{where}.mode", "auto or required", mode)
-    if not isinstance(named, list) or not named:
-        raise wrong(f"{where}.tools", "a list of at least one tool", named)
-    names = {_find(each, tools, f"{where}.tools[{index}]").name for index, each in enumerate(named)}
-    return ToolSelection(tools=tuple(tool for tool in tools if tool.name in names), choice=ToolChoice(mode))
 
 
 def _find(value: Any, tools: Sequence[Tool], param: str) -> Tool:

@@ -52,6 +52,7 @@ from areal_actors.proxy.dialects.structured import (
     RESPONSE_FORMAT,
     TOOL_CHOICE,
     ToolSelection,
+    parse_tool,
     parse_tool_choice,
 )
 
@@ -60,6 +61,8 @@ __all__ = [
     "TOOLS",
     "ParsedChat",
     "join_parts",
+    "optional_text",
+    "parse_call",
     "parse_chat_request",
     "parse_messages",
     "parse_tools",
@@ -102,19 +105,15 @@ def _parse_message(raw: Any, where: str) -> ChatMessage:
     content = raw.get("content")
     if content is not None and not isinstance(content, str):
         content = join_parts(content, f"{where}.content", _TEXT_PARTS)
-    if role == "assistant":
-        return _assistant(raw, content, where)
-    if content is None and role != "tool":
-        raise wrong(f"{where}.content", "text", None)
-    return ChatMessage(
-        role=role,
-        content=content or "",
-        tool_call_id=_optional_text(raw, "tool_call_id", where) if role == "tool" else None,
-        name=_optional_text(raw, "name", where),
-    )
-
-
-def _assistant(raw: Mapping[str, Any], content: str | None, where: str) -> ChatMessage:
+    if role != "assistant":
+        if content is None and role != "tool":
+            raise wrong(f"{where}.content", "text", None)
+        return ChatMessage(
+            role=role,
+            content=content or "",
+            tool_call_id=optional_text(raw, "tool_call_id", where) if role == "tool" else None,
+            name=optional_text(raw, "name", where),
+        )
     if raw.get("function_call") is not None:
         raise UnsupportedParameter(f"{where}.function_call is deprecated; send tool_calls.", param=where)
     calls = raw.get("tool_calls")
@@ -128,7 +127,7 @@ def _assistant(raw: Mapping[str, Any], content: str | None, where: str) -> ChatM
         role="assistant",
         content=content,
         tool_calls=tuple(_parse_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())),
-        name=_optional_text(raw, "name", where),
+        name=optional_text(raw, "name", where),
         reasoning=reasoning if isinstance(reasoning, str) else None,
     )
 
@@ -141,14 +140,24 @@ def _parse_call(raw: Any, where: str) -> ToolCall:
                 f"{where} is of type {shown(raw['type'])}; only functions are known.", param=where
             )
         raise wrong(where, "an object with a function", raw)
-    name, arguments, call_id = function.get("name"), function.get("arguments"), raw.get("id")
+    call_id = raw.get("id")
+    return parse_call(function, f"{where}.function", call_id if isinstance(call_id, str) else "")
+
+
+def parse_call(function: Mapping[str, Any], where: str, call_id: str) -> ToolCall:
+    """Return the call of the function that ``function`` names; ``arguments`` are a JSON text or an object.
+
+    Raises:
+        InvalidRequest: an invalid value; the error names it.
+    """
+    name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.function.name", "a string that is not empty", name)
+        raise wrong(f"{where}.name", "a string that is not empty", name)
     if isinstance(arguments, dict):
         arguments = orjson.dumps(arguments).decode()
     if not isinstance(arguments, str | None):
-        raise wrong(f"{where}.function.arguments", "a JSON text", arguments)
-    return ToolCall(id=call_id if isinstance(call_id, str) else "", name=name, arguments=arguments or "")
+        raise wrong(f"{where}.arguments", "a JSON text", arguments)
+    return ToolCall(id=call_id, name=name, arguments=arguments or "")
 
 
 def join_parts(parts: Any, where: str, kinds: Mapping[str, str]) -> str:
@@ -176,7 +185,8 @@ def join_parts(parts: Any, where: str, kinds: Mapping[str, str]) -> str:
     return "\n".join(texts)
 
 
-def _optional_text(raw: Mapping[str, Any], name: str, where: str) -> str | None:
+def optional_text(raw: Mapping[str, Any], name: str, where: str) -> str | None:
+    """Return a text that may be missing; an empty one is as good as none. Raises ``InvalidRequest``."""
     value = raw.get(name)
     if value is not None and not isinstance(value, str):
         raise wrong(f"{where}.{name}", "a string", value)
@@ -194,32 +204,20 @@ def parse_tools(value: Any, param: str = "tools", *, is_flat: bool = False) -> t
         return ()
     if not isinstance(value, list):
         raise wrong(param, "a list", value)
-    tools = tuple(_parse_tool(raw, f"{param}[{index}]", is_flat=is_flat) for index, raw in enumerate(value))
+    tools: list[Tool] = []
+    for index, raw in enumerate(value):
+        where = f"{param}[{index}]"
+        if not isinstance(raw, dict):
+            raise wrong(where, "an object", raw)
+        if (kind := raw.get("type", "function")) != "function":
+            raise UnsupportedParameter(f"{where} is of type {shown(kind)}; only functions are known.", param=where)
+        function, where = (raw, where) if is_flat else (raw.get("function"), f"{where}.function")
+        if not isinstance(function, dict):
+            raise wrong(where, "an object", function)
+        tools.append(parse_tool(function, where, schema="parameters"))
     if len({tool.name for tool in tools}) < len(tools):
         raise InvalidRequest("tools has two functions of one name; the model could not tell them apart.", param="tools")
-    return tools
-
-
-def _parse_tool(raw: Any, where: str, *, is_flat: bool) -> Tool:
-    if not isinstance(raw, dict):
-        raise wrong(where, "an object", raw)
-    kind = raw.get("type", "function")
-    if kind != "function":
-        raise UnsupportedParameter(f"{where} is of type {shown(kind)}; only functions are known.", param=where)
-    function, where = (raw, where) if is_flat else (raw.get("function"), f"{where}.function")
-    if not isinstance(function, dict):
-        raise wrong(where, "an object", function)
-    name, description = function.get("name"), function.get("description")
-    if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", "a string that is not empty", name)
-    if not isinstance(description, str | None):
-        raise wrong(f"{where}.description", "a string", description)
-    parameters, strict = function.get("parameters"), function.get("strict")
-    if not isinstance(parameters, dict | None):
-        raise wrong(f"{where}.parameters", "a JSON schema", parameters)
-    if not isinstance(strict, bool | None):
-        raise wrong(f"{where}.strict", "true or false", strict)
-    return Tool(name=name, description=description or "", parameters=parameters or {}, is_strict=bool(strict))
+    return tuple(tools)
 
 
 # ------------------------------------------------------------------------------------------------------- fields
@@ -385,6 +383,12 @@ def parse_chat_request(
     has_logprobs, top_logprobs = values["logprobs"], values["top_logprobs"]
     if top_logprobs and not has_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    old, new = values["max_tokens"], values["max_completion_tokens"]
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so give one of them.",
+            param="max_completion_tokens",
+        )
     selection = ToolSelection()
     if values["tools"] or values["tool_choice"] is not None:
         selection = parse_tool_choice(values["tool_choice"], values["tools"])
@@ -397,7 +401,7 @@ def parse_chat_request(
         response_format=_select_format(values),
         sampling=create_sampling(
             values,
-            max_new_tokens=_select_max_tokens(values, default_max_tokens),
+            max_new_tokens=new or old or default_max_tokens,
             stop=values["stop"],
             top_logprobs=top_logprobs,
         ),
@@ -416,16 +420,6 @@ def parse_chat_request(
         include_usage=read(values["stream_options"], "include_usage", FLAG, default=False),
         has_logprobs=has_logprobs,
     )
-
-
-def _select_max_tokens(values: Mapping[str, Any], default: int) -> int:
-    old, new = values["max_tokens"], values["max_completion_tokens"]
-    if old is not None and new is not None and old != new:
-        raise InvalidRequest(
-            f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so give one of them.",
-            param="max_completion_tokens",
-        )
-    return new or old or default
 
 
 def _select_format(values: Mapping[str, Any]) -> Grammar | None:

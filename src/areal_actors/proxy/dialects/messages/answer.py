@@ -179,7 +179,13 @@ class MessageStream:
                 }
                 return _event("message_start", message=message)
             case Answer():
-                return self._end(item)
+                delta = _format_end(item)
+                usage = _format_usage(item.usage.prompt_tokens, item.usage.completion_tokens)
+                closing = self._close()
+                # An empty answer still has one text block; see ``format_blocks``.
+                if not item.message.content and not item.message.tool_calls:
+                    closing += self._begin(_TEXT, {"type": _TEXT, "text": ""}) + self._close()
+                return closing + _event("message_delta", delta=delta, usage=usage)
             case TextDelta() | ReasoningDelta():
                 return self._grow(_TEXT if isinstance(item, TextDelta) else _THINKING, item.text)
             case ToolCallStarted():
@@ -198,15 +204,6 @@ class MessageStream:
     def fail(self, failure: Failure) -> bytes:
         """Return an event that Anthropic's SDKs raise as an ``APIStatusError``."""
         return format_named_event("error", format_anthropic_failure(failure))
-
-    def _end(self, answer: Answer) -> bytes:
-        delta = _format_end(answer)
-        usage = _format_usage(answer.usage.prompt_tokens, answer.usage.completion_tokens)
-        closing = self._close()
-        # An empty answer still has one text block; see ``format_blocks``.
-        if not answer.message.content and not answer.message.tool_calls:
-            closing += self._begin(_TEXT, {"type": _TEXT, "text": ""}) + self._close()
-        return closing + _event("message_delta", delta=delta, usage=usage)
 
     def _grow(self, kind: str, text: str) -> bytes:
         if not text:

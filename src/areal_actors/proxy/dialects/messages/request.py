@@ -48,7 +48,7 @@ from areal_actors.proxy.dialects.fields import (
     shown,
     wrong,
 )
-from areal_actors.proxy.dialects.structured import TOOL_CHOICE, parse_response_format, parse_tool_choice
+from areal_actors.proxy.dialects.structured import TOOL_CHOICE, parse_response_format, parse_tool, parse_tool_choice
 
 __all__ = [
     "MESSAGES_FIELDS",
@@ -143,35 +143,30 @@ def _parse_turn(raw: Any, where: str) -> Iterator[ChatMessage]:
     if not isinstance(raw, dict):
         raise wrong(where, "an object", raw)
     role, content = raw.get("role"), raw.get("content")
-    match role:
-        case "user":
-            return _parse_user(content, f"{where}.content")
-        case "assistant":
-            return iter((_parse_answer(content, f"{where}.content"),))
-        case "system":
-            return _parse_system(content, f"{where}.content")
-        case _:
-            raise wrong(f"{where}.role", "user, assistant or system", role)
-
-
-def _parse_user(content: Any, where: str) -> Iterator[ChatMessage]:
-    """Yield tool results as separate messages, and the text before, between and after them."""
-    if isinstance(content, str):
+    if role not in ("user", "assistant", "system"):
+        raise wrong(f"{where}.role", "user, assistant or system", role)
+    where = f"{where}.content"
+    if role == "assistant":
+        yield _parse_answer(content, where)
+    elif role == "system":
+        yield from _parse_system(content, where)
+    elif isinstance(content, str):
         yield ChatMessage(role="user", content=content)
-        return
-    texts: list[str] = []
-    is_empty = True
-    for block, at in _blocks(content, where):
-        is_empty = False
-        if block.get("type") != "tool_result":
-            texts.append(_text_of(block, at))
-            continue
-        if texts:
+    else:
+        # Tool results are separate messages, with the text before, between and after them in its place.
+        texts: list[str] = []
+        is_empty = True
+        for block, at in _blocks(content, where):
+            is_empty = False
+            if block.get("type") != "tool_result":
+                texts.append(_text_of(block, at))
+                continue
+            if texts:
+                yield ChatMessage(role="user", content="\n".join(texts))
+                texts = []
+            yield _parse_result(block, at)
+        if texts or is_empty:
             yield ChatMessage(role="user", content="\n".join(texts))
-            texts = []
-        yield _parse_result(block, at)
-    if texts or is_empty:
-        yield ChatMessage(role="user", content="\n".join(texts))
 
 
 def _parse_result(block: Mapping[str, Any], where: str) -> ChatMessage:
@@ -197,7 +192,16 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
     for block, at in _blocks(content, where):
         match block.get("type"):
             case "tool_use":
-                calls.append(_parse_call(block, at))
+                arguments, call_id, name = block.get("input"), block.get("id"), _string(block, "name", at)
+                if not isinstance(arguments, dict):
+                    raise wrong(f"{at}.input", "an object", arguments)
+                if not name:
+                    raise wrong(f"{at}.name", "a string that is not empty", name)
+                # The text of a call that is no JSON object comes back as it was sampled; see ``format_input``.
+                text = unparsed if isinstance(unparsed := arguments.get(UNPARSED), str) else None
+                if text is None:
+                    text = orjson.dumps(arguments).decode()
+                calls.append(ToolCall(id=call_id if isinstance(call_id, str) else "", name=name, arguments=text))
             case "thinking":
                 thoughts.append(_string(block, "thinking", at))
             case "redacted_thinking":
@@ -210,18 +214,6 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
         tool_calls=tuple(calls),
         reasoning="".join(thoughts) or None,
     )
-
-
-def _parse_call(block: Mapping[str, Any], where: str) -> ToolCall:
-    arguments, call_id = block.get("input"), block.get("id")
-    if not isinstance(arguments, dict):
-        raise wrong(f"{where}.input", "an object", arguments)
-    unparsed = arguments.get(UNPARSED)
-    text = unparsed if isinstance(unparsed, str) else orjson.dumps(arguments).decode()
-    name = _string(block, "name", where)
-    if not name:
-        raise wrong(f"{where}.name", "a string that is not empty", name)
-    return ToolCall(id=call_id if isinstance(call_id, str) else "", name=name, arguments=text)
 
 
 def _blocks(value: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -265,33 +257,21 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
         return ()
     if not isinstance(value, list):
         raise wrong(param, "a list", value)
-    tools = tuple(_parse_tool(raw, f"{param}[{index}]") for index, raw in enumerate(value))
+    tools: list[Tool] = []
+    for index, raw in enumerate(value):
+        where = f"{param}[{index}]"
+        if not isinstance(raw, dict):
+            raise wrong(where, "an object", raw)
+        if (kind := raw.get("type")) not in (None, "custom"):
+            raise UnsupportedParameter(
+                f"{where} is of type {shown(kind)}, which Anthropic's servers define; only custom tools are known. "
+                "Describe it with a name and an input_schema.",
+                param=where,
+            )
+        tools.append(parse_tool(raw, where, schema="input_schema", needs_schema=True))
     if len({tool.name for tool in tools}) < len(tools):
         raise InvalidRequest("tools has two tools of one name; the model could not tell them apart.", param="tools")
-    return tools
-
-
-def _parse_tool(raw: Any, where: str) -> Tool:
-    if not isinstance(raw, dict):
-        raise wrong(where, "an object", raw)
-    kind = raw.get("type")
-    if kind not in (None, "custom"):
-        raise UnsupportedParameter(
-            f"{where} is of type {shown(kind)}, which Anthropic's servers define; only custom tools are known. "
-            "Describe it with a name and an input_schema.",
-            param=where,
-        )
-    name, description = raw.get("name"), raw.get("description")
-    schema, strict = raw.get("input_schema"), raw.get("strict")
-    if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", "a string that is not empty", name)
-    if not isinstance(description, str | None):
-        raise wrong(f"{where}.description", "a string", description)
-    if not isinstance(schema, dict):
-        raise wrong(f"{where}.input_schema", "a JSON schema", schema)
-    if not isinstance(strict, bool | None):
-        raise wrong(f"{where}.strict", "true or false", strict)
-    return Tool(name=name, description=description or "", parameters=schema, is_strict=bool(strict))
+    return tuple(tools)
 
 
 # ------------------------------------------------------------------------------------------------------- fields

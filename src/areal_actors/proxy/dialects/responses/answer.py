@@ -24,6 +24,7 @@ from areal_actors.domain import (
     TextDelta,
     ToolArgumentsDelta,
     ToolCallStarted,
+    Usage,
 )
 from areal_actors.proxy.dialects.base import (
     COUNT_SCHEMA,
@@ -39,7 +40,7 @@ from areal_actors.proxy.dialects.responses.request import ParsedResponse, format
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.sse import format_named_event
 
-__all__ = ["ANSWERS", "ResponseStream", "ResponsesDialect", "format_output"]
+__all__ = ["ANSWERS", "ResponseStream", "ResponsesDialect", "format_output", "format_usage"]
 
 _REFUSED = range(400, 500)
 _TOO_MANY = 429
@@ -117,14 +118,12 @@ class _Envelope:
         formatted = self._format(answer.interaction, "incomplete" if cut else "completed", output)
         formatted["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         formatted["completed_at"] = None if cut else completed
-        usage = answer.usage
-        formatted["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": _num_reasoning_tokens(answer, self.decode)},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
+        num_reasoning, decode, reasoning = 0, self.decode, answer.message.reasoning
+        tokens = answer.completion.token_ids.tolist()
+        if reasoning and decode is not None and reasoning in decode(tokens):
+            # A text that is in the decoded prefix is in every longer one too, so bisection finds the first such prefix.
+            num_reasoning = bisect_left(range(len(tokens)), True, key=lambda count: reasoning in decode(tokens[:count]))
+        formatted["usage"] = format_usage(answer.usage, num_reasoning=num_reasoning)
         return formatted
 
     def fail(self, interaction: InteractionId, output: list[dict[str, Any]], failure: Failure) -> dict[str, Any]:
@@ -164,13 +163,15 @@ def _is_cut(answer: Answer) -> bool:
     return finish is FinishReason.LENGTH
 
 
-def _num_reasoning_tokens(answer: Answer, decode: Decode | None) -> int:
-    """Return the number of sampled tokens up to the end of the reasoning; 0 if it cannot be determined."""
-    reasoning, tokens = answer.message.reasoning, answer.completion.token_ids.tolist()
-    if not reasoning or decode is None or reasoning not in decode(tokens):
-        return 0
-    # A text that is in the decoded prefix is in every longer one too, so bisection finds the first such prefix.
-    return bisect_left(range(len(tokens)), True, key=lambda count: reasoning in decode(tokens[:count]))
+def format_usage(usage: Usage, *, num_reasoning: int = 0) -> dict[str, Any]:
+    """Return token counts; ``num_reasoning`` of the sampled tokens are reasoning, 0 if the number is not known."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 # ------------------------------------------------------------------------------------------------- output items
@@ -343,17 +344,7 @@ class ResponseStream:
         cut = _is_cut(answer)
         # A response that a stop string ends is complete, as a text is, but not the call in which the stop string was.
         last_status = "incomplete" if cut or has_cut_call(answer) else "completed"
-        self._complete(answer)
-        logprobs = _format_output_logprobs(answer, self._envelope.decode) if self._envelope.parsed.has_logprobs else []
-        for item in self._items:
-            is_last = item is self._items[-1]
-            self._close(item, status=last_status if is_last else "completed", logprobs=logprobs)
-        output = [item.done for item in self._items if item.done is not None]
-        response = self._envelope.end(answer, output, completed=int(self._clock()))
-        self._emit("response.incomplete" if cut else "response.completed", response=response)
-
-    def _complete(self, answer: Answer) -> None:
-        """Stream the parts of the answer that no delta had. An empty answer becomes an empty message."""
+        # Parts of the answer that no delta had. The whole text of a repeated answer is one, because it has no deltas.
         message = answer.message
         self._grow(ReasoningDelta(text=_missing(self._streamed_text("rs"), message.reasoning)))
         self._grow(TextDelta(text=_missing(self._streamed_text("msg"), message.content)))
@@ -363,6 +354,13 @@ class ResponseStream:
             self._grow(ToolArgumentsDelta(index=index, text=_missing(self._calls[index].text, call.arguments)))
         if not self._calls and not self._streamed_text("msg"):
             self._open("msg")
+        logprobs = _format_output_logprobs(answer, self._envelope.decode) if self._envelope.parsed.has_logprobs else []
+        for item in self._items:
+            is_last = item is self._items[-1]
+            self._close(item, status=last_status if is_last else "completed", logprobs=logprobs)
+        output = [item.done for item in self._items if item.done is not None]
+        response = self._envelope.end(answer, output, completed=int(self._clock()))
+        self._emit("response.incomplete" if cut else "response.completed", response=response)
 
     def _streamed_text(self, kind: str) -> str:
         return "".join(item.text for item in self._items if item.kind == kind)

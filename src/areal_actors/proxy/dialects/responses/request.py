@@ -12,13 +12,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import orjson
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
-    Grammar,
     InteractionId,
     JsonText,
     Tool,
@@ -26,7 +24,7 @@ from areal_actors.domain import (
     ToolChoice,
 )
 from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
-from areal_actors.proxy.dialects.chat.request import join_parts, parse_tools
+from areal_actors.proxy.dialects.chat.request import join_parts, optional_text, parse_call, parse_tools
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
     DEFAULT_MAX_TOKENS,
@@ -166,11 +164,17 @@ class _Conversation:
 def _read_item(conversation: _Conversation, raw: Any, where: str) -> None:
     if not isinstance(raw, dict):
         raise wrong(where, "an object", raw)
-    match _kind(raw, where):
+    # The type of messages and of references may be missing.
+    kind = "item_reference" if is_reference(raw) else raw.get("type")
+    match "message" if kind is None else kind:
         case "message" if raw.get("role") == "assistant":
             conversation.open_turn("message", raw).texts.append(_read_content(raw.get("content"), f"{where}.content"))
         case "message":
-            conversation.add(_read_message(raw, where))
+            role = raw.get("role")
+            if not isinstance(role, str) or role not in _ROLES:
+                raise wrong(f"{where}.role", "system, developer, user or assistant", role)
+            content = _read_content(raw.get("content"), f"{where}.content")
+            conversation.add(ChatMessage(role=role, content=content))
         case "reasoning":
             conversation.open_turn("reasoning", raw).thoughts.append(
                 join_parts(raw.get("content") or [], f"{where}.content", {"reasoning_text": "text", "text": "text"})
@@ -178,14 +182,18 @@ def _read_item(conversation: _Conversation, raw: Any, where: str) -> None:
         case "function_call":
             conversation.open_turn("function_call", raw).calls.append(_read_call(raw, where))
         case "function_call_output":
-            conversation.add(_read_result(raw, where))
+            output = _read_content(raw.get("output"), f"{where}.output")
+            call_id = optional_text(raw, "call_id", where)
+            conversation.add(ChatMessage(role="tool", content=output, tool_call_id=call_id))
         case "item_reference":
             # References to items of the session were replaced before (``stored``).
             raise InvalidRequest(
                 f"{where} refers to item {shown(raw.get('id'))}, which no answer of this session has; send the item.",
                 param=where,
             )
-        case kind:
+        case _ if not isinstance(kind, str):
+            raise wrong(f"{where}.type", "a string", kind)
+        case _:
             raise UnsupportedParameter(
                 f"{where} is of type {shown(kind)}; only messages, functions and reasoning are known.", param=where
             )
@@ -198,50 +206,16 @@ def is_reference(raw: Any) -> bool:
     )
 
 
-def _kind(raw: Mapping[str, Any], where: str) -> str:
-    """Return the type of an item; messages and references may omit it. A reference consists of only an id."""
-    kind = raw.get("type")
-    if kind is None:
-        kind = "item_reference" if "id" in raw and "role" not in raw else "message"
-    if not isinstance(kind, str):
-        raise wrong(f"{where}.type", "a string", kind)
-    return kind
-
-
-def _read_message(raw: Mapping[str, Any], where: str) -> ChatMessage:
-    role = raw.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise wrong(f"{where}.role", "system, developer, user or assistant", role)
-    return ChatMessage(role=role, content=_read_content(raw.get("content"), f"{where}.content"))
-
-
 def _read_content(value: Any, where: str) -> str:
     return value if isinstance(value, str) else join_parts(value, where, _PARTS)
 
 
 def _read_call(raw: Mapping[str, Any], where: str) -> ToolCall:
-    name, arguments, call_id = raw.get("name"), raw.get("arguments"), raw.get("call_id")
-    if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", "a string that is not empty", name)
+    call_id, namespace = raw.get("call_id"), raw.get("namespace")
     if not isinstance(call_id, str) or not call_id:
         raise wrong(f"{where}.call_id", "a string that is not empty", call_id)
-    if isinstance(arguments, dict):
-        arguments = orjson.dumps(arguments).decode()
-    if not isinstance(arguments, str | None):
-        raise wrong(f"{where}.arguments", "a JSON text", arguments)
-    namespace = raw.get("namespace")
-    if isinstance(namespace, str) and namespace:
-        name = _join_name(namespace, name)
-    return ToolCall(id=call_id, name=name, arguments=arguments or "")
-
-
-def _read_result(raw: Mapping[str, Any], where: str) -> ChatMessage:
-    call_id = raw.get("call_id")
-    if not isinstance(call_id, str | None):
-        raise wrong(f"{where}.call_id", "a string", call_id)
-    return ChatMessage(
-        role="tool", content=_read_content(raw.get("output"), f"{where}.output"), tool_call_id=call_id or None
-    )
+    call = parse_call(raw, where, call_id)
+    return evolve(call, name=_join_name(namespace, call.name)) if isinstance(namespace, str) and namespace else call
 
 
 # ------------------------------------------------------------------------------------------------------- fields
@@ -464,6 +438,15 @@ def _echo(
 ) -> Mapping[str, Any]:
     """Return the parameters that the answer repeats, in the SDK's own types."""
     sampling, summary = request.sampling, values["reasoning"].get("summary")
+    asked = read(values["text"], "format", OBJECT, {})
+    form: dict[str, Any] = {"type": asked.get("type", "text")}
+    if form["type"] == "json_schema" and isinstance(grammar := request.response_format, JsonText):
+        name = asked.get("json_schema", asked).get("name")
+        form |= {
+            "name": name if isinstance(name, str) else "answer",
+            "schema": grammar.schema,
+            "strict": grammar.is_strict,
+        }
     return {
         "background": False,
         "instructions": body.get("instructions"),
@@ -480,47 +463,34 @@ def _echo(
         "store": request.store,
         "temperature": sampling.temperature,
         "text": {
-            "format": _echo_format(values["text"], request.response_format),
+            "format": form,
             "verbosity": values["text"].get("verbosity") or "medium",
         },
-        "tool_choice": _echo_choice(body.get("tool_choice"), selection),
-        "tools": [_echo_tool(raw) for raw in body.get("tools") or ()],
+        **_echo_tools(body, selection),
         "top_logprobs": sampling.top_logprobs,
         "top_p": values["top_p"],
         "truncation": "disabled",
     }
 
 
-def _echo_format(text: Mapping[str, Any], form: Grammar | None) -> Mapping[str, Any]:
-    asked = read(text, "format", OBJECT, {})
-    if asked.get("type") != "json_schema" or not isinstance(form, JsonText):
-        return {"type": asked.get("type", "text")}
-    named = asked.get("json_schema", asked).get("name")
-    return {
-        "type": "json_schema",
-        "name": named if isinstance(named, str) else "answer",
-        "schema": form.schema,
-        "strict": form.is_strict,
-    }
-
-
-def _echo_choice(asked: Any, selection: ToolSelection) -> Any:
-    if isinstance(asked, dict) and asked.get("type") == "allowed_tools":
-        tools = [{"type": "function", "name": tool.name} for tool in selection.tools]
-        return {"type": "allowed_tools", "mode": str(selection.choice), "tools": tools}
-    if isinstance(selection.choice, ToolChoice):
-        return str(selection.choice)
-    return {"type": "function", "name": selection.choice}
-
-
-def _echo_tool(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    if raw.get("type") == "namespace":
-        return raw
-    strict = raw.get("strict")
-    return {
-        "type": "function",
-        "name": raw["name"],
-        "description": raw.get("description"),
-        "parameters": raw.get("parameters"),
-        "strict": strict if isinstance(strict, bool) else None,
-    }
+def _echo_tools(body: Mapping[str, Any], selection: ToolSelection) -> Mapping[str, Any]:
+    """Return the tools as they were offered, with every key that the SDK's types have, and the choice among them."""
+    choice, tools = body.get("tool_choice"), []
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = [{"type": "function", "name": tool.name} for tool in selection.tools]
+        choice = {"type": "allowed_tools", "mode": str(selection.choice), "tools": allowed}
+    elif isinstance(selection.choice, ToolChoice):
+        choice = str(selection.choice)
+    else:
+        choice = {"type": "function", "name": selection.choice}
+    for raw in body.get("tools") or ():
+        strict = raw.get("strict")
+        function = {
+            "type": "function",
+            "name": raw.get("name"),
+            "description": raw.get("description"),
+            "parameters": raw.get("parameters"),
+            "strict": strict if isinstance(strict, bool) else None,
+        }
+        tools.append(raw if raw.get("type") == "namespace" else function)
+    return {"tool_choice": choice, "tools": tools}

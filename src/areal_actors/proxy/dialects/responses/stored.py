@@ -12,9 +12,9 @@ from typing import Any
 from areal_actors.domain import Answer, ChatMessage, InteractionId, Usage
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.messages import StoredAnswer
-from areal_actors.proxy.dialects.base import TEXT_SCHEMA
+from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA
 from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
-from areal_actors.proxy.dialects.responses.answer import format_output
+from areal_actors.proxy.dialects.responses.answer import format_output, format_usage
 from areal_actors.proxy.dialects.responses.request import ITEM_ID, RESPONSE_PREFIX, format_item_id, is_reference
 
 __all__ = [
@@ -41,31 +41,32 @@ def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, 
     Raises:
         InvalidRequest: an id that is not that of an item of ``answers``.
     """
-    items = {item["id"]: item for answer in answers.values() for item in _output(answer)}
+    outputs = (format_output(_answer(each), has_logprobs=False, decode=None) for each in answers.values())
+    items = {item["id"]: item for output in outputs for item in output}
     replaced: list[Any] = []
     for index, raw in enumerate(body["input"]):
         if not is_reference(raw):
             replaced.append(raw)
-        elif raw.get("id") in items:
-            replaced.append(items[raw["id"]])
-        elif not _is_continued(raw.get("id"), items):
+            continue
+        name = raw.get("id")
+        if name in items:
+            replaced.append(items[name])
+            continue
+        # A stream may have split a text in several items. The first of them has all of the text when it is stored, so
+        # a reference to a later one adds nothing.
+        match = ITEM_ID.fullmatch(name) if isinstance(name, str) else None
+        kind = str(name).partition("_")[0]
+        if match is None or kind not in {"msg", "rs"} or f"{kind}_0_{match[1]}" not in items:
             raise InvalidRequest(
-                f"input[{index}] refers to item {raw.get('id')!r}, which no answer of this session has; send the item.",
+                f"input[{index}] refers to item {name!r}, which no answer of this session has; send the item.",
                 param=f"input[{index}]",
             )
     return {**body, "input": replaced}
 
 
-def _is_continued(name: Any, items: Mapping[str, Any]) -> bool:
-    """Return whether an item is the rest of a text that a stream had split; the stored item has all of the text."""
-    match = ITEM_ID.fullmatch(name) if isinstance(name, str) else None
-    kind = name.partition("_")[0] if match is not None else None
-    return match is not None and kind in {"msg", "rs"} and f"{kind}_0_{match[1]}" in items
-
-
 def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any]:
     """Return the ``response`` object. What is not stored has its default: the time is 0, and there are no tools."""
-    turn = stored.interaction
+    turn, answer = stored.interaction, _answer(stored)
     sampling = turn.sampling
     return {
         "id": turn.id,
@@ -76,8 +77,8 @@ def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any
         "error": None,
         "incomplete_details": None,
         "model": model,
-        "output": _output(stored),
-        "usage": _format_usage(stored),
+        "output": format_output(answer, has_logprobs=False, decode=None),
+        "usage": format_usage(answer.usage),
         "background": False,
         "instructions": None,
         "max_output_tokens": None,
@@ -98,25 +99,12 @@ def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any
     }
 
 
-def _format_usage(stored: StoredAnswer) -> dict[str, Any]:
-    completion, prompt = stored.interaction.completion, stored.interaction.num_prompt_tokens
-    sampled = 0 if completion is None else len(completion.token_ids)
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + sampled,
-    }
-
-
-def _output(stored: StoredAnswer) -> list[dict[str, Any]]:
+def _answer(stored: StoredAnswer) -> Answer:
     turn = stored.interaction
     if turn.output is None or turn.completion is None:
         raise NotFound(f"Response {turn.id} has no answer.")
     usage = Usage(prompt_tokens=turn.num_prompt_tokens, completion_tokens=len(turn.completion.token_ids))
-    answer = Answer(interaction=turn.id, message=turn.output, completion=turn.completion, usage=usage)
-    return format_output(answer, has_logprobs=False, decode=None)
+    return Answer(interaction=turn.id, message=turn.output, completion=turn.completion, usage=usage)
 
 
 def format_input_items(stored: StoredAnswer) -> list[dict[str, Any]]:
@@ -153,21 +141,17 @@ def _format_message(message: ChatMessage) -> Iterator[dict[str, Any]]:
         }
 
 
-def _page(*, data: Schema) -> Schema:
-    return one_object(
+STORED_ANSWERS: Mapping[str, Schema] = {
+    "ResponseItems": one_object(
         {
             "object": {"const": "list"},
-            "data": data,
-            "first_id": {"type": ["string", "null"]},
-            "last_id": {"type": ["string", "null"]},
+            "data": list_of({"type": "object", "required": ["id", "type"]}),
+            "first_id": MAYBE_TEXT_SCHEMA,
+            "last_id": MAYBE_TEXT_SCHEMA,
             "has_more": {"type": "boolean"},
         },
         additionalProperties=False,
-    )
-
-
-STORED_ANSWERS: Mapping[str, Schema] = {
-    "ResponseItems": _page(data=list_of({"type": "object", "required": ["id", "type"]})),
+    ),
     "ResponseDeleted": one_object(
         {"id": TEXT_SCHEMA, "object": {"const": "response"}, "deleted": {"const": True}}, additionalProperties=False
     ),

@@ -272,6 +272,23 @@ async def test_what_was_sampled_is_what_is_exported(is_stream):
 
 
 @pytest.mark.anyio
+async def test_each_chunk_of_a_stream_has_the_logprobs_of_its_tokens():
+    """Joined, they are those of the answer without a stream: offsets, the end token and alternatives too."""
+    ask = {"model": "m", "prompt": "a", "max_tokens": 64, "n": 2, "logprobs": 2}
+    async with _stack(*[sampled("<think>408?")] * 4) as (client, _):
+        whole = await client.completions.create(**ask)
+        chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True)]
+
+    for choice in whole.choices:
+        pieces = [found for chunk in chunks for found in chunk.choices if found.index == choice.index]
+        streamed = [found.logprobs for found in pieces if found.logprobs is not None]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [each for part in streamed for each in getattr(part, name)] == getattr(choice.logprobs, name)
+        assert len(streamed) > 3
+        assert all("".join(found.logprobs.tokens) == found.text for found in pieces[:2])
+
+
+@pytest.mark.anyio
 async def test_ids_are_continued_as_they_are():
     """The engine reads the very ids; those that no tokenizer knows are refused."""
     async with _stack([5, 6]) as (client, stack):

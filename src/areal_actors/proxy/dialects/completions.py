@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Self
 
 from attrs import evolve, field, frozen
@@ -11,9 +12,11 @@ from attrs import evolve, field, frozen
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
+    Chunk,
     Completion,
     CompletionRequest,
     InteractionId,
+    SampledTokens,
     StreamItem,
     TextDelta,
 )
@@ -122,7 +125,7 @@ COMPLETIONS_FIELDS = FieldTable(
             "logprobs",
             integer(0, 5),
             "0 to 5 alternatives for each token that was sampled, end token included; "
-            "a stream has them in its last chunk",
+            "in a stream, for the tokens of each chunk",
         ),
         STREAM,
         STREAM_OPTIONS,
@@ -191,6 +194,7 @@ def parse_completions_request(
         metadata=metadata,
         tag=tag or metadata.get("agent"),
         id_prefix=ID_PREFIX,
+        streams_tokens=num_tops is not None and values["stream"],
     )
     return ParsedCompletions(
         request=request,
@@ -248,10 +252,12 @@ def format_completions(
     Raises:
         Unavailable: the engine aborted a choice.
     """
-    choices = [
-        _format_choice(parsed, answer, index, text=answer.message.content or "", decode=decode)
-        for index, answer in enumerate(answers)
-    ]
+    choices = []
+    for index, answer in enumerate(answers):
+        logprobs = _format_logprobs(answer.completion, decode) if parsed.has_logprobs else None
+        text, finish = answer.message.content or "", format_finish(answer)
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        choices.append(choice | {"interaction_id": answer.interaction} if len(answers) > 1 else choice)
     return {
         "id": answers[0].interaction,
         "object": "text_completion",
@@ -263,7 +269,10 @@ def format_completions(
 
 
 class CompletionsStream:
-    """The chunks of one request: text as it is sampled, and a last chunk per choice with its finish reason."""
+    """The chunks of one request: text as it is sampled, and a last chunk per choice with its finish reason.
+
+    If log-probabilities were requested, a chunk carries those of all tokens since the chunk before.
+    """
 
     def __init__(self, parsed: ParsedCompletions, *, created: int, model: str, decode: Decode | None = None) -> None:
         self._parsed = parsed
@@ -271,20 +280,42 @@ class CompletionsStream:
         self._envelope: dict[str, Any] = {"id": "", "object": "text_completion", "created": created, "model": model}
         self._choices: dict[InteractionId, int] = {}
         self._answers: list[Answer] = []
+        self._unsent: dict[str, Any] | None = None
+        """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the field."""
+        self._num_sent = 0
+        self._offset = 0
 
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         if isinstance(item, AnswerStarted):
             self._envelope["id"] = self._envelope["id"] or item.interaction
             self._choices[item.interaction] = item.choice
+            self._unsent, self._num_sent, self._offset = None, 0, 0
             return b""
-        if isinstance(item, Answer):
-            self._answers.append(item)
-            index = self._choices[item.interaction]
-            return self._chunk(_format_choice(self._parsed, item, index, text="", decode=self._decode))
-        if not isinstance(item, TextDelta):  # an answer without messages has no other deltas
+        if isinstance(item, SampledTokens):
+            if not len(item.chunk.token_ids):
+                return b""
+            waiting, new = self._unsent, _format_logprobs(item.chunk, self._decode, offset=self._offset)
+            self._offset += sum(map(len, new["tokens"]))
+            # A chunk of the engine may end within a character or a stop string; its tokens wait for the next text.
+            self._unsent = (
+                new if waiting is None else {name: waiting[name] and waiting[name] + new[name] for name in new}
+            )
             return b""
-        return self._chunk({"index": item.choice, "text": item.text, "logprobs": None, "finish_reason": None})
+        if isinstance(item, TextDelta):
+            logprobs, self._unsent = self._unsent, None
+            self._num_sent += len(logprobs["tokens"]) if logprobs else 0
+            return self._chunk(item.choice, item.text, logprobs)
+        if not isinstance(item, Answer):  # an answer without messages has no other deltas
+            return b""
+        self._answers.append(item)
+        logprobs = None
+        if self._parsed.has_logprobs:
+            # The answer has every token: those of a repeated answer, which has no ``SampledTokens``, as well.
+            whole = _format_logprobs(item.completion, self._decode)
+            logprobs = {name: values and values[self._num_sent :] for name, values in whole.items()}
+        extra = {"interaction_id": item.interaction} if self._parsed.request.num_choices > 1 else {}
+        return self._chunk(self._choices[item.interaction], "", logprobs, format_finish(item), **extra)
 
     def finish(self) -> bytes:
         """Return the usage, if the client asked for it, and the end marker."""
@@ -296,40 +327,27 @@ class CompletionsStream:
         """Return an event that OpenAI's SDKs raise as an ``APIError``."""
         return format_event(format_openai_failure(failure))
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return format_event(self._envelope | {"choices": [choice]})
+    def _chunk(
+        self, choice: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None = None, **extra: Any
+    ) -> bytes:
+        body = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **extra}
+        return format_event(self._envelope | {"choices": [body]})
 
 
-def _format_choice(
-    parsed: ParsedCompletions, answer: Answer, index: int, *, text: str, decode: Decode | None
-) -> dict[str, Any]:
-    choice = {
-        "index": index,
-        "text": text,
-        "logprobs": _format_logprobs(answer.completion, decode) if parsed.has_logprobs else None,
-        "finish_reason": format_finish(answer),
-    }
-    return choice | {"interaction_id": answer.interaction} if parsed.request.num_choices > 1 else choice
-
-
-def _format_logprobs(completion: Completion, decode: Decode | None) -> dict[str, Any]:
-    """Return four lists with one entry per sampled token. Offsets count characters from the start of the answer."""
-    ids = completion.token_ids.tolist()
-    tokens = [_token(token, decode) for token in ids]
-    logprobs = completion.logprobs.tolist()
-    tops = completion.top_logprobs or ((),) * len(ids)
+def _format_logprobs(sampled: Completion | Chunk, decode: Decode | None, *, offset: int = 0) -> dict[str, Any]:
+    """Return four lists with one entry per sampled token; ``offset`` is the number of characters before the first."""
+    tokens = [_token(token, decode) for token in sampled.token_ids.tolist()]
+    logprobs = sampled.logprobs.tolist()
+    tops = sampled.top_logprobs or ((),) * len(tokens)
     alternatives = []
     for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
         # As in OpenAI's endpoint, the sampled token is always listed, in addition to the most probable ones.
         alternatives.append({**{_token(other.token_id, decode): other.logprob for other in top}, token: logprob})
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,
-        "top_logprobs": alternatives if completion.top_logprobs else None,
-        "text_offset": offsets[:-1],
+        "top_logprobs": alternatives if sampled.top_logprobs else None,
+        "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
     }
 
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import anyio
 from hypercorn.config import Config
-from hypercorn.events import Event, Updated
 from hypercorn.typing import ASGIFramework
 from starlette.types import ASGIApp
 
@@ -60,12 +59,22 @@ def listen(host: str, port: int, *, section: str, is_shared: bool = False) -> so
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return _listen(family, address, is_shared=is_shared)
+        return _open_listener(family, address, is_shared=is_shared)
     except OSError as error:
-        raise ConfigError(_explain(f"{host}:{port}", section, error)) from error
+        place = f"{host}:{port}"
+        if error.errno == errno.EADDRINUSE:
+            hint = f"{place} is in use; stop who listens there, choose another port, or 0 for any free one"
+            raise ConfigError(f"{section}.port: {hint}") from error
+        if error.errno == errno.EACCES:
+            hint = f"this user may not listen on {place}; choose a port above 1023"
+            raise ConfigError(f"{section}.port: {hint}") from error
+        reason = error.strerror or error
+        raise ConfigError(
+            f"{section}.host: cannot listen on {place}: {reason}; choose an address of this machine"
+        ) from error
 
 
-def _listen(family: int, address: tuple[object, ...], *, is_shared: bool) -> socket.socket:
+def _open_listener(family: int, address: tuple[object, ...], *, is_shared: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if is_shared:
@@ -87,14 +96,6 @@ def _listen(family: int, address: tuple[object, ...], *, is_shared: bool) -> soc
         listener.close()
         raise
     return listener
-
-
-def _explain(place: str, section: str, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"{section}.port: {place} is in use; stop who listens there, choose another port, or 0 for any free one"
-    if error.errno == errno.EACCES:
-        return f"{section}.port: this user may not listen on {place}; choose a port above 1023"
-    return f"{section}.host: cannot listen on {place}: {error.strerror or error}; choose an address of this machine"
 
 
 def url_of(listener: socket.socket, public_host: str | None = None) -> str:
@@ -190,18 +191,22 @@ class _ReleasingConnection:
     """
 
     idle_task: Any  # AsyncioSingleTask or TrioSingleTask
-    _has_ended = False
-
-    async def protocol_send(self, event: Event) -> None:
-        # An answer that completes after the client has left would start the timer again.
-        if self._has_ended and isinstance(event, Updated):
-            return
-        await super().protocol_send(event)  # type: ignore[misc]  # of TCPServer, which comes next
 
     async def _read_data(self) -> None:
         await super()._read_data()  # type: ignore[misc]  # of TCPServer, which comes next
-        self._has_ended = True
         await self.idle_task.stop()
+        # An answer that completes after the client has left would start the timer again.
+        self.idle_task = _EndedTimer()
+
+
+class _EndedTimer:
+    """The idle timer of a connection whose client has left: it cannot be started any more."""
+
+    async def restart(self, task_group: object, action: object) -> None:
+        """Start nothing."""
+
+    async def stop(self) -> None:
+        """Do nothing."""
 
 
 def _release_closed(module: Any) -> None:  # Any: Hypercorn does not export the name from here
